@@ -1,0 +1,37 @@
+# One set of verbs for people and CI alike. Needs Python >= 3.11, make and the package index.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install lint test bench demo serve clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'
+	touch $(STAMP)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/lib build/typecheck
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/typecheck .
+	MYPYPATH=build/typecheck $(BIN)/mypy -p pdkv
+
+test: install
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow"
+
+bench: install
+	$(BIN)/python -m benchmarks.run
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+serve: install
+	$(BIN)/pd launch --prefill 2 --decode 4
+
+clean:
+	rm -rf build dist *.egg-info .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

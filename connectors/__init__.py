@@ -1,0 +1,1 @@
+"""The KVConnector interface, its views, transfer planning, the registry and the backends."""

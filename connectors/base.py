@@ -1,0 +1,300 @@
+"""The KVConnector interface: the plug point between an engine and a KV transport.
+
+A connector has two sides. The scheduler side decides, per request, what comes from outside and what is sent; it holds
+no tensor, never blocks and answers from state in memory. The worker side (one per rank) moves bytes between KV blocks
+and the transport; transfers run on threads of its own and are reported in `get_finished`.
+
+This module owns every type that crosses the interface, so that a connector imports nothing of the engine.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import msgspec
+
+from pdkv.connectors.block_table import BlockTable, LocalBlockTable
+from pdkv.messages import ConnectorKind, EngineCard, KVHandoff, KVLayout, Order
+
+if TYPE_CHECKING:
+    import torch
+
+TransferKey = tuple[str, int]
+"""(transfer_id, attempt): the name of one transfer."""
+
+LoadMode = Literal["async", "layerwise"]
+
+
+# --- what the engine shows a connector ----------------------------------------------------------------------------
+
+
+class RequestView(msgspec.Struct, frozen=True):
+    """One request as a connector sees it."""
+
+    request_id: str
+    attempt: int
+    transfer_id: str
+    kv: Literal["local", "handoff", "await_peer"]
+    num_tokens: int  # prompt + output so far
+    num_wanted: int  # KV of tokens [0, num_wanted) is useful; the token behind it is computed here
+    block_keys: Sequence[bytes]  # one per full block of the tokens so far
+    handoff: KVHandoff | None = None  # await_peer: where prefill says the KV lies
+    ticket: bytes | None = None  # handoff: where decode wants the KV
+    kv_ready: bool | None = None  # await_peer: what KVReady said; None = nothing yet
+
+    @property
+    def transfer_key(self) -> TransferKey:
+        """(transfer_id, attempt)."""
+        return (self.transfer_id, self.attempt)
+
+
+class ScheduledRange(msgspec.Struct, frozen=True):
+    """A request's tokens [start, stop) are computed in this step into `block_ids` (its whole block table)."""
+
+    request: RequestView
+    start: int
+    stop: int
+    block_ids: Sequence[int]
+
+
+class ConfirmedRange(msgspec.Struct, frozen=True):
+    """A request's tokens [start, stop) are in its blocks for good: computed and confirmed, loaded, or cached hits.
+
+    Only these may be made visible or sent. `last` marks the end of a hand-off's prompt: the partial tail is in it.
+    """
+
+    request: RequestView
+    start: int
+    stop: int
+    block_ids: Sequence[int]
+    last: bool
+
+
+class SchedulerView(msgspec.Struct, frozen=True):
+    """What happened since the last step, and what this one does. A connector changes nothing in it."""
+
+    step_id: int
+    scheduled: Sequence[ScheduledRange]
+    confirmed: Sequence[ConfirmedRange]
+    preempted: Sequence[TransferKey]
+    finished: Sequence[TransferKey]
+    aborted: Sequence[TransferKey]
+    waiting_keys: Sequence[Sequence[bytes]]  # block keys of the first waiting requests, for a store to prefetch
+
+
+# --- what a connector answers -------------------------------------------------------------------------------------
+
+
+class MatchedTokens(NamedTuple):
+    """How many tokens beyond the local hit can come from outside."""
+
+    num_tokens: int
+    mode: LoadMode = "async"
+    ask_again: bool = False  # not known yet: `notify` will be called when it is
+
+
+NO_MATCH = MatchedTokens(0)
+ASK_AGAIN = MatchedTokens(0, ask_again=True)
+
+
+class BlockHold(NamedTuple):
+    """Blocks that a transfer reads or writes; the engine holds them until `get_finished` reports `key`."""
+
+    key: TransferKey
+    block_ids: Sequence[int]
+
+
+class KVConnectorMetadata(msgspec.Struct, kw_only=True):
+    """One step's orders from a connector's scheduler side to its worker side; backends subclass it. Plain data."""
+
+    step_id: int
+    needs_layer_hooks: bool = False  # False: no wait_for_layer_load / save_kv_layer in this step
+    holds: list[BlockHold] = []  # saves that begin here and read blocks beyond this step
+
+
+class Finished(NamedTuple):
+    """What becomes of a finished request's blocks."""
+
+    hold_blocks: bool  # True: a lease keeps them until Release (pull) or the end of the transfer (push)
+    payload: bytes | None = None  # of the KVHandoff, where the request is handed off
+
+
+class TransferOutcome(NamedTuple):
+    """How one transfer ended on one rank."""
+
+    code: str = ""  # a TransferError's code, empty when it succeeded
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class TransferResults(NamedTuple):
+    """Transfers that ended since the last call; the four maps are disjoint."""
+
+    finished_sending: Mapping[TransferKey, TransferOutcome]
+    failed_sending: Mapping[TransferKey, TransferOutcome]
+    finished_receiving: Mapping[TransferKey, TransferOutcome]
+    failed_receiving: Mapping[TransferKey, TransferOutcome]
+
+    def __bool__(self) -> bool:
+        return any(self[:])
+
+
+NO_TRANSFERS = TransferResults({}, {}, {}, {})
+
+
+# --- the interface ------------------------------------------------------------------------------------------------
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a connector is built from."""
+
+    engine: str
+    epoch: str
+    layout: KVLayout  # of one rank
+    num_blocks: int
+    options: Mapping[str, str] = {}  # --connector-config KEY=VALUE
+
+
+class SchedulerConnector(ABC):
+    """The side in the scheduler's process. Idempotent, without tensors; no method blocks."""
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
+        """How many tokens behind the local hit can come from outside. Mutates nothing; may be asked often."""
+        return NO_MATCH
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    ) -> bytes | None:
+        """Blocks are allocated for the request's whole wanted range; the load may begin with the next metadata.
+
+        Args:
+            block_ids: the request's block table, local hits first.
+            num_external_tokens: tokens to load, the last ones of [0, num_wanted); 0: nothing comes from outside.
+
+        Returns:
+            The ticket to be forwarded to the peer, for a connector whose peer writes (push).
+        """
+        return None
+
+    @abstractmethod
+    def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
+        """This step's orders to the workers. Called once per step, empty steps too."""
+
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+        """A request ended; for kv="handoff" the answer says where its KV can be had."""
+        return Finished(hold_blocks=False)
+
+    def update_connector_output(self, results: TransferResults) -> None:
+        """Results of all ranks, before the engine acts on them."""
+
+    def update_peers(self, cards: Sequence[EngineCard]) -> None:
+        """The engines now known, this one left out."""
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether empty steps are needed for progress that no result will announce."""
+        return False
+
+    def shutdown(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+class WorkerConnector(ABC):
+    """The side beside one rank's KV cache.
+
+    Calls of one step, in order: start_load_kv, per layer wait_for_layer_load and save_kv_layer, wait_for_save,
+    get_finished. No call posts a transfer or waits for the transport on the step thread.
+    """
+
+    def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
+        """The rank's KV pool, (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), for good."""
+
+    def handshake(self) -> bytes:
+        """This rank's part of the EngineCard: what a peer needs to reach its KV."""
+        return b""
+
+    @abstractmethod
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        """Begin this step's loads. Called before any block of the step is written."""
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Return when layerwise loads of `layer` are in or have failed; bounded by the connector's deadline."""
+
+    def save_kv_layer(self, layer: int, kv_cache: "torch.Tensor", meta: KVConnectorMetadata) -> None:
+        """`layer` of the step's tokens is in its blocks; kv_cache is the whole pool."""
+
+    def wait_for_save(self) -> None:
+        """Return when every block of the step is copied out or held. Never waits for the transport."""
+
+    @abstractmethod
+    def get_finished(self) -> TransferResults:
+        """Transfers that ended since the last call."""
+
+    def cancel(self, key: TransferKey) -> None:
+        """Stop receiving or sending a transfer; answered by failed_receiving or failed_sending."""
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        """Between steps: connect lazily to `added`, tear down everything of `removed` incarnations."""
+
+    def shutdown(self) -> None:
+        """Stop threads and give everything back. Idempotent."""
+
+
+class KVConnector(ABC):
+    """The plug point: what a registry name or an entry point resolves to. Built once per engine; makes both sides."""
+
+    kind: ClassVar[ConnectorKind]
+    content_addressed: ClassVar[bool] = False
+    concurrent: ClassVar[bool] = False  # push: prefill and decode may be dispatched together
+    needs_peer_first: ClassVar[bool] = False  # push: decode must have allocated before prefill starts
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        """`notify` is thread-safe and wakes the engine's loop. Raises ConfigError for an unknown option."""
+        self.config = config
+        self.notify = notify
+
+    @classmethod
+    def orders(cls) -> list[Order]:
+        """The hand-off orders that are legal with this connector."""
+        if cls.kind != "push":
+            return ["prefill_first", "decode_first"]
+        orders: list[Order] = ["decode_first", "needs_peer_first"]
+        return [*orders, "concurrent"] if cls.concurrent else orders
+
+    def make_block_table(self) -> BlockTable:
+        """The table of generations that the engine's block pool shall write; called once, before the sides."""
+        return LocalBlockTable(self.config.num_blocks)
+
+    def allocate_kv_cache(self) -> "torch.Tensor | None":
+        """The KV pool, for a transport that shares its memory with peers; None: the engine allocates its own."""
+        return None
+
+    def shutdown(self) -> None:
+        """After both sides: give back what the connector itself owns. Idempotent."""
+
+    @abstractmethod
+    def make_scheduler_side(self) -> SchedulerConnector:
+        """The side beside the scheduler; called once."""
+
+    @abstractmethod
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        """The side beside one rank's KV cache; called once per rank."""
+
+
+def parse_options(options: Mapping[str, str], known: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+    """Convert --connector-config values by the table of known options.
+
+    Raises:
+        ConfigError: an unknown name or a value that its converter refuses.
+    """
+    from pdkv.errors import ConfigError
+
+    values: dict[str, Any] = {}
+    for name, text in options.items():
+        if name not in known:
+            raise ConfigError(f"unknown connector option {name!r}; known: {', '.join(sorted(known)) or 'none'}")
+        try:
+            values[name] = known[name](text)
+        except ValueError as error:
+            raise ConfigError(f"connector option {name}={text!r}: {error}") from None
+    return values

@@ -1,0 +1,1 @@
+"""What makes an engine a decode engine: admission of remote KV, tickets, local fallback."""

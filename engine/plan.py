@@ -1,0 +1,65 @@
+"""Plain data between scheduler and workers: what a step computes and what came out of it."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
+from pdkv.messages import TokenLogprob
+from pdkv.sampling_params import SamplingParams
+
+RequestKey = tuple[str, int]
+"""(request_id, attempt)."""
+
+
+class NewRequest(msgspec.Struct, frozen=True):
+    """A request that the workers do not know yet (or, after a preemption, not any more): its full state."""
+
+    key: RequestKey
+    choice: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    params: SamplingParams
+    block_ids: list[int]
+
+
+class ScheduledRequest(msgspec.Struct, frozen=True):
+    """One request's share of a step: tokens [num_computed, num_computed + num_scheduled) of prompt + output."""
+
+    key: RequestKey
+    num_computed: int
+    num_scheduled: int
+    new_block_ids: list[int]  # appended to the block table since the last step; empty for a NewRequest
+    samples: bool  # the range reaches the request's last token: a token is drawn
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step. `scheduled` is in the order of execution; `ended` leave the batch before anything else."""
+
+    step_id: int
+    new: list[NewRequest]
+    scheduled: list[ScheduledRequest]
+    ended: list[RequestKey]
+    kv_meta: KVConnectorMetadata | None = None
+    cancels: list[TransferKey] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(s.num_scheduled for s in self.scheduled)
+
+
+class SampledTokens(NamedTuple):
+    """What a step drew for one request."""
+
+    token_ids: list[int]  # 0..k tokens
+    logprobs: list[TokenLogprob] | None  # one per token where asked for
+
+
+class StepOutput(msgspec.Struct, frozen=True):
+    """What came out of a step, aggregated over ranks."""
+
+    step_id: int
+    sampled: dict[RequestKey, SampledTokens]
+    prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]]  # whole prompt, with the first sampled token
+    transfers: TransferResults

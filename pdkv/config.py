@@ -1,0 +1,93 @@
+"""Configuration: frozen dataclasses layered by owner. A field's help text is the command line's and the docs'."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pdkv.errors import ConfigError
+
+DEFAULT_MODEL = Path(__file__).parent / "default_model"
+"""The embedded model: what is served when no --model is given."""
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with help text (and, for the command line, argparse's `choices` or `metavar`)."""
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={"help": help, **metadata})
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "512MiB", "2GiB" or "1000000".
+
+    Raises:
+        ConfigError: no such size.
+    """
+    units = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+    number = text.strip()
+    for unit in sorted(units, key=len, reverse=True):
+        if unit and number.lower().endswith(unit.lower()):
+            number, factor = number[: -len(unit)].strip(), units[unit]
+            break
+    else:
+        factor = 1
+    try:
+        size = int(float(number) * factor)
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ConfigError(f"a size such as 512MiB was expected, got {text!r}")
+    return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One engine."""
+
+    model: Path = option(DEFAULT_MODEL, "Hugging Face model directory (absent: the embedded default model)")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "computation and KV dtype; auto: the model's")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: cuda where there is one")
+    block_size: int = option(16, "tokens per KV block, a multiple of 16")
+    kv_cache_memory: int | None = option(None, "KV pool of one engine, such as 512MiB (CPU default: 256MiB)", size=True)
+    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use")
+    max_num_seqs: int = option(256, "most requests in one step")
+    max_num_batched_tokens: int | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)")
+    max_model_len: int | None = option(None, "longest prompt + output (default: the model's)")
+    long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound")
+    threads: int | None = option(None, "computing threads per engine (default: cores / engines, at least 1)")
+    cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
+
+    def __post_init__(self) -> None:
+        if self.block_size < 16 or self.block_size % 16:
+            raise ConfigError(f"block_size must be a positive multiple of 16, got {self.block_size}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"long_prefill_token_threshold must be 0 or more, got {self.long_prefill_token_threshold}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoffConfig:
+    """How engines pass KV to one another."""
+
+    connector: str = option("shared_memory", "KV connector by its registry name", metavar="NAME")
+    connector_config: Mapping[str, str] = option({}, "connector options", metavar="KEY=VALUE")
+    kv_load_failure_policy: Literal["recompute", "fail"] = option("recompute", "what decode does when a KV load fails")
+    kv_load_timeout_s: float = option(30.0, "deadline of a KV load, from its allocation on")
+    lease_timeout_s: float = option(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")
+    max_leased_fraction: float = option(0.5, "share of the KV pool that leases may hold before prefills queue")
+
+    def __post_init__(self) -> None:
+        if self.kv_load_timeout_s <= 0:
+            raise ConfigError(f"kv_load_timeout_s must be above 0, got {self.kv_load_timeout_s}")
+        if self.lease_timeout_s <= self.kv_load_timeout_s:
+            raise ConfigError(
+                f"lease_timeout_s ({self.lease_timeout_s}) must exceed kv_load_timeout_s ({self.kv_load_timeout_s})"
+            )
+        if not 0.0 < self.max_leased_fraction <= 1.0:
+            raise ConfigError(f"max_leased_fraction must be in (0, 1], got {self.max_leased_fraction}")

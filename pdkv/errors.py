@@ -1,0 +1,152 @@
+"""Every failure of pdkv as a type.
+
+PdkvError
+├── InvalidRequest           a client's mistake: HTTP 400 (404 for an unknown model)
+├── ConfigError              a wrong flag, file or value at start: exit code 2
+│   ├── ModelError           a model directory that is missing, broken or not supported
+│   ├── UnknownConnector     a connector name that no registry entry or entry point has
+│   └── IncompatiblePeers    two engine cards that cannot exchange KV
+├── StartupError             a process that did not become ready
+├── EngineUnavailable        no engine can take the request now: HTTP 503
+├── RequestFailed            one request ended with an error
+│   ├── RequestTimeout       its deadline passed
+│   ├── RequestAborted       its client or its router gave it up
+│   └── EngineDied           the engine that ran it went away
+└── TransferError            one KV transfer ended with an error
+    ├── TransferTimeout      its deadline passed
+    ├── TransferCancelled    its owner cancelled it
+    ├── StaleGeneration      the source blocks were reused while they were read
+    ├── StaleEpoch           it names an incarnation of the peer that is gone
+    ├── PeerGone             the peer went away
+    └── KVNotFound           the source does not have the blocks (any more)
+"""
+
+
+class PdkvError(Exception):
+    """Base of every error that pdkv raises on purpose."""
+
+    code = "internal_error"
+    """Short stable name: the wire's and the metrics' form of the type."""
+
+
+class InvalidRequest(PdkvError):
+    """A request that can never work; `param` names the field and `status` is the HTTP status."""
+
+    code = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+
+
+class ConfigError(PdkvError):
+    """A wrong flag, file or value at start; the command line prints it and exits with 2."""
+
+    code = "config_error"
+
+
+class ModelError(ConfigError):
+    """A model directory that is missing, broken or not supported."""
+
+    code = "model_error"
+
+
+class UnknownConnector(ConfigError):
+    """A connector name that nothing provides; the message lists the known ones."""
+
+    code = "unknown_connector"
+
+
+class IncompatiblePeers(ConfigError):
+    """Two engines whose cards say that they cannot exchange KV; the message has both values."""
+
+    code = "incompatible_peers"
+
+
+class StartupError(PdkvError):
+    """A child process that died or stayed silent before it was ready."""
+
+    code = "startup_error"
+
+
+class EngineUnavailable(PdkvError):
+    """No engine can take the request now."""
+
+    code = "engine_unavailable"
+
+
+class RequestFailed(PdkvError):
+    """One request ended with an error; `retryable` says whether another engine may try."""
+
+    code = "request_failed"
+
+    def __init__(self, message: str, *, request_id: str, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.retryable = retryable
+
+
+class RequestTimeout(RequestFailed):
+    """The request's deadline passed."""
+
+    code = "timeout"
+
+
+class RequestAborted(RequestFailed):
+    """The client or the router gave the request up."""
+
+    code = "aborted"
+
+
+class EngineDied(RequestFailed):
+    """The engine that ran the request went away."""
+
+    code = "engine_died"
+
+
+class TransferError(PdkvError):
+    """One KV transfer ended with an error; `transfer_id` and `attempt` name it."""
+
+    code = "transfer_failed"
+
+    def __init__(self, message: str, *, transfer_id: str = "", attempt: int = 0) -> None:
+        super().__init__(message)
+        self.transfer_id = transfer_id
+        self.attempt = attempt
+
+
+class TransferTimeout(TransferError):
+    """The transfer's deadline passed."""
+
+    code = "transfer_timeout"
+
+
+class TransferCancelled(TransferError):
+    """The owner of the transfer cancelled it."""
+
+    code = "transfer_cancelled"
+
+
+class StaleGeneration(TransferError):
+    """The source blocks were reused while they were read: what was read is refused."""
+
+    code = "stale_generation"
+
+
+class StaleEpoch(TransferError):
+    """The transfer names an incarnation of the peer that is gone."""
+
+    code = "stale_epoch"
+
+
+class PeerGone(TransferError):
+    """The peer went away."""
+
+    code = "peer_gone"
+
+
+class KVNotFound(TransferError):
+    """The source does not have the blocks, or not any more."""
+
+    code = "kv_not_found"

@@ -1,0 +1,1 @@
+"""The one place that spawns processes: fork server, supervision, life lines."""

@@ -1,0 +1,81 @@
+"""How tokens are drawn and when generation ends; shared by the router, the engines and the offline API."""
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from pdkv.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The sampling parameters of one request; field names are OpenAI's and vLLM's.
+
+    `seed` is drawn by the router (or `LLM`) where the client gave none, so that on the wire it is always set:
+    the token at output position i is a pure function of (seed, choice, i) and the logits.
+    """
+
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1 = all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = 16  # None = up to the model's length
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # number of alternatives per output token; 0 = the sampled token only
+    prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def needs_penalties(self) -> bool:
+        """Whether the logits depend on the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def validate(self) -> None:
+        """Raise InvalidRequest naming the first field that is out of its range."""
+        for name, accepts, expected in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not accepts(value):
+                raise InvalidRequest(f"{name} must be {expected}, got {value!r}", param=name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
+            )
+        if any(not s for s in self.stop):
+            raise InvalidRequest("stop must not hold an empty string", param="stop")
+        for token_id, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequest(
+                    f"logit_bias must be in [-100, 100], got {bias!r} for token {token_id}", param="logit_bias"
+                )
+
+
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda v: 0.0 <= v <= 2.0, "in [0, 2]"),
+    ("top_p", lambda v: 0.0 < v <= 1.0, "in (0, 1]"),
+    ("top_k", lambda v: v >= -1, "-1 or 0 (all), or at least 1"),
+    ("min_p", lambda v: 0.0 <= v <= 1.0, "in [0, 1]"),
+    ("repetition_penalty", lambda v: v > 0.0 and math.isfinite(v), "a finite number above 0"),
+    ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
+    ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
+    ("seed", lambda v: -(2**63) <= v < 2**63, "a 64-bit integer"),
+    ("n", lambda v: 1 <= v <= 128, "in [1, 128]"),
+    ("max_tokens", lambda v: v >= 1, "at least 1"),
+    ("min_tokens", lambda v: v >= 0, "at least 0"),
+    ("logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+    ("prompt_logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+)

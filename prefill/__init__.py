@@ -1,0 +1,1 @@
+"""What makes an engine a prefill engine: hand-offs and leases."""

@@ -1,0 +1,1 @@
+"""HTTP front, prefix index, routing policies, dispatch. Imports no torch."""
