@@ -37,10 +37,11 @@ class RequestView(msgspec.Struct, frozen=True):
     kv: Literal["local", "handoff", "await_peer"]
     num_tokens: int  # prompt + output so far
     num_wanted: int  # KV of tokens [0, num_wanted) is useful; the token behind it is computed here
-    block_keys: Sequence[bytes]  # one per full block of the tokens so far
+    block_keys: Sequence[bytes]  # one per full hash block of the tokens so far
     handoff: KVHandoff | None = None  # await_peer: where prefill says the KV lies
     ticket: bytes | None = None  # handoff: where decode wants the KV
     kv_ready: bool | None = None  # await_peer: what KVReady said; None = nothing yet
+    num_local_hit: int = 0  # tokens of the local hit that its blocks begin with, once it has blocks
 
     @property
     def transfer_key(self) -> TransferKey:
@@ -60,7 +61,8 @@ class ScheduledRange(msgspec.Struct, frozen=True):
 class ConfirmedRange(msgspec.Struct, frozen=True):
     """A request's tokens [start, stop) are in its blocks for good: computed and confirmed, loaded, or cached hits.
 
-    Only these may be made visible or sent. `last` marks the end of a hand-off's prompt: the partial tail is in it.
+    Only these may be made visible or sent. `last` marks the end of a hand-off: the partial tail is in it. A range is
+    shown again from 0 when the request's ticket arrives, and after a preemption: what was sent is not sent twice.
     """
 
     request: RequestView
@@ -98,10 +100,14 @@ ASK_AGAIN = MatchedTokens(0, ask_again=True)
 
 
 class BlockHold(NamedTuple):
-    """Blocks that a transfer reads or writes; the engine holds them until `get_finished` reports `key`."""
+    """Blocks that a transfer reads; the engine holds them until `get_finished` reports `key` as sent or failed.
+
+    A transfer in several batches names each by a key of its own, so that its blocks come free batch by batch.
+    """
 
     key: TransferKey
     block_ids: Sequence[int]
+    owner: TransferKey  # the request's transfer: it is not preempted while it is read
 
 
 class KVConnectorMetadata(msgspec.Struct, kw_only=True):
@@ -153,10 +159,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout  # of one rank
     num_blocks: int
     options: Mapping[str, str] = {}  # --connector-config KEY=VALUE
+    model: str = ""  # identity digest, as in the EngineCard; empty: peers' models are not compared
 
 
 class SchedulerConnector(ABC):
     """The side in the scheduler's process. Idempotent, without tensors; no method blocks."""
+
+    observes_steps: ClassVar[bool] = True
+    """False: `scheduled`, `confirmed` and `waiting_keys` of the view stay empty, which keeps big steps cheap."""
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         """How many tokens behind the local hit can come from outside. Mutates nothing; may be asked often."""
@@ -169,7 +179,7 @@ class SchedulerConnector(ABC):
 
         Args:
             block_ids: the request's block table, local hits first.
-            num_external_tokens: tokens to load, the last ones of [0, num_wanted); 0: nothing comes from outside.
+            num_external_tokens: tokens to load, from request.num_local_hit on; 0: nothing comes from outside.
 
         Returns:
             The ticket to be forwarded to the peer, for a connector whose peer writes (push).

@@ -232,7 +232,9 @@ class Failed(Message, frozen=True):
 
 
 class Allocated(Message, frozen=True):
-    """Decode has allocated for a remote load; an empty range means that it declines and prefills by itself."""
+    """Decode has allocated for a remote load. An empty range at 0 means that it declines and prefills by itself; one at
+    the prompt's end, that its own cache has everything but the first token.
+    """
 
     request_id: str
     attempt: int

@@ -1,1 +1,9 @@
 """Tokenizer, chat template, incremental detokenizer and stop strings. No torch, no transformers."""
+
+from pdkv.text.chat_template import ChatTemplate
+from pdkv.text.detokenizer import Detokenizer
+from pdkv.text.stop_strings import StopStrings
+from pdkv.text.text_stream import TextPiece, TextStream
+from pdkv.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "TextPiece", "TextStream", "Tokenizer"]

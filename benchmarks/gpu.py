@@ -1,0 +1,227 @@
+"""Kernels on a GPU: achieved GB/s or TFLOP/s beside the device's own copy and matmul, and the error against the
+reference in float64. Prints one JSON document. `--device cpu` runs the same through Triton's interpreter (slow).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Result(NamedTuple):
+    """One line of the report; the rate is of useful work (bytes read and written once, causal FLOPs)."""
+
+    name: str
+    shape: str
+    milliseconds: float  # median
+    rate: float
+    unit: str
+    max_error: float | None  # largest absolute difference from the reference; None: nothing to compare with
+
+
+class Sizes(NamedTuple):
+    """How big the cases are."""
+
+    copy_bytes: int
+    matmul: int  # rows, columns and depth
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    block_size: int
+    decode: tuple[tuple[int, int], ...]  # (sequences, context)
+    prefill: tuple[int, ...]  # tokens of a prompt, from nothing
+    write_tokens: int
+    copy_blocks: int
+
+
+FULL = Sizes(1 << 30, 8192, 8, 32, 8, 128, 16, ((1, 8192), (32, 2048), (256, 2048)), (512, 4096), 8192, 2048)
+SMOKE = Sizes(1 << 16, 64, 2, 4, 2, 32, 16, ((2, 40),), (20,), 8, 3)
+
+
+class Bench:
+    """Times calls on one device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sizes, repeats: int) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.sizes = sizes
+        self.repeats = repeats
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Median time of a call, after one that is not counted."""
+        call()
+        times = []
+        for _ in range(self.repeats):
+            if self.device.type == "cuda":
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                call()
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / 1e3)
+            else:
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def run(self) -> Iterator[Result]:
+        """All cases."""
+        yield self.copy_yardstick()
+        yield self.matmul_yardstick()
+        for num_seqs, context in self.sizes.decode:
+            yield self.attention([(1, context)] * num_seqs, f"decode, {num_seqs} x {context}", "GB/s")
+        for num_tokens in self.sizes.prefill:
+            yield self.attention([(num_tokens, num_tokens)], f"prefill, {num_tokens}", "TFLOP/s")
+        yield self.write()
+        yield from self.block_copies()
+
+    def copy_yardstick(self) -> Result:
+        """The device's own copy."""
+        source = torch.ones(self.sizes.copy_bytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        seconds = self.seconds(lambda: target.copy_(source))
+        return Result("copy", f"{source.nbytes} bytes", seconds * 1e3, 2 * source.nbytes / seconds / 1e9, "GB/s", None)
+
+    def matmul_yardstick(self) -> Result:
+        """The device's own matmul."""
+        size = self.sizes.matmul
+        a = torch.randn(size, size, device=self.device).to(self.dtype)
+        seconds = self.seconds(lambda: a @ a)
+        return Result("matmul", f"{size}^3", seconds * 1e3, 2 * size**3 / seconds / 1e12, "TFLOP/s", None)
+
+    def attention(self, lengths: list[tuple[int, int]], shape: str, unit: str) -> Result:
+        """Sequences of (queries, tokens) over a shuffled pool."""
+        from pdkv.kernels.paged_attention import paged_attention_reference
+        from pdkv.kernels.paged_attention_triton import paged_attention_triton
+
+        s = self.sizes
+        max_blocks = -(-max(tokens for _, tokens in lengths) // s.block_size)
+        num_blocks = len(lengths) * max_blocks
+        pool = self._pool(num_blocks, layers=1)
+        queries = [q for q, _ in lengths]
+        q = torch.randn(sum(queries), s.heads, s.head_size, device=self.device).to(self.dtype)
+        index = (
+            torch.randperm(num_blocks, device=self.device).view(len(lengths), max_blocks).int(),
+            torch.tensor([tokens for _, tokens in lengths], device=self.device, dtype=torch.int32),
+            torch.tensor([0, *queries], device=self.device).cumsum(0).int(),
+        )
+        scale = s.head_size**-0.5
+        seconds = self.seconds(lambda: paged_attention_triton(q, pool, 0, *index, scale))
+        result = paged_attention_triton(q, pool, 0, *index, scale).double()
+        error = (result - paged_attention_reference(q.double(), pool.double(), 0, *index, scale)).abs().max().item()
+        if unit == "GB/s":
+            kv_bytes = sum(tokens for _, tokens in lengths) * 2 * s.kv_heads * s.head_size * pool.element_size()
+            rate = (kv_bytes + 2 * q.nbytes) / seconds / 1e9
+        else:
+            pairs = sum(n * tokens - n * (n - 1) // 2 for n, tokens in lengths)
+            rate = 4 * pairs * s.heads * s.head_size / seconds / 1e12
+        return Result("paged_attention", shape, seconds * 1e3, rate, unit, error)
+
+    def write(self) -> Result:
+        """One layer's K and V of a step into random slots."""
+        from pdkv.kernels.kv_copy import write_kv_reference
+        from pdkv.kernels.kv_copy_triton import write_kv_triton
+
+        s = self.sizes
+        pool = self._pool(-(-2 * s.write_tokens // s.block_size), layers=2)
+        k, v = torch.randn(2, s.write_tokens, s.kv_heads, s.head_size, device=self.device).to(self.dtype)
+        slots = torch.randperm(pool.shape[0] * s.block_size, device=self.device)[: s.write_tokens]
+        expected = pool.clone()
+        write_kv_reference(expected, 1, k, v, slots)
+        seconds = self.seconds(lambda: write_kv_triton(pool, 1, k, v, slots))
+        rate = 2 * (k.nbytes + v.nbytes) / seconds / 1e9
+        return Result("write_kv", f"{s.write_tokens} tokens", seconds * 1e3, rate, "GB/s", _difference(pool, expected))
+
+    def block_copies(self) -> Iterator[Result]:
+        """Random blocks to and from a transfer buffer: all layers, then one layer."""
+        for num_layers in (self.sizes.layers, 1):
+            yield self.gather(num_layers)
+            yield self.scatter(num_layers)
+
+    def gather(self, num_layers: int) -> Result:
+        """Random blocks into a buffer."""
+        from pdkv.kernels.kv_copy import gather_blocks_reference
+        from pdkv.kernels.kv_copy_triton import copy_blocks_triton
+
+        pool, ids, buffer = self._copy_tensors(num_layers)
+        seconds = self.seconds(lambda: copy_blocks_triton(pool, ids, buffer, 0, num_layers, to_pool=False))
+        expected = torch.empty_like(buffer)
+        gather_blocks_reference(pool, ids, expected, (0, num_layers))
+        return self._copy_result("gather_blocks", buffer, seconds, _difference(buffer, expected))
+
+    def scatter(self, num_layers: int) -> Result:
+        """A buffer into random blocks."""
+        from pdkv.kernels.kv_copy import scatter_blocks_reference
+        from pdkv.kernels.kv_copy_triton import copy_blocks_triton
+
+        pool, ids, buffer = self._copy_tensors(num_layers)
+        expected = pool.clone()
+        scatter_blocks_reference(expected, ids, buffer, (0, num_layers))
+        seconds = self.seconds(lambda: copy_blocks_triton(pool, ids, buffer, 0, num_layers, to_pool=True))
+        return self._copy_result("scatter_blocks", buffer, seconds, _difference(pool, expected))
+
+    def _copy_tensors(self, num_layers: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A pool, half of its blocks in random order, and a buffer for them."""
+        pool = self._pool(2 * self.sizes.copy_blocks, layers=self.sizes.layers)
+        ids = torch.randperm(pool.shape[0], device=self.device)[: self.sizes.copy_blocks]
+        return pool, ids, self._pool(self.sizes.copy_blocks, layers=num_layers)
+
+    def _copy_result(self, name: str, buffer: torch.Tensor, seconds: float, error: float) -> Result:
+        shape = f"{buffer.shape[0]} blocks x {buffer.shape[1]} layers"
+        return Result(name, shape, seconds * 1e3, 2 * buffer.nbytes / seconds / 1e9, "GB/s", error)
+
+    def _pool(self, num_blocks: int, layers: int) -> torch.Tensor:
+        s = self.sizes
+        pool = torch.empty(
+            num_blocks, layers, 2, s.kv_heads, s.block_size, s.head_size, dtype=self.dtype, device=self.device
+        )
+        return pool.normal_()
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).abs().max())
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes: does it run and is it right?")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run and print; 2 where the device or the choice of options is not there."""
+    options = parse_arguments(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device; --device cpu --smoke runs the kernels in Triton's interpreter", file=sys.stderr)
+        return 2
+    if options.device == "cpu":
+        if options.dtype == "bfloat16":
+            print("Triton's interpreter has no bfloat16: give --dtype float32 or float16", file=sys.stderr)
+            return 2
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton's first import
+    sizes = SMOKE if options.smoke else FULL
+    bench = Bench(torch.device(options.device), getattr(torch, options.dtype), sizes, options.repeats)
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu (interpreter)",
+        "torch": torch.__version__,
+        "dtype": options.dtype,
+        "results": [result._asdict() for result in bench.run()],
+    }
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Names of KV connectors: the shipped ones in one table, third parties by entry point, or "module:Class" directly."""
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
+
+from pdkv.errors import ConfigError, UnknownConnector
+
+if TYPE_CHECKING:
+    from pdkv.connectors.base import KVConnector
+
+ENTRY_POINT_GROUP = "pdkv.connectors"
+
+SHIPPED: Mapping[str, str] = {
+    "memory": "pdkv.connectors.memory:MemoryConnector",
+    "shared_memory": "pdkv.connectors.shared_memory:SharedMemoryConnector",
+}
+"""name -> "module:Class" of what this distribution ships; the only place that says so. Imported on first use."""
+
+
+def connector_targets() -> dict[str, str]:
+    """All known names with their "module:Class", shipped ones first. Imports none of them."""
+    targets = dict(SHIPPED)
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        targets.setdefault(point.name, point.value)  # a third party cannot take a shipped name over
+    return targets
+
+
+def connector_target(name: str) -> str:
+    """The "module:Class" that `name` stands for, without importing it.
+
+    Raises:
+        UnknownConnector: neither a known name nor of the form "module:Class".
+    """
+    if name in SHIPPED:  # without the scan of all installed distributions
+        return SHIPPED[name]
+    targets = connector_targets()
+    if name in targets:
+        return targets[name]
+    module, separator, attribute = name.partition(":")
+    if separator and module and attribute:
+        return name
+    raise UnknownConnector(f'unknown connector {name!r}; known: {", ".join(sorted(targets))}, or "module:Class"')
+
+
+def load_connector(name: str) -> "type[KVConnector]":
+    """Import and return the connector class behind `name`.
+
+    Raises:
+        UnknownConnector: no such name, or its module or class is missing.
+        ConfigError: what it names is no KVConnector.
+    """
+    from pdkv.connectors.base import KVConnector
+
+    target = connector_target(name)
+    try:
+        loaded = EntryPoint(name, target, ENTRY_POINT_GROUP).load()
+    except (ModuleNotFoundError, AttributeError) as error:
+        module = target.partition(":")[0]
+        if isinstance(error, ModuleNotFoundError) and not _is_about(error, module):
+            raise  # the connector exists; something that it imports does not
+        raise UnknownConnector(f"connector {name!r} ({target}) cannot be imported: {error}") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, KVConnector)):
+        raise ConfigError(f"connector {name!r}: {target} is no subclass of KVConnector")
+    return loaded
+
+
+def _is_about(error: ModuleNotFoundError, module: str) -> bool:
+    """Whether the missing module is `module` itself or a package that it lies in."""
+    return error.name is not None and (module == error.name or module.startswith(error.name + "."))

@@ -1,0 +1,101 @@
+"""The `shared_memory` connector: engines on one host read each other's KV pools, verified by block generations.
+
+kind pull: a hand-off names blocks and their generations, and decode copies them. Content-addressed, too: whatever full
+block any engine has computed or loaded is found by its key, so that roles are not fixed and generated text is reused.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import ConnectorConfig, KVConnector, SchedulerConnector, WorkerConnector, parse_options
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.shared_arena import Arena
+from pdkv.connectors.shared_block_table import SharedBlockTable
+from pdkv.connectors.shared_memory_scheduler import SharedMemoryOptions, SharedMemoryScheduler
+from pdkv.connectors.shared_memory_worker import SharedMemoryWorker
+from pdkv.errors import ConfigError
+from pdkv.messages import ConnectorKind
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError("true or false was expected")
+    return text.lower() == "true"
+
+
+def _parse_count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError("at least 1 was expected")
+    return value
+
+
+def _parse_seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise ValueError("a number of seconds above 0 was expected")
+    return value
+
+
+_CONVERTERS: dict[str, Callable[[str], object]] = {
+    "io_threads": _parse_count,
+    "min_hit_tokens": _parse_count,
+    "load_timeout_s": _parse_seconds,
+    "content_lookup": _parse_bool,
+}
+
+
+class SharedMemoryConnector(KVConnector):
+    """Owns the engine's arena; its block table and KV pool lie there."""
+
+    kind: ClassVar[ConnectorKind] = "pull"
+    content_addressed: ClassVar[bool] = True
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        super().__init__(config, notify)
+        self.options = SharedMemoryOptions(**parse_options(config.options, _CONVERTERS))
+        if config.layout.block_size % HASH_BLOCK_SIZE:
+            raise ConfigError(f"block_size must be a multiple of {HASH_BLOCK_SIZE}, got {config.layout.block_size}")
+        self._arena = Arena(
+            engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks
+        )
+        self._table = SharedBlockTable(self._arena.table_arrays, self._arena.shape.table)
+
+    def make_block_table(self) -> BlockTable:
+        return self._table
+
+    def allocate_kv_cache(self) -> "torch.Tensor":
+        """The pool over the arena's memory, zeroed. It stays mapped while the tensor lives."""
+        import torch
+
+        layout = self.config.layout
+        self._arena.allocate_data()
+        pool = torch.frombuffer(self._arena.buffer(), dtype=torch.uint8).view(getattr(torch, layout.dtype))
+        return pool.view(
+            self.config.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size
+        )
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        return SharedMemoryScheduler(self.config, self._table, self.options)
+
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        """The only rank's side.
+
+        Raises:
+            ConfigError: another rank than 0.
+        """
+        if rank != 0:
+            raise ConfigError(f"connector shared_memory serves engines of one rank, this is rank {rank}")
+        return SharedMemoryWorker(
+            self.config,
+            self._arena,
+            self.notify,
+            io_threads=self.options.io_threads,
+            load_timeout_s=self.options.load_timeout_s,
+        )
+
+    def shutdown(self) -> None:
+        self._table.close()
+        self._arena.close()

@@ -1,0 +1,89 @@
+"""The decode role: admission of remote KV, tickets, the wait for the first token, and what happens when a load fails."""
+
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from pdkv.connectors.base import TransferOutcome
+from pdkv.engine.block_pool import BlockPool
+from pdkv.engine.external import ExternalKV
+from pdkv.engine.hooks import Outbox
+from pdkv.engine.request import Request
+from pdkv.messages import Allocated, Loaded, Release
+
+logger = logging.getLogger(__name__)
+
+LoadFailurePolicy = Literal["recompute", "fail"]
+
+
+class DecodeRole:
+    """Remote loads of one engine.
+
+    Args:
+        local_prefill_tokens: a conditional request with fewer tokens missing is prefilled here.
+        policy: what to do when a load fails: compute the prompt here, loudly, or fail the request.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        external: ExternalKV,
+        send: Outbox,
+        policy: LoadFailurePolicy,
+        local_prefill_tokens: int,
+    ) -> None:
+        self.num_load_failures = 0
+        self.bytes_received = 0
+        self.transfer_seconds = 0.0
+        self._pool = pool
+        self._external = external
+        self._send = send
+        self._policy = policy
+        self._local_prefill_tokens = local_prefill_tokens
+
+    def may_load(self, request: Request, num_new_blocks: int, num_others: int) -> bool:
+        """Whether a block per running or loading request stays free, and unstarted prefills hold at most half."""
+        if self._pool.num_available - num_new_blocks < num_others:
+            return False
+        if request.kv == "await_peer" and request.handoff is None:
+            reserved = sum(
+                len(load.request.block_ids)
+                for load in self._external.loads.values()
+                if load.request.kv == "await_peer" and not load.request.output_token_ids
+            )
+            return reserved == 0 or reserved + num_new_blocks <= self._pool.num_blocks // 2
+        return True
+
+    def declines(self, request: Request, num_missing: int) -> bool:
+        """Whether a conditional request with `num_missing` tokens missing is prefilled here; tells the peer."""
+        submit = request.submit
+        if not submit.conditional or request.handoff is not None or num_missing >= self._local_prefill_tokens:
+            return False
+        self._send(request.router_id, Allocated(submit.request_id, submit.attempt, 0, 0))
+        return True
+
+    def load_allocated(self, request: Request, start: int, stop: int, ticket: bytes | None) -> None:
+        """Tell the peer what is wanted, where it does not know yet."""
+        submit = request.submit
+        if submit.handoff is None:
+            self._send(request.router_id, Allocated(submit.request_id, submit.attempt, start, stop, ticket))
+
+    def load_ended(self, request: Request, ok: bool, outcome: TransferOutcome) -> bool:
+        """Count, tell the router, and end the peer's lease. False: the request must fail."""
+        submit = request.submit
+        if ok:
+            self.bytes_received += outcome.num_bytes
+            self.transfer_seconds += outcome.seconds
+        else:
+            self.num_load_failures += 1
+            logger.warning(
+                "KV load of request %s (attempt %d) failed: %s; policy %s",
+                submit.request_id, submit.attempt, outcome.code, self._policy,
+            )  # fmt: skip
+        if submit.kv != "await_peer":
+            return True  # a cache's miss: what it did not have is computed
+        loaded = Loaded(submit.request_id, submit.attempt, ok, outcome.code, outcome.num_bytes, outcome.seconds)
+        self._send(request.router_id, loaded)
+        self._send(request.router_id, Release(submit.transfer_id, submit.attempt))
+        return ok or self._policy == "recompute"

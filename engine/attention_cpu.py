@@ -1,0 +1,142 @@
+"""Paged attention on CPU: gather a bucket of KV into warm scratch, then two batched matrix products.
+
+Every request's tokens are cut into query tiles (a decode is a tile of one token), tiles of like size form a bucket,
+and a bucket costs five calls per layer. Buckets are small enough that gathered KV is still in the cache when it is
+read again; `bmm` over them beats `scaled_dot_product_attention` 2x for prompts and 7x for single queries (oneDNN).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pdkv.engine.attention import AttentionBackend
+from pdkv.engine.attention_tiles import AttentionLimits, Bucket, TilePlan, plan_tiles
+from pdkv.engine.batch import IntArray, StepInputs
+
+
+class _Work(NamedTuple):
+    """A bucket's tensors: B tiles of Q queries over K blocks."""
+
+    bucket: Bucket
+    kv_index: torch.Tensor  # (2 * B * kv_heads * K,) rows of one block, one head, of layer 0
+    mask: torch.Tensor | None  # (B, 1, Q, masked columns), added to the scores' last columns
+
+
+class _Plan(NamedTuple):
+    """What one kind of layer attends to."""
+
+    q_index: torch.Tensor  # (sum of B * heads * Q,) rows of one head of qkv, in the buckets' order
+    out_index: torch.Tensor  # (rows * heads,) where each output head stands among the buckets' outputs
+    work: list[_Work]
+    num_rows: int
+
+
+class CpuAttention(AttentionBackend):
+    """The backend of pools in host memory."""
+
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int) -> None:
+        _, num_layers, _, kv_heads, block_size, head_size = kv_pool.shape
+        self._num_heads, self._kv_heads, self._head_size = num_heads, kv_heads, head_size
+        self._num_layers, self._block_size = num_layers, block_size
+        self._scale = head_size**-0.5
+        self._limits = AttentionLimits(num_heads, kv_heads, head_size, kv_pool.element_size())
+        # A row holds one head's K or V of one block. Layer l's rows are layer 0's, l * 2 * kv_heads further on.
+        rows = kv_pool.view(-1, block_size * head_size)
+        self._block_rows = [rows[layer * 2 * kv_heads :] for layer in range(num_layers)]
+        self._token_kv = [
+            kv_pool[:, layer].flatten(1, 2).transpose(1, 2) for layer in range(num_layers)
+        ]  # (num_blocks, block_size, 2 * kv_heads, head_size) each
+        self._scratch = _Scratch(kv_pool.dtype)
+        self._slots = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+        self._inner = self._last = _Plan(self._slots[0], self._slots[0], [], 0)
+
+    def prepare(self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None) -> None:
+        self._slots = (torch.from_numpy(inputs.block_ids), torch.from_numpy(inputs.offsets))
+        self._inner = self._plan(plan_tiles(inputs, None, self._block_size, self._limits), block_tables)
+        self._last = self._inner
+        if rows is not None:
+            self._last = self._plan(plan_tiles(inputs, rows, self._block_size, self._limits), block_tables)
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        heads, head_size = self._num_heads, self._head_size
+        self._token_kv[layer].index_put_(self._slots, qkv[:, heads:])
+        plan = self._last if layer == self._num_layers - 1 else self._inner
+        q = self._scratch.take("q", len(plan.q_index), head_size)
+        torch.index_select(qkv.view(-1, head_size), 0, plan.q_index, out=q)
+        q.mul_(self._scale)
+        out = self._scratch.take("out", len(plan.q_index), head_size)
+        start = 0
+        for work in plan.work:
+            stop = start + work.bucket.num_queries * heads
+            self._attend_bucket(self._block_rows[layer], work, q[start:stop], out[start:stop])
+            start = stop
+        return out.index_select(0, plan.out_index).view(plan.num_rows, heads * head_size)
+
+    def _attend_bucket(self, block_rows: torch.Tensor, work: _Work, q: torch.Tensor, out: torch.Tensor) -> None:
+        """softmax(q K^T + mask) V of one bucket; q and out (B * heads * Q, head_size), q scaled."""
+        bucket, head_size = work.bucket, self._head_size
+        pairs = len(bucket.slots) * self._kv_heads  # (tile, KV head): one matrix each
+        queries = bucket.tile_size * (self._num_heads // self._kv_heads)
+        gathered = self._scratch.take("kv", len(work.kv_index), block_rows.shape[1])
+        torch.index_select(block_rows, 0, work.kv_index, out=gathered)
+        keys, values = gathered.view(2, pairs, -1, head_size)
+        scores = self._scratch.take("scores", pairs * queries, keys.shape[1]).view(pairs, queries, -1)
+        torch.bmm(q.view(pairs, queries, head_size), keys.transpose(1, 2), out=scores)
+        if work.mask is not None:
+            masked = scores.view(len(bucket.slots), self._num_heads, bucket.tile_size, -1)
+            masked[..., -work.mask.shape[-1] :].add_(work.mask)
+        torch.softmax(scores, -1, out=scores)  # in float32 inside, whatever the dtype; row by row, so in place
+        torch.bmm(scores, values, out=out.view(pairs, queries, head_size))
+
+    def _plan(self, tiles: TilePlan, block_tables: IntArray) -> _Plan:
+        """The tensors of a tile plan; shared by all layers, since a layer only shifts where rows begin."""
+        heads, kv_heads = self._num_heads, self._kv_heads
+        head = np.arange(heads)[None, :, None]
+        q_parts, work, start = [], [], 0
+        out_index = np.empty((tiles.num_rows, heads), dtype=np.int64)
+        for bucket in tiles.buckets:
+            q_parts.append((bucket.qkv_rows[:, None, :] * (heads + 2 * kv_heads) + head).ravel())
+            stop = start + bucket.num_queries * heads
+            places = np.arange(start, stop).reshape(len(bucket.slots), heads, bucket.tile_size).transpose(0, 2, 1)
+            out_index[bucket.out_rows[bucket.real]] = places[bucket.real]
+            work.append(_Work(bucket, self._kv_index(bucket, block_tables), self._mask(bucket)))
+            start = stop
+        q_index = np.concatenate(q_parts) if q_parts else np.empty(0, dtype=np.int64)
+        return _Plan(torch.from_numpy(q_index), torch.from_numpy(out_index.ravel()), work, tiles.num_rows)
+
+    def _kv_index(self, bucket: Bucket, block_tables: IntArray) -> torch.Tensor:
+        """(2, B, kv_heads, K) flattened: rows of `_block_rows`."""
+        own = -(-bucket.seq_lens // self._block_size)
+        tables = block_tables[bucket.slots, : bucket.num_blocks]
+        # Behind its end a shorter request reads its own first block: never another's, which may hold anything.
+        tables = np.where(np.arange(bucket.num_blocks) < own[:, None], tables, tables[:, :1])
+        sides = np.arange(2)[:, None, None, None] * self._kv_heads + np.arange(self._kv_heads)[None, None, :, None]
+        rows: IntArray = tables[None, :, None, :] * (self._num_layers * 2 * self._kv_heads) + sides
+        return torch.from_numpy(rows.ravel())
+
+    def _mask(self, bucket: Bucket) -> torch.Tensor | None:
+        """0 where a query may look, -inf where not, for the columns that some query may not see."""
+        first_masked = int(bucket.positions.min()) + 1
+        columns = np.arange(first_masked, bucket.num_blocks * self._block_size)
+        if not len(columns):
+            return None
+        hidden = torch.from_numpy(columns > bucket.positions[:, None, :, None])
+        mask = torch.zeros(hidden.shape, dtype=self._scratch.dtype)
+        return mask.masked_fill_(hidden, float("-inf"))
+
+
+class _Scratch:
+    """Buffers by name that grow to the largest use and are then reused: warm pages, no allocation in the hot path."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """(rows, columns), contiguous, holding anything; valid until the name is taken again."""
+        size = rows * columns
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=self.dtype)
+        return buffer[:size].view(rows, columns)

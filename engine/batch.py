@@ -1,0 +1,111 @@
+"""The persistent batch: the workers' copy of every request they know, in arrays whose rows are reused slots."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.engine.plan import NewRequest, RequestKey, ScheduledRequest
+
+IntArray = npt.NDArray[np.integer]
+
+
+class StepInputs(NamedTuple):
+    """One step as a flattened sequence: n tokens of r requests, in the plan's order."""
+
+    slots: IntArray  # (r,) each request's row in the batch
+    cu_seqlens_q: IntArray  # (r + 1,) request i has the tokens [cu[i], cu[i + 1])
+    seq_lens: IntArray  # (r,) tokens in the cache after the step
+    token_ids: IntArray  # (n,)
+    positions: IntArray  # (n,)
+    block_ids: IntArray  # (n,) where each token's KV goes: block and offset within it
+    offsets: IntArray  # (n,)
+
+    def slot_mapping(self, block_size: int) -> IntArray:
+        """(n,) index of each token's KV as block * block_size + offset. No entry is padding: all are written."""
+        return self.block_ids * block_size + self.offsets
+
+
+class PersistentBatch:
+    """Token ids and block tables of up to `max_num_seqs` requests. A slot is reused when its request has ended."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        # One column more than the longest request: a token is drawn behind the last computed one and never used.
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.requests: list[NewRequest | None] = [None] * max_num_seqs
+        self._slots: dict[RequestKey, int] = {}
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._slots
+
+    def slot(self, key: RequestKey) -> int:
+        """The slot of a known request."""
+        return self._slots[key]
+
+    def add(self, request: NewRequest) -> int:
+        """Give a new request a slot and copy its whole state there."""
+        assert request.key not in self._slots, request.key
+        slot = self._free.pop()
+        self._slots[request.key] = slot
+        self.requests[slot] = request
+        num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
+        self.token_ids[slot, :num_prompt] = request.prompt_token_ids
+        self.token_ids[slot, num_prompt : num_prompt + num_output] = request.output_token_ids
+        self.num_blocks[slot] = 0
+        self.append_blocks(slot, request.block_ids)
+        return slot
+
+    def remove(self, key: RequestKey) -> int | None:
+        """Forget a request; its former slot, or None when it never got here (it ended while it waited)."""
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self.requests[slot] = None
+            self._free.append(slot)
+        return slot
+
+    def append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+        """Extend a block table."""
+        start = int(self.num_blocks[slot])
+        self.block_tables[slot, start : start + len(block_ids)] = block_ids
+        self.num_blocks[slot] = start + len(block_ids)
+
+    def append_tokens(self, slots: IntArray, positions: IntArray, token_ids: Sequence[Sequence[int]]) -> None:
+        """Write what was drawn for `slots` at `positions`, 0..k tokens each."""
+        if all(len(ids) == 1 for ids in token_ids):
+            self.token_ids[slots, positions] = [ids[0] for ids in token_ids]
+            return
+        for slot, position, ids in zip(slots.tolist(), positions.tolist(), token_ids, strict=True):
+            self.token_ids[slot, position : position + len(ids)] = ids
+
+    def prepare(self, scheduled: Sequence[ScheduledRequest]) -> StepInputs:
+        """Flatten a step; takes in new blocks. The cost in Python is a few lookups per request, the rest is numpy."""
+        count = len(scheduled)
+        slots = np.fromiter((self._slots[s.key] for s in scheduled), np.int64, count)
+        num_computed = np.fromiter((s.num_computed for s in scheduled), np.int64, count)
+        num_scheduled = np.fromiter((s.num_scheduled for s in scheduled), np.int64, count)
+        for s in scheduled:
+            if s.new_block_ids:
+                self.append_blocks(self._slots[s.key], s.new_block_ids)
+        cu_seqlens_q = np.zeros(count + 1, dtype=np.int64)
+        np.cumsum(num_scheduled, out=cu_seqlens_q[1:])
+        # Token j of request i sits at num_computed[i] + j - cu_seqlens_q[i].
+        positions = np.arange(cu_seqlens_q[-1]) + np.repeat(num_computed - cu_seqlens_q[:-1], num_scheduled)
+        rows = np.repeat(slots, num_scheduled)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        return StepInputs(
+            slots=slots,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=num_computed + num_scheduled,
+            token_ids=self.token_ids[rows, positions].astype(np.int64),
+            positions=positions,
+            block_ids=self.block_tables[rows, blocks],
+            offsets=offsets,
+        )

@@ -1,0 +1,391 @@
+"""One engine: messages in, steps, messages out. The loop around it owns the clock and the sockets."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdkv.block_keys import root_key
+from pdkv.connectors.base import TransferOutcome
+from pdkv.engine.executor import Executor
+from pdkv.engine.external import ExternalKV
+from pdkv.engine.hooks import RoleHooks
+from pdkv.engine.plan import RequestKey, StepOutput
+from pdkv.engine.request import Request
+from pdkv.engine.scheduler import Confirmed, Scheduler
+from pdkv.engine.stopping import StopRules
+from pdkv.errors import InvalidRequest, RequestTimeout
+from pdkv.messages import (
+    Abort,
+    Continue,
+    EngineCard,
+    EngineToRouter,
+    Failed,
+    Finished,
+    KVEvents,
+    KVHandoff,
+    KVReady,
+    KVTicket,
+    Load,
+    Peers,
+    Release,
+    Resync,
+    RouterToEngine,
+    SourceCounts,
+    Submit,
+    Tokens,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_TOMBSTONES = 4096
+"""Aborts that overtook their Submit, and ended attempts, that are remembered."""
+
+EXPIRY_INTERVAL_S = 0.02
+"""Deadlines are looked at this often while steps follow each other; an idle engine sleeps until the next one."""
+
+LOAD_INTERVAL_S = 0.1
+"""How often a busy engine reports its load."""
+
+
+class Outbox:
+    """Messages by router, in order."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, list[EngineToRouter]] = {}
+
+    def __call__(self, router_id: str, message: EngineToRouter) -> None:
+        self._messages.setdefault(router_id, []).append(message)
+
+    def take(self) -> list[tuple[str, list[EngineToRouter]]]:
+        """All messages since the last call."""
+        messages, self._messages = self._messages, {}
+        return list(messages.items())
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start."""
+
+    computed: int = 0
+    recomputed: int = 0
+    local_hit: int = 0
+    remote: int = 0
+    store: int = 0
+    dropped_messages: int = 0
+    steps: int = 0
+
+    def add(self, sources: SourceCounts) -> None:
+        """Count one choice's prompt tokens by source."""
+        self.computed += sources.computed
+        self.recomputed += sources.recomputed
+        self.local_hit += sources.local_hit
+        self.remote += sources.remote
+        self.store += sources.store
+
+
+class EngineCore:
+    """Schedule → execute → update over the requests of any number of routers. Single-threaded.
+
+    Args:
+        load_report: the engine-wide part of Load that roles and pool know (the core adds its own).
+    """
+
+    def __init__(
+        self,
+        *,
+        card: EngineCard,
+        scheduler: Scheduler,
+        executor: Executor,
+        roles: RoleHooks,
+        outbox: Outbox,
+        stop_rules: StopRules,
+        load_report: Callable[[], Load],
+        shutdown: Callable[[], None],
+    ) -> None:
+        self.card = card
+        self.scheduler = scheduler
+        self.executor = executor
+        self.roles = roles
+        self.counters = Counters()
+        self.requests: dict[RequestKey, Request] = {}
+        self._attempts: dict[str, int] = {}  # live requests' attempt
+        self._ended: OrderedDict[RequestKey, None] = OrderedDict()
+        self._outbox = outbox
+        self._stop_rules = stop_rules
+        self._load_report = load_report
+        self._shutdown = shutdown
+        self._routers: dict[str, str] = {}
+        self._peers: dict[str, EngineCard] = {}
+        self._dirty = False
+        self._next_expiry = 0.0
+        self._next_load = 0.0
+        self._last_load: Load | None = None
+        self._event_number = 0
+
+    # --- the loop's view ------------------------------------------------------------------------------------------
+
+    @property
+    def external(self) -> ExternalKV:
+        """Loads, holds and quarantine."""
+        return self.scheduler.external
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would change something now; otherwise wait for a message, `wake` or the next deadline."""
+        return self._dirty or self.scheduler.needs_step or self.external.has_news
+
+    def wake(self) -> None:
+        """The connector's notify: an empty step collects results."""
+        self._dirty = True
+
+    def next_deadline(self) -> float | None:
+        """The earliest time at which `step` must be called although nothing else happens."""
+        deadlines = [r.deadline for r in self.requests.values()]
+        deadlines += [d for d in (self.scheduler.next_deadline(), self.roles.next_deadline()) if d is not None]
+        return max(min(deadlines), self._next_expiry) if deadlines else None
+
+    def step(self, now: float) -> None:
+        """One step: schedule, execute, update. Raises what the executor raises: the engine is then lost."""
+        self.finish_step(self.begin_step(now), now)
+
+    def begin_step(self, now: float) -> StepOutput:
+        """Schedule and execute. Its finish_step may lag: at most two steps may have begun when one is finished."""
+        self.expire(now)
+        self._dirty = False
+        self.scheduler.needs_step = False
+        plan = self.scheduler.schedule(now)
+        self._fail_rejected()
+        self._dirty = self._dirty or plan.num_tokens > 0
+        return self.executor.execute(plan)
+
+    def finish_step(self, output: StepOutput, now: float) -> None:
+        """Update: tokens leave, requests end or are handed off, transfers are settled."""
+        self.counters.steps += 1
+        for confirmed in self.scheduler.update(output):
+            self._advance(confirmed, output, now)
+        for transfers, ok in ((output.transfers.finished_sending, True), (output.transfers.failed_sending, False)):
+            for key, outcome in transfers.items():
+                self.roles.sending_ended(key, ok, outcome)
+        self._fail_rejected()
+        if output.transfers:
+            self._dirty = True
+
+    def take_messages(self, now: float) -> list[tuple[str, list[EngineToRouter]]]:
+        """Messages for each router since the last call, cache events and load among them."""
+        pool = self.scheduler.kv.pool
+        if pool.events:
+            events, pool.events = pool.events, []
+            self._event_number += 1
+            for router_id in self._routers:
+                self._outbox(router_id, KVEvents(self._event_number, events))
+        if now >= self._next_load or not self.has_work:
+            self._next_load = now + LOAD_INTERVAL_S
+            self._report_load()
+        return self._outbox.take()
+
+    def shutdown(self) -> None:
+        """Stop workers and connector. Idempotent."""
+        self._shutdown()
+
+    # --- messages in ----------------------------------------------------------------------------------------------
+
+    def router_joined(self, router_id: str, epoch: str) -> None:
+        """A router said Hello; a new epoch ends only its own predecessor's requests and leases."""
+        known = self._routers.get(router_id)
+        if known is not None and known != epoch:
+            self.router_left(router_id)
+        self._routers[router_id] = epoch
+        pool = self.scheduler.kv.pool
+        self._event_number += 1 if pool.events else 0
+        if pool.events:
+            events, pool.events = pool.events, []
+            for other in self._routers:
+                if other != router_id:
+                    self._outbox(other, KVEvents(self._event_number, events))
+        self._outbox(router_id, KVEvents(self._event_number, pool.snapshot_events()))
+        self._outbox(router_id, self._make_load())
+
+    def router_left(self, router_id: str) -> None:
+        """End everything of that router."""
+        self._routers.pop(router_id, None)
+        for request in [r for r in self.requests.values() if r.router_id == router_id]:
+            self._abort(request)
+        self.roles.router_left(router_id)
+        self._dirty = True
+
+    def handle(self, router_id: str, message: RouterToEngine, now: float) -> None:
+        """Act on one message; what belongs to an ended or unknown attempt is counted and dropped."""
+        self._dirty = True
+        match message:
+            case Submit():
+                self._submit(router_id, message, now)
+            case Abort(request_id=request_id, attempt=attempt):
+                self._on_abort((request_id, attempt))
+            case Peers(cards=cards):
+                self._on_peers(cards)
+            case Resync():
+                self._outbox(router_id, KVEvents(self._event_number, self.scheduler.kv.pool.snapshot_events()))
+            case Continue() | KVTicket() | KVHandoff() | KVReady() | Release():
+                request = None if isinstance(message, Release) else self.requests.get((message.request_id, message.attempt))
+                if request is not None:
+                    self._deliver(request, message)
+                elif not self.roles.handle(router_id, message):
+                    self.counters.dropped_messages += 1
+            case _:
+                self.counters.dropped_messages += 1
+
+    def _deliver(self, request: Request, message: RouterToEngine) -> None:
+        """News about a live request."""
+        match message:
+            case Continue(token_ids=token_ids):
+                if not request.output_token_ids and not request.in_worker:  # else it draws the token itself
+                    request.output_token_ids += token_ids
+                    self.scheduler.wake_load(request)
+            case KVTicket(ticket=ticket):
+                request.ticket = ticket
+                self.external.confirm(request, again=True)
+            case KVHandoff():
+                if request.kv == "await_peer":
+                    request.handoff = message
+            case KVReady(ok=ok, code=code):
+                request.kv_ready = ok
+                if not ok:
+                    self.scheduler.fail_load(request, TransferOutcome(code))
+                    self._fail_rejected()
+
+    def _submit(self, router_id: str, submit: Submit, now: float) -> None:
+        key = (submit.request_id, submit.attempt)
+        live = self._attempts.get(submit.request_id)
+        if key in self._ended or (live is not None and live >= submit.attempt):
+            self.counters.dropped_messages += 1
+            return
+        if live is not None:
+            self._abort(self.requests[(submit.request_id, live)])
+        layout = self.card.layout
+        root = root_key(
+            model=self.card.model, layout=layout.identity, adapter=submit.adapter, cache_salt=submit.cache_salt
+        )
+        request = Request(submit, router_id, root, now)
+        try:
+            self._stop_rules.check(submit, has_connector=self.external.connector is not None)
+        except InvalidRequest as error:
+            self._outbox(router_id, Failed(*key, error.code, str(error), False))
+            return
+        reason, stop_token_id = self._stop_rules.ended(request)
+        if reason is not None:
+            self._outbox(router_id, Finished(*key, reason, SourceCounts(), stop_token_id))
+            self._remember(key)
+            return
+        self.requests[key] = request
+        self._attempts[submit.request_id] = submit.attempt
+        self.scheduler.add(request)
+
+    def _on_abort(self, key: RequestKey) -> None:
+        request = self.requests.get(key)
+        if request is not None:
+            self._abort(request)
+        elif self._attempts.get(key[0]) is None:
+            self._remember(key)
+
+    def _on_peers(self, cards: Sequence[EngineCard]) -> None:
+        """Connect to new incarnations and tear down those that are gone."""
+        peers = {card.epoch: card for card in cards if card.engine != self.card.engine}
+        added = [card for epoch, card in peers.items() if epoch not in self._peers]
+        removed = [card for epoch, card in self._peers.items() if epoch not in peers]
+        self._peers = peers
+        if self.external.connector is not None:
+            self.external.connector.update_peers(list(peers.values()))
+            self.executor.update_peers(added, removed)
+
+    # --- requests end ---------------------------------------------------------------------------------------------
+
+    def _advance(self, confirmed: Confirmed, output: StepOutput, now: float) -> None:
+        """New tokens leave; the request ends, is handed off, or goes on."""
+        request, sampled = confirmed
+        assert sampled is not None
+        key = request.key
+        position = len(request.output_token_ids) - len(sampled.token_ids)
+        reason, stop_token_id = self._stop_rules.apply(request, len(sampled.token_ids))
+        token_ids = request.output_token_ids[position:]
+        logprobs = sampled.logprobs[: len(token_ids)] if sampled.logprobs is not None else None
+        tokens = Tokens(*key, position, token_ids, logprobs, output.prompt_logprobs.get(key))
+        self._outbox(request.router_id, tokens)
+        if reason is not None:
+            self.external.finished(request)
+            self._outbox(request.router_id, Finished(*key, reason, request.sources(), stop_token_id))
+            self._end(request)
+        elif request.submit.until == "first_token":
+            self.external.confirm(request, last=True)
+            finished = self.external.finished(request)
+            self.roles.handed_off(request, request.block_ids, finished, now)
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        self.counters.add(request.sources())
+        self._forget(request)
+
+    def _abort(self, request: Request) -> None:
+        self.external.aborted(request.transfer_key, cancel_sending=True)
+        self._forget(request)
+
+    def _fail(self, request: Request, code: str, message: str, retryable: bool) -> None:
+        self._outbox(request.router_id, Failed(*request.key, code, message, retryable))
+        self._abort(request)
+
+    def _fail_rejected(self) -> None:
+        """Requests whose load failed under the policy "fail"."""
+        rejected, self.scheduler.rejected = self.scheduler.rejected, []
+        for request, outcome in rejected:
+            self._fail(request, outcome.code, f"the KV of the prompt could not be loaded: {outcome.code}", True)
+
+    def _forget(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        del self.requests[request.key]
+        del self._attempts[request.submit.request_id]
+        self._remember(request.key)
+
+    def _remember(self, key: RequestKey) -> None:
+        self._ended[key] = None
+        if len(self._ended) > MAX_TOMBSTONES:
+            self._ended.popitem(last=False)
+
+    def expire(self, now: float) -> None:
+        """Fail requests past their deadline; let loads and leases expire."""
+        if now < self._next_expiry:
+            return
+        self._next_expiry = now + EXPIRY_INTERVAL_S
+        for request in [r for r in self.requests.values() if r.deadline <= now]:
+            self._fail(request, RequestTimeout.code, f"the deadline of {request.submit.timeout_s} s passed", False)
+        self.scheduler.expire_loads(now)
+        self._fail_rejected()
+        self.roles.expire(now)
+
+    # --- reports --------------------------------------------------------------------------------------------------
+
+    def _make_load(self) -> Load:
+        base, counters = self._load_report(), self.counters
+        scheduler = self.scheduler
+        return Load(
+            waiting=len(scheduler.waiting) + len(self.external.loads),
+            running=len(scheduler.running),
+            blocks=scheduler.kv.pool.counts(),
+            sources=SourceCounts(
+                counters.computed, counters.recomputed, counters.local_hit, counters.remote, counters.store
+            ),
+            preemptions=scheduler.num_preemptions,
+            load_failures=base.load_failures,
+            bytes_received=base.bytes_received,
+            dropped_messages=counters.dropped_messages + self.external.num_unknown_results,
+            transfer_seconds=base.transfer_seconds,
+            steps=counters.steps,
+        )
+
+    def _report_load(self) -> None:
+        load = self._make_load()
+        if load != self._last_load:
+            self._last_load = load
+            for router_id in self._routers:
+                self._outbox(router_id, load)
+
+

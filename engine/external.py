@@ -1,0 +1,214 @@
+"""KV that comes from outside or goes there: the engine's dealings with its connector's scheduler side.
+
+Owns the requests that wait outside the batch for a load, the blocks that a peer may still write (quarantine) and the
+blocks that a transfer reads (I/O holds).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pdkv.connectors.base import (
+    NO_MATCH,
+    BlockHold,
+    ConfirmedRange,
+    Finished,
+    KVConnectorMetadata,
+    MatchedTokens,
+    ScheduledRange,
+    SchedulerConnector,
+    SchedulerView,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+)
+from pdkv.engine.block_pool import BlockPool, Holder
+from pdkv.engine.request import Request
+
+NUM_PREFETCH_REQUESTS = 8
+"""Waiting requests whose block keys the connector is shown."""
+
+
+@dataclass(slots=True)
+class Load:
+    """Tokens [start, stop) of a request that come from outside."""
+
+    request: Request
+    start: int
+    stop: int
+    deadline: float
+    layerwise_step: int | None = None  # scheduled at once in this step; None: the request waits outside the batch
+    started: bool = False  # the connector has the blocks: somebody may write them
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _News:
+    """What the next view tells the connector."""
+
+    confirmed: list[ConfirmedRange] = field(default_factory=list)
+    preempted: list[TransferKey] = field(default_factory=list)
+    finished: list[TransferKey] = field(default_factory=list)
+    aborted: list[TransferKey] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.confirmed or self.preempted or self.finished or self.aborted)
+
+
+class ExternalKV:
+    """Loads, saves and their blocks. `connector` None: an engine without peers and stores."""
+
+    def __init__(self, connector: SchedulerConnector | None, pool: BlockPool, *, block_size: int) -> None:
+        self.connector = connector
+        self.loads: dict[TransferKey, Load] = {}
+        self.num_unknown_results = 0
+        self._pool = pool
+        self._block_size = block_size
+        self._quarantine: dict[TransferKey, Sequence[int]] = {}
+        self._holds: dict[TransferKey, BlockHold] = {}
+        self._cancels: list[TransferKey] = []
+        self._news = _News()
+        self._kept: list[Sequence[int]] = []  # blocks of requests that finished since the last view
+
+    @property
+    def has_news(self) -> bool:
+        """Whether an empty step would tell the workers something."""
+        connector = self.connector
+        return connector is not None and (bool(self._news) or bool(self._cancels) or connector.has_pending_work)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no load, hold or quarantine is left."""
+        return not (self.loads or self._quarantine or self._holds or self._cancels)
+
+    def match(self, request: Request, num_computed: int) -> MatchedTokens:
+        """What can come from outside behind the local hit."""
+        if self.connector is None or request.load_failed or request.num_wanted <= num_computed:
+            return NO_MATCH
+        if request.submit.params.prompt_logprobs is not None and request.kv != "await_peer":
+            return NO_MATCH  # their logits must be computed
+        if request.transfer_key in self._quarantine:
+            return NO_MATCH  # its earlier load has not let go yet
+        return self.connector.get_num_new_matched_tokens(request.view(), num_computed)
+
+    def add_load(self, load: Load) -> None:
+        """The request waits for [start, stop); its blocks are allocated."""
+        assert load.request.transfer_key not in self.loads
+        self.loads[load.request.transfer_key] = load
+
+    def start(self, load: Load) -> bytes | None:
+        """Hand the blocks to the connector; returns the ticket for the peer, if any."""
+        assert self.connector is not None
+        load.started = load.stop > load.start
+        load.done = not load.started
+        request = load.request
+        return self.connector.update_state_after_alloc(request.view(), request.block_ids, load.stop - load.start)
+
+    def end_load(self, key: TransferKey, *, transfer_ended: bool) -> None:
+        """The request gives its load up (or has it). Blocks that may still be written go into quarantine."""
+        load = self.loads.pop(key)
+        if load.started and not (load.done or transfer_ended):
+            exposed = load.request.block_ids[load.start // self._block_size :]
+            self._pool.hold(exposed, Holder.QUARANTINE)
+            self._quarantine[key] = exposed
+            self._cancels.append(key)
+
+    def confirm(self, request: Request, *, last: bool = False, again: bool = False) -> None:
+        """Tell the connector what is in the request's blocks for good since it was told last."""
+        connector = self.connector
+        if connector is None or not connector.observes_steps:
+            return
+        start = 0 if again else request.num_reported
+        stop = request.num_confirmed
+        new_block = stop // self._block_size > start // self._block_size
+        if not (last or again or new_block):
+            return
+        request.num_reported = stop
+        block_ids = list(request.block_ids)
+        self._news.confirmed.append(ConfirmedRange(request.view(), start, stop, block_ids, last))
+
+    def reconfirm(self, request: Request, block_ids: Sequence[int]) -> None:
+        """A handed-off request's ticket came after its end: show its blocks once more."""
+        self._news.confirmed.append(ConfirmedRange(request.view(), 0, request.num_confirmed, list(block_ids), True))
+
+    def preempted(self, request: Request) -> None:
+        """The request lost its blocks and will come again; what the connector has not heard yet is void."""
+        self._retract(request.transfer_key)
+        self._news.preempted.append(request.transfer_key)
+
+    def finished(self, request: Request) -> Finished:
+        """The request is over; asks the connector about its blocks."""
+        if self.connector is None:
+            return Finished(hold_blocks=False)
+        self._news.finished.append(request.transfer_key)
+        if self.connector.observes_steps:
+            self._pool.hold(request.block_ids, Holder.ACTIVE)  # until the connector has heard what is in them
+            self._kept.append(request.block_ids)
+        return self.connector.request_finished(request.view(), request.block_ids)
+
+    def aborted(self, key: TransferKey, *, cancel_sending: bool = False) -> None:
+        """The request or its hand-off was given up; transfers from here are cancelled where asked."""
+        self._retract(key)
+        self._news.aborted.append(key)
+        if cancel_sending and self.has_saves(key) and key not in self._cancels:
+            self._cancels.append(key)
+
+    def _retract(self, key: TransferKey) -> None:
+        """What was confirmed of a request is not told: its blocks may have another owner when the view is built."""
+        self._news.confirmed = [c for c in self._news.confirmed if c.request.transfer_key != key]
+
+    def has_saves(self, key: TransferKey) -> bool:
+        """Whether a transfer still reads the request's blocks."""
+        return any(hold.owner == key for hold in self._holds.values())
+
+    def build_meta(
+        self, step_id: int, scheduled: Sequence[ScheduledRange], waiting: Iterable[Request]
+    ) -> tuple[KVConnectorMetadata | None, list[TransferKey]]:
+        """The step's orders for the workers; takes the I/O holds that they ask for."""
+        if self.connector is None:
+            return None, []
+        news, self._news = self._news, _News()
+        cancels, self._cancels = self._cancels, []
+        view = SchedulerView(
+            step_id=step_id,
+            scheduled=scheduled,
+            confirmed=news.confirmed,
+            preempted=news.preempted,
+            finished=news.finished,
+            aborted=news.aborted,
+            waiting_keys=[r.hash_keys for r in waiting] if self.connector.observes_steps else [],
+        )
+        meta = self.connector.build_connector_meta(view)
+        for hold in meta.holds:
+            self.hold(hold)
+        for block_ids in self._kept:
+            self._pool.release(block_ids, Holder.ACTIVE)
+        self._kept = []
+        return meta, cancels
+
+    def hold(self, hold: BlockHold) -> None:
+        """A transfer reads these blocks until its end is reported."""
+        assert hold.key not in self._holds
+        self._pool.hold(hold.block_ids, Holder.ACTIVE)
+        self._holds[hold.key] = hold
+
+    def apply(self, results: TransferResults) -> None:
+        """Results of a step: the connector hears of them; I/O holds and quarantines that ended are released."""
+        if self.connector is None or not results:
+            return
+        self.connector.update_connector_output(results)
+        for key in (*results.finished_sending, *results.failed_sending):
+            hold = self._holds.pop(key, None)
+            if hold is not None:
+                self._pool.release(hold.block_ids, Holder.ACTIVE)
+        for key in (*results.finished_receiving, *results.failed_receiving):
+            exposed = self._quarantine.pop(key, None)
+            if exposed is not None:
+                self._pool.release(exposed, Holder.QUARANTINE)
+            elif key not in self.loads:
+                self.num_unknown_results += 1
+
+    def received(self, results: TransferResults) -> list[tuple[Load, bool, TransferOutcome]]:
+        """Loads that these results end: (load, ok, outcome)."""
+        ended = [(key, True, outcome) for key, outcome in results.finished_receiving.items()]
+        ended += [(key, False, outcome) for key, outcome in results.failed_receiving.items()]
+        return [(self.loads[key], ok, outcome) for key, ok, outcome in ended if key in self.loads]

@@ -1,0 +1,62 @@
+"""The hook protocol through which roles plug into an engine; the engine knows nothing else about them."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdkv.connectors.base import Finished, TransferKey, TransferOutcome
+from pdkv.engine.request import Request
+from pdkv.messages import EngineToRouter, RouterToEngine
+
+
+class Outbox(Protocol):
+    """Where messages to a router go; they leave after the step."""
+
+    def __call__(self, router_id: str, message: EngineToRouter) -> None: ...
+
+
+class RoleHooks(Protocol):
+    """What a role adds to an engine. Hooks run on the step thread and never block."""
+
+    def may_start(self, request: Request, num_blocks: int) -> bool:
+        """Whether a waiting request that will need `num_blocks` blocks may be admitted now."""
+        ...
+
+    def may_load(self, request: Request, num_new_blocks: int, num_others: int) -> bool:
+        """Whether a remote load may take `num_new_blocks` now; `num_others` requests run or load already."""
+        ...
+
+    def declines(self, request: Request, num_missing: int) -> bool:
+        """Whether a conditional request is better computed here than loaded. True: the peer has been told."""
+        ...
+
+    def load_allocated(self, request: Request, start: int, stop: int, ticket: bytes | None) -> None:
+        """The request's blocks for a remote load of tokens [start, stop) are reserved."""
+        ...
+
+    def load_ended(self, request: Request, ok: bool, outcome: TransferOutcome) -> bool:
+        """A load ended. False: the request must fail instead of being computed here."""
+        ...
+
+    def handed_off(self, request: Request, block_ids: Sequence[int], finished: Finished, now: float) -> None:
+        """A request with kv="handoff" is done; the role takes its blocks over (they are still held)."""
+        ...
+
+    def sending_ended(self, key: TransferKey, ok: bool, outcome: TransferOutcome) -> None:
+        """A transfer from here ended."""
+        ...
+
+    def handle(self, router_id: str, message: RouterToEngine) -> bool:
+        """A message that names no live request. True: it was this role's."""
+        ...
+
+    def router_left(self, router_id: str) -> None:
+        """Everything of that router ends."""
+        ...
+
+    def expire(self, now: float) -> None:
+        """Deadlines of this role."""
+        ...
+
+    def next_deadline(self) -> float | None:
+        """The earliest of them."""
+        ...

@@ -1,0 +1,99 @@
+"""The KV pool of one rank: how many blocks fit, and the tensor that holds them."""
+
+import logging
+
+import torch
+
+from pdkv.config import EngineConfig
+from pdkv.errors import ConfigError
+from pdkv.messages import KVLayout
+from pdkv.model_config import DTYPE_BYTES, ModelConfig
+from pdkv.models.decoder import Decoder
+from pdkv.models.shard import WHOLE, Shard
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CPU_KV_BYTES = 256 << 20
+
+
+def make_layout(model: ModelConfig, *, block_size: int, dtype: str, shard: Shard = WHOLE) -> KVLayout:
+    """The KV layout of one rank for a dtype by torch's name, such as "bfloat16"."""
+    kv_heads = shard.part(model.num_kv_heads, "key-value heads")
+    return KVLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=kv_heads.stop - kv_heads.start,
+        head_size=model.head_size,
+        block_size=block_size,
+        dtype=dtype,
+        dtype_bytes=DTYPE_BYTES[dtype],
+    )
+
+
+def num_blocks_that_fit(layout: KVLayout, size_bytes: int) -> int:
+    """Whole blocks in `size_bytes`; logs the formula.
+
+    Raises:
+        ConfigError: not one block fits.
+    """
+    num_blocks = size_bytes // layout.block_bytes
+    logger.info(
+        "KV cache: %d blocks of %d tokens; a block = 2 x %d layers x %d KV heads x %d tokens x %d head size x %d bytes"
+        " = %d bytes; %.1f MiB in all",
+        num_blocks, layout.block_size, layout.num_layers, layout.num_kv_heads, layout.block_size, layout.head_size,
+        layout.dtype_bytes, layout.block_bytes, num_blocks * layout.block_bytes / (1 << 20),
+    )  # fmt: skip
+    if num_blocks < 1:
+        raise ConfigError(f"kv_cache_memory of {size_bytes} bytes holds no block ({layout.block_bytes} bytes each)")
+    return num_blocks
+
+
+def pool_shape(layout: KVLayout, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+    """(num_blocks, num_layers, 2, num_kv_heads, block_size, head_size)."""
+    return (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
+
+
+def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """A pool of zeros: every page touched at start, and no NaN in what padded reads may see."""
+    pool = torch.empty(pool_shape(layout, num_blocks), dtype=getattr(torch, layout.dtype), device=device)
+    return pool.zero_()
+
+
+def check_pool(pool: torch.Tensor, layout: KVLayout, num_blocks: int) -> None:
+    """Raise ConfigError unless `pool`, which a connector made, is the contiguous pool of that layout."""
+    expected = (pool_shape(layout, num_blocks), layout.dtype)
+    got = (tuple(pool.shape), str(pool.dtype).removeprefix("torch."))
+    if got != expected or not pool.is_contiguous():
+        raise ConfigError(f"the connector's KV pool is {got}, contiguous={pool.is_contiguous()}; expected {expected}")
+
+
+def kv_cache_bytes(model: Decoder, config: EngineConfig, num_tokens: int) -> int:
+    """Bytes for the pool: --kv-cache-memory, else 256 MiB on CPU, else what a step of `num_tokens` leaves of the GPU.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    if model.device.type == "cpu":
+        return DEFAULT_CPU_KV_BYTES
+    return _profiled_bytes(model, config.gpu_memory_utilization, num_tokens)
+
+
+@torch.inference_mode()
+def _profiled_bytes(model: Decoder, utilization: float, num_tokens: int) -> int:
+    """Run one step without a cache and see how much memory it took at its peak."""
+    device = model.device
+    torch.cuda.reset_peak_memory_stats(device)
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+
+    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv[:, : model.num_heads].flatten(1)
+
+    model.logits(model.forward(zeros, torch.arange(num_tokens, device=device), attend, None)[-1:])
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    size_bytes = int(total * utilization) - others - torch.cuda.max_memory_allocated(device)
+    if size_bytes <= 0:
+        raise ConfigError(f"gpu_memory_utilization {utilization} leaves no memory for the KV cache")
+    return size_bytes

@@ -1,0 +1,87 @@
+"""Blocks of requests: prefix hits, allocation, and the moment content enters the cache."""
+
+from pdkv.engine.block_pool import BlockPool, Holder
+from pdkv.engine.request import Request
+
+
+class KVCacheManager:
+    """Maps requests to blocks of one pool.
+
+    Args:
+        block_size: tokens per KV block, a multiple of `hash_block_size`.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_size: int, hash_block_size: int) -> None:
+        assert block_size % hash_block_size == 0
+        self.pool = pool
+        self.block_size = block_size
+        self.hash_block_size = hash_block_size
+        self._keys_per_block = block_size // hash_block_size
+        self._step_blocks: dict[int, list[list[int]]] = {}  # step in flight -> blocks of requests that left meanwhile
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens need."""
+        return -(-num_tokens // self.block_size)
+
+    def find_hit(self, request: Request) -> list[int]:
+        """Blocks of the longest cached prefix of the request's wanted tokens. Holds nothing."""
+        if request.submit.params.prompt_logprobs is not None:
+            return []  # their logits must be computed
+        request.update_hash_keys(request.num_wanted, self.hash_block_size)
+        keys, per_block = request.hash_keys, self._keys_per_block
+        hit: list[int] = []
+        for last in range(per_block - 1, request.num_wanted // self.hash_block_size, per_block):
+            block_id = self.pool.lookup(keys[last])
+            if block_id is None:
+                break
+            hit.append(block_id)
+        return hit
+
+    def admit(self, request: Request, hit: list[int], num_tokens: int) -> bool:
+        """Give a request without blocks its hit and new blocks up to `num_tokens`; False: there are not enough."""
+        assert not request.block_ids
+        self.pool.hold(hit, Holder.ACTIVE)
+        new = self.pool.allocate(max(self.blocks_for(num_tokens) - len(hit), 0))
+        if new is None:
+            self.pool.release(hit, Holder.ACTIVE)
+            return False
+        request.block_ids = hit + new
+        request.num_committed_blocks = len(hit)
+        request.num_local_hit = len(hit) * self.block_size
+        return True
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Give a request the blocks up to `num_tokens`; False: there are not enough."""
+        missing = self.blocks_for(num_tokens) - len(request.block_ids)
+        if missing <= 0:
+            return True
+        new = self.pool.allocate(missing)
+        if new is None:
+            return False
+        request.block_ids += new
+        return True
+
+    def commit(self, request: Request) -> None:
+        """Enter the request's full blocks of confirmed tokens into the cache; partial blocks never are."""
+        num_full = min(request.num_confirmed, request.num_tokens) // self.block_size
+        if num_full <= request.num_committed_blocks:
+            return
+        request.update_hash_keys(num_full * self.block_size, self.hash_block_size)
+        keys, per_block = request.hash_keys, self._keys_per_block
+        for i in range(request.num_committed_blocks, num_full):
+            parent = keys[i * per_block - 1] if i else None
+            self.pool.commit(request.block_ids[i], keys[i * per_block : (i + 1) * per_block], parent)
+        request.num_committed_blocks = num_full
+
+    def free(self, request: Request, *, step_in_flight: bool) -> None:
+        """The request gives up its blocks; a step in flight that names them holds them until its update."""
+        if step_in_flight:
+            self._step_blocks.setdefault(request.last_step_id, []).append(request.block_ids)
+        else:
+            self.pool.release(request.block_ids, Holder.ACTIVE)
+        request.block_ids = []
+
+    def end_step(self, step_id: int) -> None:
+        """The step touches no block any more."""
+        for block_ids in self._step_blocks.pop(step_id, ()):
+            self.pool.release(block_ids, Holder.ACTIVE)

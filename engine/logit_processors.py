@@ -1,0 +1,97 @@
+"""What changes logits before a token is chosen: grammar bitmask, forbidden stop tokens, logit bias, penalties.
+
+All work in place on float32 logits (n, vocab), for the rows that need them, at a cost independent of their number.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_WORD_BITS = 32
+
+
+class PenaltyRows(NamedTuple):
+    """The rows that have penalties, m of them, and the tokens that they have seen."""
+
+    rows: NDArray[np.int64]  # (m,) row of the logits
+    token_ids: NDArray[np.int32]  # (m, longest) prompt + output, padded with anything
+    num_prompt: NDArray[np.int64]  # (m,)
+    num_tokens: NDArray[np.int64]  # (m,) prompt + output
+    repetition: NDArray[np.float64]  # (m,)
+    presence: NDArray[np.float64]  # (m,)
+    frequency: NDArray[np.float64]  # (m,)
+
+
+def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+    """Forbid every token whose bit is 0.
+
+    Args:
+        bitmask: (n, ceil(vocab / 32)) int32; bit i % 32 of word i // 32 stands for token i.
+    """
+    num_rows, vocab_size = logits.shape
+    num_words = -(-vocab_size // _WORD_BITS)
+    if bitmask.shape != (num_rows, num_words) or bitmask.dtype != torch.int32:
+        raise ValueError(
+            f"bitmask must be int32 of shape {(num_rows, num_words)}, got {bitmask.dtype} of {tuple(bitmask.shape)}"
+        )
+    bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=logits.device)
+    allowed = (bitmask.to(logits.device).unsqueeze(-1) >> bits) & 1
+    logits.masked_fill_(allowed.view(num_rows, -1)[:, :vocab_size] == 0, -torch.inf)
+
+
+def forbid_tokens(logits: torch.Tensor, rows: NDArray[np.int64], token_ids: Sequence[NDArray[np.int64]]) -> None:
+    """Set the logits of token_ids[i] to -inf in row rows[i]."""
+    logits.view(-1)[_flat_indices(logits, rows, token_ids)] = -torch.inf
+
+
+def add_bias(
+    logits: torch.Tensor,
+    rows: NDArray[np.int64],
+    token_ids: Sequence[NDArray[np.int64]],
+    biases: Sequence[NDArray[np.float32]],
+) -> None:
+    """Add biases[i] to the (distinct) tokens token_ids[i] of row rows[i]."""
+    values = torch.from_numpy(np.concatenate(biases)).to(logits.device)
+    logits.view(-1)[_flat_indices(logits, rows, token_ids)] += values
+
+
+def apply_penalties(logits: torch.Tensor, penalties: PenaltyRows) -> None:
+    """Repetition over prompt and output, then presence and frequency over the output, as vLLM defines them.
+
+    Repetition divides a positive logit and multiplies another one; frequency is subtracted once per occurrence,
+    presence once. Only the tokens seen are touched: each occurrence writes the same new value of its token.
+    """
+    device = logits.device
+    columns = np.arange(penalties.token_ids.shape[1])
+    known = columns < penalties.num_tokens[:, None]
+    # Padding repeats the row's first token, so that it writes what that token's own occurrence writes.
+    tokens = np.where(known, penalties.token_ids, penalties.token_ids[:, :1])
+    in_output = known & (columns >= penalties.num_prompt[:, None])
+    seen = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    settings = np.stack([penalties.repetition, penalties.presence, penalties.frequency]).astype(np.float32)
+    repetition, presence, frequency = torch.from_numpy(settings).to(device).unsqueeze(-1)  # each (m, 1)
+
+    everything = len(penalties.rows) == logits.shape[0]
+    rows = torch.from_numpy(penalties.rows).to(device)
+    affected = logits if everything else logits.index_select(0, rows)
+    values = affected.gather(1, seen)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    if settings[1:].any():
+        occurrences = torch.from_numpy(in_output.astype(np.float32)).to(device)
+        counts = torch.zeros_like(affected).scatter_add_(1, seen, occurrences).gather(1, seen)
+        values.sub_(frequency * counts).sub_(presence * (counts > 0))
+    affected.scatter_(1, seen, values)
+    if not everything:
+        logits.index_copy_(0, rows, affected)
+
+
+def _flat_indices(
+    logits: torch.Tensor, rows: NDArray[np.int64], token_ids: Sequence[NDArray[np.int64]]
+) -> torch.Tensor:
+    """Indices into logits.view(-1) of token_ids[i] in row rows[i]."""
+    lengths = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
+    indices = np.repeat(rows, lengths) * logits.shape[1] + np.concatenate(token_ids)
+    return torch.from_numpy(indices).to(logits.device)

@@ -1,0 +1,146 @@
+"""One request on one engine: progress is counters, never phases."""
+
+from collections.abc import Sequence
+
+from pdkv.block_keys import extend_keys
+from pdkv.connectors.base import RequestView, TransferKey
+from pdkv.engine.plan import RequestKey
+from pdkv.messages import SourceCounts, Submit
+
+
+class Request:
+    """State of a Submit. Tokens [0, num_computed) are computed or being computed, [0, num_confirmed) are for good."""
+
+    __slots__ = (
+        "arrival",
+        "block_ids",
+        "deadline",
+        "handoff",
+        "hash_keys",
+        "hash_root",
+        "in_worker",
+        "kv",
+        "kv_ready",
+        "last_step_id",
+        "load_failed",
+        "num_committed_blocks",
+        "num_computed",
+        "num_confirmed",
+        "num_external",
+        "num_local_hit",
+        "num_reported",
+        "num_worker_blocks",
+        "output_token_ids",
+        "preempted",
+        "prompt_token_ids",
+        "restarts",
+        "router_id",
+        "sampling_in_flight",
+        "source_is_peer",
+        "submit",
+        "ticket",
+    )
+
+    def __init__(self, submit: Submit, router_id: str, hash_root: bytes, arrival: float) -> None:
+        self.submit = submit
+        self.router_id = router_id
+        self.arrival = arrival
+        self.deadline = arrival + submit.timeout_s
+        self.prompt_token_ids = submit.prompt_token_ids
+        self.output_token_ids = list(submit.output_token_ids)
+        self.kv = submit.kv  # becomes "local" when the peer's part is over, one way or the other
+        self.handoff = submit.handoff
+        self.ticket = submit.ticket
+        self.kv_ready: bool | None = None
+        self.hash_root = hash_root
+        self.hash_keys: list[bytes] = []  # one per full hash block of prompt + output
+        self.load_failed = False  # nothing more is asked from outside
+        self.restarts = 0  # computing state that older steps know nothing of
+        self.preempted = False  # what is computed from now on is computed again
+        self._reset()
+
+    def _reset(self) -> None:
+        self.block_ids: list[int] = []
+        self.num_computed = 0
+        self.num_confirmed = 0
+        self.num_reported = 0  # confirmed tokens that the connector has been told of
+        self.num_committed_blocks = 0
+        self.num_local_hit = 0
+        self.num_external = 0
+        self.source_is_peer = False
+        self.in_worker = False
+        self.num_worker_blocks = 0
+        self.last_step_id = -1  # last step that names this request's blocks
+        self.sampling_in_flight = False  # the next token is not known before that step's update
+
+    def restart(self) -> None:
+        """Forget all that was computed: what steps in flight bring for it is dropped."""
+        self.restarts += 1
+        self.preempted = True
+        self._reset()
+
+    @property
+    def key(self) -> RequestKey:
+        """(request_id, attempt)."""
+        return (self.submit.request_id, self.submit.attempt)
+
+    @property
+    def transfer_key(self) -> TransferKey:
+        """(transfer_id, attempt)."""
+        return (self.submit.transfer_id, self.submit.attempt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_wanted(self) -> int:
+        """KV of tokens [0, num_wanted) may come from a cache or from outside; the one behind it is computed here."""
+        if self.kv == "await_peer" and not self.output_token_ids:
+            return len(self.prompt_token_ids)
+        return self.num_tokens - 1
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Prompt + output."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    def update_hash_keys(self, num_tokens: int, hash_block_size: int) -> None:
+        """Extend the keys to all full hash blocks of the first `num_tokens` tokens."""
+        if num_tokens // hash_block_size > len(self.hash_keys):
+            tokens: Sequence[int] = self.prompt_token_ids
+            if num_tokens > len(tokens):
+                tokens = self.all_token_ids
+            extend_keys(self.hash_keys, self.hash_root, tokens[:num_tokens], hash_block_size=hash_block_size)
+
+    def view(self) -> RequestView:
+        """What a connector may see."""
+        submit = self.submit
+        return RequestView(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            transfer_id=submit.transfer_id,
+            kv=self.kv,
+            num_tokens=self.num_tokens,
+            num_wanted=self.num_wanted,
+            block_keys=self.hash_keys,
+            handoff=self.handoff,
+            ticket=self.ticket,
+            kv_ready=self.kv_ready,
+            num_local_hit=self.num_local_hit,
+        )
+
+    def sources(self) -> SourceCounts:
+        """Prompt tokens by where their KV came from, as things stand; they sum to the prompt's length."""
+        prompt = len(self.prompt_token_ids)
+        local = min(self.num_local_hit, prompt)
+        external = min(self.num_external, prompt - local)
+        own = prompt - local - external
+        return SourceCounts(
+            computed=0 if self.preempted else own,
+            recomputed=own if self.preempted else 0,
+            local_hit=local,
+            remote=external if self.source_is_peer else 0,
+            store=0 if self.source_is_peer else external,
+        )

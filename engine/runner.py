@@ -1,0 +1,119 @@
+"""The model runner of one rank: a step plan in, sampled tokens out, with the connector's hooks around each layer."""
+
+import numpy as np
+import torch
+
+from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
+from pdkv.engine.attention import make_backend, to_tensor
+from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
+from pdkv.engine.plan import RequestKey, SampledTokens, ScheduledRequest, StepOutput, StepPlan
+from pdkv.engine.prompt_logprobs import PromptLogprobs
+from pdkv.engine.sampler import SamplingState
+from pdkv.messages import TokenLogprob
+from pdkv.models.decoder import Attend, Decoder
+
+
+class ModelRunner:
+    """Runs steps over a persistent batch. Not thread-safe; `kv_pool` as in `pool_shape`, on the model's device."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_pool: torch.Tensor,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        worker: WorkerConnector | None = None,
+    ) -> None:
+        self._model = model
+        self._kv_pool = kv_pool
+        self._worker = worker
+        self._batch = PersistentBatch(max_num_seqs, max_model_len, kv_pool.shape[4])
+        self._attention = make_backend(kv_pool, model.num_heads)
+        config = model.config
+        self._sampling = SamplingState(max_num_seqs, config.vocab_size, model.device, config.eos_token_ids)
+        self._prompt_logprobs = PromptLogprobs(model, self._sampling)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Run one step; an empty one (no token scheduled) only makes the connector's calls."""
+        worker, meta = self._worker, plan.kv_meta
+        if worker is not None:
+            for key in plan.cancels:
+                worker.cancel(key)
+        self._update_batch(plan)
+        if worker is not None and meta is not None:
+            worker.start_load_kv(meta)
+        sampled: dict[RequestKey, SampledTokens] = {}
+        prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]] = {}
+        if plan.scheduled:
+            sampled, prompt_logprobs = self._compute(plan.scheduled, self._attend(meta))
+        if worker is not None and meta is not None:
+            worker.wait_for_save()
+        transfers = NO_TRANSFERS if worker is None else worker.get_finished()
+        return StepOutput(plan.step_id, sampled, prompt_logprobs, transfers)
+
+    def _update_batch(self, plan: StepPlan) -> None:
+        for key in plan.ended:
+            slot = self._batch.remove(key)
+            if slot is not None:
+                self._sampling.remove(slot)
+                self._prompt_logprobs.remove(slot)
+        for request in plan.new:
+            slot = self._batch.add(request)
+            self._sampling.add(slot, request)
+            self._prompt_logprobs.add(slot, request)
+
+    def _attend(self, meta: KVConnectorMetadata | None) -> Attend:
+        """The attention of this step, between the connector's layer hooks where the step needs them."""
+        worker, attend, pool = self._worker, self._attention.attend, self._kv_pool
+        if worker is None or meta is None or not meta.needs_layer_hooks:
+            return attend
+
+        def attend_between_hooks(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            worker.wait_for_layer_load(layer)
+            out = attend(layer, qkv)
+            worker.save_kv_layer(layer, pool, meta)
+            return out
+
+        return attend_between_hooks
+
+    def _compute(
+        self, scheduled: list[ScheduledRequest], attend: Attend
+    ) -> tuple[dict[RequestKey, SampledTokens], dict[RequestKey, list[TokenLogprob | None]]]:
+        """Forward pass, prompt logprobs and sampling of one step that is not empty."""
+        inputs = self._batch.prepare(scheduled)
+        sampling = np.flatnonzero(np.fromiter((s.samples for s in scheduled), np.bool_, len(scheduled)))
+        last_rows = inputs.cu_seqlens_q[1:][sampling] - 1
+        rows = self._prompt_logprobs.with_prompt_rows(last_rows, inputs)
+        hidden = self._forward(inputs, rows, attend)
+        self._prompt_logprobs.collect(hidden, rows, inputs)
+        if not len(sampling):
+            return {}, {}
+        wanted = (
+            hidden
+            if len(rows) == len(last_rows)
+            else hidden[to_tensor(np.searchsorted(rows, last_rows), hidden.device)]
+        )
+        slots, seq_lens = inputs.slots[sampling], inputs.seq_lens[sampling]
+        tokens = self._sampling.sample(self._model.logits(wanted), slots, self._batch.token_ids, seq_lens)
+        self._batch.append_tokens(slots, seq_lens, [t.token_ids for t in tokens])
+        keys = [scheduled[i].key for i in sampling.tolist()]
+        finished_prompts = {
+            key: self._prompt_logprobs.take(slot)
+            for key, slot in zip(keys, slots.tolist(), strict=True)
+            if slot in self._prompt_logprobs
+        }
+        return dict(zip(keys, tokens, strict=True)), finished_prompts
+
+    def _forward(self, inputs: StepInputs, rows: IntArray, attend: Attend) -> torch.Tensor:
+        """Normalised hidden states (len(rows), hidden) of those tokens of the step."""
+        device = self._model.device
+        some = None if len(rows) == len(inputs.positions) else rows
+        self._attention.prepare(inputs, self._batch.block_tables, some)
+        return self._model.forward(
+            to_tensor(inputs.token_ids, device),
+            to_tensor(inputs.positions, device),
+            attend,
+            None if some is None else to_tensor(some, device),
+        )

@@ -1,0 +1,69 @@
+"""When generation ends, and which requests can never work here."""
+
+from collections.abc import Sequence
+
+from pdkv.engine.request import Request
+from pdkv.errors import InvalidRequest
+from pdkv.messages import FinishReason, Submit
+
+
+class StopRules:
+    """End-of-sequence, stop token ids and lengths. Stop strings belong to the text side.
+
+    Args:
+        max_model_len: most tokens of prompt + output.
+        capacity_tokens: tokens that the KV pool holds; a request must fit alone.
+    """
+
+    def __init__(
+        self, *, eos_token_ids: Sequence[int], max_model_len: int, capacity_tokens: int, vocab_size: int
+    ) -> None:
+        self._eos = frozenset(eos_token_ids)
+        self._max_len = min(max_model_len, capacity_tokens)
+        self._vocab_size = vocab_size
+
+    def check(self, submit: Submit, *, has_connector: bool) -> None:
+        """Refuse what can never work.
+
+        Raises:
+            InvalidRequest: naming the value and what was expected.
+        """
+        prompt = submit.prompt_token_ids
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if len(prompt) + len(submit.output_token_ids) >= self._max_len:
+            raise InvalidRequest(
+                f"prompt and output so far have {len(prompt) + len(submit.output_token_ids)} tokens; "
+                f"at most {self._max_len - 1} leave room for one more",
+                param="prompt",
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="prompt")
+        if (submit.kv == "handoff") != (submit.until == "first_token"):
+            raise InvalidRequest(f"kv={submit.kv!r} does not go with until={submit.until!r}")
+        if submit.kv != "local" and not has_connector:
+            raise InvalidRequest(f"kv={submit.kv!r} needs a connector, and this engine has none")
+
+    def ended(self, request: Request) -> tuple[FinishReason | None, int | None]:
+        """Whether the output that a Submit brought is complete already: its Finished got lost with an engine."""
+        return self.apply(request, 1) if request.output_token_ids else (None, None)
+
+    def apply(self, request: Request, num_new: int) -> tuple[FinishReason | None, int | None]:
+        """Whether one of the last `num_new` output tokens ends the request; tokens behind it are dropped.
+
+        Returns:
+            The reason and, where a token ended it, that token.
+        """
+        output, params = request.output_token_ids, request.submit.params
+        max_tokens = params.max_tokens if params.max_tokens is not None else self._max_len
+        longest = min(max_tokens, self._max_len - len(request.prompt_token_ids))
+        for count in range(len(output) - num_new + 1, len(output) + 1):
+            token_id = output[count - 1]
+            is_eos = token_id in self._eos and not params.ignore_eos
+            if count >= params.min_tokens and (is_eos or token_id in params.stop_token_ids):
+                del output[count:]
+                return "stop", token_id
+            if count >= longest:
+                del output[count:]
+                return "length", None
+        return None, None

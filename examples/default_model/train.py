@@ -1,0 +1,479 @@
+"""Makes pdkv's embedded default model: a small Llama that recalls a code named earlier in its prompt.
+
+    python examples/default_model/train.py --minutes 25 --out pdkv/default_model
+    python examples/default_model/train.py --evaluate pdkv/default_model
+
+Everything is generated here (tokenizer corpus, training data, weights); nothing is downloaded. The seed fixes the data
+and the initial weights; how many steps fit into `--minutes` depends on the machine.
+"""
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from pdkv import recall
+
+VOCAB_SIZE = 512
+MAX_POSITIONS = 4096
+BOS, EOS, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role: ' + message['role']) }}{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+HEAD_DIM = 32
+ROPE_THETA = 500_000.0
+TOKENS_PER_BATCH = 2048
+RECITAL_FROM_FACTS = 20
+MAX_QUESTIONS = 16  # per sequence
+PEAK_LEARNING_RATE = 4e-3
+WARMUP_STEPS = 100
+# The number of facts grows when this share of answer tokens is right, so that recall forms on short prompts first.
+LEVEL_UP_ACCURACY = 0.95
+
+CONSTANT_CHANNEL = 0  # of the embedding: the same for all tokens at first, in place of the biases a Llama lacks
+
+CONTEXT_CHANNELS = slice(96, 128)  # empty in the embedding at first
+
+IntArray = NDArray[np.int64]
+
+
+# --- tokenizer ---------------------------------------------------------------------------------------------------
+
+
+def build_tokenizer() -> Tokenizer:
+    """Byte-level BPE of `VOCAB_SIZE` entries: all 256 bytes, the special tokens, the keys and the words around them."""
+    tokenizer = Tokenizer(models.BPE())
+    # Digits and punctuation stay single, so that every fact has the same number of tokens.
+    pieces = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]|\s")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pieces, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    corpus = [f" {key}" for key in recall.KEYS] * 10 + ["Codes: What is Repeat"] * 600
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B:1", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    split_keys = [key for key in recall.KEYS if len(tokenizer.encode(f" {key}", add_special_tokens=False).ids) != 1]
+    if split_keys:
+        raise ValueError(f"keys that are not one token: {split_keys}")
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
+    tokenizer.save(str(out / "tokenizer.json"))
+    names = {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS}
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **names,
+        "additional_special_tokens": [SYSTEM, USER, ASSISTANT],
+        "model_max_length": MAX_POSITIONS,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(out / "tokenizer_config.json", tokenizer_config)
+    write_json(out / "special_tokens_map.json", names)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# --- training data -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Layout:
+    """Where the tokens of one batch come from; the same for all its rows.
+
+    A sequence is one shared trunk (the facts) and several branches (questions). A branch sees the trunk and itself and
+    its positions go on from the trunk's end: each is the exact prompt of inference, though the facts are computed once.
+    `sources` index a row's table [vocabulary | keys | digits], see `Batches.fill`.
+    """
+
+    sources: list[int] = field(default_factory=list)
+    branches: list[int] = field(default_factory=list)  # 0 = trunk
+    positions: list[int] = field(default_factory=list)
+    is_target: list[bool] = field(default_factory=list)
+
+    def add(self, sources: Sequence[int], *, branch: int = 0, is_target: bool = False) -> None:
+        """Append tokens to the trunk or to the branch that was begun last."""
+        starts_branch = branch > 0 and self.branches[-1] != branch
+        start = self.branches.count(0) if starts_branch else self.positions[-1] + 1 if self.positions else 0
+        self.sources += sources
+        self.branches += [branch] * len(sources)
+        self.positions += range(start, start + len(sources))
+        self.is_target += [is_target] * len(sources)
+
+    def mask(self) -> torch.Tensor:
+        """What each token attends to: bool [1, 1, tokens, tokens]."""
+        branches = torch.tensor(self.branches)
+        visible = (branches[None, :] == 0) | (branches[None, :] == branches[:, None])
+        return torch.tril(visible)[None, None]
+
+
+@dataclass(frozen=True)
+class Batch:
+    token_ids: torch.Tensor  # [rows, tokens]
+    position_ids: torch.Tensor  # [1, tokens]
+    mask: torch.Tensor  # [1, 1, tokens, tokens], bool
+    predicting: torch.Tensor  # [targets], columns whose next token is an answer token
+    targets: torch.Tensor  # [rows, targets]
+
+
+class Batches:
+    """Random batches of up to a given number of facts."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.rng = random.Random(seed)
+        self.array_rng = np.random.default_rng(seed)
+        self.key_ids = np.array([self.encode(f" {key}")[0] for key in recall.KEYS])
+        self.digit_ids = np.array([self.encode(str(digit))[0] for digit in range(10)])
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def draw(self, max_facts: int) -> Batch:
+        """A batch with 1..max_facts facts, short ones more often: they are cheap and recall is the same skill."""
+        num_facts = min(int(math.exp(self.rng.uniform(0.0, math.log(max_facts + 1)))), max_facts)
+        if self.rng.random() < 0.5:
+            num_facts = self.rng.randint(max(1, max_facts // 2), max_facts)
+        form = self.rng.choices(
+            ("completion", "chat", "recital"), (0.4, 0.45, 0.15 if max_facts >= RECITAL_FROM_FACTS else 0.0)
+        )[0]
+        is_chat = form == "chat" or (form == "recital" and self.rng.random() < 0.5)
+        layout = Layout()
+        self.add_trunk(layout, num_facts, is_chat=is_chat)
+        if form == "recital":
+            self.add_recital(layout, num_facts, is_chat=is_chat)
+        else:
+            self.add_questions(layout, num_facts, is_chat=is_chat)
+        return self.fill(layout, num_facts)
+
+    def add_trunk(self, layout: Layout, num_facts: int, *, is_chat: bool) -> None:
+        layout.add(self.encode(BOS) if is_chat or self.rng.random() < 0.9 else [])
+        if is_chat and self.rng.random() < 0.15:
+            words = "".join(self.rng.choices("abcdefghijklmnopqrstuvwxyz     .,", k=self.rng.randint(1, 40)))
+            layout.add(self.encode(f"{SYSTEM}{words}"))
+        layout.add(self.encode(USER) if is_chat else [])
+        layout.add(self.facts(num_facts))
+
+    def facts(self, num_facts: int) -> list[int]:
+        """Sources of `recall.facts_text`."""
+        equals, comma, period = (self.encode(mark)[0] for mark in "=,.")
+        sources = self.encode("Codes:")
+        for fact in range(num_facts):
+            end = period if fact == num_facts - 1 else comma
+            sources += [self.key(fact), equals, *self.code(fact, num_facts), end]
+        return sources
+
+    @staticmethod
+    def key(fact: int) -> int:
+        return VOCAB_SIZE + fact
+
+    @staticmethod
+    def code(fact: int, num_facts: int) -> list[int]:
+        start = VOCAB_SIZE + num_facts + recall.CODE_DIGITS * fact
+        return list(range(start, start + recall.CODE_DIGITS))
+
+    def add_questions(self, layout: Layout, num_facts: int, *, is_chat: bool) -> None:
+        """One branch per asked fact; a chat branch may go on with follow-up turns."""
+        asked = self.rng.sample(range(num_facts), min(num_facts, MAX_QUESTIONS))
+        num_turns = self.rng.choice((1, 1, 3)) if is_chat else 1
+        what, question_mark = self.encode(" What is"), self.encode(f"?{ASSISTANT}")
+        follow_up = self.encode(f"{USER}What is")
+        for index, fact in enumerate(asked):
+            branch, is_first = index // num_turns + 1, index % num_turns == 0
+            if is_chat:
+                layout.add([*(what if is_first else follow_up), self.key(fact), *question_mark], branch=branch)
+            else:
+                layout.add([self.key(fact), *self.encode("=")], branch=branch)
+            layout.add([*self.code(fact, num_facts), *self.encode(EOS)], branch=branch, is_target=True)
+
+    def add_recital(self, layout: Layout, num_facts: int, *, is_chat: bool) -> None:
+        layout.add(self.encode(" Repeat." + (ASSISTANT if is_chat else "\n")), branch=1)
+        layout.add([*self.facts(num_facts), *self.encode(EOS)], branch=1, is_target=True)
+
+    def fill(self, layout: Layout, num_facts: int) -> Batch:
+        """Draw keys and codes for as many rows as fit, and lay them out."""
+        num_rows = max(1, TOKENS_PER_BATCH // len(layout.sources))
+        vocabulary = np.broadcast_to(np.arange(VOCAB_SIZE), (num_rows, VOCAB_SIZE))
+        order = self.array_rng.random((num_rows, len(self.key_ids))).argsort(axis=1)[:, :num_facts]
+        digits = self.array_rng.integers(0, 10, (num_rows, num_facts * recall.CODE_DIGITS))
+        table: IntArray = np.concatenate([vocabulary, self.key_ids[order], self.digit_ids[digits]], axis=1)
+        token_ids = torch.from_numpy(table[:, layout.sources])
+        target_columns = torch.tensor(layout.is_target).nonzero()[:, 0]
+        return Batch(
+            token_ids=token_ids,
+            position_ids=torch.tensor(layout.positions)[None],
+            mask=layout.mask(),
+            predicting=target_columns - 1,
+            targets=token_ids[:, target_columns],
+        )
+
+
+# --- model -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
+    """A Llama of about 0.85 M parameters, in float32 (3.3 MiB on disk)."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        rms_norm_eps=1e-5,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.token_to_id(BOS),
+        eos_token_id=tokenizer.token_to_id(EOS),
+        pad_token_id=tokenizer.token_to_id(EOS),
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config)
+    begin_as_induction(model)
+    return model
+
+
+def begin_as_induction(model: LlamaForCausalLM) -> None:
+    """Start near a circuit that recalls, which random weights take hours of a CPU to find.
+
+    Layer 0: query head h looks h + 1 tokens back; the first two heads, which share a KV head, write the key that they
+    find into `CONTEXT_CHANNELS`, which embeddings leave free. Layer 1: all heads look for a token of like context (an
+    "induction head", Olsson et al., 2022) and copy it ("mimetic initialization", Trockman and Kolter, 2023).
+    """
+    embedding = model.model.embed_tokens.weight
+    embedding[:, CONTEXT_CHANNELS] = 0.0
+    embedding[:, CONSTANT_CHANNEL] = 0.6
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight *= 0.2
+    model.model.layers[0].mlp.down_proj.weight[CONTEXT_CHANNELS] = 0.0
+    begin_looking_back(model.model.layers[0].self_attn)
+    begin_matching(model.model.layers[1].self_attn)
+
+
+def begin_looking_back(attention: LlamaAttention) -> None:
+    """With a constant vector u in the fast rotary pairs, a key u and a query R(-offset) u score
+    sum_i a_i^2 cos(w_i (distance - offset)), which peaks at distance = offset.
+    """
+    num_pairs, half = HEAD_DIM // 4, HEAD_DIM // 2
+    frequencies = ROPE_THETA ** (-torch.arange(num_pairs) / half)
+    # The normalised constant channel is about 8, so that keys and queries have components of about 5.6.
+    strength = 0.7
+    keys = attention.k_proj.weight.view(-1, HEAD_DIM, attention.k_proj.in_features)
+    queries = attention.q_proj.weight.view(-1, HEAD_DIM, attention.q_proj.in_features)
+    keys[:, :num_pairs, CONSTANT_CHANNEL] = strength
+    for head, query in enumerate(queries):
+        angles = (head + 1) * frequencies
+        query[:num_pairs, CONSTANT_CHANNEL] = strength * angles.cos()
+        query[half : half + num_pairs, CONSTANT_CHANNEL] = -strength * angles.sin()
+    torch.nn.init.orthogonal_(attention.v_proj.weight)
+    attention.v_proj.weight[:, CONSTANT_CHANNEL] = 0.0
+    context = torch.zeros(HEAD_DIM, attention.o_proj.in_features)
+    context[:, :HEAD_DIM] = context[:, HEAD_DIM : 2 * HEAD_DIM] = 0.15 * torch.eye(HEAD_DIM)
+    attention.o_proj.weight *= 0.1
+    attention.o_proj.weight[CONTEXT_CHANNELS] = context
+
+
+def begin_matching(attention: LlamaAttention) -> None:
+    """Wq = Wk on `CONTEXT_CHANNELS` and on the slow rotary pairs: a match counts wherever it stands.
+
+    Wo Wv, summed over the heads, is a multiple of the identity.
+    """
+    keys = attention.k_proj.weight.view(-1, 2, HEAD_DIM // 2, attention.k_proj.in_features)
+    keys.zero_()
+    torch.nn.init.normal_(keys[:, :, HEAD_DIM // 4 :, CONTEXT_CHANNELS], std=0.3)
+    repeats = attention.q_proj.out_features // attention.k_proj.out_features
+    attention.q_proj.weight.copy_(keys.flatten(1, 2).repeat_interleave(repeats, dim=0).flatten(0, 1))
+    values = torch.nn.init.orthogonal_(attention.v_proj.weight)
+    copies = values.view(-1, HEAD_DIM, attention.v_proj.in_features).repeat_interleave(repeats, dim=0).flatten(0, 1)
+    attention.o_proj.weight.copy_(copies.T * 0.1)
+
+
+@dataclass
+class Progress:
+    """Counters of a training run."""
+
+    deadline_s: float
+    started_s: float = field(default_factory=time.monotonic)
+    step: int = 0
+    num_tokens: int = 0
+    max_facts: int = 4
+    loss: float = 6.0
+    accuracy: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """How much of the time is used, 0..1."""
+        return min(1.0, (time.monotonic() - self.started_s) / self.deadline_s)
+
+    def learning_rate(self) -> float:
+        """Linear warm-up, then a cosine over the time, so that a slow machine also ends at a small rate."""
+        warmup = min(1.0, (self.step + 1) / WARMUP_STEPS)
+        return PEAK_LEARNING_RATE * warmup * (0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * self.share)))
+
+    def record(self, batch: Batch, loss: float, accuracy: float) -> None:
+        self.step += 1
+        self.num_tokens += batch.token_ids.numel()
+        self.loss += 0.03 * (loss - self.loss)
+        self.accuracy += 0.03 * (accuracy - self.accuracy)
+        if self.accuracy > LEVEL_UP_ACCURACY and self.max_facts < recall.MAX_FACTS:
+            self.max_facts = min(recall.MAX_FACTS, math.ceil(self.max_facts * 1.5))
+            self.accuracy = 0.8  # must be earned again on the longer prompts
+
+    def line(self) -> str:
+        elapsed_s = time.monotonic() - self.started_s
+        return (
+            f"step {self.step} {elapsed_s:.0f} s, facts <= {self.max_facts}, loss {self.loss:.4f}, "
+            f"answer tokens right {self.accuracy:.4f}, {self.num_tokens / elapsed_s:.0f} tok/s"
+        )
+
+
+def train(model: LlamaForCausalLM, batches: Batches, minutes: float) -> Iterator[Progress]:
+    """Train in place; yields after every step. Only answer tokens are learned, the rest of a prompt is noise."""
+    hidden_matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    others = [model.model.embed_tokens.weight, *(each for each in model.parameters() if each.ndim == 1)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(hidden_matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    progress = Progress(deadline_s=minutes * 60.0)
+    model.train()
+    while progress.share < 1.0:
+        batch = batches.draw(progress.max_facts)
+        hidden = model.model(
+            input_ids=batch.token_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.mask,
+            use_cache=False,
+        ).last_hidden_state
+        logits = model.lm_head(hidden[:, batch.predicting])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = progress.learning_rate()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        accuracy = (logits.detach().argmax(-1) == batch.targets).float().mean()
+        progress.record(batch, loss.item(), accuracy.item())
+        yield progress
+
+
+# --- evaluation --------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def greedy(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    """Plain transformers generation of prompts of equal length; each answer ends with EOS unless it was cut."""
+    token_ids = torch.tensor(prompts)
+    output = model.generate(
+        token_ids,
+        attention_mask=torch.ones_like(token_ids),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=model.config.eos_token_id,
+    )
+    answers: list[list[int]] = output[:, token_ids.shape[1] :].tolist()
+    return answers
+
+
+def render_chat(messages: Sequence[dict[str, str]]) -> str:
+    """What `CHAT_TEMPLATE` gives with `add_generation_prompt`."""
+    return BOS + "".join(f"<|{message['role']}|>{message['content']}" for message in messages) + ASSISTANT
+
+
+def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, num_facts: int, num_questions: int) -> dict[str, float]:
+    """Share of exactly right answers, the end of text included, per form; seeds never used in training."""
+    eos = tokenizer.token_to_id(EOS)
+    seeds = range(10**6, 10**6 + num_questions)
+    questions = [recall.make_question(seed, num_facts) for seed in seeds]
+    recitals = [recall.make_recital(seed, num_facts) for seed in seeds[: max(1, num_questions // 8)]]
+    shares = {}
+    for form, asked in (("completion", questions), ("chat", questions), ("recital", recitals)):
+        texts = [render_chat(each.messages) if form == "chat" else BOS + each.prompt for each in asked]
+        prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        expected = [[*tokenizer.encode(each.answer, add_special_tokens=False).ids, eos] for each in asked]
+        length = len(expected[0])
+        right = 0
+        for start in range(0, len(asked), 32):
+            answers = greedy(model, prompts[start : start + 32], length)
+            right += sum(got[:length] == want for got, want in zip(answers, expected[start:], strict=False))
+        shares[form] = right / len(asked)
+    return shares
+
+
+def report(out: Path, num_questions: int) -> None:
+    """Print the accuracy of a saved model by number of facts, in float32 and in bfloat16."""
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=dtype).eval()
+        for num_facts in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96):
+            shares = evaluate(model, tokenizer, num_facts, num_questions)
+            figures = ", ".join(f"{form} {share:.4f}" for form, share in shares.items())
+            print(f"{dtype}, {num_facts} facts ({recall.num_prompt_tokens(num_facts)} tokens): {figures}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=25.0, help="training time (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("pdkv/default_model"), help="model directory to write")
+    parser.add_argument("--seed", type=int, default=0, help="of data and initial weights (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=256, help="asked per number of facts when evaluating")
+    parser.add_argument("--evaluate", type=Path, metavar="DIR", help="only evaluate this model directory")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.evaluate is not None:
+        report(args.evaluate, args.questions)
+        return
+    torch.manual_seed(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    for progress in train(model, Batches(tokenizer, args.seed), args.minutes):
+        if progress.step % 100 == 0:
+            print(progress.line(), flush=True)
+    model.save_pretrained(args.out)
+    save_tokenizer(tokenizer, args.out)
+    report(args.out, args.questions)
+
+
+if __name__ == "__main__":
+    main()

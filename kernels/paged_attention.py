@@ -1,0 +1,95 @@
+"""Causal attention over a paged KV pool: prefill chunks and decode rows mixed in one launch."""
+
+import torch
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_pool: torch.Tensor,
+    layer: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attend from the last tokens of each sequence to all of its tokens up to each one's own position.
+
+    Args:
+        q: (T, num_heads, head_size), the sequences' queries one after another.
+        kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), K and V of every token of the
+            sequences, this step's included.
+        layer: which layer of the pool.
+        block_tables: (R, max_blocks) int32; entries behind a sequence's last block are not read.
+        seq_lens: (R,) int32, tokens of each sequence, this step's included.
+        cu_seqlens_q: (R + 1,) int32, sequence i's queries are [cu_seqlens_q[i], cu_seqlens_q[i + 1]); may be empty.
+        scale: factor of the logits.
+
+    Returns:
+        (T, num_heads, head_size) in q's dtype; zeros in rows behind cu_seqlens_q[R] (padding).
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    _check(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q)
+    if q.is_cuda:
+        from pdkv.kernels.paged_attention_triton import paged_attention_triton
+
+        return paged_attention_triton(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q, scale)
+    return paged_attention_reference(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q, scale)
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    kv_pool: torch.Tensor,
+    layer: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """What `paged_attention` computes, sequence by sequence in torch; float32 inside, or float64 for float64 inputs."""
+    precision = torch.promote_types(q.dtype, torch.float32)
+    group_size = q.shape[1] // kv_pool.shape[3]
+    block_size = kv_pool.shape[4]
+    out = torch.zeros_like(q)
+    starts = cu_seqlens_q.tolist()
+    for i, (start, stop, seq_len) in enumerate(zip(starts[:-1], starts[1:], seq_lens.tolist(), strict=True)):
+        if start == stop:
+            continue
+        blocks = block_tables[i, : -(-seq_len // block_size)].long()
+        kv = kv_pool[blocks, layer].to(precision)  # (blocks, 2, num_kv_heads, block_size, head_size)
+        kv = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].repeat_interleave(group_size, dim=1)
+        queries = q[start:stop].to(precision).transpose(0, 1)  # (num_heads, queries, head_size)
+        logits = queries @ kv[0].transpose(1, 2) * scale
+        positions = torch.arange(seq_len, device=q.device)
+        logits.masked_fill_(positions > positions[seq_len - (stop - start) :, None], -torch.inf)
+        out[start:stop] = (logits.softmax(dim=-1) @ kv[1]).transpose(0, 1).to(q.dtype)
+    return out
+
+
+def _check(
+    q: torch.Tensor,
+    kv_pool: torch.Tensor,
+    layer: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+) -> None:
+    if q.dim() != 3 or kv_pool.dim() != 6 or kv_pool.shape[2] != 2:
+        raise ValueError(f"q must be (T, heads, D) and kv_pool 6-d, got {tuple(q.shape)} and {tuple(kv_pool.shape)}")
+    if q.shape[2] != kv_pool.shape[5] or q.shape[1] % kv_pool.shape[3]:
+        raise ValueError(f"q {tuple(q.shape)} does not fit the heads of kv_pool {tuple(kv_pool.shape)}")
+    if q.dtype != kv_pool.dtype:
+        raise ValueError(f"q is {q.dtype}, kv_pool {kv_pool.dtype}")
+    if not 0 <= layer < kv_pool.shape[1]:
+        raise ValueError(f"layer {layer} is not in [0, {kv_pool.shape[1]})")
+    num_seqs = seq_lens.shape[0]
+    if seq_lens.dim() != 1 or block_tables.dim() != 2 or block_tables.shape[0] != num_seqs:
+        raise ValueError(f"block_tables {tuple(block_tables.shape)} does not fit seq_lens {tuple(seq_lens.shape)}")
+    if cu_seqlens_q.shape != (num_seqs + 1,):
+        raise ValueError(f"cu_seqlens_q must be ({num_seqs + 1},), got {tuple(cu_seqlens_q.shape)}")
+    for name, tensor in (("block_tables", block_tables), ("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32, got {tensor.dtype}")
+    if any(t.device != q.device for t in (kv_pool, block_tables, seq_lens, cu_seqlens_q)):
+        raise ValueError("all tensors must be on one device")

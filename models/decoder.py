@@ -1,0 +1,118 @@
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3 over paged KV: one flattened sequence of many requests per call."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from pdkv.model_config import ModelConfig
+from pdkv.models.linear import Linear
+from pdkv.models.rope import RopeTable, rotate
+
+Attend = Callable[[int, torch.Tensor], torch.Tensor]
+"""(layer, qkv (n, heads + 2 * kv_heads, head_size), rotated) -> (rows, heads * head_size).
+
+Writes K and V to the cache and attends. `rows` is n, and in the last layer the rows that the step needs.
+"""
+
+
+class DecoderLayer:
+    """Attention and MLP of one layer, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self,
+        *,
+        input_norm: torch.Tensor,
+        qkv: Linear,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        output: Linear,
+        mlp_norm: torch.Tensor,
+        gate_up: Linear,
+        down: Linear,
+    ) -> None:
+        self.input_norm = input_norm
+        self.qkv = qkv
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.output = output
+        self.mlp_norm = mlp_norm
+        self.gate_up = gate_up
+        self.down = down
+
+
+class Decoder:
+    """A model on one device; holds weights and no state."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        embedding: torch.Tensor,
+        layers: list[DecoderLayer],
+        norm: torch.Tensor,
+        lm_head: Linear,
+        rope: RopeTable,
+    ) -> None:
+        """`num_heads` and `num_kv_heads` are this rank's; `embedding` (vocab, hidden)."""
+        self.config = config
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.dtype = embedding.dtype
+        self.device = embedding.device
+        self._embedding = embedding
+        self._layers = layers
+        self._norm = norm
+        self._lm_head = lm_head
+        self._rope = rope
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the layers.
+
+        Args:
+            token_ids: (n,) int64.
+            positions: (n,) int64, each token's position in its request.
+            rows: (m,) int64, the rows whose hidden state is wanted, None for all. The last layer computes only these.
+
+        Returns:
+            (m, hidden), normalised: what `logits` takes.
+        """
+        rope = self._rope.at(positions)
+        x = F.embedding(token_ids, self._embedding)
+        last = len(self._layers) - 1
+        for i, layer in enumerate(self._layers):
+            attended = attend(i, self._qkv(layer, x, rope))
+            if i == last and rows is not None:
+                x = x.index_select(0, rows)
+                if not len(x):  # a chunk in mid-prompt: its KV is written, and nothing else is wanted
+                    return x
+            x = layer.output.add(attended, x)
+            x = layer.down.add(self._gated(layer.gate_up(self._rms_norm(x, layer.mlp_norm))), x)
+        return self._rms_norm(x, self._norm)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits (m, vocab) of hidden states (m, hidden)."""
+        return self._lm_head(hidden).float()
+
+    def _qkv(self, layer: DecoderLayer, x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
+        """Queries, keys (both normalised where the model does and rotated) and values of one layer, in one tensor."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = layer.qkv(self._rms_norm(x, layer.input_norm)).view(len(x), heads + 2 * kv_heads, self.config.head_size)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qkv[:, :heads] = self._rms_norm(qkv[:, :heads], layer.q_norm)
+            qkv[:, heads : heads + kv_heads] = self._rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm)
+        rotate(qkv[:, : heads + kv_heads], rope)
+        return qkv
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+    @staticmethod
+    def _gated(gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of (n, 2 * intermediate); overwrites the gate."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)

@@ -1,0 +1,111 @@
+"""Build a Decoder from a model directory: Hugging Face names, fused and sharded weights, dtype conversion."""
+
+from pathlib import Path
+
+import torch
+
+from pdkv.model_config import ModelConfig
+from pdkv.models.checkpoint import Checkpoint
+from pdkv.models.decoder import Decoder, DecoderLayer
+from pdkv.models.linear import Linear, can_pack, make_linear
+from pdkv.models.rope import make_rope_table
+from pdkv.models.shard import WHOLE, Shard
+
+
+def load_decoder(
+    path: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    shard: Shard = WHOLE,
+) -> Decoder:
+    """Load one rank's weights. Positions reach up to `max_model_len`.
+
+    Raises:
+        ModelError: a weight file or tensor is missing, broken or of an unexpected shape.
+    """
+    with Checkpoint(path) as checkpoint:
+        return _Loader(checkpoint, config, dtype, device, shard).decoder(max_model_len)
+
+
+class _Loader:
+    """One load: where tensors come from and what becomes of them."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.packed = can_pack(dtype, device)
+        self.heads = shard.part(config.num_heads, "attention heads")
+        self.kv_heads = shard.part(config.num_kv_heads, "key-value heads")
+        self.neurons = shard.part(config.intermediate_size, "MLP neurons")
+
+    def decoder(self, max_model_len: int) -> Decoder:
+        config = self.config
+        vocab = (config.vocab_size, config.hidden_size)
+        embedding = self._tensor("model.embed_tokens.weight", vocab)
+        # A checkpoint may tie its embeddings and still hold a head, or the reverse: config.json decides.
+        head = embedding if config.tie_word_embeddings else self._tensor("lm_head.weight", vocab)
+        return Decoder(
+            config,
+            num_heads=self.heads.stop - self.heads.start,
+            num_kv_heads=self.kv_heads.stop - self.kv_heads.start,
+            embedding=embedding,
+            layers=[self._layer(f"model.layers.{i}.") for i in range(config.num_layers)],
+            norm=self._tensor("model.norm.weight", (config.hidden_size,)),
+            lm_head=make_linear(head, None, packed=self.packed),
+            rope=make_rope_table(config, max_model_len, self.dtype, self.device),
+        )
+
+    def _layer(self, prefix: str) -> DecoderLayer:
+        config = self.config
+        hidden, head_size = config.hidden_size, config.head_size
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        q, kv = self._rows(self.heads), self._rows(self.kv_heads)
+        q_rows, kv_rows, neurons = config.num_heads * head_size, config.num_kv_heads * head_size, self.neurons
+        return DecoderLayer(
+            input_norm=self._tensor(prefix + "input_layernorm.weight", (hidden,)),
+            qkv=self._fused(
+                [
+                    (attention + "q_proj", q_rows, q),
+                    (attention + "k_proj", kv_rows, kv),
+                    (attention + "v_proj", kv_rows, kv),
+                ],
+                bias=config.attention_bias,
+            ),
+            q_norm=self._tensor(attention + "q_norm.weight", (head_size,)) if config.qk_norm else None,
+            k_norm=self._tensor(attention + "k_norm.weight", (head_size,)) if config.qk_norm else None,
+            output=self._by_columns(attention + "o_proj", q_rows, q, bias=config.attention_output_bias),
+            mlp_norm=self._tensor(prefix + "post_attention_layernorm.weight", (hidden,)),
+            gate_up=self._fused(
+                [(mlp + name, config.intermediate_size, neurons) for name in ("gate_proj", "up_proj")],
+                bias=config.mlp_bias,
+            ),
+            down=self._by_columns(mlp + "down_proj", config.intermediate_size, neurons, bias=config.mlp_bias),
+        )
+
+    def _rows(self, heads: slice) -> slice:
+        return slice(heads.start * self.config.head_size, heads.stop * self.config.head_size)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.checkpoint.get(name, shape).to(self.device, self.dtype)
+
+    def _fused(self, parts: list[tuple[str, int, slice]], *, bias: bool) -> Linear:
+        """Projections with a common input as one; each part is (name, all its rows, this rank's rows)."""
+        hidden = self.config.hidden_size
+        weight = torch.cat([self._tensor(f"{name}.weight", (rows, hidden))[mine] for name, rows, mine in parts])
+        biases = [self._tensor(f"{name}.bias", (rows,))[mine] for name, rows, mine in parts] if bias else None
+        return make_linear(weight, torch.cat(biases) if biases else None, packed=self.packed)
+
+    def _by_columns(self, name: str, columns: int, mine: slice, *, bias: bool) -> Linear:
+        """A projection back to the hidden size, split by its input."""
+        hidden = self.config.hidden_size
+        weight = self._tensor(f"{name}.weight", (hidden, columns))[:, mine].contiguous()
+        # Ranks add their parts up, so the bias belongs to the first.
+        own_bias = self._tensor(f"{name}.bias", (hidden,)) if bias and mine.start == 0 else None
+        return make_linear(weight, own_bias, packed=self.packed)

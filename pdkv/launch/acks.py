@@ -1,0 +1,38 @@
+"""The child's side of its start: progress, ready, or why not."""
+
+import logging
+import os
+
+from pdkv.errors import ConfigError
+from pdkv.launch.specs import Ack, Progress, Started, StartFailed, encode
+
+logger = logging.getLogger(__name__)
+
+
+class Acknowledger:
+    """Writes to the ack pipe; the end of the pipe means that the child is gone."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def progress(self, text: str) -> None:
+        """A step of the start."""
+        self._write(Progress(text))
+
+    def ready(self) -> None:
+        """The last ack of a good start."""
+        self._write(Started())
+        os.close(self._fd)
+
+    def failed(self, error: Exception) -> None:
+        """The last ack of a bad start. An error that is nobody's configuration is logged with its traceback."""
+        config = isinstance(error, ConfigError)
+        if not config:
+            logger.error("cannot start", exc_info=error)
+        self._write(StartFailed(str(error) if config else f"{type(error).__name__}: {error}", config=config))
+        os.close(self._fd)
+
+    def _write(self, ack: Ack) -> None:
+        data = encode(ack) + b"\n"
+        while data:
+            data = data[os.write(self._fd, data) :]

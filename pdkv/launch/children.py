@@ -1,0 +1,214 @@
+"""Child processes as the launcher sees them: the only module that spawns. Nothing here imports torch."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pdkv.errors import ConfigError, StartupError
+from pdkv.launch.fork_server import ENVIRONMENT
+from pdkv.launch.specs import EngineSpec, Progress, RouterSpec, StartFailed, decode_ack, encode
+
+_MAX_ACK_BYTES = 64 * 1024
+
+
+class Child:
+    """A running child. Its death is an event of the loop, seen through its pidfd."""
+
+    def __init__(self, name: str, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        """`pid` is an unreaped child of this process, so it cannot have been reused."""
+        self.name = name
+        self.pid = pid
+        self._popen = popen
+        self._pidfd = os.pidfd_open(pid)
+        self._died: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    def _reap(self) -> None:
+        result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+        assert result is not None  # without WNOHANG it waits
+        status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        if self._popen is not None:
+            self._popen.returncode = status  # or Popen would wait for a pid that may be someone else's by then
+        self._died.set_result(status)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its death was not seen yet."""
+        return not self._died.done()
+
+    async def wait(self) -> int:
+        """Its exit status; -N when signal N killed it."""
+        return await asyncio.shield(self._died)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal if it still runs."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):  # dead, and the loop has not seen it yet
+                signal.pidfd_send_signal(self._pidfd, number)
+
+
+def describe_exit(status: int) -> str:
+    """An exit status in words, such as "killed by SIGKILL"."""
+    if status >= 0:
+        return f"exited with {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+class AckPipe:
+    """The pipe on which a starting child reports. A context manager that closes what is still open."""
+
+    def __init__(self) -> None:
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self._buffer = b""
+
+    def handed_over(self) -> None:
+        """The child has its copy of the writing end: from now on its death is an end of file."""
+        os.close(self.write_fd)
+        self.write_fd = -1
+
+    async def wait_ready(self, name: str, timeout_s: float, on_progress: Callable[[str], None]) -> None:
+        """Return when the child has reported that it is ready.
+
+        Raises:
+            ConfigError: it reported that a flag, file or value is at fault.
+            StartupError: it failed otherwise, died, or was silent for `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    match decode_ack(await self._read_line(name)):
+                        case Progress(text=text):
+                            on_progress(text)
+                        case StartFailed(message=message, config=True):
+                            raise ConfigError(message)
+                        case StartFailed(message=message):
+                            raise StartupError(f"{name}: {message}")
+                        case _:
+                            return
+        except TimeoutError:
+            raise StartupError(f"{name} was not ready after {timeout_s:g} s") from None
+        except msgspec.DecodeError as error:
+            raise StartupError(f"{name} sent no valid acknowledgement: {error}") from None
+
+    async def _read_line(self, name: str) -> bytes:
+        loop = asyncio.get_running_loop()
+        while b"\n" not in self._buffer:
+            readable = loop.create_future()
+            loop.add_reader(self._read_fd, lambda: readable.done() or readable.set_result(None))  # noqa: B023
+            try:
+                await readable
+            finally:
+                loop.remove_reader(self._read_fd)
+            data = os.read(self._read_fd, _MAX_ACK_BYTES)
+            if not data:
+                raise StartupError(f"{name} died before it was ready")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def close(self) -> None:
+        """Idempotent."""
+        for fd in (self._read_fd, self.write_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._read_fd = self.write_fd = -1
+
+
+def _spawn(module: str, arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start `python -m module` in a session of its own, with the given descriptors."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],  # -P: never import from the working directory
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # the launcher's stdout carries the ready line only
+        pass_fds=fds,
+        start_new_session=True,
+        env={**ENVIRONMENT, **os.environ},
+    )
+
+
+def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> Child:
+    """Start an engine as a fresh interpreter: the fallback where the fork server does not work."""
+    arguments = [encode(spec).decode(), str(ack_fd), str(lifeline_fd)]
+    popen = _spawn("pdkv.launch.engine_process", arguments, [ack_fd, lifeline_fd])
+    return Child(spec.name, popen.pid, popen)
+
+
+def spawn_router(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> Child:
+    """Start the router on the launcher's listening socket."""
+    arguments = [encode(spec).decode(), str(listen_fd), str(ack_fd), str(lifeline_fd)]
+    popen = _spawn("pdkv.launch.router_process", arguments, [listen_fd, ack_fd, lifeline_fd])
+    return Child("router", popen.pid, popen)
+
+
+class ForkServer:
+    """The launcher's side of the fork server."""
+
+    def __init__(self, connector_target: str, lifeline_fd: int) -> None:
+        """Starts it at once; the imports run while the launcher goes on."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        arguments = [str(theirs.fileno()), str(lifeline_fd), connector_target]
+        popen = _spawn("pdkv.launch.fork_server", arguments, [theirs.fileno(), lifeline_fd])
+        theirs.close()
+        self._control = ours
+        self.child = Child("fork-server", popen.pid, popen)
+        self._answers: deque[asyncio.Future[bytes]] = deque()
+        self._ready = self._expect_answer()
+        asyncio.get_running_loop().add_reader(ours, self._receive)
+
+    def _expect_answer(self) -> asyncio.Future[bytes]:
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answers.append(answer)
+        return answer
+
+    def _receive(self) -> None:
+        try:
+            data = self._control.recv(64)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self.close()
+        elif not (answer := self._answers.popleft()).done():
+            answer.set_result(data)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can still fork."""
+        return self._control.fileno() >= 0
+
+    async def fork_engine(self, spec: EngineSpec, ack_fd: int) -> Child:
+        """Fork an engine.
+
+        Raises:
+            StartupError: the fork server is gone, or goes before it has answered.
+        """
+        await asyncio.shield(self._ready)
+        if not self.usable:
+            raise StartupError("the fork server died")
+        socket.send_fds(self._control, [encode(spec)], [ack_fd])
+        return Child(spec.name, int(await self._expect_answer()))
+
+    def close(self) -> None:
+        """Ends it (its engines live on) and fails what still waits for an answer. Idempotent."""
+        if self.usable:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+        while self._answers:
+            answer = self._answers.popleft()
+            if not answer.done():
+                answer.set_exception(StartupError("the fork server died"))
+                answer.exception()  # retrieved: nobody may be waiting

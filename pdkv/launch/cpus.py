@@ -1,0 +1,51 @@
+"""Which CPUs and how many threads an engine gets."""
+
+import os
+import re
+
+from pdkv.errors import ConfigError
+
+
+def available_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def default_threads(num_engines: int) -> int:
+    """Threads per engine where none are asked for: the CPUs shared out, at least one."""
+    return max(1, available_cpus() // num_engines)
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """The CPUs of a list such as "0-1" or "0,2".
+
+    Raises:
+        ConfigError: malformed, empty, or a CPU that this process may not use.
+    """
+    cpus: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"cpu_bind: a list such as 0-1 or 0,2 was expected, got {text!r}")
+        cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    missing = cpus - os.sched_getaffinity(0)
+    if missing:
+        usable = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise ConfigError(f"cpu_bind: CPU {min(missing)} cannot be used here (usable: {usable}), got {text!r}")
+    return frozenset(cpus)
+
+
+def split_cpu_bind(text: str | None, num_engines: int) -> list[frozenset[int] | None]:
+    """The CPUs of each of `num_engines` engines from --cpu-bind: one list for all, or one per engine separated by |.
+
+    Raises:
+        ConfigError: another number of lists, or a malformed one.
+    """
+    if text is None:
+        return [None] * num_engines
+    lists = [parse_cpu_list(part) for part in text.split("|")]
+    if len(lists) == 1:
+        return list(lists * num_engines)
+    if len(lists) != num_engines:
+        raise ConfigError(f"cpu_bind: one CPU list or {num_engines} separated by | were expected, got {text!r}")
+    return list(lists)

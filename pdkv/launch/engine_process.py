@@ -1,0 +1,134 @@
+"""An engine as a process: build it, then poll, handle, step, send until told to stop."""
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+from pdkv.assemble import build_engine
+from pdkv.engine.core import EngineCore
+from pdkv.launch.acks import Acknowledger
+from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, watch_lifeline
+from pdkv.launch.linux import set_process_name
+from pdkv.launch.logs import configure_logging
+from pdkv.launch.specs import EngineSpec, decode_engine_spec
+from pdkv.transport import EngineServer, RouterJoined, RouterLeft
+
+_LIFELINE_GRACE_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class Notifier:
+    """An eventfd in the engine's poll set; `notify` wakes the loop from any thread or signal handler."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = threading.Event()
+
+    def notify(self) -> None:
+        """Wake the loop. Thread-safe."""
+        os.eventfd_write(self.fd, 1)
+
+    def drain(self) -> bool:
+        """Forget the notifications so far; returns whether there was one."""
+        try:
+            return os.eventfd_read(self.fd) > 0
+        except BlockingIOError:
+            return False
+
+    def stop(self) -> None:
+        """End the loop after the step that runs now. Thread-safe."""
+        self._stopping.set()
+        self.notify()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the loop shall end."""
+        return self._stopping.is_set()
+
+
+def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> int:
+    """Run one engine in this process; returns its exit status: 0 after SIGTERM, 1 after an error."""
+    configure_logging(spec.name, spec.log_level)
+    set_process_name(f"pd {spec.name}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    notifier = Notifier()
+    serving = threading.Event()
+    watch_lifeline(
+        lifeline_fd,
+        lambda: notifier.stop() if serving.is_set() else os._exit(EXIT_LAUNCHER_GONE),
+        grace_s=_LIFELINE_GRACE_S,
+    )
+    ack = Acknowledger(ack_fd)
+    try:
+        if spec.cpus is not None:
+            os.sched_setaffinity(0, spec.cpus)
+        torch.set_num_threads(spec.config.threads or 1)
+        core = build_engine(
+            spec.config,
+            spec.handoff,
+            name=spec.name,
+            role=spec.role,
+            epoch=spec.epoch,
+            notify=notifier.notify,
+            on_progress=ack.progress,
+        )
+        server = EngineServer(spec.endpoint, core.card)
+    except Exception as error:
+        ack.failed(error)
+        return 1
+    # What was built stays: later collections need not look at it.
+    gc.collect()
+    gc.freeze()
+    serving.set()
+    signal.signal(signal.SIGTERM, lambda *_: notifier.stop())
+    try:
+        ack.ready()
+        serve(core, server, notifier)
+    except Exception:
+        logger.exception("the engine stops after an error")
+        return 1
+    finally:
+        server.close()
+        core.shutdown()
+    return 0
+
+
+def serve(core: EngineCore, server: EngineServer, notifier: Notifier) -> None:
+    """The engine's loop, until `notifier.stop()`."""
+    while not notifier.stopping:
+        server.poll(_poll_timeout(core), notifier.fd)
+        if notifier.drain():
+            core.wake()
+        now = time.monotonic()
+        for router_id, message in server.receive():
+            match message:
+                case RouterJoined(epoch=epoch):
+                    core.router_joined(router_id, epoch)
+                case RouterLeft():
+                    core.router_left(router_id)
+                case _:
+                    core.handle(router_id, message, now)
+        deadline = core.next_deadline() if not core.has_work else now
+        if deadline is not None and deadline <= now:
+            core.step(now)
+        for router_id, outgoing in core.take_messages(time.monotonic()):
+            server.send(router_id, outgoing)
+
+
+def _poll_timeout(core: EngineCore) -> float | None:
+    """Seconds until the next step is due without a message; None: only a message or a notification brings one."""
+    if core.has_work:
+        return 0.0
+    deadline = core.next_deadline()
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+if __name__ == "__main__":  # the start without a fork server
+    sys.exit(run_engine(decode_engine_spec(sys.argv[1].encode()), int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,96 @@
+"""What a child process is told when it starts, and what it answers while it starts: plain data, as JSON."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pdkv.config import EngineConfig, HandoffConfig
+
+Role = Literal["prefill", "decode", "any"]
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One incarnation of one engine. `config.threads` is set."""
+
+    name: str  # unique in the deployment, such as "prefill-0"
+    role: Role
+    epoch: str
+    config: EngineConfig
+    handoff: HandoffConfig
+    endpoint: str  # ZeroMQ endpoint to listen on
+    num_engines: int  # of the whole deployment
+    log_level: str = "info"
+    cpus: list[int] | None = None  # CPUs to pin to
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Where the router finds an engine."""
+
+    name: str
+    role: Role
+    endpoint: str
+
+
+class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The router process."""
+
+    router_id: str
+    epoch: str
+    engines: list[EngineAddress]
+    model: Path
+    served_model_name: str
+    policy: str
+    log_level: str = "info"
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """A step of the start, for people."""
+
+    text: str
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The process is ready."""
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The process cannot become ready. `config` says that a flag, file or value is at fault."""
+
+    message: str
+    config: bool
+
+
+Ack = Progress | Started | StartFailed
+
+
+def encode(value: object) -> bytes:
+    """JSON of a spec or an ack; it has no newline."""
+    return msgspec.json.encode(value, enc_hook=_encode_path)
+
+
+def decode_engine_spec(data: bytes) -> EngineSpec:
+    """Raises msgspec.DecodeError for anything that is no engine spec."""
+    return msgspec.json.decode(data, type=EngineSpec, dec_hook=_decode_path)
+
+
+def decode_router_spec(data: bytes) -> RouterSpec:
+    """Raises msgspec.DecodeError for anything that is no router spec."""
+    return msgspec.json.decode(data, type=RouterSpec, dec_hook=_decode_path)
+
+
+def decode_ack(data: bytes) -> Ack:
+    """Raises msgspec.DecodeError for anything that is no ack."""
+    return msgspec.json.decode(data, type=Ack)
+
+
+def _encode_path(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value)} has no JSON form")
+
+
+def _decode_path(kind: type, value: Any) -> Path:
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(f"{kind} has no JSON form")

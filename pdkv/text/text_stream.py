@@ -1,0 +1,61 @@
+"""The text of one choice as its tokens arrive: detokenizer and stop strings together."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from pdkv.text.detokenizer import Detokenizer
+from pdkv.text.stop_strings import StopStrings
+
+
+class TextPiece(NamedTuple):
+    """What some tokens came to."""
+
+    text: str  # may be shown now
+    num_tokens: int  # how many of the tokens belong to the output: those behind a stop string do not
+    stop: str | None  # the stop string that ended the text; nothing may be pushed after it
+
+
+class TextStream:
+    """Text and token count of one choice. A stop token belongs to the output's tokens, not to its text."""
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        stop_token_ids: Collection[int] = (),
+    ) -> None:
+        """`stop_token_ids`: whatever token ends this choice, its end of sequence too unless that is ignored."""
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stop) if stop else None
+        self._min_tokens = min_tokens
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self.num_tokens = 0
+        self.num_characters = 0
+        """Decoded so far, what is held back for a stop string included."""
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece:
+        """Add tokens; the text ends at the first stop string that is completed by token min_tokens or later."""
+        pieces: list[str] = []
+        for count, token_id in enumerate(token_ids, 1):
+            self.num_tokens += 1
+            if token_id in self._stop_token_ids:
+                continue
+            text = self._detokenizer.push(token_id)
+            self.num_characters += len(text)
+            if self._stops is not None and text:
+                text, stop = self._stops.push(text, accept=self.num_tokens >= self._min_tokens)
+                if stop is not None:
+                    return TextPiece("".join([*pieces, text]), count, stop)
+            pieces.append(text)
+        return TextPiece("".join(pieces), len(token_ids), None)
+
+    def finish(self) -> TextPiece:
+        """The tokens end without a stop string so far: what was held back. It may itself complete one."""
+        text = self._detokenizer.flush()
+        self.num_characters += len(text)
+        if self._stops is None:
+            return TextPiece(text, 0, None)
+        shown, stop = self._stops.push(text, accept=self.num_tokens >= self._min_tokens)
+        return TextPiece(shown if stop is not None else shown + self._stops.flush(), 0, stop)

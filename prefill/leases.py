@@ -1,0 +1,67 @@
+"""Leases: KV that was handed off stays until its reader releases it, its deadline passes or its router leaves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdkv.connectors.base import TransferKey
+from pdkv.engine.block_pool import BlockPool, Holder
+from pdkv.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One hand-off. `block_ids` is empty where the connector has copied the KV out already."""
+
+    request: Request
+    block_ids: Sequence[int]
+    deadline: float
+
+
+class LeaseTable:
+    """The leases of one engine by transfer. Ending one twice is harmless."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._leases: dict[TransferKey, Lease] = {}  # in order of their deadlines
+        self.num_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def get(self, key: TransferKey) -> Lease | None:
+        """The live lease of a transfer."""
+        return self._leases.get(key)
+
+    def grant(self, request: Request, block_ids: Sequence[int], deadline: float) -> None:
+        """Keep the blocks for the transfer's reader."""
+        self._pool.hold(block_ids, Holder.LEASE)
+        self._leases[request.transfer_key] = Lease(request, list(block_ids), deadline)
+        self.num_blocks += len(block_ids)
+
+    def end(self, key: TransferKey) -> Lease | None:
+        """End a lease; None: there is none (any more)."""
+        lease = self._leases.pop(key, None)
+        if lease is not None:
+            self._pool.release(lease.block_ids, Holder.LEASE)
+            self.num_blocks -= len(lease.block_ids)
+        return lease
+
+    def of_request(self, request_id: str, attempt: int) -> Lease | None:
+        """The live lease of a request's attempt."""
+        for lease in self._leases.values():
+            if lease.request.key == (request_id, attempt):
+                return lease
+        return None
+
+    def of_router(self, router_id: str) -> list[TransferKey]:
+        """Leases of one router's requests."""
+        return [key for key, lease in self._leases.items() if lease.request.router_id == router_id]
+
+    def expired(self, now: float) -> list[TransferKey]:
+        """Leases whose deadline has passed."""
+        return [key for key, lease in self._leases.items() if lease.deadline <= now]
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline."""
+        first = next(iter(self._leases.values()), None)
+        return first.deadline if first is not None else None

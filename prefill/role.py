@@ -1,0 +1,131 @@
+"""The prefill role: hands KV off, keeps it under lease, and lets prefills queue rather than fill the pool with leases."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from pdkv.connectors.base import Finished, TransferKey, TransferOutcome
+from pdkv.engine.external import ExternalKV
+from pdkv.engine.hooks import Outbox
+from pdkv.engine.request import Request
+from pdkv.messages import HandedOff, KVHandoff, KVReady, KVTicket, Release, RouterToEngine
+from pdkv.prefill.leases import LeaseTable
+
+logger = logging.getLogger(__name__)
+
+MAX_EARLY_FAILURES = 1024
+"""Failed pushes of prompts still in the making that are remembered."""
+
+
+class PrefillRole:
+    """Hand-offs and leases of one engine.
+
+    Args:
+        engine, epoch: this engine's name and incarnation, as the hand-off names them.
+        max_leased_blocks: beyond this many, new prefills wait for releases.
+        num_promised_blocks: blocks of running requests that will become leases.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: str,
+        epoch: str,
+        leases: LeaseTable,
+        external: ExternalKV,
+        send: Outbox,
+        max_leased_blocks: int,
+        lease_timeout_s: float,
+        num_promised_blocks: Callable[[], int],
+    ) -> None:
+        self.leases = leases
+        self.num_expired = 0
+        self._failed_early: OrderedDict[TransferKey, TransferOutcome] = OrderedDict()
+        self._engine = engine
+        self._epoch = epoch
+        self._external = external
+        self._send = send
+        self._max_leased_blocks = max_leased_blocks
+        self._lease_timeout_s = lease_timeout_s
+        self._num_promised_blocks = num_promised_blocks
+
+    def may_start(self, request: Request, num_blocks: int) -> bool:
+        """Whether the pool may take another prompt that will be handed off. A waiting receiver passes the cap."""
+        if request.kv != "handoff" or request.ticket is not None:
+            return True
+        taken = self.leases.num_blocks + self._num_promised_blocks()
+        return taken == 0 or taken + num_blocks <= self._max_leased_blocks
+
+    def handed_off(self, request: Request, block_ids: Sequence[int], finished: Finished, now: float) -> None:
+        """Lease the blocks and send the hand-off."""
+        self.leases.grant(request, block_ids if finished.hold_blocks else [], now + self._lease_timeout_s)
+        submit = request.submit
+        handoff = KVHandoff(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            transfer_id=submit.transfer_id,
+            engine=self._engine,
+            epoch=self._epoch,
+            num_tokens=request.num_confirmed,
+            payload=finished.payload or b"",
+        )
+        message = HandedOff(submit.request_id, submit.attempt, request.sources(), handoff)
+        self._send(request.router_id, message)
+        failed = self._failed_early.pop(request.transfer_key, None)
+        if failed is not None:
+            self.sending_ended(request.transfer_key, False, failed)
+
+    def sending_ended(self, key: TransferKey, ok: bool, outcome: TransferOutcome) -> None:
+        """Delivered, or never will be: the reader hears of it, and the lease has done its work."""
+        lease = self.leases.end(key)
+        if lease is None:
+            if not ok:
+                self._remember_failure(key, outcome)
+            return
+        submit = lease.request.submit
+        self._send(lease.request.router_id, KVReady(submit.request_id, submit.attempt, ok, outcome.code))
+        if not ok:
+            self._external.aborted(key)
+
+    def handle(self, router_id: str, message: RouterToEngine) -> bool:
+        """Release, and a ticket that comes after the prefill's end."""
+        match message:
+            case Release(transfer_id=transfer_id, attempt=attempt):
+                if self.leases.end((transfer_id, attempt)) is not None:
+                    self._external.aborted((transfer_id, attempt), cancel_sending=True)
+                return True
+            case KVTicket(request_id=request_id, attempt=attempt, ticket=ticket):
+                return self._late_ticket(request_id, attempt, ticket)
+        return False
+
+    def router_left(self, router_id: str) -> None:
+        """End the leases of that router's requests."""
+        for key in self.leases.of_router(router_id):
+            self.leases.end(key)
+            self._external.aborted(key, cancel_sending=True)
+
+    def expire(self, now: float) -> None:
+        """End leases past their deadline: nobody came for the KV."""
+        for key in self.leases.expired(now):
+            self.leases.end(key)
+            self.num_expired += 1
+            self._external.aborted(key, cancel_sending=True)
+            logger.warning("lease of transfer %s (attempt %d) expired: its KV was never fetched", *key)
+
+    def next_deadline(self) -> float | None:
+        """The earliest lease deadline."""
+        return self.leases.next_deadline()
+
+    def _remember_failure(self, key: TransferKey, outcome: TransferOutcome) -> None:
+        """A push failed while its prompt was still being computed: the hand-off will say so."""
+        self._failed_early[key] = outcome
+        if len(self._failed_early) > MAX_EARLY_FAILURES:
+            self._failed_early.popitem(last=False)
+
+    def _late_ticket(self, request_id: str, attempt: int, ticket: bytes) -> bool:
+        lease = self.leases.of_request(request_id, attempt)
+        if lease is None:
+            return False
+        lease.request.ticket = ticket
+        self._external.reconfirm(lease.request, lease.block_ids)
+        return True

@@ -1,0 +1,148 @@
+"""The router's HTTP application: OpenAI's API, health, metrics and topology."""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdkv.model_config import ModelConfig
+from pdkv.router.endpoint import GenerateEndpoint
+from pdkv.router.metrics import Metrics
+from pdkv.router.openai import Job, ServedModel, prepare_chat, prepare_completion, unknown_model
+from pdkv.router.protocol import decode_chat, decode_completion
+from pdkv.router.responses import describe_error, error_body
+from pdkv.text import Tokenizer
+
+if TYPE_CHECKING:
+    from pdkv.router.dispatch import Dispatcher
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+
+
+def create_app(
+    dispatcher: "Dispatcher",
+    tokenizer: Tokenizer,
+    model_config: ModelConfig,
+    served_model_name: str,
+    max_model_len: int | None = None,
+    *,
+    request_timeout_s: float = 600.0,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> Starlette:
+    """The ASGI application in front of a dispatcher, which the caller connects and closes.
+
+    Args:
+        max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
+        request_timeout_s: deadline of every request; a client may shorten its own by the header x-pd-timeout-s.
+    """
+    metrics = Metrics(dispatcher)
+    model = _model_provider(dispatcher, tokenizer, model_config, served_model_name, max_model_len)
+    created = int(time.time())
+
+    async def health(request: Request) -> Response:
+        if dispatcher.ready:
+            return _json_response({"status": "ok"})
+        return _json_response(error_body("the engines are not ready", status=503, code="not_ready"), status=503)
+
+    async def list_models(request: Request) -> Response:
+        return _json_response({"object": "list", "data": [_model_card(model(), created)]})
+
+    async def get_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != served_model_name:
+            status, body = describe_error(unknown_model(name, model()))
+            return _json_response(body, status=status)
+        return _json_response(_model_card(model(), created))
+
+    async def render_metrics(request: Request) -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def topology(request: Request) -> Response:
+        return _json_response(dispatcher.topology())
+
+    def generate(path: str, endpoint: GenerateEndpoint) -> Route:
+        return Route(path, endpoint, methods=["POST"])
+
+    common: dict[str, Any] = {
+        "dispatcher": dispatcher,
+        "model": model,
+        "metrics": metrics,
+        "request_timeout_s": request_timeout_s,
+        "max_body_bytes": max_body_bytes,
+    }
+    routes = [
+        generate("/v1/completions", GenerateEndpoint("completions", _prepare_completion, **common)),
+        generate("/v1/chat/completions", GenerateEndpoint("chat_completions", _prepare_chat, **common)),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", get_model),
+        Route("/health", health),
+        Route("/metrics", render_metrics),
+        Route("/topology", topology),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _internal_error})
+
+
+async def _prepare_completion(body: bytes, model: ServedModel) -> Job:
+    return await prepare_completion(decode_completion(body), model)
+
+
+async def _prepare_chat(body: bytes, model: ServedModel) -> Job:
+    return await prepare_chat(decode_chat(body), model)
+
+
+def _model_provider(
+    dispatcher: "Dispatcher", tokenizer: Tokenizer, config: ModelConfig, name: str, max_model_len: int | None
+) -> Callable[[], ServedModel]:
+    """The model as it is served now: engines that come up may allow less than was asked for."""
+    limit = config.max_position_embeddings if max_model_len is None else max_model_len
+    model = ServedModel(
+        name=name,
+        tokenizer=tokenizer,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        max_model_len=limit,
+    )
+    by_limit = {limit: model}
+
+    def current() -> ServedModel:
+        engines_limit = dispatcher.max_model_len
+        now = limit if engines_limit is None else min(limit, engines_limit)
+        if now not in by_limit:
+            by_limit[now] = model.with_max_model_len(now)
+        return by_limit[now]
+
+    return current
+
+
+def _model_card(model: ServedModel, created: int) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "pdkv",
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _json_response(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    response = _json_response(error_body(message, status=error.status_code), status=error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """A defect of the router; the server logs the exception itself."""
+    return _json_response(error_body("internal error", status=500, code="internal_error"), status=500)

@@ -1,0 +1,349 @@
+"""Dispatch: chooses engines for a request, drives its `RequestFlow` over the backends, and hands out its tokens."""
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pdkv.block_keys import extend_keys, root_key
+from pdkv.errors import EngineUnavailable, IncompatiblePeers, RequestAborted, RequestTimeout
+from pdkv.messages import (
+    Allocated,
+    EngineCard,
+    EngineToRouter,
+    Failed,
+    Finished,
+    HandedOff,
+    KVEvents,
+    KVReady,
+    Load,
+    Loaded,
+    Order,
+    Peers,
+    Release,
+    Resync,
+    RouterToEngine,
+    Tokens,
+)
+from pdkv.router.backend import Backend
+from pdkv.router.flow import FlowMessage, RequestFlow, Sends
+from pdkv.router.generate import Delta, GenerateRequest, Route
+from pdkv.router.generation import Generation
+from pdkv.router.policies import DEFAULT_POLICY, Snapshot, find_policy
+from pdkv.router.prefix_index import PrefixIndex
+from pdkv.router.state import ORDERS, Counters, EngineSnapshot, Fleet
+
+__all__ = ["Counters", "Delta", "Dispatcher", "EngineSnapshot", "GenerateRequest", "Generation"]
+
+logger = logging.getLogger(__name__)
+
+MAX_RETRIES = 1
+"""Attempts on other engines after one that failed before its first token."""
+
+
+class Dispatcher:
+    """All generations of one router. Lives in one event loop; an `EngineListener` of its backends."""
+
+    def __init__(
+        self,
+        *,
+        policy: str = DEFAULT_POLICY,
+        orders: Sequence[Order] = ORDERS,
+        max_retries: int = MAX_RETRIES,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`orders` are the hand-off orders by preference; the first that both engines' connectors allow is taken.
+
+        Raises:
+            ConfigError: no such policy.
+        """
+        self.fleet = Fleet()
+        self.index = PrefixIndex()
+        self.counters = Counters()
+        self.became_ready = asyncio.Event()  # all engines have been ready at the same time
+        self._policy = find_policy(policy)
+        self._orders = tuple(orders)
+        self._max_retries = max_retries
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._turn = 0
+        self._backends: dict[str, Backend] = {}
+        self._generations: dict[str, Generation] = {}  # by request_id
+        self._transfers: dict[str, Generation] = {}  # by transfer_id
+        self._closed = False
+
+    # --- engines --------------------------------------------------------------------------------------------------
+
+    def add_backend(self, backend: Backend, role: str) -> None:
+        """Make an engine known, before `connect`."""
+        self._backends[backend.name] = backend
+        self.fleet.add(backend.name, role)
+
+    def connect(self) -> None:
+        """Connect to all engines, in the running event loop."""
+        for backend in self._backends.values():
+            backend.connect(self)
+
+    def close(self) -> None:
+        """End all generations and disconnect. Idempotent."""
+        self._closed = True
+        for generation in list(self._generations.values()):
+            self._apply(generation, generation.flow.fail(EngineUnavailable("the router is shutting down")))
+        for backend in self._backends.values():
+            backend.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served: every engine has been ready once, and a pair is ready now."""
+        roles = {e.role for e in self.fleet.engines.values() if e.life == "ready"}
+        return self.fleet.complete_once and not self._closed and ("any" in roles or {"prefill", "decode"} <= roles)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest prompt + output that all ready engines take, in tokens; None before any is ready."""
+        return min((card.max_model_len for card in self.fleet.cards()), default=None)
+
+    def engines(self) -> list[EngineSnapshot]:
+        """The engines as they are now."""
+        return [
+            EngineSnapshot(
+                name=e.name,
+                role=e.role,
+                state=e.life,
+                pid=e.pid,
+                load=e.load,
+                in_flight=e.in_flight,
+                num_deaths=e.num_deaths,
+                num_cached_keys=self.index.num_keys_of(e.name),
+            )
+            for e in self.fleet.engines.values()
+        ]
+
+    def topology(self) -> dict[str, Any]:
+        """The engines as JSON-ready data: {"engines": [{name, role, pid, state, waiting, running, blocks}]}."""
+        return {"engines": [e.describe() for e in self.fleet.engines.values()]}
+
+    @property
+    def num_generations(self) -> int:
+        """Generations that have not ended."""
+        return len(self._generations)
+
+    # --- generations ----------------------------------------------------------------------------------------------
+
+    def start(self, request: GenerateRequest) -> Generation:
+        """Send a request to engines.
+
+        Raises:
+            EngineUnavailable: none can take it now.
+        """
+        route = self._choose(request)
+        now = self._clock()
+        flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
+        generation = Generation(flow, self.abort)
+        loop = asyncio.get_running_loop()
+        generation.timer = loop.call_later(request.timeout_s, self._expire, generation)
+        self._generations[flow.request_id] = generation
+        self._transfers[flow.transfer_id] = generation
+        self.counters.started += 1
+        self._apply(generation, flow.start(now))
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        """Give a generation up. Idempotent."""
+        if not generation.flow.ended:
+            self._apply(generation, generation.flow.abort())
+
+    def _expire(self, generation: Generation) -> None:
+        self._apply(generation, generation.flow.expire())
+
+    def _choose(self, request: GenerateRequest, without: Sequence[str] = ()) -> Route:
+        """Ask the policy for engines. Raises EngineUnavailable."""
+        now = self._clock()
+        prefill = self.fleet.candidates(("prefill", "any"), now, without=without)
+        decode = self.fleet.candidates(("decode", "any"), now, without=without)
+        if self._closed or not prefill or not decode:
+            missing = "prefill" if not prefill else "decode"
+            raise EngineUnavailable("the router is shutting down" if self._closed else f"no {missing} engine is ready")
+        snapshot = Snapshot(
+            prefill=prefill,
+            decode=decode,
+            turn=self._turn,
+            rng=self._rng,
+            match=lambda: self._match(request),
+            marked=self.fleet.marked_pairs(now),
+        )
+        self._turn += 1
+        first, second = self._policy(snapshot)
+        if first == second:
+            return Route(first, second)
+        try:
+            return Route(first, second, self.fleet.order(first, second, self._orders))
+        except IncompatiblePeers as error:
+            raise EngineUnavailable(str(error)) from error
+
+    def _match(self, request: GenerateRequest) -> Mapping[str, int]:
+        """Cached prompt tokens by engine."""
+        card = next(iter(self.fleet.cards()))
+        root = root_key(model=card.model, layout=card.layout.identity, cache_salt=request.cache_salt)
+        keys: list[bytes] = []
+        extend_keys(keys, root, request.prompt_token_ids)
+        return self.index.match(keys)
+
+    # --- what engines say (EngineListener) ------------------------------------------------------------------------
+
+    def engine_up(self, name: str, card: EngineCard) -> None:
+        """An incarnation is ready: peers hear of it, and its cache content is asked for."""
+        try:
+            self.fleet.came_up(name, card)
+        except IncompatiblePeers as error:
+            logger.error("%s stays out: %s", name, error)
+            return
+        logger.info("%s is ready (pid %d, epoch %s)", name, card.pid, card.epoch)
+        self.index.add_engine(name)
+        self._send(name, Resync())
+        self._send_peers()
+        if self.fleet.complete_once:
+            self.became_ready.set()
+
+    def engine_down(self, name: str, reason: str) -> None:
+        """An incarnation is gone: what it worked on ends or goes elsewhere, and its peers hear of it."""
+        if not self.fleet.is_ready(name):
+            return
+        logger.warning("%s is gone: %s", name, reason)
+        self.fleet.went_down(name)
+        self.index.remove_engine(name)
+        for generation in list(self._generations.values()):
+            if name in (generation.flow.route.prefill, generation.flow.route.decode):
+                self._survive(generation, name)
+        self._send_peers()
+
+    def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
+        """One frame of an engine that is up."""
+        if not self.fleet.is_ready(name):
+            self.counters.dropped_messages += len(messages)
+            return
+        now = self._clock()
+        for message in messages:
+            match message:
+                case Tokens() | Finished() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
+                    self._handle(self._generations.get(message.request_id), name, message, now)
+                case Release():
+                    self._handle(self._transfers.get(message.transfer_id), name, message, now)
+                case Load():
+                    self.fleet.engines[name].load = message
+                case KVEvents():
+                    if not self.index.apply(name, message):
+                        self._send(name, Resync())
+                case _:
+                    self.counters.dropped_messages += 1
+
+    def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
+        """Advance one generation. Tokens are the hot path: nothing else changes with them."""
+        if generation is None or generation.flow.attempt != message.attempt:
+            self.counters.dropped_messages += 1
+            return
+        flow = generation.flow
+        sends = flow.handle(engine, message, now)
+        if isinstance(message, Tokens) and not flow.ended:
+            for receiver, answer in sends:
+                self._send(receiver, answer)
+            generation.wake()
+            return
+        if isinstance(message, Loaded) and not message.ok:
+            self.counters.load_failures += 1
+            self.fleet.mark(flow.route.prefill, flow.route.decode, now)
+            logger.warning("KV load from %s to %s failed: %s", flow.route.prefill, flow.route.decode, message.code)
+        self._apply(generation, sends)
+
+    def _survive(self, generation: Generation, engine: str) -> None:
+        """An engine of the generation's route died; only a decode part that has not begun can go elsewhere."""
+        flow = generation.flow
+        if engine == flow.route.decode and flow.decode == "idle" and flow.prefill == "running":
+            others = self.fleet.candidates(("decode", "any"), self._clock(), without=(engine,))
+            if others:
+                flow.replace_decode(min(others, key=lambda e: e.load).name)
+                self._apply(generation, ())
+                return
+        self._apply(generation, flow.engine_died(engine))
+
+    # --- effects --------------------------------------------------------------------------------------------------
+
+    def _apply(self, generation: Generation, sends: Sends) -> None:
+        """Send, then keep the books: a failed attempt may begin again, an ended generation is forgotten."""
+        flow = generation.flow
+        for engine, message in sends:
+            self._send(engine, message)
+        if flow.failure is not None and flow.request_id in self._generations:
+            self._blame(flow)
+            if flow.may_restart and flow.attempt < self._max_retries and self._retry(generation):
+                return
+        self._hold(generation, _engines_in_use(flow))
+        if flow.ended:
+            self._forget(generation)
+        generation.wake()
+
+    def _retry(self, generation: Generation) -> bool:
+        """Begin again on engines other than the one that failed. False: there are none."""
+        flow = generation.flow
+        failed = (flow.failed_engine,) if flow.failed_engine is not None else ()
+        try:
+            route = self._choose(flow.request, without=failed)
+        except EngineUnavailable:
+            return False
+        if flow.failed_engine in route[:2]:
+            return False
+        logger.info("%s starts again: %s", flow.request_id, flow.failure)
+        self.counters.retried += 1
+        self._apply(generation, flow.restart(route, self._clock()))
+        return True
+
+    def _blame(self, flow: RequestFlow) -> None:
+        engine = self.fleet.engines.get(flow.failed_engine or "")
+        if engine is not None and (flow.retryable or isinstance(flow.failure, RequestTimeout)):
+            engine.failed(self._clock())
+
+    def _hold(self, generation: Generation, engines: Iterable[str]) -> None:
+        """Count the generation as in flight on these engines and on no other."""
+        for name in generation.held:
+            state = self.fleet.engines[name]
+            state.in_flight = max(0, state.in_flight - 1)  # a new incarnation began at 0
+        generation.held = tuple(name for name in engines if self.fleet.is_ready(name))
+        for name in generation.held:
+            self.fleet.engines[name].in_flight += 1
+
+    def _forget(self, generation: Generation) -> None:
+        """Count the end, once."""
+        flow, counters = generation.flow, self.counters
+        if self._generations.pop(flow.request_id, None) is None:
+            return
+        self._transfers.pop(flow.transfer_id, None)
+        if generation.timer is not None:
+            generation.timer.cancel()
+        counters.duplicate_tokens += flow.num_duplicates
+        if flow.failure is None:
+            counters.finished += 1
+            for name in set(flow.route[:2]):
+                self.fleet.engines[name].succeeded()
+        elif isinstance(flow.failure, RequestAborted):
+            counters.aborted += 1
+        else:
+            counters.failed[flow.failure.code] += 1
+
+    def _send(self, engine: str, message: RouterToEngine) -> None:
+        if self.fleet.is_ready(engine):
+            self._backends[engine].send(message)
+
+    def _send_peers(self) -> None:
+        peers = Peers(cards=self.fleet.cards())
+        for name in self._backends:
+            self._send(name, peers)
+
+
+def _engines_in_use(flow: RequestFlow) -> tuple[str, ...]:
+    if flow.ended:
+        return ()
+    return (flow.route.prefill, flow.route.decode) if flow.prefill_pending else (flow.route.decode,)

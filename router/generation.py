@@ -1,0 +1,78 @@
+"""One running generation, as the HTTP front reads it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from pdkv.messages import SourceCounts
+from pdkv.router.flow import RequestFlow
+from pdkv.router.generate import Delta
+
+
+class Generation:
+    """One running generation: an asynchronous iterator of deltas, for one reader."""
+
+    def __init__(self, flow: RequestFlow, on_abort: Callable[["Generation"], None]) -> None:
+        self.flow = flow
+        self.held: tuple[str, ...] = ()  # engines on which it counts as in flight
+        self.timer: asyncio.TimerHandle | None = None
+        self._on_abort = on_abort
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The router's own id."""
+        return self.flow.request_id
+
+    @property
+    def prefill_engine(self) -> str:
+        """Name of the engine that runs the prompt."""
+        return self.flow.route.decode if self.flow.declined else self.flow.route.prefill
+
+    @property
+    def decode_engine(self) -> str:
+        """Name of the engine that runs the rest."""
+        return self.flow.route.decode
+
+    @property
+    def sources(self) -> SourceCounts:
+        """Prompt tokens by source on the side that ran the prompt; all zero before that side has said its last word."""
+        return self.flow.sources or SourceCounts()
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed for this request."""
+        sources = self.sources
+        return sources.local_hit + sources.store + sources.remote
+
+    def abort(self) -> None:
+        """Give the generation up on all engines. Idempotent, and harmless after the end."""
+        self._on_abort(self)
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next delta; what piled up since the last is in it.
+
+        Raises:
+            RequestFailed: and its kinds; also InvalidRequest where an engine refuses the request.
+        """
+        flow = self.flow
+        while True:
+            delta = flow.take_delta()
+            if delta is not None:
+                return delta
+            if flow.failure is not None:
+                raise flow.failure
+            if flow.ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def wake(self) -> None:
+        """Something is new for the reader."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,150 @@
+"""The router process: uvicorn on an inherited listening socket, in front of a dispatcher."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import uvicorn
+import zmq
+
+from pdkv.messages import Order
+from pdkv.model_config import load_model_config
+from pdkv.router.app import create_app
+from pdkv.router.dispatch import Dispatcher
+from pdkv.router.engine_client import EngineClient
+from pdkv.router.policies import DEFAULT_POLICY
+from pdkv.router.state import ORDERS
+from pdkv.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_S = 2
+"""How long connections may take to end after a stop; then they are cut."""
+
+
+class EngineEndpoint(NamedTuple):
+    """Where an engine listens."""
+
+    name: str  # unique, such as "prefill-0"
+    role: str  # "prefill", "decode" or "any"
+    endpoint: str  # ipc:// or tcp://
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: they end the process with the signal instead of an exit code."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run_router(
+    *,
+    router_id: str,
+    listen_fd: int,
+    engines: Sequence[EngineEndpoint],
+    model: Path,
+    served_model_name: str,
+    policy: str = DEFAULT_POLICY,
+    orders: Sequence[Order] = ORDERS,
+    lifeline_fd: int | None = None,
+    on_ready: Callable[[], None] | None = None,
+) -> int:
+    """Serve until SIGTERM, or until the writer of the lifeline is gone; call it in the main thread.
+
+    `listen_fd` is a bound, listening TCP socket. Before every engine has been ready, requests are answered with 503;
+    `on_ready` is called, once, when they no longer are.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: an unknown policy, or a model directory that is broken.
+    """
+    dispatcher = Dispatcher(policy=policy, orders=orders)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    for engine in engines:
+        client = EngineClient(engine.name, engine.endpoint, router_id=router_id, context=context)
+        dispatcher.add_backend(client, engine.role)
+    config = load_model_config(model)
+    app = create_app(
+        dispatcher, Tokenizer.from_dir(model), config, served_model_name, max_model_len=config.max_position_embeddings
+    )
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+    )
+    gc.collect()
+    gc.freeze()  # what lives as long as the process need not be looked at again
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(server, dispatcher, listen_fd, lifeline_fd, on_ready))
+    finally:
+        context.term()
+    return 0
+
+
+async def _serve(
+    server: _Server,
+    dispatcher: Dispatcher,
+    listen_fd: int,
+    lifeline_fd: int | None,
+    on_ready: Callable[[], None] | None,
+) -> None:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        dispatcher.close()
+        server.should_exit = True
+
+    def lifeline_readable() -> None:
+        assert lifeline_fd is not None
+        if not os.read(lifeline_fd, 1):
+            loop.remove_reader(lifeline_fd)
+            logger.warning("the launcher is gone")
+            stop()
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; it sends SIGTERM
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    if lifeline_fd is not None:
+        loop.add_reader(lifeline_fd, lifeline_readable)
+    dispatcher.connect()
+    announcement = loop.create_task(_announce(dispatcher, on_ready))
+    try:
+        await server.serve(sockets=[socket.socket(fileno=listen_fd)])
+    finally:
+        dispatcher.close()
+        announcement.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await announcement
+
+
+async def _announce(dispatcher: Dispatcher, on_ready: Callable[[], None] | None) -> None:
+    await dispatcher.became_ready.wait()
+    if on_ready is not None:
+        on_ready()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where there is one."""
+    if sys.platform != "linux":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop

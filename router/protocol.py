@@ -1,0 +1,163 @@
+"""The request bodies of the OpenAI API that the router takes, as typed structs. Nothing in a body is ever ignored.
+
+A field whose type is `None` alone is known and not supported: null is accepted, anything else is refused by its name.
+"""
+
+import re
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+
+from pdkv.errors import InvalidRequest
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What the wire to the engines can carry."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a stream is sent."""
+
+    include_usage: bool | None = None
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat completions share; null is the same as absent."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int64 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: Int64 | None = None
+    max_tokens: Int64 | None = None
+    stop: str | list[str] | None = None
+    user: str | None = None
+    # vLLM's extras
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int64 | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Int64 | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    priority: Int64 | None = None
+
+
+class CompletionBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: Int64 | None = None
+    echo: bool | None = None
+    best_of: None = None
+    suffix: None = None
+
+
+class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A text part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a conversation. The fields of a reply that clients send back are accepted where they are null."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning_content: None = None
+    refusal: None = None
+    tool_call_id: None = None
+    tool_calls: None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The only response format without a grammar."""
+
+    type: Literal["text"]
+
+
+class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: Int64 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int64 | None = None
+    response_format: TextFormat | None = None
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    metadata: None = None
+    modalities: None = None
+    parallel_tool_calls: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    service_tier: None = None
+    store: None = None
+    tool_choice: None = None
+    tools: None = None
+    web_search_options: None = None
+
+
+_B = TypeVar("_B", CompletionBody, ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>[^`]*)`")
+_MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`")
+
+
+def decode_completion(body: bytes) -> CompletionBody:
+    """Decode the body of POST /v1/completions.
+
+    Raises:
+        InvalidRequest: malformed JSON, an unknown, missing or unsupported field, or a wrong type; names the field.
+    """
+    return _decode(body, _completion_decoder)
+
+
+def decode_chat(body: bytes) -> ChatBody:
+    """Decode the body of POST /v1/chat/completions; raises as `decode_completion`."""
+    return _decode(body, _chat_decoder)
+
+
+def _decode(body: bytes, decoder: msgspec.json.Decoder[_B]) -> _B:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is not valid JSON: it is nested too deeply") from None
+
+
+def _invalid_field(text: str) -> InvalidRequest:
+    """msgspec's message as an error that names the field."""
+    at = _AT.search(text)
+    path = at["path"].replace("[...]", "[]") if at else ""
+    what = text[: at.start()] if at else text
+    if (unknown := _UNKNOWN.match(what)) is not None:
+        param = ".".join(part for part in (path, unknown["field"]) if part)
+        return InvalidRequest(f"{param} is not a known field", param=param)
+    if (missing := _MISSING.match(what)) is not None:
+        param = ".".join(part for part in (path, missing["field"]) if part)
+        return InvalidRequest(f"{param} is required", param=param)
+    if not path:
+        return InvalidRequest(f"the body is not a request: {what}")
+    if what.startswith("Expected `null`"):
+        return InvalidRequest(f"{path} is not supported", param=path)
+    return InvalidRequest(f"{path}: {what}", param=path)

@@ -1,0 +1,216 @@
+"""The engines as the router sees them: card, life, load, breaker, and the pairs whose transfers failed."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from pdkv.errors import IncompatiblePeers
+from pdkv.messages import BlockCounts, EngineCard, Load, Order
+from pdkv.router.policies import EngineView
+
+EngineLife = Literal["starting", "ready", "dead"]
+
+ORDERS: tuple[Order, ...] = ("prefill_first", "needs_peer_first", "concurrent")
+"""Hand-off orders by preference; decode_first is taken only where it is asked for."""
+
+BREAKER_FAILURES = 5
+"""Consecutive failures that open an engine's breaker."""
+
+BREAKER_OPEN_S = 10.0
+"""How long an engine is passed over then; one more failure afterwards opens it again."""
+
+PAIR_MARK_S = 10.0
+"""How long a (prefill, decode) pair is passed over after a failed KV load."""
+
+
+@dataclass(slots=True)
+class EngineState:
+    """One engine. `life` "starting": never seen ready; "dead": was ready, and may come back."""
+
+    name: str
+    role: str  # as configured; its card repeats it
+    life: EngineLife = "starting"
+    card: EngineCard | None = None  # of the last incarnation
+    load: Load | None = None  # the last report of this incarnation
+    in_flight: int = 0  # requests of this router that it has, or will get
+    num_deaths: int = 0
+    num_failures: int = 0  # in a row
+    open_until: float = 0.0
+
+    @property
+    def waiting(self) -> int:
+        """Waiting requests: what the engine said, and what it has not had time to say yet."""
+        return max(self.load.waiting if self.load else 0, self.in_flight - self.running)
+
+    @property
+    def running(self) -> int:
+        """Running requests as the engine said last."""
+        return self.load.running if self.load else 0
+
+    @property
+    def load_score(self) -> int:
+        """waiting * 4 + running."""
+        return self.waiting * 4 + self.running
+
+    @property
+    def blocks(self) -> BlockCounts:
+        """The ownership equation as reported; before the first report all blocks are free."""
+        if self.load is not None:
+            return self.load.blocks
+        total = self.card.num_blocks if self.card is not None else 0
+        return BlockCounts(total=total, free=total, cached=0, active=0, leased=0, quarantined=0)
+
+    def succeeded(self) -> None:
+        """A request went well: the breaker closes."""
+        self.num_failures = 0
+        self.open_until = 0.0
+
+    def failed(self, now: float) -> None:
+        """A request failed by the engine's fault."""
+        self.num_failures += 1
+        if self.num_failures >= BREAKER_FAILURES:
+            self.open_until = now + BREAKER_OPEN_S
+
+    @property
+    def pid(self) -> int | None:
+        """Of the incarnation that is ready."""
+        return self.card.pid if self.card is not None and self.life == "ready" else None
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-ready: {name, role, pid, state, waiting, running, blocks}, the last three as the engine said last."""
+        load = self.load
+        return {
+            "name": self.name,
+            "role": self.role,
+            "pid": self.pid,
+            "state": self.life,
+            "waiting": load.waiting if load is not None else 0,
+            "running": load.running if load is not None else 0,
+            "blocks": msgspec.to_builtins(self.blocks),
+        }
+
+    def view(self) -> EngineView:
+        """What a policy sees."""
+        return EngineView(self.name, self.load_score, aggregated=self.role == "any")
+
+
+class EngineSnapshot(NamedTuple):
+    """One engine for metrics and people."""
+
+    name: str
+    role: str
+    state: str  # "starting", "ready", "dead"
+    pid: int | None
+    load: Load | None  # the last report
+    in_flight: int  # requests of this router
+    num_deaths: int
+    num_cached_keys: int
+
+
+class Counters:
+    """What dispatch counted since start."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.finished = 0
+        self.aborted = 0
+        self.retried = 0
+        self.failed: Counter[str] = Counter()  # by error code
+        self.dropped_messages = 0  # of requests or attempts that had ended, or that nobody knows
+        self.duplicate_tokens = 0
+        self.load_failures = 0
+
+
+class Fleet:
+    """All engines by name. Names are fixed; incarnations come and go."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, EngineState] = {}
+        self.complete_once = False  # every engine has been ready at the same time
+        self._marks: dict[tuple[str, str], float] = {}  # pair -> end of the mark
+
+    def add(self, name: str, role: str) -> EngineState:
+        """Make an engine known that has yet to start."""
+        assert name not in self.engines, f"two engines are named {name}"
+        state = self.engines[name] = EngineState(name, role)
+        return state
+
+    def came_up(self, name: str, card: EngineCard) -> EngineState:
+        """An incarnation of the engine is ready.
+
+        Raises:
+            IncompatiblePeers: it cannot exchange KV with the engines that are ready; it stays out.
+        """
+        state = self.engines[name]
+        for other in self.cards():
+            check_compatible(other, card)
+        state.life, state.card, state.load, state.in_flight = "ready", card, None, 0
+        state.role = card.role
+        state.succeeded()
+        self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
+        return state
+
+    def went_down(self, name: str) -> None:
+        """The incarnation that was ready is gone."""
+        state = self.engines[name]
+        state.life, state.load, state.in_flight = "dead", None, 0
+        state.num_deaths += 1
+        self._marks = {pair: end for pair, end in self._marks.items() if name not in pair}
+
+    def cards(self) -> list[EngineCard]:
+        """Cards of the engines that are ready."""
+        return [e.card for e in self.engines.values() if e.life == "ready" and e.card is not None]
+
+    def is_ready(self, name: str) -> bool:
+        """Whether messages to the engine can be answered."""
+        return self.engines[name].life == "ready"
+
+    def candidates(self, roles: Iterable[str], now: float, *, without: Sequence[str] = ()) -> list[EngineView]:
+        """Ready engines of these roles. Engines in `without`, then open breakers, are left out if others are left."""
+        ready = [e for e in self.engines.values() if e.life == "ready" and e.role in roles]
+        others = [e for e in ready if e.name not in without] or ready
+        closed = [e for e in others if e.open_until <= now] or others
+        return [e.view() for e in closed]
+
+    def mark(self, prefill: str, decode: str, now: float) -> None:
+        """A KV load from `prefill` to `decode` failed."""
+        self._marks[prefill, decode] = now + PAIR_MARK_S
+
+    def marked_pairs(self, now: float) -> frozenset[tuple[str, str]]:
+        """Pairs that are passed over now."""
+        if not self._marks:
+            return frozenset()
+        self._marks = {pair: end for pair, end in self._marks.items() if end > now}
+        return frozenset(self._marks)
+
+    def order(self, prefill: str, decode: str, preferred: Sequence[Order]) -> Order:
+        """The first preferred order that both cards allow.
+
+        Raises:
+            IncompatiblePeers: there is none.
+        """
+        mine, theirs = self.engines[prefill].card, self.engines[decode].card
+        assert mine is not None
+        assert theirs is not None
+        for order in preferred:
+            if order in mine.orders and order in theirs.orders:
+                return order
+        raise IncompatiblePeers(
+            f"{prefill} allows the hand-off orders {mine.orders}, {decode} allows {theirs.orders}, "
+            f"and the router takes one of {list(preferred)}"
+        )
+
+
+def check_compatible(mine: EngineCard, theirs: EngineCard) -> None:
+    """Raise IncompatiblePeers, with both values, for two engines that cannot serve one model together."""
+    for what, a, b in (
+        ("model", mine.model, theirs.model),
+        ("KV layout", mine.layout.identity, theirs.layout.identity),
+        ("hash block size", mine.hash_block_size, theirs.hash_block_size),
+        ("connector", mine.connector, theirs.connector),
+    ):
+        if a != b:
+            raise IncompatiblePeers(f"{mine.engine} has {what} {a}, {theirs.engine} has {b}")

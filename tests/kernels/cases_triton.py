@@ -1,0 +1,112 @@
+"""The Triton kernels against their references in higher precision; run by test_triton.py, in a process of their own."""
+
+import pytest
+import torch
+
+from pdkv.kernels.kv_copy import gather_blocks_reference, scatter_blocks_reference, write_kv_reference
+from pdkv.kernels.kv_copy_triton import copy_blocks_triton, write_kv_triton
+from pdkv.kernels.paged_attention import paged_attention_reference
+from pdkv.kernels.paged_attention_triton import paged_attention_triton
+
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+MIXED = [(1, 33), (20, 20), (0, 9), (1, 16), (3, 130), (0, 0), (1, 1), (35, 65)]  # (queries, tokens) of a sequence
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
+    if request.param == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter computes on the bits of a bfloat16")
+    return request.param
+
+
+def randn(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def attention_inputs(
+    lengths: list[tuple[int, int]], heads: tuple[int, int], head_size: int, block_size: int, padding: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, pool (3 layers; float32, every block of it used at most once), block tables, lengths, cu_seqlens_q."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    num_q = [q for q, _ in lengths]
+    max_blocks = max(-(-s // block_size) for _, s in lengths) + 1
+    q = torch.randn(sum(num_q) + padding, heads[0], head_size, generator=generator)
+    pool = torch.randn(len(lengths) * max_blocks, 3, 2, heads[1], block_size, head_size, generator=generator)
+    tables = torch.randperm(len(pool), generator=generator).view(len(lengths), max_blocks).int()
+    seq_lens = torch.tensor([s for _, s in lengths], dtype=torch.int32)
+    return q, pool, tables, seq_lens, torch.tensor([0, *num_q]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("lengths", [MIXED, [(1, 50)]], ids=["mixed", "one"])
+@pytest.mark.parametrize(
+    ("heads", "head_size", "block_size"),
+    [((4, 2), 32, 16), ((8, 8), 64, 16), ((6, 2), 80, 48), ((32, 1), 16, 32)],
+    ids=str,
+)
+def test_paged_attention(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_size: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    q, pool, *index = attention_inputs(lengths, heads, head_size, block_size, padding=3)
+    q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
+    result = paged_attention_triton(q, pool, 1, *index, scale=head_size**-0.5)
+    expected = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=head_size**-0.5)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+def test_paged_attention_reads_nothing_behind_the_sequence(device: torch.device) -> None:
+    """Not-a-number in every slot that belongs to no token, and block numbers out of range behind the last block."""
+    q, pool, tables, seq_lens, cu_seqlens_q = attention_inputs(MIXED, (4, 2), 32, 16, padding=0)
+    clean = paged_attention_reference(q, pool, 2, tables, seq_lens, cu_seqlens_q, 0.2)
+    for row, seq_len in zip(tables, seq_lens.tolist(), strict=True):
+        slots = pool[row.long()].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # (layers, 2, heads, tokens, head_size)
+        slots[..., seq_len:, :] = torch.nan
+        pool[row.long()] = slots.unflatten(3, (len(row), 16)).permute(3, 0, 1, 2, 4, 5)
+        row[-(-seq_len // 16) :] = 1 << 20
+    tensors = [t.to(device) for t in (q, pool, tables, seq_lens, cu_seqlens_q)]
+    result = paged_attention_triton(tensors[0], tensors[1], 2, *tensors[2:], scale=0.2)
+    torch.testing.assert_close(result.cpu(), clean, atol=2e-6, rtol=2e-6)
+
+
+def test_paged_attention_takes_strided_queries(device: torch.device) -> None:
+    """Queries as a slice of a fused projection."""
+    q, pool, *index = (t.to(device) for t in attention_inputs(MIXED, (4, 2), 32, 16, padding=0))
+    fused = randn(len(q), 8, 32, dtype=torch.float32, device=device)
+    strided = fused[:, 2:6]
+    result = paged_attention_triton(strided, pool, 0, *index, scale=0.2)
+    expected = paged_attention_reference(strided.double(), pool.double(), 0, *index, scale=0.2)
+    torch.testing.assert_close(result.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(("num_heads", "head_size", "block_size"), [(2, 32, 16), (3, 80, 48), (8, 128, 16)], ids=str)
+def test_write_kv(num_heads: int, head_size: int, block_size: int, device: torch.device) -> None:
+    pool = randn(6, 3, 2, num_heads, block_size, head_size, dtype=torch.float16, device=device)
+    fused = randn(9, 2 * num_heads, head_size, dtype=torch.float16, device=device)
+    k, v = fused[:, :num_heads], fused[:, num_heads:]
+    slots = torch.tensor([0, 1, -1, 6 * block_size - 1, 5, 2 * block_size, -(1 << 40), 17, -1], device=device)
+    expected = pool.clone()
+    write_kv_reference(expected, 2, k, v, slots)
+    write_kv_triton(pool, 2, k, v, slots)
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("layers", [(0, 5), (1, 4), (4, 5)], ids=str)
+def test_blocks_travel_both_ways(layers: tuple[int, int], device: torch.device) -> None:
+    pool = randn(7, 5, 2, 3, 16, 40, dtype=torch.float32, device=device)
+    ids = torch.tensor([5, 0, 6], device=device)
+    shape = (3, layers[1] - layers[0], *pool.shape[2:])
+    gathered, expected = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+    copy_blocks_triton(pool, ids, gathered, *layers, to_pool=False)
+    gather_blocks_reference(pool, ids, expected, layers)
+    assert torch.equal(gathered, expected)
+    target, expected_target = torch.zeros_like(pool), torch.zeros_like(pool)
+    copy_blocks_triton(target, ids.flip(0), gathered, *layers, to_pool=True)
+    scatter_blocks_reference(expected_target, ids.flip(0), gathered, layers)
+    assert torch.equal(target, expected_target)

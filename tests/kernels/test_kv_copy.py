@@ -1,0 +1,87 @@
+"""Writing tokens and copying blocks as callers see them, element by element, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pdkv.kernels import gather_blocks, scatter_blocks, write_kv
+
+
+def numbered_pool() -> torch.Tensor:
+    return torch.arange(6 * 4 * 2 * 2 * 16 * 3, dtype=torch.float32).view(6, 4, 2, 2, 16, 3)
+
+
+def test_write_kv_touches_its_slots_only() -> None:
+    pool = numbered_pool()
+    expected = pool.clone()
+    k, v = -1 - torch.rand(5, 2, 3), -2 - torch.rand(5, 2, 3)
+    slots = [16 * 2 + 5, -1, 0, 16 * 5 + 15, -16]
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            for head in range(2):
+                expected[slot // 16, 3, 0, head, slot % 16] = k[token, head]
+                expected[slot // 16, 3, 1, head, slot % 16] = v[token, head]
+    write_kv(pool, 3, k, v, torch.tensor(slots))
+    assert torch.equal(pool, expected)
+
+
+def test_write_kv_of_padding_alone_writes_nothing() -> None:
+    pool = numbered_pool()
+    write_kv(pool, 0, torch.ones(2, 2, 3), torch.ones(2, 2, 3), torch.tensor([-1, -1]))
+    assert torch.equal(pool, numbered_pool())
+
+
+@pytest.mark.parametrize("layers", [None, (0, 4), (1, 3)])
+def test_blocks_travel_both_ways(layers: tuple[int, int] | None) -> None:
+    pool, ids = numbered_pool(), torch.tensor([4, 0, 2])
+    start, stop = layers or (0, 4)
+    buffer = torch.zeros(3, stop - start, 2, 2, 16, 3)
+    gather_blocks(pool, ids, buffer, layers)
+    for i, block in enumerate(ids.tolist()):
+        assert torch.equal(buffer[i], pool[block, start:stop])
+    target = torch.zeros_like(pool)
+    scatter_blocks(target, torch.tensor([1, 5, 3]), buffer, layers)
+    expected = torch.zeros_like(pool)
+    expected[torch.tensor([1, 5, 3]), start:stop] = pool[ids, start:stop]
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"slot_mapping": torch.zeros(2, dtype=torch.int32)}, "int64"),
+        ({"slot_mapping": torch.zeros(3, dtype=torch.int64)}, "k and v must be"),
+        ({"k": torch.zeros(2, 2, 3, dtype=torch.float64)}, "float64"),
+        ({"layer": 4}, "layer 4"),
+        ({"kv_pool": numbered_pool().transpose(0, 1)}, "contiguous"),
+    ],
+)
+def test_write_kv_refuses_what_does_not_fit(values: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "kv_pool": numbered_pool(),
+        "layer": 0,
+        "k": torch.zeros(2, 2, 3),
+        "v": torch.zeros(2, 2, 3),
+        "slot_mapping": torch.tensor([0, 1]),
+    }
+    with pytest.raises(ValueError, match=message):
+        write_kv(**{**arguments, **values})
+
+
+@pytest.mark.parametrize(
+    ("buffer", "ids", "layers", "message"),
+    [
+        (torch.zeros(2, 4, 2, 2, 16, 3), torch.tensor([1]), None, "buffer must be"),
+        (torch.zeros(1, 4, 2, 2, 16, 3), torch.tensor([1]), (1, 3), "buffer must be"),
+        (torch.zeros(1, 4, 2, 2, 3, 16).transpose(4, 5), torch.tensor([1]), None, "contiguous"),
+        (torch.zeros(1, 4, 2, 2, 16, 3), torch.tensor([1], dtype=torch.int32), None, "int64"),
+        (torch.zeros(1, 1, 2, 2, 16, 3), torch.tensor([1]), (4, 5), "not a range"),
+    ],
+)
+def test_copies_refuse_what_does_not_fit(
+    buffer: torch.Tensor, ids: torch.Tensor, layers: tuple[int, int] | None, message: str
+) -> None:
+    for copy in (gather_blocks, scatter_blocks):
+        with pytest.raises(ValueError, match=message):
+            copy(numbered_pool(), ids, buffer, layers)

@@ -1,0 +1,62 @@
+"""Children that stand in for engines: they acknowledge as told and live as long as the lifeline."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from pdkv.launch.children import Child
+
+Result = TypeVar("Result")
+
+FAKE_CHILD = """
+import os, signal, sys
+ack_fd, lifeline_fd = map(int, sys.argv[1:3])
+behaviour = sys.argv[3]
+if behaviour == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if behaviour == "die":
+    sys.exit(3)
+if behaviour == "refuse":
+    os.write(ack_fd, b'{"type":"StartFailed","message":"dtype is wrong","config":true}\\n')
+    sys.exit(1)
+if behaviour != "silent":
+    os.write(ack_fd, b'{"type":"Progress","text":"half"}\\n{"type":"Started"}\\n')
+os.close(ack_fd)
+os.read(lifeline_fd, 1)
+"""
+
+
+@pytest.fixture
+def lifeline() -> Iterator[int]:
+    """The reading end of a lifeline; children of the test die with it."""
+    read_fd, write_fd = os.pipe()
+    yield read_fd
+    os.close(write_fd)
+    os.close(read_fd)
+
+
+@pytest.fixture
+def fake_child(lifeline: int) -> Callable[[str, int, str], Child]:
+    """Starts a stand-in: (name, ack descriptor, behaviour); to be called inside a running loop."""
+
+    def start(name: str, ack_fd: int, behaviour: str) -> Child:
+        arguments = [sys.executable, "-c", FAKE_CHILD, str(ack_fd), str(lifeline), behaviour]
+        popen = subprocess.Popen(arguments, pass_fds=[ack_fd, lifeline], start_new_session=True)
+        return Child(name, popen.pid, popen)
+
+    return start
+
+
+def run(main: Callable[[], Awaitable[Result]], timeout_s: float = 30.0) -> Result:
+    """Run a coroutine function with a bound."""
+
+    async def bounded() -> Result:
+        async with asyncio.timeout(timeout_s):
+            return await main()
+
+    return asyncio.run(bounded())

@@ -1,0 +1,107 @@
+"""Children: their death is seen, their acknowledgements are read, and a bad start has a reason."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+
+from pdkv.errors import ConfigError, StartupError
+from pdkv.launch.acks import Acknowledger
+from pdkv.launch.children import AckPipe, Child, describe_exit
+
+Result = TypeVar("Result")
+FakeChild = Callable[[str, int, str], Child]
+
+
+def run(main: Callable[[], Awaitable[Result]]) -> Result:
+    async def bounded() -> Result:
+        async with asyncio.timeout(30):
+            return await main()
+
+    return asyncio.run(bounded())
+
+
+def test_exit_statuses_are_seen() -> None:
+    async def main() -> list[int]:
+        statuses = []
+        for code in ("raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)"):
+            popen = subprocess.Popen([sys.executable, "-c", code])
+            child = Child("x", popen.pid, popen)
+            assert child.alive
+            statuses.append(await child.wait())
+            assert not child.alive
+            child.send_signal(signal.SIGTERM)  # to nobody, and without an error
+        return statuses
+
+    statuses = run(main)
+    assert statuses == [3, -9]
+    assert [describe_exit(status) for status in statuses] == ["exited with 3", "killed by SIGKILL"]
+
+
+def read_acks(write: Callable[[Acknowledger], None], *, timeout_s: float = 10.0) -> list[str]:
+    """What a child that acts as `write` does makes of the launcher's wait."""
+
+    async def main() -> list[str]:
+        pipe = AckPipe()
+        try:
+            write(Acknowledger(os.dup(pipe.write_fd)))
+            pipe.handed_over()
+            texts: list[str] = []
+            await pipe.wait_ready("decode-1", timeout_s, texts.append)
+            return texts
+        finally:
+            pipe.close()
+
+    return run(main)
+
+
+def test_progress_then_ready() -> None:
+    def write(ack: Acknowledger) -> None:
+        ack.progress("loading")
+        ack.progress("warming up\nin two lines")
+        ack.ready()
+
+    assert read_acks(write) == ["loading", "warming up\nin two lines"]
+
+
+def test_a_configuration_error_passes_as_one() -> None:
+    with pytest.raises(ConfigError, match="^dtype is wrong$"):
+        read_acks(lambda ack: ack.failed(ConfigError("dtype is wrong")))
+
+
+def test_another_error_is_a_startup_error_with_its_type() -> None:
+    with pytest.raises(StartupError, match="^decode-1: MemoryError: too much$"):
+        read_acks(lambda ack: ack.failed(MemoryError("too much")))
+
+
+def test_death_before_ready_is_a_startup_error() -> None:
+    with pytest.raises(StartupError, match="decode-1 died before it was ready"):
+        read_acks(lambda ack: os.close(ack._fd))
+
+
+def test_nonsense_is_a_startup_error() -> None:
+    with pytest.raises(StartupError, match="no valid acknowledgement"):
+        read_acks(lambda ack: None if os.write(ack._fd, b"hello\n") else None)
+
+
+def test_silence_has_a_bound(fake_child: FakeChild) -> None:
+    async def main() -> None:
+        pipe = AckPipe()
+        child = fake_child("decode-1", pipe.write_fd, "stubborn")
+        try:
+            # The stand-in acknowledges on a pipe of its own; on this one nobody ever does.
+            silent = AckPipe()
+            with pytest.raises(StartupError, match="decode-1 was not ready after 0.05 s"):
+                await silent.wait_ready("decode-1", 0.05, str)
+            silent.close()
+        finally:
+            child.send_signal(signal.SIGKILL)
+            await child.wait()
+            pipe.close()
+
+    run(main)

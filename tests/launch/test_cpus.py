@@ -1,0 +1,46 @@
+"""CPU lists and the default number of threads."""
+
+import os
+
+import pytest
+
+from pdkv.errors import ConfigError
+from pdkv.launch import cpus
+from pdkv.launch.cpus import default_threads, parse_cpu_list, split_cpu_bind
+
+
+@pytest.fixture(autouse=True)
+def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+
+def test_threads_share_the_cpus_and_are_at_least_one() -> None:
+    assert [default_threads(n) for n in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
+    assert cpus.available_cpus() == 8
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0", {0}), ("0-2", {0, 1, 2}), ("0,2", {0, 2}), ("0-1, 5", {0, 1, 5})])
+def test_lists_and_ranges(text: str, expected: set[int]) -> None:
+    assert parse_cpu_list(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "2-1", "0,,1", "-1", "0-", "1;2"])
+def test_a_malformed_list_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="a list such as 0-1 or 0,2 was expected"):
+        parse_cpu_list(text)
+
+
+def test_a_cpu_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="CPU 8 cannot be used here"):
+        parse_cpu_list("7-9")
+
+
+def test_one_list_serves_all_and_several_serve_one_each() -> None:
+    assert split_cpu_bind(None, 2) == [None, None]
+    assert split_cpu_bind("0-1", 2) == [{0, 1}, {0, 1}]
+    assert split_cpu_bind("0|1,2", 2) == [{0}, {1, 2}]
+
+
+def test_another_number_of_lists_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"one CPU list or 3 separated by \| were expected, got '0\|1'"):
+        split_cpu_bind("0|1", 3)

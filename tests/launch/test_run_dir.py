@@ -1,0 +1,81 @@
+"""Run directories: private, named after their owner, and swept when that owner is gone."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdkv.launch import run_dir
+from pdkv.launch.run_dir import RunDirectory, process_start_time, run_root, sweep_leftovers
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(run_dir, "run_root", lambda: tmp_path)
+    monkeypatch.setattr(run_dir, "_MAX_DIRECTORY_BYTES", 4096)  # pytest's directories are long
+    return tmp_path
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_it_is_private_and_goes_at_the_end(root: Path) -> None:
+    with RunDirectory() as directory:
+        assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+        assert directory.endpoint("prefill-0") == f"ipc://{directory.path}/prefill-0"
+        (directory.path / "prefill-0").touch()
+    assert not list(root.iterdir())
+
+
+def test_two_of_one_process_do_not_collide(root: Path) -> None:
+    with RunDirectory() as one, RunDirectory() as other:
+        assert one.path != other.path
+
+
+def test_the_sweep_spares_the_living(root: Path) -> None:
+    with RunDirectory() as directory:
+        assert sweep_leftovers() == []
+        assert directory.path.is_dir()
+
+
+def test_the_sweep_takes_what_a_dead_process_left(root: Path) -> None:
+    left = root / f"pdkv-{dead_pid()}-123-abc_x1"
+    left.mkdir()
+    (left / "socket").touch()
+    assert sweep_leftovers() == [left]
+    assert not left.exists()
+
+
+def test_the_sweep_takes_what_an_earlier_owner_of_a_living_pid_left(root: Path) -> None:
+    start = process_start_time(os.getpid())
+    assert start is not None
+    left = root / f"pdkv-{os.getpid()}-{start - 1}-abc"
+    left.mkdir()
+    assert sweep_leftovers() == [left]
+
+
+def test_the_sweep_touches_nothing_else(root: Path) -> None:
+    pid = dead_pid()
+    (root / f"pdkv-{pid}").mkdir()
+    (root / f"other-{pid}-1-abc").mkdir()
+    (root / f"pdkv-{pid}-1-file").touch()
+    (root / f"pdkv-{pid}-1-link").symlink_to(root / f"pdkv-{pid}")
+    before = sorted(root.iterdir())
+    assert sweep_leftovers() == []
+    assert sorted(root.iterdir()) == before
+
+
+def test_no_process_has_no_start_time() -> None:
+    assert process_start_time(dead_pid()) is None
+    assert process_start_time(os.getpid()) is not None
+
+
+def test_a_long_temporary_directory_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/x" * 60)
+    assert run_root() == Path("/tmp")

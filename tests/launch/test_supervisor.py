@@ -1,0 +1,162 @@
+"""The supervisor over stand-in processes: ready when all are, restarts, refusals, a bounded stop."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.errors import ConfigError, StartupError
+from pdkv.launch import supervisor as module
+from pdkv.launch.children import Child
+from pdkv.launch.specs import EngineSpec, RouterSpec
+from pdkv.launch.supervisor import Fleet, Supervisor, backoff_s
+
+FakeChild = Callable[[str, int, str], Child]
+
+
+class Deck:
+    """A supervisor whose children are stand-ins; `behaviour[name]` is what the next start of `name` does."""
+
+    def __init__(self, fake_child: FakeChild, lifeline: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.behaviour: dict[str, str] = {}
+        self.started: list[Child] = []
+        self.epochs: list[str] = []
+        self.ready: asyncio.Queue[str] = asyncio.Queue()
+
+        def start(name: str, ack_fd: int) -> Child:
+            child = fake_child(name, ack_fd, self.behaviour.get(name, "serve"))
+            self.started.append(child)
+            return child
+
+        def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> Child:
+            self.epochs.append(spec.epoch)
+            return start(spec.name, ack_fd)
+
+        monkeypatch.setattr(module, "spawn_engine", spawn_engine)
+        monkeypatch.setattr(module, "spawn_router", lambda spec, listen_fd, ack_fd, lifeline_fd: start("router", ack_fd))
+        engines = [
+            EngineSpec(
+                name=f"decode-{i}", role="decode", epoch="", config=EngineConfig(), handoff=HandoffConfig(),
+                endpoint=f"ipc://decode-{i}", num_engines=2,
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        router = RouterSpec(
+            router_id="router", epoch="", engines=[], model=Path("m"), served_model_name="m", policy="round_robin"
+        )
+        fleet = Fleet(
+            engines=engines, router=router, connector_target="x:Y", start_timeout_s=20.0, use_fork_server=False
+        )
+        self.supervisor = Supervisor(fleet, listen_fd=0, lifeline_fd=lifeline, on_ready=self.ready.put_nowait)
+
+    def newest(self, name: str) -> Child:
+        return next(child for child in reversed(self.started) if child.name == name)
+
+    def run(self, scenario: Callable[[], Awaitable[None]]) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(30):
+                try:
+                    await scenario()
+                finally:
+                    await self.supervisor.stop()
+            assert not any(child.alive for child in self.started)
+
+        asyncio.run(bounded())
+
+
+@pytest.fixture
+def deck(fake_child: FakeChild, lifeline: int, monkeypatch: pytest.MonkeyPatch) -> Deck:
+    return Deck(fake_child, lifeline, monkeypatch)
+
+
+def test_start_returns_when_all_are_ready_and_stop_ends_all(deck: Deck) -> None:
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        assert {deck.ready.get_nowait() for _ in range(3)} == {"router", "decode-0", "decode-1"}
+        assert all(child.alive for child in deck.started)
+
+    deck.run(scenario)
+    assert {asyncio.run(child.wait()) for child in []} == set()
+
+
+@pytest.mark.parametrize("name", ["decode-1", "router"])
+def test_who_is_killed_comes_back_and_nobody_else_is_touched(deck: Deck, name: str) -> None:
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        for _ in range(3):
+            deck.ready.get_nowait()
+        others = [child for child in deck.started if child.name != name]
+        os.kill(deck.newest(name).pid, signal.SIGKILL)
+        assert await deck.ready.get() == name
+        assert deck.newest(name).alive
+        assert all(child.alive for child in others)
+        assert len(deck.started) == 4
+
+    deck.run(scenario)
+    assert len(set(deck.epochs)) == len(deck.epochs), "every incarnation has its own epoch"
+
+
+def test_a_restart_that_fails_is_tried_again(deck: Deck) -> None:
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        for _ in range(3):
+            deck.ready.get_nowait()
+        deck.behaviour["decode-0"] = "die"
+        os.kill(deck.newest("decode-0").pid, signal.SIGKILL)
+        while len([child for child in deck.started if child.name == "decode-0"]) < 3:
+            await deck.started[-1].wait() if deck.started[-1].name == "decode-0" else await asyncio.sleep(0.01)
+        deck.behaviour["decode-0"] = "serve"
+        assert await deck.ready.get() == "decode-0"
+
+    deck.run(scenario)
+
+
+def test_a_child_that_refuses_its_configuration_fails_the_start(deck: Deck) -> None:
+    deck.behaviour["decode-1"] = "refuse"
+
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match="dtype is wrong"):
+            await deck.supervisor.start()
+
+    deck.run(scenario)
+
+
+def test_a_child_that_dies_fails_the_start(deck: Deck) -> None:
+    deck.behaviour["router"] = "die"
+
+    async def scenario() -> None:
+        with pytest.raises(StartupError, match="router died before it was ready"):
+            await deck.supervisor.start()
+
+    deck.run(scenario)
+
+
+def test_stop_kills_who_does_not_go(deck: Deck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ENGINE_GRACE_S", 0.05)
+    deck.behaviour["decode-0"] = "stubborn"
+
+    async def scenario() -> None:
+        await deck.supervisor.start()
+
+    deck.run(scenario)
+
+
+def test_stop_in_the_middle_of_a_start(deck: Deck) -> None:
+    deck.behaviour["decode-0"] = "silent-but-open"
+
+    async def scenario() -> None:
+        start = asyncio.ensure_future(deck.supervisor.start())
+        await deck.ready.get()
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+
+    deck.run(scenario)
+
+
+def test_the_backoff_grows_to_a_bound() -> None:
+    assert [backoff_s(n) for n in range(4)] == [0.1, 0.2, 0.4, 0.8]
+    assert backoff_s(50) == 30.0

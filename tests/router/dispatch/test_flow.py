@@ -1,0 +1,340 @@
+"""The state machine of one generation under random interleavings, failures, deaths, aborts and expiries."""
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from pdkv.errors import EngineDied, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout
+from pdkv.messages import (
+    Abort,
+    Allocated,
+    Continue,
+    Failed,
+    Finished,
+    HandedOff,
+    KVHandoff,
+    KVReady,
+    KVTicket,
+    Release,
+    SourceCounts,
+    Submit,
+    TokenLogprob,
+    Tokens,
+)
+from pdkv.router.flow import RequestFlow, Sends
+from pdkv.router.generate import GenerateRequest, Route
+
+NOW = 100.0
+PAIRS = [
+    ("pull", "prefill_first"),
+    ("store", "prefill_first"),
+    ("push", "concurrent"),
+    ("push", "needs_peer_first"),
+    ("push", "decode_first"),
+    ("pull", "decode_first"),
+    ("pull", "aggregated"),
+]
+
+
+class World:
+    """A flow, four engines and first-in-first-out channels between them; chance decides who is next."""
+
+    def __init__(self, sim: Any, data: st.DataObject, kind: str, order: str, request: GenerateRequest) -> None:
+        self.data = data
+        self.engines = {
+            name: sim.ScriptedEngine(name, kind, self.draw, max_tokens_per_step=2) for name in ("p0", "p1", "d0", "d1")
+        }
+        self.order = order
+        self.request = request
+        self.down: dict[str, deque[Any]] = {name: deque() for name in self.engines}
+        self.up: dict[str, deque[Any]] = {name: deque() for name in self.engines}
+        self.tokens: list[int] = []
+        self.num_ends = 0
+        self.flow = RequestFlow(request, self.route(), request_id="q", transfer_id="t", now=NOW)
+
+    def draw(self, n: int) -> int:
+        return self.data.draw(st.integers(0, n - 1))
+
+    def route(self) -> Route:
+        prefill = [n for n in self.engines if n[0] == "p"]
+        decode = [n for n in self.engines if n[0] == "d"]
+        if self.order == "aggregated":
+            return Route(prefill[0], prefill[0])
+        return Route(prefill[0], decode[0], self.order)  # type: ignore[arg-type]
+
+    def send(self, sends: Sends) -> None:
+        for name, message in sends:
+            if name in self.engines:
+                self.down[name].append(message)
+
+    def read(self) -> None:
+        while (delta := self.flow.take_delta()) is not None:
+            self.tokens += delta.token_ids
+            self.num_ends += delta.finish_reason is not None
+
+    def actions(self) -> list[tuple[str, str]]:
+        found = [("deliver", name) for name in self.engines if self.down[name]]
+        found += [("answer", name) for name in self.engines if self.up[name]]
+        return found + [("step", name) for name, engine in self.engines.items() if engine.runnable()]
+
+    def act(self, action: str, name: str) -> None:
+        engine = self.engines[name]
+        if action == "deliver":
+            engine.receive(self.down[name].popleft())
+        elif action == "step":
+            keys = engine.runnable()
+            if keys:
+                engine.step(keys[self.draw(len(keys))])
+        else:
+            message = self.up[name].popleft()
+            if getattr(message, "attempt", None) == self.flow.attempt:
+                self.send(self.flow.handle(name, message, NOW))
+        self.up[name].extend(engine.outbox)
+        engine.outbox.clear()
+
+    def kill(self, name: str) -> None:
+        del self.engines[name], self.down[name], self.up[name]
+        route = self.flow.route
+        if name not in route[:2] or self.flow.ended:
+            return
+        others = [n for n in self.engines if n[0] == "d"]
+        if name == route.decode and self.flow.decode == "idle" and others and not route.aggregated:
+            self.flow.replace_decode(others[0])
+            return
+        self.send(self.flow.engine_died(name))
+
+    def maybe_restart(self) -> None:
+        left = {n[0] for n in self.engines}
+        if self.flow.may_restart and self.flow.attempt == 0 and left == {"p", "d"}:
+            self.send(self.flow.restart(self.route(), NOW))
+
+    def disturb(self) -> None:
+        match self.draw(60):
+            case 57:
+                self.send(self.flow.abort())
+            case 58:
+                self.send(self.flow.expire())
+            case 59 if len(self.engines) > 1:
+                self.kill(list(self.engines)[self.draw(len(self.engines))])
+            case _:
+                pass
+
+    def run(self) -> None:
+        self.send(self.flow.start(NOW))
+        while actions := self.actions():
+            self.act(*actions[self.draw(len(actions))])
+            self.disturb()
+            self.maybe_restart()
+            if self.draw(3) == 0:
+                self.read()
+        self.read()
+
+
+@pytest.mark.parametrize(("kind", "order"), PAIRS)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_every_interleaving_ends_with_the_right_tokens_and_without_leases(
+    sim: Any, kind: str, order: str, data: st.DataObject
+) -> None:
+    request = sim.make_request(data.draw(st.integers(1, 40)), data.draw(st.integers(1, 6)))
+    world = World(sim, data, kind, order, request)
+    world.run()
+    flow, expected = world.flow, sim.expected_output(request)
+    assert flow.ended, (flow.prefill, flow.decode, flow.declined)
+    event(f"{type(flow.failure).__name__ if flow.failure else flow.finish_reason}, attempt {flow.attempt}")
+    assert world.tokens == flow.output_token_ids == expected[: len(world.tokens)]
+    if flow.failure is None:
+        assert world.tokens == expected
+        assert world.num_ends == 1
+        assert flow.sources is not None
+        assert flow.sources.computed + flow.sources.remote == len(request.prompt_token_ids)
+    for engine in world.engines.values():
+        assert not engine.leases
+        assert not engine.tasks
+
+
+@pytest.mark.parametrize(("kind", "order"), PAIRS)
+def test_undisturbed_run_sends_no_abort_and_releases_once(sim: Any, kind: str, order: str) -> None:
+    class Dull:
+        def draw(self, strategy: Any) -> int:
+            return 0
+
+    request = sim.make_request(20, 5)
+    world = World(sim, Dull(), kind, order, request)  # type: ignore[arg-type]
+    world.run()
+    assert world.tokens == sim.expected_output(request)
+    received = [m for engine in world.engines.values() for m in engine.received]
+    assert not [m for m in received if isinstance(m, Abort)]
+    assert len([m for m in received if isinstance(m, Release)]) == (order != "aggregated")
+
+
+# --- single steps -----------------------------------------------------------------------------------------------------
+
+
+def make_flow(sim: Any, order: str = "prefill_first", num_prompt: int = 20, max_tokens: int = 5) -> RequestFlow:
+    route = Route("e", "e") if order == "aggregated" else Route("p", "d", order)  # type: ignore[arg-type]
+    request = sim.make_request(num_prompt, max_tokens)
+    return RequestFlow(request, route, request_id="q", transfer_id="t", now=NOW)
+
+
+def handoff(attempt: int = 0) -> HandedOff:
+    return HandedOff("q", attempt, SourceCounts(computed=20), KVHandoff("q", attempt, "t", "p", "e0", 20, b"where"))
+
+
+def test_prefill_first_hands_the_token_and_the_handoff_to_decode_with_the_time_that_is_left(sim: Any) -> None:
+    flow = make_flow(sim)
+    ((engine, first),) = flow.start(NOW + 1)
+    assert (engine, first.until, first.kv, first.timeout_s) == ("p", "first_token", "handoff", 59.0)  # type: ignore[union-attr]
+    assert flow.handle("p", Tokens("q", 0, 0, [3]), NOW) == []
+    assert flow.take_delta() == ([3], None, None, None, None)
+    ((engine, second),) = flow.handle("p", handoff(), NOW + 10)
+    assert isinstance(second, Submit)
+    assert (engine, second.until, second.kv, second.timeout_s) == ("d", "end", "await_peer", 50.0)
+    assert second.output_token_ids == [3]
+    assert second.handoff == handoff().handoff
+    assert second.params is flow.request.params
+    assert flow.handle("d", Release("t", 0), NOW) == [("p", Release("t", 0))]
+    assert list(flow.handle("d", Release("t", 0), NOW)) == []
+    flow.handle("d", Tokens("q", 0, 1, [4, 5]), NOW)
+    assert list(flow.handle("d", Finished("q", 0, "stop", SourceCounts(remote=20), 5), NOW)) == []
+    assert flow.take_delta() == ([4, 5], None, None, "stop", 5)
+    assert flow.take_delta() is None
+    assert flow.sources == SourceCounts(computed=20)
+    assert flow.decode_sources == SourceCounts(remote=20)
+
+
+def test_first_token_that_ends_the_request_means_no_handoff_and_no_release(sim: Any) -> None:
+    flow = make_flow(sim)
+    flow.start(NOW)
+    flow.handle("p", Tokens("q", 0, 0, [7]), NOW)
+    assert list(flow.handle("p", Finished("q", 0, "stop", SourceCounts(computed=20), 7), NOW)) == []
+    assert flow.take_delta() == ([7], None, None, "stop", 7)
+    assert flow.decode == "idle"
+
+
+def test_abort_reaches_both_engines_and_releases(sim: Any) -> None:
+    flow = make_flow(sim, "concurrent")
+    assert [name for name, _ in flow.start(NOW)] == ["d", "p"]
+    assert set(flow.abort()) == {("p", Abort("q", 0)), ("d", Abort("q", 0)), ("p", Release("t", 0))}
+    assert list(flow.abort()) == []
+    assert isinstance(flow.failure, RequestAborted)
+
+
+def test_abort_between_handoff_and_load_releases_at_once(sim: Any) -> None:
+    flow = make_flow(sim)
+    flow.start(NOW)
+    flow.handle("p", Tokens("q", 0, 0, [3]), NOW)
+    flow.handle("p", handoff(), NOW)
+    assert set(flow.abort()) == {("d", Abort("q", 0)), ("p", Release("t", 0))}
+
+
+def test_concurrent_forwards_ticket_token_and_readiness(sim: Any) -> None:
+    flow = make_flow(sim, "concurrent")
+    flow.start(NOW)
+    assert flow.handle("d", Allocated("q", 0, 0, 20, b"where"), NOW) == [("p", KVTicket("q", 0, b"where"))]
+    assert flow.handle("p", Tokens("q", 0, 0, [3]), NOW) == [("d", Continue("q", 0, [3]))]
+    assert flow.handle("p", KVReady("q", 0, ok=True), NOW) == [("d", KVReady("q", 0, ok=True))]
+
+
+def test_no_continue_behind_the_last_token(sim: Any) -> None:
+    flow = make_flow(sim, "concurrent", max_tokens=1)
+    flow.start(NOW)
+    assert list(flow.handle("p", Tokens("q", 0, 0, [3]), NOW)) == []
+
+
+def test_needs_peer_first_waits_for_the_ticket(sim: Any) -> None:
+    flow = make_flow(sim, "needs_peer_first")
+    assert [name for name, _ in flow.start(NOW)] == ["d"]
+    ((engine, submit),) = flow.handle("d", Allocated("q", 0, 0, 20, b"where"), NOW)
+    assert isinstance(submit, Submit)
+    assert (engine, submit.kv, submit.ticket) == ("p", "handoff", b"where")
+
+
+@pytest.mark.parametrize(("start", "asks_prefill"), [(0, False), (16, False), (20, True)])
+def test_empty_range_declines_unless_only_the_first_token_is_missing(sim: Any, start: int, asks_prefill: bool) -> None:
+    flow = make_flow(sim, "decode_first")
+    flow.start(NOW)
+    assert [name for name, _ in flow.handle("d", Allocated("q", 0, start, start), NOW)] == ["p"] * asks_prefill
+    assert flow.declined is not asks_prefill
+
+
+def test_tokens_of_both_sides_are_delivered_once_with_their_logprobs(sim: Any) -> None:
+    flow = make_flow(sim, "concurrent")
+    flow.start(NOW)
+    logprobs = [TokenLogprob(i, -1.0, 1) for i in (3, 4)]
+    flow.handle("d", Tokens("q", 0, 0, [3], logprobs[:1]), NOW)
+    assert list(flow.handle("p", Tokens("q", 0, 0, [3], logprobs[:1]), NOW)) == []  # decode has it already
+    flow.handle("d", Tokens("q", 0, 0, [3, 4], logprobs), NOW)
+    assert flow.take_delta() == ([3, 4], logprobs, None, None, None)
+    assert flow.num_duplicates == 2
+
+
+def test_token_out_of_order_fails_the_request(sim: Any) -> None:
+    flow = make_flow(sim, "aggregated")
+    flow.start(NOW)
+    assert flow.handle("e", Tokens("q", 0, 1, [3]), NOW) == [("e", Abort("q", 0))]
+    assert isinstance(flow.failure, RequestFailed)
+    assert flow.failed_engine == "e"
+
+
+def test_restart_raises_the_attempt_and_continues_behind_the_output(sim: Any) -> None:
+    flow = make_flow(sim, "aggregated")
+    flow.start(NOW)
+    flow.handle("e", Tokens("q", 0, 0, [3]), NOW)
+    flow.engine_died("e")
+    assert isinstance(flow.failure, EngineDied)
+    assert not flow.may_restart  # the client has seen a token
+    ((engine, submit),) = flow.restart(Route("f", "f"), NOW)
+    assert isinstance(submit, Submit)
+    assert (engine, submit.attempt, submit.output_token_ids) == ("f", 1, [3])
+    flow.handle("f", Tokens("q", 1, 1, [4]), NOW)
+    assert flow.output_token_ids == [3, 4]
+
+
+def test_prefill_that_dies_after_its_handoff_leaves_the_request_alive(sim: Any) -> None:
+    flow = make_flow(sim)
+    flow.start(NOW)
+    flow.handle("p", Tokens("q", 0, 0, [3]), NOW)
+    flow.handle("p", handoff(), NOW)
+    assert list(flow.engine_died("p")) == []
+    assert not flow.ended
+    flow.handle("d", Finished("q", 0, "length", SourceCounts(recomputed=20)), NOW)
+    assert flow.finish_reason == "length"
+
+
+def test_pushing_prefill_that_dies_is_reported_to_decode_as_never(sim: Any) -> None:
+    flow = make_flow(sim, "concurrent")
+    flow.start(NOW)
+    flow.handle("d", Allocated("q", 0, 0, 20, b"where"), NOW)
+    flow.handle("p", Tokens("q", 0, 0, [3]), NOW)
+    flow.handle("p", handoff(), NOW)
+    assert flow.engine_died("p") == [("d", KVReady("q", 0, ok=False, code="peer_gone"))]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("timeout", RequestTimeout),
+        ("engine_died", EngineDied),
+        ("kv_not_found", RequestFailed),
+        ("invalid_request_error", InvalidRequest),
+    ],
+)
+def test_codes_of_failures_become_types(sim: Any, code: str, kind: type[Exception]) -> None:
+    flow = make_flow(sim, "aggregated")
+    flow.start(NOW)
+    assert list(flow.handle("e", Failed("q", 0, code, "why", retryable=True), NOW)) == []
+    assert type(flow.failure) is kind
+    assert flow.failure.code == code
+    assert str(flow.failure) == "why"
+
+
+def test_expiry_names_the_engine_that_had_the_word(sim: Any) -> None:
+    flow = make_flow(sim)
+    flow.start(NOW)
+    assert flow.expire() == [("p", Abort("q", 0)), ("p", Release("t", 0))]
+    assert isinstance(flow.failure, RequestTimeout)
+    assert flow.failed_engine == "p"

@@ -1,0 +1,140 @@
+"""A dispatcher without engines: it answers by a function of the request, or as the test says, delta by delta."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from pdkv.errors import EngineUnavailable, RequestAborted
+from pdkv.messages import BlockCounts, Load, SourceCounts, TokenLogprob
+from pdkv.router.dispatch import EngineSnapshot
+from pdkv.router.generate import Delta, GenerateRequest
+
+Answer = Callable[[GenerateRequest], Sequence[Delta | Exception]]
+
+
+class FakeGeneration:
+    """A generation that yields what was put into it."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.prefill_engine = "prefill-0"
+        self.decode_engine = "decode-1"
+        self.num_cached_tokens = 0
+        self.aborted = False
+        self.ended = False
+        self._items: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+
+    def put(self, item: Delta | Exception) -> None:
+        """The next delta, or the failure that ends it."""
+        self._items.put_nowait(item)
+
+    def abort(self) -> None:
+        if not self.ended and not self.aborted:
+            self.aborted = True
+            self.put(RequestAborted("aborted", request_id="r"))
+
+    def __aiter__(self) -> "FakeGeneration":
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self.ended:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, Exception):
+            self.ended = True
+            raise item
+        self.ended = item.finish_reason is not None
+        return item
+
+
+class FakeDispatcher:
+    """Without `answer`, tests feed `generations` by hand."""
+
+    def __init__(self, answer: Answer | None = None) -> None:
+        self.answer = answer
+        self.ready = True
+        self.available = True
+        self.max_model_len: int | None = None
+        self.num_cached_tokens = 0
+        self.generations: list[FakeGeneration] = []
+        self.started = asyncio.Event()  # set by every start
+        self.counters = SimpleNamespace(retried=2, dropped_messages=3)
+
+    @property
+    def requests(self) -> list[GenerateRequest]:
+        """All that was started."""
+        return [generation.request for generation in self.generations]
+
+    def start(self, request: GenerateRequest) -> FakeGeneration:
+        if not self.available:
+            raise EngineUnavailable("no decode engine is ready")
+        generation = FakeGeneration(request)
+        generation.num_cached_tokens = self.num_cached_tokens
+        self.generations.append(generation)
+        for item in self.answer(request) if self.answer is not None else ():
+            generation.put(item)
+        self.started.set()
+        return generation
+
+    async def next_generation(self, number: int) -> FakeGeneration:
+        """The generation of this number, once it has started."""
+        while len(self.generations) <= number:
+            self.started.clear()
+            await self.started.wait()
+        return self.generations[number]
+
+    def topology(self) -> dict[str, Any]:
+        return {"engines": [{"name": "decode-1", "role": "decode", "state": "ready"}]}
+
+    def engines(self) -> list[EngineSnapshot]:
+        load = Load(
+            waiting=1,
+            running=2,
+            blocks=BlockCounts(total=10, free=4, cached=3, active=2, leased=1, quarantined=0),
+            sources=SourceCounts(computed=5, local_hit=7),
+            preemptions=6,
+            bytes_received=4096,
+        )
+        return [
+            EngineSnapshot("decode-1", "decode", "ready", 17, load, 0, 0, 0),
+            EngineSnapshot("prefill-0", "prefill", "dead", None, None, 0, 1, 0),
+        ]
+
+
+def tokens(*token_ids: int, end: str | None = None, **fields: Any) -> Delta:
+    """A delta; `end` is its finish reason."""
+    values: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None, "stop_token_id": None, **fields}
+    return Delta(list(token_ids), finish_reason=end, **values)
+
+
+def logprob(token_id: int, *others: int) -> TokenLogprob:
+    """A recognizable logprob: minus a tenth of the id, the token itself being the most likely."""
+    top = [(i, -i / 10) for i in (token_id, *others)]
+    return TokenLogprob(token_id, -token_id / 10, 1, top)
+
+
+def say(token_ids: Sequence[int]) -> Answer:
+    """Answer every request with these tokens, one delta each, cut at max_tokens; logprobs where asked for."""
+
+    def answer(request: GenerateRequest) -> Sequence[Delta]:
+        params = request.params
+        ids = list(token_ids)[: params.max_tokens]
+        cut = len(ids) < len(token_ids)
+        deltas = []
+        for position, token_id in enumerate(ids):
+            last = position == len(ids) - 1
+            prompt = None
+            if position == 0 and params.prompt_logprobs is not None:
+                prompt = [None, *(logprob(i) for i in request.prompt_token_ids[1:])]
+            deltas.append(
+                tokens(
+                    token_id,
+                    end=("length" if cut else "stop") if last else None,
+                    logprobs=[logprob(token_id, token_id + 1)] if params.logprobs is not None else None,
+                    prompt_logprobs=prompt,
+                )
+            )
+        return deltas
+
+    return answer

@@ -1,0 +1,414 @@
+"""A deterministic host: engines over the memory connector, a router's flows, and every order of events.
+
+Real parts: EngineCore with scheduler, cache, roles and leases; the memory connector; the router's RequestFlow. Only
+the forward pass is a stand-in. A schedule is a string of bytes: every decision takes the next one, and when they are
+used up everything is delivered and must come to rest.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pdkv.config import HandoffConfig
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.memory import MemoryConnector
+from pdkv.connectors.memory_fabric import MemoryFabric
+from pdkv.engine.plan import StepOutput
+from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.errors import PdkvError
+from pdkv.messages import EngineCard, EngineToRouter, KVLayout, Order, Peers, Release, RouterToEngine
+from pdkv.router.flow import RequestFlow, Sends
+from pdkv.router.generate import GenerateRequest, Route
+from pdkv.sampling_params import SamplingParams
+from pdkv.wiring import wire_core
+from state_machine.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor, expected_tokens
+
+EOS = frozenset(range(30))
+MAX_MODEL_LEN = 40
+MAX_ATTEMPTS = 3
+MAX_DRAIN_ROUNDS = 400
+
+
+class Chooser:
+    """Decisions from a string of bytes; zeros behind its end."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._next = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all bytes are used."""
+        return self._next >= len(self._data)
+
+    def below(self, bound: int) -> int:
+        """A number in [0, bound)."""
+        if self.exhausted:
+            return 0
+        self._next += 1
+        return self._data[self._next - 1] % bound
+
+
+@dataclass
+class Engine:
+    """One incarnation of an engine and its two message queues."""
+
+    name: str
+    epoch: str
+    connector: MemoryConnector
+    executor: StandInExecutor
+    begun: deque[StepOutput] = field(default_factory=deque)
+    inbox: deque[RouterToEngine] = field(default_factory=deque)
+    outbox: deque[EngineToRouter] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.woken = False
+
+
+@dataclass
+class Client:
+    """One request, what it should get and what it got."""
+
+    flow: RequestFlow
+    prompt: list[int]
+    expected: list[int]
+    got: list[int] = field(default_factory=list)
+    aborted: bool = False
+    deadline: float = 0.0
+
+
+class World:
+    """Engines, fabric, router and clients under one virtual clock."""
+
+    def __init__(self, chooser: Chooser, *, mode: str, order: Order, load: str = "async") -> None:
+        self.chooser = chooser
+        self.mode = mode
+        self.order = order
+        self.now = 0.0
+        self.fabric_name = f"world-{id(self)}"
+        store_capacity = (None, 6)[chooser.below(2)]
+        self.fabric = MemoryFabric(manual=True, clock=lambda: self.now, store_capacity=store_capacity)
+        MemoryFabric.bind(self.fabric_name, self.fabric)
+        self.options = {"mode": mode, "fabric": self.fabric_name, "load": load, "transfer_timeout_s": "4"}
+        self.block_size = (2, 4, 3)[chooser.below(3)]
+        self.num_blocks = max((12, 10, 16)[chooser.below(3)], MAX_MODEL_LEN // 2 // self.block_size + 2)
+        self.max_lag = chooser.below(3)
+        self.limits = SchedulerLimits(
+            max_num_seqs=(4, 2, 8)[chooser.below(3)],
+            max_num_batched_tokens=(16, 5, 64)[chooser.below(3)],
+            long_prefill_token_threshold=(0, 3)[chooser.below(2)],
+            kv_load_timeout_s=5.0,
+        )
+        lease_timeout_s = (12.0, 5.5)[chooser.below(2)]
+        policy = "fail" if chooser.below(8) == 1 else "recompute"
+        self.handoff = HandoffConfig(
+            connector="memory", kv_load_timeout_s=5.0, lease_timeout_s=lease_timeout_s, kv_load_failure_policy=policy
+        )
+        self.engines: dict[str, Engine] = {}
+        self.clients: list[Client] = []
+        self.num_restarts = 0
+        self.losses = 0
+        for index in range(2 + chooser.below(2)):
+            self.boot(f"e{index}")
+        self.tell_peers()
+
+    # --- engines --------------------------------------------------------------------------------------------------
+
+    def boot(self, name: str) -> None:
+        """Start an engine, or its next incarnation."""
+        epoch = f"{name}.{self.num_restarts}"
+        layout = KVLayout(NUM_LAYERS, 1, 1, self.block_size, "int64", 8)
+        config = ConnectorConfig(
+            engine=name, epoch=epoch, layout=layout, num_blocks=self.num_blocks, options=self.options
+        )
+        holder: list[Engine] = []
+
+        def notify() -> None:
+            holder[0].woken = True
+
+        connector = MemoryConnector(config, notify)
+        card = EngineCard(
+            engine=name,
+            epoch=epoch,
+            role="any",
+            pid=0,
+            connector="memory",
+            kind=connector.kind,
+            content_addressed=connector.content_addressed,
+            orders=connector.orders(),
+            model="stand-in",
+            layout=layout,
+            hash_block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_model_len=MAX_MODEL_LEN // 2,
+            max_num_seqs=self.limits.max_num_seqs,
+        )
+        executor = StandInExecutor(self.num_blocks, self.block_size, connector.make_worker_side(0))
+        engine = Engine(name, epoch, connector, executor)
+        holder.append(engine)
+        engine.core = wire_core(  # type: ignore[attr-defined]
+            card=card,
+            executor=executor,
+            connector=connector.make_scheduler_side(),
+            block_table=connector.make_block_table(),
+            handoff=self.handoff,
+            limits=self.limits,
+            eos_token_ids=sorted(EOS),
+            vocab_size=VOCAB_SIZE,
+            shutdown=executor.shutdown,
+            local_prefill_tokens=2 * self.block_size,
+        )
+        self.engines[name] = engine
+        engine.core.router_joined("router", "1")  # type: ignore[attr-defined]
+
+    def restart(self, name: str) -> None:
+        """kill -9 and a new incarnation: queues, blocks and everything under way from it are gone."""
+        self.num_restarts += 1
+        self.fabric.unregister(self.engines[name].executor.worker)  # type: ignore[arg-type]
+        self.boot(name)
+        for client in self.clients:
+            if name in (client.flow.route.prefill, client.flow.route.decode):
+                self.send(client.flow.engine_died(name))
+                self.maybe_retry(client)
+        self.tell_peers()
+
+    def tell_peers(self) -> None:
+        """The router distributes cards."""
+        cards = [engine.core.card for engine in self.engines.values()]  # type: ignore[attr-defined]
+        for engine in self.engines.values():
+            engine.inbox.append(Peers(cards))
+
+    def step(self, engine: Engine) -> None:
+        """Begin a step or finish the oldest one begun; then check who owns what."""
+        core = engine.core  # type: ignore[attr-defined]
+        if engine.woken:
+            engine.woken = False
+            core.wake()
+        lag = self.chooser.below(self.max_lag + 1) if self.max_lag else 0
+        engine.begun.append(core.begin_step(self.now))
+        while len(engine.begun) > lag:
+            core.finish_step(engine.begun.popleft(), self.now)
+        self.collect(engine)
+        core.scheduler.kv.pool.check_integrity()
+
+    def collect(self, engine: Engine) -> None:
+        """Messages leave the engine."""
+        for _, messages in engine.core.take_messages(self.now):  # type: ignore[attr-defined]
+            engine.outbox.extend(messages)
+
+    # --- router ---------------------------------------------------------------------------------------------------
+
+    def send(self, sends: Sends) -> None:
+        """Messages of a flow on their way to engines."""
+        for name, message in sends:
+            self.engines[name].inbox.append(message)
+
+    def submit(self) -> None:
+        """A client comes."""
+        chooser = self.chooser
+        length = 1 + chooser.below(13)
+        base = 100 + 50 * chooser.below(3)
+        prompt = [base + i for i in range(length)]
+        if chooser.below(3) == 0:
+            prompt[-1] += 17
+        num_output = 1 + chooser.below(7)
+        expected = expected_tokens(prompt, num_output)
+        stop = next((i + 1 for i, t in enumerate(expected) if t in EOS), len(expected))
+        request = GenerateRequest(
+            prompt_token_ids=prompt,
+            params=SamplingParams(temperature=0.0, max_tokens=num_output, seed=1),
+            timeout_s=60.0,
+        )
+        name = f"r{len(self.clients)}"
+        flow = RequestFlow(request, self.route(), request_id=name, transfer_id=f"t{name}", now=self.now)
+        self.clients.append(Client(flow, prompt, expected[:stop]))
+        self.send(flow.start(self.now))
+
+    def route(self) -> Route:
+        """Two engines, any two; now and then one for both parts."""
+        names = list(self.engines)
+        first = names[self.chooser.below(len(names))]
+        if self.chooser.below(12) == 1:
+            return Route(first, first)
+        others = [name for name in names if name != first]
+        return Route(first, others[self.chooser.below(len(others))], self.order)
+
+    def receive(self, engine: Engine) -> None:
+        """The router takes one message of an engine."""
+        message = engine.outbox.popleft()
+        for client in self.clients:
+            flow = client.flow
+            if isinstance(message, Release):
+                ours = (message.transfer_id, message.attempt) == (flow.transfer_id, flow.attempt)
+            else:
+                ours = (getattr(message, "request_id", None), getattr(message, "attempt", None)) == (
+                    flow.request_id,
+                    flow.attempt,
+                )
+            if ours:
+                self.send(flow.handle(engine.name, message, self.now))
+                self.take(client)
+                self.maybe_retry(client)
+
+    def take(self, client: Client) -> None:
+        """Tokens reach the client: each must be right at once."""
+        delta = client.flow.take_delta()
+        if delta is not None:
+            client.got += delta.token_ids
+            assert client.got == client.expected[: len(client.got)], (
+                f"wrong token for {client.flow.request_id}: got {client.got}, expected {client.expected}"
+            )
+
+    def maybe_retry(self, client: Client) -> None:
+        """Another attempt after a failure, on a new pair, behind the tokens that are out."""
+        flow = client.flow
+        if flow.failure is not None and flow.retryable and flow.attempt < MAX_ATTEMPTS and not client.aborted:
+            self.send(flow.restart(self.route(), self.now))
+
+    # --- what happens next ----------------------------------------------------------------------------------------
+
+    def act(self) -> None:
+        """One random event."""
+        choice = self.chooser.below(64)
+        names = list(self.engines)
+        engine = self.engines[names[self.chooser.below(len(names))]]
+        if choice < 20:
+            self.step(engine)
+        elif choice < 32 and engine.inbox:
+            engine.core.handle("router", engine.inbox.popleft(), self.now)  # type: ignore[attr-defined]
+        elif choice < 42 and engine.outbox:
+            self.receive(engine)
+        elif choice < 52 and self.fabric.under_way:
+            self.fabric.deliver(self.chooser.below(len(self.fabric.under_way)))
+        elif choice < 56 and len(self.clients) < 12:
+            self.submit()
+        elif choice == 56:
+            self.abort()
+        elif choice == 57 and self.num_restarts < 2:
+            self.restart(engine.name)
+        elif choice == 58 and self.fabric.under_way:
+            self.lose()
+        elif choice == 59 and self.fabric.under_way:
+            self.duplicate()
+        else:
+            self.now += (0.1, 0.5, 2.0)[self.chooser.below(3)]
+            self.expire_clients()
+
+    def abort(self) -> None:
+        """A client goes away."""
+        live = [client for client in self.clients if not client.flow.ended]
+        if live:
+            client = live[self.chooser.below(len(live))]
+            client.aborted = True
+            self.send(client.flow.abort())
+
+    def lose(self) -> None:
+        """Data that is under way never arrives. (A cancel is local and cannot get lost.)"""
+        index = self.chooser.below(len(self.fabric.under_way))
+        if hasattr(self.fabric.under_way[index], "content"):
+            self.losses += 1
+            self.fabric.lose(index)
+
+    def duplicate(self) -> None:
+        """A write that is under way arrives twice."""
+        operation = self.fabric.under_way[self.chooser.below(len(self.fabric.under_way))]
+        if getattr(operation, "content", None) is not None:
+            twin = object.__new__(type(operation))
+            twin.__dict__.update(operation.__dict__)
+            self.fabric.post(twin)
+
+    def expire_clients(self) -> None:
+        """Deadlines at the router."""
+        for client in self.clients:
+            if not client.flow.ended and client.flow.deadline <= self.now:
+                self.send(client.flow.expire())
+
+    def run(self) -> None:
+        """The whole schedule: random events, then everything comes to rest, then the books are checked."""
+        try:
+            self.submit()
+            while not self.chooser.exhausted:
+                self.act()
+            self.drain()
+            self.check_rest()
+        finally:
+            MemoryFabric.unbind(self.fabric_name)
+
+    def drain(self) -> None:
+        """Deliver everything, let time pass where nothing moves, until nothing is left."""
+        quiet = 0
+        for _ in range(MAX_DRAIN_ROUNDS):
+            moved = self.drain_once()
+            if all(client.flow.ended for client in self.clients) and not moved:
+                quiet += 1
+                if quiet > 20:  # all deadlines are over
+                    return
+            if not moved:
+                self.now += 1.0
+                self.expire_clients()
+        stuck = [client.flow.request_id for client in self.clients if not client.flow.ended]
+        raise AssertionError(f"does not come to rest: {stuck or 'engines stay busy'}")
+
+    def drain_once(self) -> bool:
+        """One round of deliveries and steps. Returns whether anything moved."""
+        moved = bool(self.fabric.under_way)
+        while self.fabric.under_way:
+            self.fabric.deliver(0)
+        for engine in list(self.engines.values()):
+            core = engine.core  # type: ignore[attr-defined]
+            while engine.inbox:
+                core.handle("router", engine.inbox.popleft(), self.now)
+            deadline = core.next_deadline()
+            if core.has_work or engine.begun or moved or (deadline is not None and deadline <= self.now):
+                moved = moved or core.has_work or bool(engine.begun)
+                self.step(engine)
+            self.collect(engine)
+            while engine.outbox:
+                moved = True
+                self.receive(engine)
+        return moved
+
+    def check_rest(self) -> None:
+        """Every request ended as it should, and every block is back."""
+        for client in self.clients:
+            flow = client.flow
+            self.take(client)
+            if flow.finish_reason is not None:
+                assert client.got == client.expected, f"{flow.request_id}: {client.got} != {client.expected}"
+            else:
+                assert flow.failure is not None
+                lawful = client.aborted or flow.attempt == MAX_ATTEMPTS or self.mode_fails(flow.failure)
+                assert lawful, f"{flow.request_id} failed: {flow.failure!r}"
+        for engine in self.engines.values():
+            core = engine.core  # type: ignore[attr-defined]
+            counts = core.scheduler.kv.pool.counts()
+            assert counts.free + counts.cached == counts.total, f"{engine.name}: {counts}"
+            assert core.external.is_idle, f"{engine.name}: loads, holds or quarantine left"
+            assert not core.requests
+            assert not len(core.roles.prefill.leases)
+
+    def mode_fails(self, failure: PdkvError) -> bool:
+        """Failures that this configuration allows."""
+        return failure.code == "timeout" or self.handoff.kv_load_failure_policy == "fail"
+
+
+PAIRS: Sequence[tuple[str, Order, str]] = (
+    ("pull", "prefill_first", "async"),
+    ("pull", "decode_first", "async"),
+    ("push", "concurrent", "async"),
+    ("push", "needs_peer_first", "async"),
+    ("push", "decode_first", "async"),
+    ("store", "prefill_first", "async"),
+    ("store", "decode_first", "async"),
+    ("store", "prefill_first", "layerwise"),
+    ("store", "decode_first", "layerwise"),
+)
+"""Every legal (mode, order), and the kind of load."""
+
+
+def run_schedule(data: bytes, pair: tuple[str, Order, str], make_world: Callable[..., World] = World) -> World:
+    """Run one schedule; raises AssertionError where a contract is broken."""
+    mode, order, load = pair
+    world = make_world(Chooser(data), mode=mode, order=order, load=load)
+    world.run()
+    return world

@@ -1,0 +1,117 @@
+"""A forward pass whose next token is a hash of every KV byte that it reads.
+
+One stale, foreign or missing byte changes the text. The KV of a token is a function of all tokens up to it, so content
+from another prompt, another position or another layer never fits.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
+from pdkv.engine.executor import Executor
+from pdkv.engine.plan import RequestKey, SampledTokens, StepOutput, StepPlan
+from pdkv.messages import EngineCard
+
+VOCAB_SIZE = 997
+NUM_LAYERS = 2
+
+
+def chain_value(previous: int, token_id: int) -> int:
+    """Layer 0's KV of a token behind a prefix whose last KV is `previous`."""
+    return zlib.crc32(token_id.to_bytes(4, "little"), previous & 0xFFFFFFFF) + 1
+
+
+def next_token(values: npt.NDArray[np.int64]) -> int:
+    """The token that follows KV of shape (num_layers, num_tokens)."""
+    return zlib.crc32(np.ascontiguousarray(values).tobytes()) % VOCAB_SIZE
+
+
+def expected_tokens(prompt: Sequence[int], num_output: int) -> list[int]:
+    """What an engine without any cache, block or peer says."""
+    tokens, chain = list(prompt), []
+    for token_id in prompt:
+        chain.append(chain_value(chain[-1] if chain else 0, token_id))
+    for _ in range(num_output):
+        tokens.append(next_token(np.array([chain, [-v for v in chain]], dtype=np.int64)))
+        chain.append(chain_value(chain[-1], tokens[-1]))
+    return tokens[len(prompt) :]
+
+
+class StandInExecutor(Executor):
+    """Keeps its own copy of each request's tokens and block table, as workers do.
+
+    The pool has shape (num_blocks, NUM_LAYERS, block_size), int64.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, worker: WorkerConnector | None) -> None:
+        self.pool = np.full((num_blocks, NUM_LAYERS, block_size), -7, dtype=np.int64)
+        self.block_size = block_size
+        self.worker = worker
+        self._tokens: dict[RequestKey, list[int]] = {}
+        self._blocks: dict[RequestKey, list[int]] = {}
+        if worker is not None:
+            worker.register_kv_caches(self.pool)  # type: ignore[arg-type]
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        for key in plan.ended:
+            del self._tokens[key], self._blocks[key]
+        for new in plan.new:
+            self._tokens[new.key] = new.prompt_token_ids + new.output_token_ids
+            self._blocks[new.key] = list(new.block_ids)
+        for share in plan.scheduled:
+            self._blocks[share.key] += share.new_block_ids
+        sampled = self._forward(plan)
+        transfers = self.worker.get_finished() if self.worker is not None else NO_TRANSFERS
+        return StepOutput(plan.step_id, sampled, {}, transfers)
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        if self.worker is not None:
+            self.worker.update_peers(added, removed)
+
+    def shutdown(self) -> None:
+        if self.worker is not None:
+            self.worker.shutdown()
+
+    def _forward(self, plan: StepPlan) -> dict[RequestKey, SampledTokens]:
+        worker, meta = self.worker, plan.kv_meta
+        hooks = worker is not None and meta is not None and meta.needs_layer_hooks
+        if worker is not None and meta is not None:
+            for key in plan.cancels:
+                worker.cancel(key)
+            worker.start_load_kv(meta)
+        for layer in range(NUM_LAYERS):
+            if hooks:
+                worker.wait_for_layer_load(layer)  # type: ignore[union-attr]
+            for share in plan.scheduled:
+                self._write_layer(layer, share.key, share.num_computed, share.num_scheduled)
+            if hooks:
+                worker.save_kv_layer(layer, self.pool, meta)  # type: ignore[union-attr, arg-type]
+        if worker is not None:
+            worker.wait_for_save()
+        sampled = {}
+        for share in plan.scheduled:
+            if share.samples:
+                stop = share.num_computed + share.num_scheduled
+                token_id = next_token(self.read(self._blocks[share.key], stop))
+                self._tokens[share.key].append(token_id)
+                sampled[share.key] = SampledTokens([token_id], None)
+        return sampled
+
+    def read(self, block_ids: Sequence[int], num_tokens: int) -> Any:
+        """KV of the first tokens, (num_layers, num_tokens)."""
+        blocks = self.pool[block_ids[: -(-num_tokens // self.block_size)]]
+        return blocks.transpose(1, 0, 2).reshape(NUM_LAYERS, -1)[:, :num_tokens]
+
+    def _write_layer(self, layer: int, key: RequestKey, start: int, count: int) -> None:
+        blocks, tokens, size = self._blocks[key], self._tokens[key], self.block_size
+        sign = 1 if layer == 0 else -1
+        previous = 0
+        if start:
+            previous = sign * int(self.pool[blocks[(start - 1) // size], layer, (start - 1) % size])
+        for position in range(start, start + count):
+            previous = chain_value(previous, tokens[position])
+            self.pool[blocks[position // size], layer, position % size] = sign * previous

@@ -1,0 +1,58 @@
+"""Stop strings: cut from the text, held back while they may come, the same for every cut into deltas."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkv.text import StopStrings
+
+WORD = st.text("abé", min_size=1, max_size=5)
+
+
+def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Character by character: the first prefix of the text that ends with a stop string."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            stop = max(complete, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+@settings(max_examples=500, deadline=None)
+@given(deltas=st.lists(st.text("abé", max_size=6), max_size=8), stops=st.lists(WORD, min_size=1, max_size=4))
+def test_the_first_completed_stop_string_cuts_the_text(deltas: list[str], stops: list[str]) -> None:
+    matcher = StopStrings(stops)
+    shown, found = "", None
+    text, stop = expected("".join(deltas), stops)
+    for delta in deltas:
+        piece, found = matcher.push(delta)
+        shown += piece
+        assert text.startswith(shown)  # nothing is shown that is cut later
+        if found is not None:
+            break
+    else:
+        shown += matcher.flush()
+    assert (shown, found) == (text, stop)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("ab", max_size=12), stops=st.lists(WORD, min_size=1, max_size=3))
+def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stops: list[str]) -> None:
+    piece, found = StopStrings(stops).push(text)
+    if found is None:
+        held = text[len(piece) :]
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_a_stop_string_across_deltas_is_never_shown() -> None:
+    matcher = StopStrings(["END", "\n\n"])
+    assert matcher.push("one E") == ("one ", None)
+    assert matcher.push("N") == ("", None)
+    assert matcher.push("ter\n") == ("ENter", None)
+    assert matcher.push("\nmore") == ("", "\n\n")
+
+
+def test_a_stop_string_that_is_not_accepted_stays_in_the_text() -> None:
+    matcher = StopStrings(["ab"])
+    assert matcher.push("xab", accept=False) == ("xab", None)
+    assert matcher.push("ab") == ("", "ab")

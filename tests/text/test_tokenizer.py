@@ -1,0 +1,115 @@
+"""Loading a tokenizer from a model directory, and the same ids and text as transformers."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pdkv.errors import InvalidRequest, ModelError
+from pdkv.text import ChatTemplate, Tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}\n"
+    "    {% if m['role'] == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}\n"
+    "<|user|>{{ m['content'] }}{{ m | tojson }}\n"
+    "{% endfor %}\n"
+    "{% generation %}{% if add_generation_prompt %}<|assistant|>{% endif %}{% endgeneration %}"
+)
+
+
+@pytest.fixture
+def model_dir(backend: tokenizers.Tokenizer, tmp_path: Path) -> Path:
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", unk_token="<unk>", chat_template=TEMPLATE
+    ).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_ids_and_text_are_those_of_transformers(model_dir: Path) -> None:
+    ours, theirs = Tokenizer.from_dir(model_dir), PreTrainedTokenizerFast.from_pretrained(model_dir)
+    for text in ("Hello, world! one two", "the cats 你好 é", "<s>one", ""):
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special)
+            assert ids == ours.encode_unlocked(text, add_special_tokens=special)
+            for skip in (True, False):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_conversation_is_rendered_as_by_transformers(model_dir: Path) -> None:
+    ours, theirs = Tokenizer.from_dir(model_dir), PreTrainedTokenizerFast.from_pretrained(model_dir)
+    messages = [{"role": "user", "content": "<one> & 'two'"}, {"role": "assistant", "content": "ünï"}]
+    for prompt in (True, False):
+        assert ours.render_chat(messages, add_generation_prompt=prompt) == theirs.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt
+        )
+
+
+def test_a_template_inside_tokenizer_config_is_found(model_dir: Path) -> None:
+    (model_dir / "chat_template.jinja").unlink(missing_ok=True)
+    file = model_dir / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    for template in ("T{{ bos_token }}", [{"name": "tool", "template": "X"}, {"name": "default", "template": "T<s>"}]):
+        file.write_text(json.dumps(config | {"chat_template": template}))
+        assert Tokenizer.from_dir(model_dir).render_chat([]) == "T<s>"
+
+
+def test_a_special_token_of_the_configuration_is_left_out_of_text(
+    byte_level: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    ids = [byte_level.token_to_id("<plain added>"), *byte_level.encode("x").ids]
+    assert Tokenizer.from_dir(tmp_path).decode(ids) == "<plain added>x"
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<plain added>"}}))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.decode(ids) == "x"
+    assert tokenizer.special_tokens == {"eos_token": "<plain added>"}
+
+
+def test_messages_that_the_template_refuses_are_the_clients_mistake(model_dir: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no wizards") as error:
+        Tokenizer.from_dir(model_dir).render_chat([{"role": "wizard", "content": ""}])
+    assert error.value.param == "messages"
+
+
+def test_a_template_cannot_leave_its_sandbox() -> None:
+    with pytest.raises(InvalidRequest, match="unsafe"):
+        ChatTemplate("{{ messages.__class__.__mro__ }}", {}).render([])
+
+
+def test_strftime_now_reads_the_given_clock() -> None:
+    template = ChatTemplate("{{ strftime_now('%Y-%m') }}", {}, now=lambda: datetime(2024, 7, 1))
+    assert template.render([]) == "2024-07"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("tokenizer.json", "{", "tokenizer.json: broken"),
+        ("tokenizer_config.json", "[", "tokenizer_config.json: cannot be read"),
+        ("tokenizer_config.json", "[]", "object was expected"),
+        ("tokenizer_config.json", '{"bos_token": 3}', "bos_token is 3"),
+        ("special_tokens_map.json", '{"additional_special_tokens": "x"}', "no list"),
+        ("chat_template.jinja", "{% if %}", "chat template is broken"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja"),
+    ],
+)
+def test_a_missing_or_broken_file_is_named(
+    byte_level: tokenizers.Tokenizer, tmp_path: Path, name: str, content: str | bytes | None, message: str
+) -> None:
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_a_model_without_a_template_has_no_chat(byte_level: tokenizers.Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        Tokenizer(byte_level).render_chat([{"role": "user", "content": "x"}])
