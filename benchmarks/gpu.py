@@ -57,10 +57,11 @@ class Bench:
     def seconds(self, call: Callable[[], object]) -> float:
         """Median time of a call, after one that is not counted."""
         call()
-        times = []
+        make_event: Any = torch.cuda.Event  # has no types
+        times: list[float] = []
         for _ in range(self.repeats):
             if self.device.type == "cuda":
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin, end = make_event(enable_timing=True), make_event(enable_timing=True)
                 begin.record()
                 call()
                 end.record()

@@ -111,8 +111,12 @@ class StoreScheduler(MemoryScheduler):
         handoff = request.handoff
         if handoff is not None and handoff.num_tokens % self.block_size and handoff.num_tokens >= request.num_wanted:
             if request.num_wanted % self.block_size:
-                names.append(request.transfer_key)
+                names.append(self._tail_name(request))
         return names
+
+    def _tail_name(self, request: RequestView) -> StoreName:
+        """A partial tail has no content key: only the transfer's own reader finds it."""
+        return request.transfer_key
 
     def _stage(self, scheduled: ScheduledRange, step_id: int) -> list[tuple[int, StoreName]]:
         """Blocks that become complete with this step."""
@@ -122,7 +126,7 @@ class StoreScheduler(MemoryScheduler):
             if block < len(request.block_keys):
                 items.append((scheduled.block_ids[block], request.block_keys[block]))
         if request.kv == "handoff" and scheduled.stop == request.num_tokens and scheduled.stop % self.block_size:
-            items.append((scheduled.block_ids[scheduled.stop // self.block_size], request.transfer_key))
+            items.append((scheduled.block_ids[scheduled.stop // self.block_size], self._tail_name(request)))
         self._staged.update((name, step_id) for _, name in items)
         return items
 
@@ -132,7 +136,7 @@ class StoreScheduler(MemoryScheduler):
         blocks = range(confirmed.start // self.block_size, confirmed.stop // self.block_size)
         named: list[tuple[int, StoreName]] = [(confirmed.block_ids[b], request.block_keys[b]) for b in blocks]
         if confirmed.last and confirmed.stop % self.block_size:
-            named.append((confirmed.block_ids[confirmed.stop // self.block_size], request.transfer_key))
+            named.append((confirmed.block_ids[confirmed.stop // self.block_size], self._tail_name(request)))
         staged = [(self._staged.pop(name), name) for _, name in named if name in self._staged]
         done = {name for _, name in staged}
         copied = [(b, name) for b, name in named if name not in done and name not in self.fabric.store]
@@ -158,8 +162,7 @@ class StoreWorker(MemoryWorker):
         for load in meta.loads:
             self._active[load.key] = load
             self.fabric.post(ReadStore(self, load))
-        for save in meta.saves:
-            self._commit(save)
+        self.commit_staged(meta)
         for key in meta.drops:
             self.fabric.store.discard(key)
         self._staging = {k: v for k, v in self._staging.items() if k[0] > meta.step_id - STAGED_STEPS}
@@ -213,6 +216,11 @@ class StoreWorker(MemoryWorker):
             self._commits.pop(commit.key, None)
             if commit.key in self._closing:
                 self._close(commit.key, "")
+
+    def commit_staged(self, meta: StoreMetadata) -> None:
+        """Post the commits of what earlier steps staged and has been confirmed since."""
+        for save in meta.saves:
+            self._commit(save)
 
     def _commit(self, save: StoreSave) -> None:
         content: dict[StoreName, Content] = {}

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 MAGIC = b"pdkvKV01"
 HEADER_BYTES = 4096
 _DATA_ALIGNMENT = 2 * 1024 * 1024  # a huge page, where the kernel has them for shared memory
-_TOUCH_BYTES = 16 * 1024 * 1024  # per call, so that a stop is seen soon
+_TOUCH_BYTES = 4 * 1024 * 1024  # per call, so that a stop or a waiting load is seen soon
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11's fcntl lacks it
-_MADV_POPULATE_WRITE = 23  # linux/mman.h
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 _LINK_PREFIX = "/memfd:pdkv:"
 
@@ -167,16 +167,9 @@ class Arena:
 
     def _touch(self, data: Bytes) -> None:
         """Map the pool's pages (a first write to shared memory costs ten times a warm one)."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        address, size = data.ctypes.data, data.nbytes
-        libc.madvise(address, size, mmap.MADV_HUGEPAGE)  # advice: no matter if there are none
-        for offset in range(0, size, _TOUCH_BYTES):
-            if self._stop_touching.is_set():
-                return
-            if libc.madvise(address + offset, min(_TOUCH_BYTES, size - offset), _MADV_POPULATE_WRITE) != 0:
-                # Before Linux 5.14: the pages come one by one with their first use.
-                logger.debug("the KV pool is not touched ahead: %s", os.strerror(ctypes.get_errno()))
+        _advise(data, 0, data.nbytes, mmap.MADV_HUGEPAGE)  # no matter if there are none
+        for offset in range(0, data.nbytes, _TOUCH_BYTES):
+            if self._stop_touching.is_set() or not _advise(data, offset, _TOUCH_BYTES, _MADV_POPULATE_WRITE):
                 return
 
 
@@ -190,6 +183,18 @@ class PeerArena:
         arrays = TableArrays.over(view[HEADER_BYTES : self.shape.data_offset], self.shape.table)
         self.table = BlockTableReader(arrays, self.shape.table)
         self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only
+        self.num_mapped_bytes = 0  # of the pool, by `map_ahead`
+
+    def map_ahead(self) -> bool:
+        """Map the pool's next pages; False: there are no more.
+
+        So the first read of a block runs at full speed, and resident memory does not creep up with the blocks read.
+        """
+        if self.num_mapped_bytes >= self.data.nbytes:
+            return False
+        done = _advise(self.data, self.num_mapped_bytes, _TOUCH_BYTES, _MADV_POPULATE_READ)
+        self.num_mapped_bytes = self.num_mapped_bytes + _TOUCH_BYTES if done else self.data.nbytes
+        return True
 
     def tokens(self) -> Bytes:
         """The KV pool as (num_blocks, layers * 2 * KV heads, block_size, bytes of one head's token)."""
@@ -248,6 +253,19 @@ def _check_identity(fd: int, address: ArenaAddress, engine: str) -> None:
         raise PeerGone(f"engine {engine}: process {address.pid} is another one now (inode, size, start time: {found})")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise IncompatiblePeers(f"engine {engine}: its arena is not sealed")
+
+
+def _advise(data: Bytes, offset: int, num_bytes: int, advice: int) -> bool:
+    """madvise for data[offset : offset + num_bytes] (its end cut off); does not hold the GIL. False: refused.
+
+    Before Linux 5.14 nothing can be populated: pages then come one by one with their first use.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if libc.madvise(data.ctypes.data + offset, min(num_bytes, data.nbytes - offset), advice) == 0:
+        return True
+    logger.debug("madvise(%d): %s", advice, os.strerror(ctypes.get_errno()))
+    return False
 
 
 def _data(memory: memoryview, shape: ArenaShape) -> Bytes:

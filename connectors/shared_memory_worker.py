@@ -181,7 +181,7 @@ class SharedMemoryWorker(WorkerConnector):
 
     def _serve(self) -> None:
         staging = np.empty(STAGING_BYTES, dtype=np.uint8)
-        while (job := self._queue.get()) is not None:
+        while (job := self._next_job()) is not None:
             with self._lock:
                 if job.dropped:
                     continue
@@ -199,6 +199,12 @@ class SharedMemoryWorker(WorkerConnector):
                 self._end(job, TransferOutcome(code, num_bytes, time.monotonic() - job.started))
             del job
             self._notify()
+
+    def _next_job(self) -> _Job | None:
+        """Wait for the next job; None: shut down. With nothing to do, peers' pools are mapped ahead, bit by bit."""
+        while self._queue.empty() and not self._stopping and self._peers.map_ahead():
+            pass
+        return self._queue.get()
 
     def _end(self, job: _Job, outcome: TransferOutcome) -> None:
         del self._jobs[job.load.key]

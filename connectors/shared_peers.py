@@ -14,8 +14,6 @@ from pdkv.messages import EngineCard
 
 logger = logging.getLogger(__name__)
 
-CONNECTOR_NAME = "shared_memory"
-
 Incarnation = tuple[str, str]
 """(engine, epoch)."""
 
@@ -28,7 +26,6 @@ def check_compatible(config: ConnectorConfig, card: EngineCard) -> ArenaAddress:
     """
     own, peer = config.layout, card.layout
     pairs: list[tuple[str, object, object]] = [
-        ("connector", CONNECTOR_NAME, card.connector),
         ("KV layout", own.identity, peer.identity),
         ("KV heads", own.num_kv_heads, peer.num_kv_heads),
         ("bytes per value", own.dtype_bytes, peer.dtype_bytes),
@@ -47,7 +44,9 @@ def check_compatible(config: ConnectorConfig, card: EngineCard) -> ArenaAddress:
     try:
         return msgspec.msgpack.decode(card.rank_blobs[0], type=ArenaAddress)
     except (IndexError, msgspec.DecodeError) as error:
-        raise IncompatiblePeers(f"engine {card.engine}: its card says nothing of an arena: {error}") from error
+        raise IncompatiblePeers(
+            f"engine {card.engine} (connector {card.connector}): its card names no arena: {error}"
+        ) from error
 
 
 class PeerArenas:
@@ -129,6 +128,12 @@ class PeerArenas:
                 raise
             self._open[peer] = arena
             return arena
+
+    def map_ahead(self) -> bool:
+        """Map some more of a pool that was opened; False: nothing is left to do."""
+        with self._lock:
+            arenas = list(self._open.values())
+        return any(arena.map_ahead() for arena in arenas)
 
     def clear(self) -> None:
         """Forget all peers. Idempotent."""

@@ -33,7 +33,7 @@ class CudaAttention(AttentionBackend):
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         heads, kv_heads = self._num_heads, self._kv_heads
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         write_kv(self._pool, layer, k, v, self._slot_mapping)
         out = paged_attention(
             q, self._pool, layer, self._block_tables, self._seq_lens, self._cu_seqlens_q, self._scale

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pdkv.engine.batch import IntArray, StepInputs
 
@@ -12,13 +13,16 @@ _MAX_TILE = 128
 _TILE_SIZES = np.array([1, 2, 4, 8, 12, 16, 24, 32, 48, 64])
 """Short tiles are padded to one of these, so that many short prompts share buckets; longer ones keep their size."""
 
-_BUCKET_BYTES = 8 << 20
+_BUCKET_BYTES = 4 << 20
 """Gathered KV, and scores, of one bucket. Both stay in a last-level cache."""
 
 _WASTE_BYTES = 512 << 10
-"""Padding that costs as much as the calls of one more bucket."""
+"""Gathering this much padding costs as much as the calls of one more bucket."""
 
-_WASTE_RATIO = 0.15
+_WASTE_RATIO = 0.1
+
+_QUERIES_PER_GATHER = 5
+"""So many queries per tile cost as much in products and softmax as the gathering of their keys does."""
 
 
 class AttentionLimits:
@@ -47,7 +51,7 @@ class Bucket(NamedTuple):
     positions: IntArray  # (B, Q) of each query in its request
     qkv_rows: IntArray  # (B, Q) of each query in the step
     out_rows: IntArray  # (B, Q) where its output goes
-    real: IntArray  # (B, Q) bool: not padding
+    real: npt.NDArray[np.bool_]  # (B, Q) not padding
     num_blocks: int  # K
 
     @property
@@ -128,7 +132,7 @@ def _bucket_end(tiles: _Tiles, start: int, block_size: int, limits: AttentionLim
     most = limits.tiles_per_bucket(size, blocks * block_size)
     own = np.cumsum(tiles.blocks[start : start + most])
     waste = blocks * np.arange(1, len(own) + 1) - own
-    slack = _WASTE_BYTES // (limits.kv_token_bytes * block_size)
+    slack = _WASTE_BYTES / (limits.kv_token_bytes * block_size * (1 + size / _QUERIES_PER_GATHER))
     fits = (tiles.padded[start : start + most] == size) & (waste <= np.maximum(_WASTE_RATIO * own, slack))
     return start + (len(own) if fits.all() else int(fits.argmin()))
 

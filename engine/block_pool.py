@@ -88,11 +88,20 @@ class BlockPool:
             assert counts[block_id] > 0, f"block {block_id} has no {holder.name} holder"
             before = self._class_of(block_id)
             counts[block_id] -= 1
-            if not self._is_held(block_id):
+            if not self.is_held(block_id):
                 self._free[block_id] = None
                 if self._keys[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
             self._count(before, self._class_of(block_id))
+
+    def is_held(self, block_id: int) -> bool:
+        """Whether anybody holds the block."""
+        active, leased, quarantined = self._holders
+        return active[block_id] > 0 or leased[block_id] > 0 or quarantined[block_id] > 0
+
+    def has_content(self, block_id: int) -> bool:
+        """Whether the block is hashed, and so immutable."""
+        return self._keys[block_id] is not None
 
     def lookup(self, key: bytes) -> int | None:
         """The block whose last hash-block key is `key`."""
@@ -127,14 +136,10 @@ class BlockPool:
         classes = [self._class_of(block_id) for block_id in range(self.num_blocks)]
         assert [classes.count(c) for c in _Class] == self._counts, (self._counts, classes)
         for block_id in range(self.num_blocks):
-            assert (block_id in self._free) == (not self._is_held(block_id)), f"block {block_id}"
+            assert (block_id in self._free) == (not self.is_held(block_id)), f"block {block_id}"
             assert all(holder[block_id] >= 0 for holder in self._holders), f"block {block_id}"
         indexed = {block_id: keys[-1] for block_id, keys in enumerate(self._keys) if keys is not None}
         assert {key: block_id for block_id, key in indexed.items()} == self._by_key
-
-    def _is_held(self, block_id: int) -> bool:
-        active, leased, quarantined = self._holders
-        return active[block_id] > 0 or leased[block_id] > 0 or quarantined[block_id] > 0
 
     def _class_of(self, block_id: int) -> _Class:
         active, leased, quarantined = self._holders

@@ -44,6 +44,9 @@ MAX_TOMBSTONES = 4096
 EXPIRY_INTERVAL_S = 0.02
 """Deadlines are looked at this often while steps follow each other; an idle engine sleeps until the next one."""
 
+TRANSFER_POLL_S = 0.5
+"""While transfers are pending, an empty step at least this often lets the connector see its own deadlines."""
+
 LOAD_INTERVAL_S = 0.1
 """How often a busy engine reports its load."""
 
@@ -120,6 +123,7 @@ class EngineCore:
         self._dirty = False
         self._next_expiry = 0.0
         self._next_load = 0.0
+        self._last_step = 0.0
         self._last_load: Load | None = None
         self._event_number = 0
 
@@ -143,6 +147,8 @@ class EngineCore:
         """The earliest time at which `step` must be called although nothing else happens."""
         deadlines = [r.deadline for r in self.requests.values()]
         deadlines += [d for d in (self.scheduler.next_deadline(), self.roles.next_deadline()) if d is not None]
+        if not self.external.is_idle:
+            deadlines.append(self._last_step + TRANSFER_POLL_S)
         return max(min(deadlines), self._next_expiry) if deadlines else None
 
     def step(self, now: float) -> None:
@@ -153,6 +159,7 @@ class EngineCore:
         """Schedule and execute. Its finish_step may lag: at most two steps may have begun when one is finished."""
         self.expire(now)
         self._dirty = False
+        self._last_step = now
         self.scheduler.needs_step = False
         plan = self.scheduler.schedule(now)
         self._fail_rejected()

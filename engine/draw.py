@@ -124,7 +124,7 @@ def _invert_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     sums = units.sum(dim=-1)
     cumulated = sums.cumsum(dim=-1)
     total = cumulated[:, -1:]
-    target = torch.minimum((uniforms * total.double()).long(), total - 1)
+    target = (uniforms * total.double()).long()  # < total: at u = 1 - 2**-53 the product rounds to total's predecessor
     block = torch.searchsorted(cumulated, target, right=True).clamp_(max=num_blocks - 1)
     rest = target - (cumulated.gather(1, block) - sums.gather(1, block))
     inside = units.gather(1, block.unsqueeze(-1).expand(-1, -1, _CDF_BLOCK)).squeeze(1).cumsum(dim=-1)

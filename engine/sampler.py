@@ -12,9 +12,8 @@ from pdkv.engine.logit_processors import PenaltyRows, add_bias, apply_bitmask, a
 from pdkv.engine.logprobs import token_logprobs
 from pdkv.engine.plan import NewRequest, SampledTokens
 from pdkv.engine.randomness import uniforms
-from pdkv.errors import InvalidRequest
+from pdkv.engine.sampling_checks import check_for_vocab
 from pdkv.messages import TokenLogprob
-from pdkv.sampling_params import SamplingParams
 
 _SEED_MASK = (1 << 64) - 1
 _ROW = np.dtype(
@@ -37,21 +36,6 @@ _ROW = np.dtype(
         ("num_logprobs", np.int64),
     ]
 )
-
-
-def check_for_vocab(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidRequest for parameters that name tokens outside the vocabulary, or that lack a needed seed.
-
-    For the engine's door: `SamplingState.add` makes the same check, when it is too late for a polite answer.
-    """
-    for token_id in params.logit_bias:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"logit_bias: token {token_id} is not in [0, {vocab_size})", param="logit_bias")
-    for token_id in params.stop_token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"stop_token_ids: {token_id} is not in [0, {vocab_size})", param="stop_token_ids")
-    if params.seed is None and not params.greedy:
-        raise InvalidRequest("a request that draws needs a seed; the router gives one", param="seed")
 
 
 class SamplingState:

@@ -261,8 +261,10 @@ class Scheduler:
         done = start + matched.num_tokens
         threshold = self.limits.long_prefill_token_threshold
         num_tokens = min(request.num_tokens - done, threshold or request.num_tokens, budget)
-        if not self.kv.admit(request, hit, done + num_tokens):
-            return "blocked", 0
+        if not self.kv.fits(request.num_tokens, hit):
+            return "blocked", 0  # a prompt that begins and cannot end would only preempt others, or itself
+        admitted = self.kv.admit(request, hit, done + num_tokens)
+        assert admitted
         request.num_computed = request.num_confirmed = start
         if matched.num_tokens:
             load = Load(request, start, done, now + self.limits.kv_load_timeout_s, layerwise_step=step_id)

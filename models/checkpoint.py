@@ -25,7 +25,7 @@ class Checkpoint:
         self._opened: list[Any] = []
         for file in _weight_files(path):
             try:
-                handle = safe_open(file, framework="pt")
+                handle: Any = safe_open(file, framework="pt")
                 handle.__enter__()
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{file}: cannot be read as safetensors: {error}") from None

@@ -26,6 +26,7 @@ from pdkv.messages import (
     TokenLogprob,
     Tokens,
 )
+from pdkv.model_config import load_model_config
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import TextStream, Tokenizer
 
@@ -129,6 +130,7 @@ class LLM:
 
     def _start(self, config: EngineConfig) -> None:
         self.config = config
+        self._eos_token_ids = load_model_config(config.model).eos_token_ids
         self.tokenizer = Tokenizer.from_dir(config.model)
         self._core = build_engine(config, name="local", epoch=secrets.token_hex(8))
         self._core.router_joined(_ROUTER_ID, self._core.card.epoch)
@@ -186,7 +188,7 @@ class LLM:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._core.eos_token_ids)}
+        stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
         choices = []
         for index in range(params.n):
             submit = Submit(

@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 MAX_RETRIES = 1
 """Attempts on other engines after one that failed before its first token."""
 
+TELLING_TIMEOUT_S = 5.0
+"""A deadline below this that passes says more about the client than about the engine."""
+
 
 class Dispatcher:
     """All generations of one router. Lives in one event loop; an `EngineListener` of its backends."""
@@ -196,7 +199,7 @@ class Dispatcher:
     # --- what engines say (EngineListener) ------------------------------------------------------------------------
 
     def engine_up(self, name: str, card: EngineCard) -> None:
-        """An incarnation is ready: peers hear of it, and its cache content is asked for."""
+        """An incarnation is ready: its peers hear of it."""
         try:
             self.fleet.came_up(name, card)
         except IncompatiblePeers as error:
@@ -204,7 +207,6 @@ class Dispatcher:
             return
         logger.info("%s is ready (pid %d, epoch %s)", name, card.pid, card.epoch)
         self.index.add_engine(name)
-        self._send(name, Resync())
         self._send_peers()
         if self.fleet.complete_once:
             self.became_ready.set()
@@ -303,7 +305,8 @@ class Dispatcher:
 
     def _blame(self, flow: RequestFlow) -> None:
         engine = self.fleet.engines.get(flow.failed_engine or "")
-        if engine is not None and (flow.retryable or isinstance(flow.failure, RequestTimeout)):
+        timed_out = isinstance(flow.failure, RequestTimeout) and flow.request.timeout_s >= TELLING_TIMEOUT_S
+        if engine is not None and (flow.retryable or timed_out):
             engine.failed(self._clock())
 
     def _hold(self, generation: Generation, engines: Iterable[str]) -> None:

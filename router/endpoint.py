@@ -4,6 +4,7 @@ No framework between a token and the socket: a response costs one extra task, wh
 """
 
 import asyncio
+import logging
 import math
 import secrets
 import time
@@ -20,11 +21,13 @@ from pdkv.router.choice import ChoiceDelta
 from pdkv.router.fanout import Fanout
 from pdkv.router.metrics import Endpoint, Metrics, RequestMetrics
 from pdkv.router.openai import Job, ServedModel
-from pdkv.router.responses import WholeChoice, describe_error, prompt_extras, usage
+from pdkv.router.responses import WholeChoice, describe_error, error_status, prompt_extras, usage
 from pdkv.router.sse import DONE, ChunkEncoder, error_event
 
 if TYPE_CHECKING:
     from pdkv.router.dispatch import Dispatcher
+
+logger = logging.getLogger(__name__)
 
 RawHeaders = list[tuple[bytes, bytes]]
 Prepare = Callable[[bytes, ServedModel], Awaitable[Job]]
@@ -71,6 +74,8 @@ class GenerateEndpoint:
             outcome = "disconnected"
         except PdkvError as error:
             outcome = error.code
+            if error_status(error) >= 500:
+                logger.warning("request %s failed: %s: %s", exchange.request_id, error.code, error)
             await exchange.fail(error)
         finally:
             metrics.ended(outcome)

@@ -19,7 +19,7 @@ MAX_STOPS = 64
 """Stop strings of one request: each costs a little per character of output."""
 
 LONG_TEXT = 2_000
-"""Characters from which a text is tokenized on a thread: about 3 ms, which other requests would wait."""
+"""Characters from which texts are tokenized on a thread: about 3 ms, which other requests would wait."""
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -96,7 +96,7 @@ async def prepare_completion(body: CompletionBody, model: ServedModel) -> Job:
         prompt_logprobs=num_prompt_logprobs,
     )
     _check_params(params, body, model)
-    prompts = [await _prompt(prompt, model) for prompt in _split_prompts(body.prompt)]
+    prompts = await _prompts(body.prompt, model)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     _check_length(longest, params.max_tokens if body.max_tokens else None, model, "prompt")
     if len(prompts) * params.n > MAX_CHOICES:
@@ -126,7 +126,7 @@ async def prepare_chat(body: ChatBody, model: ServedModel) -> Job:
     if not body.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
     text = model.tokenizer.render_chat([_message(message) for message in body.messages])
-    token_ids = await _encode(text, model.tokenizer, add_special_tokens=False)
+    [token_ids] = await _encode([text], model.tokenizer, add_special_tokens=False)
     if not token_ids:
         raise InvalidRequest("messages must not be empty: the prompt has no tokens", param="messages")
     _check_length(len(token_ids), max_tokens, model, "messages")
@@ -195,12 +195,13 @@ def _sampling_params(
     try:
         params.validate()
     except InvalidRequest as error:
-        error.param = _client_name(error.param, body)
-        raise
+        name = error.param or ""
+        theirs = _client_name(name, body)
+        raise InvalidRequest(str(error).replace(name, theirs, 1), param=theirs) from None
     return params
 
 
-def _client_name(param: str | None, body: CompletionBody | ChatBody) -> str | None:
+def _client_name(param: str, body: CompletionBody | ChatBody) -> str:
     """The field that the client wrote for one of SamplingParams'."""
     if isinstance(body, ChatBody):
         if param == "logprobs":
@@ -257,36 +258,29 @@ def _check_length(num_prompt: int, max_tokens: int | None, model: ServedModel, p
 # --- prompts ------------------------------------------------------------------------------------------------------
 
 
-def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """A text, a list of texts, token ids or a list of them: as a list of texts or token ids."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise InvalidRequest("prompt must not be empty", param="prompt")
-    kinds = {type(part) for part in prompt}
+async def _prompts(prompt: str | list[str | int | list[int]], model: ServedModel) -> list[Prompt]:
+    """A text, a list of texts, token ids or a list of them."""
+    parts = [prompt] if isinstance(prompt, str) else prompt
+    kinds = set(map(type, parts))
     if len(kinds) > 1:
         raise InvalidRequest("prompt must be of one kind: texts, token ids, or lists of token ids", param="prompt")
-    if kinds == {int}:
-        return [cast(list[int], prompt)]
-    return cast(list[str | list[int]], prompt)
-
-
-async def _prompt(prompt: str | list[int], model: ServedModel) -> Prompt:
-    if not prompt:
+    if kinds == {str}:
+        texts = cast(list[str], parts)
+        token_lists = await _encode(texts, model.tokenizer, add_special_tokens=True)
+        prompts = [Prompt(token_ids, text) for token_ids, text in zip(token_lists, texts, strict=True)]
+    else:
+        prompts = [Prompt(ids, None) for ids in cast(list[list[int]], [parts] if kinds == {int} else parts)]
+        for token_ids, _ in prompts:
+            _check_token_ids(token_ids, model, "prompt")
+    if not prompts or any(not token_ids or text == "" for token_ids, text in prompts):
         raise InvalidRequest("prompt must not be empty", param="prompt")
-    if not isinstance(prompt, str):
-        _check_token_ids(prompt, model, "prompt")
-        return Prompt(prompt, None)
-    token_ids = await _encode(prompt, model.tokenizer, add_special_tokens=True)
-    if not token_ids:
-        raise InvalidRequest("prompt must not be empty: it has no tokens", param="prompt")
-    return Prompt(token_ids, prompt)
+    return prompts
 
 
-async def _encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[int]:
-    if len(text) < LONG_TEXT:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode_unlocked, text, add_special_tokens=add_special_tokens)
+async def _encode(texts: list[str], tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[list[int]]:
+    if sum(map(len, texts)) < LONG_TEXT:
+        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+    return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens)
 
 
 def _message(message: Message) -> dict[str, str]:

@@ -13,12 +13,13 @@ from pdkv.messages import BlockRemoved, BlockStored, CacheCleared, KVEvents
 class _Part:
     """One engine's part of the index."""
 
-    __slots__ = ("bit", "keys", "next_number")
+    __slots__ = ("asked", "bit", "keys", "next_number")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
         self.keys: set[bytes] = set()
         self.next_number: int | None = None  # None: nothing counts until a batch begins with CacheCleared
+        self.asked = False  # a Resync is under way
 
 
 class PrefixIndex:
@@ -41,7 +42,7 @@ class PrefixIndex:
         return 0 if part is None else len(part.keys)
 
     def add_engine(self, engine: str) -> None:
-        """Begin with an empty part; the engine must be asked for a Resync."""
+        """Begin with an empty part; an engine's first batch says what it holds."""
         self.remove_engine(engine)
         taken = {part.bit for part in self._parts.values()}
         bit = next(1 << i for i in range(len(taken) + 1) if 1 << i not in taken)
@@ -65,12 +66,13 @@ class PrefixIndex:
             return True
         starts_over = bool(events.events) and isinstance(events.events[0], CacheCleared)
         if not starts_over and events.number != part.next_number:
-            if part.next_number is None:
+            if part.asked:
                 return True
             self.num_gaps += 1
-            part.next_number = None
+            part.next_number, part.asked = None, True
             self._clear(part)
             return False
+        part.asked = False
         part.next_number = events.number + 1
         for event in events.events:
             match event:

@@ -75,9 +75,7 @@ def run_router(
         client = EngineClient(engine.name, engine.endpoint, router_id=router_id, context=context)
         dispatcher.add_backend(client, engine.role)
     config = load_model_config(model)
-    app = create_app(
-        dispatcher, Tokenizer.from_dir(model), config, served_model_name, max_model_len=config.max_position_embeddings
-    )
+    app = create_app(dispatcher, Tokenizer.from_dir(model), config, served_model_name)
     server = _Server(
         uvicorn.Config(
             app,
@@ -85,6 +83,7 @@ def run_router(
             ws="none",
             access_log=False,
             log_config=None,
+            log_level="warning",
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=SHUTDOWN_S,

@@ -1,6 +1,6 @@
 """Makes pdkv's embedded default model: a small Llama that recalls a code named earlier in its prompt.
 
-    python examples/default_model/train.py --minutes 25 --out pdkv/default_model
+    python examples/default_model/train.py --minutes 14 --out pdkv/default_model
     python examples/default_model/train.py --evaluate pdkv/default_model
 
 Everything is generated here (tokenizer corpus, training data, weights); nothing is downloaded. The seed fixes the data
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,19 +37,23 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+HIDDEN_SIZE = 128
 HEAD_DIM = 32
 ROPE_THETA = 500_000.0
+
 TOKENS_PER_BATCH = 2048
-RECITAL_FROM_FACTS = 20
 MAX_QUESTIONS = 16  # per sequence
 PEAK_LEARNING_RATE = 4e-3
 WARMUP_STEPS = 100
+FIRST_MAX_FACTS = 8
 # The number of facts grows when this share of answer tokens is right, so that recall forms on short prompts first.
 LEVEL_UP_ACCURACY = 0.95
+RECITAL_FROM_FACTS = 20  # max_facts from which recitals are mixed in: they are longer and hold back the first steps
 
-CONSTANT_CHANNEL = 0  # of the embedding: the same for all tokens at first, in place of the biases a Llama lacks
-
-CONTEXT_CHANNELS = slice(96, 128)  # empty in the embedding at first
+# Channels of the residual stream that have a meaning at the start, see `begin_as_induction`.
+CONSTANT_CHANNEL = 0  # the same for all tokens, in place of the biases that a Llama lacks
+ONE_BACK = slice(64, 96)  # empty in the embedding; the first layer writes the previous token there
+TWO_BACK = slice(96, 128)  # and here the one before
 
 IntArray = NDArray[np.int64]
 
@@ -167,9 +171,8 @@ class Batches:
         num_facts = min(int(math.exp(self.rng.uniform(0.0, math.log(max_facts + 1)))), max_facts)
         if self.rng.random() < 0.5:
             num_facts = self.rng.randint(max(1, max_facts // 2), max_facts)
-        form = self.rng.choices(
-            ("completion", "chat", "recital"), (0.4, 0.45, 0.15 if max_facts >= RECITAL_FROM_FACTS else 0.0)
-        )[0]
+        recital_weight = 0.15 if max_facts >= RECITAL_FROM_FACTS else 0.0
+        form = self.rng.choices(("completion", "chat", "recital"), (0.4, 0.45, recital_weight))[0]
         is_chat = form == "chat" or (form == "recital" and self.rng.random() < 0.5)
         layout = Layout()
         self.add_trunk(layout, num_facts, is_chat=is_chat)
@@ -249,7 +252,7 @@ def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
     """A Llama of about 0.85 M parameters, in float32 (3.3 MiB on disk)."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
+        hidden_size=HIDDEN_SIZE,
         intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=8,
@@ -265,38 +268,42 @@ def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
         pad_token_id=tokenizer.token_to_id(EOS),
         dtype="float32",
     )
-    model = LlamaForCausalLM(config)
+    model: LlamaForCausalLM = cast(Any, LlamaForCausalLM)(config)  # its constructor has no types
     begin_as_induction(model)
     return model
 
 
 def begin_as_induction(model: LlamaForCausalLM) -> None:
-    """Start near a circuit that recalls, which random weights take hours of a CPU to find.
+    """Start near a circuit that recalls; from random weights, a CPU needs hours to find one.
 
-    Layer 0: query head h looks h + 1 tokens back; the first two heads, which share a KV head, write the key that they
-    find into `CONTEXT_CHANNELS`, which embeddings leave free. Layer 1: all heads look for a token of like context (an
-    "induction head", Olsson et al., 2022) and copy it ("mimetic initialization", Trockman and Kolter, 2023).
+    Layer 0: query head h looks h + 1 tokens back; heads 0 and 1 write what they find to `ONE_BACK` and `TWO_BACK`.
+    Layer 1: a query looks for the place whose token two back (a fact's key, seen from its first digit) is its own token
+    one or two back (the asked key, seen from a prompt's end), and copies what stands there: an induction head (Olsson
+    et al., 2022) begun by hand, in the way of "mimetic initialization" (Trockman and Kolter, 2023).
+    All weights are trained from there.
     """
     embedding = model.model.embed_tokens.weight
-    embedding[:, CONTEXT_CHANNELS] = 0.0
+    embedding[:, ONE_BACK] = embedding[:, TWO_BACK] = 0.0
     embedding[:, CONSTANT_CHANNEL] = 0.6
+    first, second = model.model.layers[:2]
     for layer in model.model.layers:
-        layer.mlp.down_proj.weight *= 0.2
-    model.model.layers[0].mlp.down_proj.weight[CONTEXT_CHANNELS] = 0.0
-    begin_looking_back(model.model.layers[0].self_attn)
-    begin_matching(model.model.layers[1].self_attn)
+        layer.mlp.down_proj.weight *= 0.2  # random MLPs would drown what attention writes
+    first.mlp.down_proj.weight[ONE_BACK] = first.mlp.down_proj.weight[TWO_BACK] = 0.0
+    begin_looking_back(first.self_attn)
+    begin_matching(second.self_attn)
 
 
 def begin_looking_back(attention: LlamaAttention) -> None:
-    """With a constant vector u in the fast rotary pairs, a key u and a query R(-offset) u score
-    sum_i a_i^2 cos(w_i (distance - offset)), which peaks at distance = offset.
+    """Heads that find a place by distance.
+
+    With a vector u constant over tokens, in the fast rotary pairs, a key u and a query R(-offset) u score
+    sum_i u_i^2 cos(w_i (distance - offset)), which peaks at distance = offset.
     """
     num_pairs, half = HEAD_DIM // 4, HEAD_DIM // 2
     frequencies = ROPE_THETA ** (-torch.arange(num_pairs) / half)
-    # The normalised constant channel is about 8, so that keys and queries have components of about 5.6.
-    strength = 0.7
-    keys = attention.k_proj.weight.view(-1, HEAD_DIM, attention.k_proj.in_features)
-    queries = attention.q_proj.weight.view(-1, HEAD_DIM, attention.q_proj.in_features)
+    strength = 0.7  # times the constant channel, about 8 after RMSNorm, is u_i = 5.6: sharp to one token
+    keys = attention.k_proj.weight.view(-1, HEAD_DIM, HIDDEN_SIZE)
+    queries = attention.q_proj.weight.view(-1, HEAD_DIM, HIDDEN_SIZE)
     keys[:, :num_pairs, CONSTANT_CHANNEL] = strength
     for head, query in enumerate(queries):
         angles = (head + 1) * frequencies
@@ -304,24 +311,25 @@ def begin_looking_back(attention: LlamaAttention) -> None:
         query[half : half + num_pairs, CONSTANT_CHANNEL] = -strength * angles.sin()
     torch.nn.init.orthogonal_(attention.v_proj.weight)
     attention.v_proj.weight[:, CONSTANT_CHANNEL] = 0.0
-    context = torch.zeros(HEAD_DIM, attention.o_proj.in_features)
-    context[:, :HEAD_DIM] = context[:, HEAD_DIM : 2 * HEAD_DIM] = 0.15 * torch.eye(HEAD_DIM)
     attention.o_proj.weight *= 0.1
-    attention.o_proj.weight[CONTEXT_CHANNELS] = context
+    # Heads 0 and 1 share a KV head, so that a token looks the same in both places.
+    for head, channels in enumerate((ONE_BACK, TWO_BACK)):
+        attention.o_proj.weight[channels] = 0.0
+        attention.o_proj.weight[channels, head * HEAD_DIM : (head + 1) * HEAD_DIM] = 0.3 * torch.eye(HEAD_DIM)
 
 
 def begin_matching(attention: LlamaAttention) -> None:
-    """Wq = Wk on `CONTEXT_CHANNELS` and on the slow rotary pairs: a match counts wherever it stands.
-
-    Wo Wv, summed over the heads, is a multiple of the identity.
-    """
-    keys = attention.k_proj.weight.view(-1, 2, HEAD_DIM // 2, attention.k_proj.in_features)
-    keys.zero_()
-    torch.nn.init.normal_(keys[:, :, HEAD_DIM // 4 :, CONTEXT_CHANNELS], std=0.3)
-    repeats = attention.q_proj.out_features // attention.k_proj.out_features
-    attention.q_proj.weight.copy_(keys.flatten(1, 2).repeat_interleave(repeats, dim=0).flatten(0, 1))
+    """Heads that find a place by content and copy it: Wo Wv, summed over the heads, is a multiple of the identity."""
+    # A head's channels are (first, second half) of the rotary pairs; the slow pairs hardly depend on the distance.
+    shape = (-1, 2, HEAD_DIM // 2, HIDDEN_SIZE)
+    slow = slice(HEAD_DIM // 4, None)
+    keys, queries = attention.k_proj.weight.view(shape).zero_(), attention.q_proj.weight.view(shape).zero_()
+    repeats = len(queries) // len(keys)
+    pattern = 0.3 * torch.randn(len(keys), 2, HEAD_DIM // 4, HEAD_DIM)
+    keys[:, :, slow, TWO_BACK] = pattern
+    queries[:, :, slow, TWO_BACK] = queries[:, :, slow, ONE_BACK] = pattern.repeat_interleave(repeats, dim=0)
     values = torch.nn.init.orthogonal_(attention.v_proj.weight)
-    copies = values.view(-1, HEAD_DIM, attention.v_proj.in_features).repeat_interleave(repeats, dim=0).flatten(0, 1)
+    copies = values.view(-1, HEAD_DIM, HIDDEN_SIZE).repeat_interleave(repeats, dim=0).flatten(0, 1)
     attention.o_proj.weight.copy_(copies.T * 0.1)
 
 
@@ -333,7 +341,7 @@ class Progress:
     started_s: float = field(default_factory=time.monotonic)
     step: int = 0
     num_tokens: int = 0
-    max_facts: int = 4
+    max_facts: int = FIRST_MAX_FACTS
     loss: float = 6.0
     accuracy: float = 0.0
 
@@ -384,7 +392,7 @@ def train(model: LlamaForCausalLM, batches: Batches, minutes: float) -> Iterator
         ).last_hidden_state
         logits = model.lm_head(hidden[:, batch.predicting])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -400,8 +408,11 @@ def train(model: LlamaForCausalLM, batches: Batches, minutes: float) -> Iterator
 
 
 @torch.inference_mode()
-def greedy(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-    """Plain transformers generation of prompts of equal length; each answer ends with EOS unless it was cut."""
+def greedy(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    """Plain transformers generation of prompts of equal length; each answer ends with EOS unless it was cut.
+
+    `model` is a LlamaForCausalLM; transformers' own types for `generate` do not admit one.
+    """
     token_ids = torch.tensor(prompts)
     output = model.generate(
         token_ids,
@@ -416,34 +427,47 @@ def greedy(model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], max_new_to
 
 def render_chat(messages: Sequence[dict[str, str]]) -> str:
     """What `CHAT_TEMPLATE` gives with `add_generation_prompt`."""
-    return BOS + "".join(f"<|{message['role']}|>{message['content']}" for message in messages) + ASSISTANT
+    turns = [f"<|{each['role']}|>{each['content']}{EOS if each['role'] == 'assistant' else ''}" for each in messages]
+    return BOS + "".join(turns) + ASSISTANT
 
 
-def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, num_facts: int, num_questions: int) -> dict[str, float]:
+def render_follow_up(question: recall.RecallQuestion) -> tuple[str, str]:
+    """Prompt and answer of a second chat turn, which asks for the first fact."""
+    key, code = question.facts[0]
+    answer = {"role": "assistant", "content": question.answer}
+    return render_chat([*question.messages, answer, {"role": "user", "content": recall.ask_text(key)}]), code
+
+
+def evaluate(model: Any, tokenizer: Tokenizer, num_facts: int, num_questions: int) -> dict[str, float]:
     """Share of exactly right answers, the end of text included, per form; seeds never used in training."""
-    eos = tokenizer.token_to_id(EOS)
     seeds = range(10**6, 10**6 + num_questions)
     questions = [recall.make_question(seed, num_facts) for seed in seeds]
     recitals = [recall.make_recital(seed, num_facts) for seed in seeds[: max(1, num_questions // 8)]]
-    shares = {}
-    for form, asked in (("completion", questions), ("chat", questions), ("recital", recitals)):
-        texts = [render_chat(each.messages) if form == "chat" else BOS + each.prompt for each in asked]
-        prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-        expected = [[*tokenizer.encode(each.answer, add_special_tokens=False).ids, eos] for each in asked]
-        length = len(expected[0])
-        right = 0
-        for start in range(0, len(asked), 32):
-            answers = greedy(model, prompts[start : start + 32], length)
-            right += sum(got[:length] == want for got, want in zip(answers, expected[start:], strict=False))
-        shares[form] = right / len(asked)
-    return shares
+    return {
+        "completion": share_right(model, tokenizer, [(BOS + each.prompt, each.answer) for each in questions]),
+        "chat": share_right(model, tokenizer, [(render_chat(each.messages), each.answer) for each in questions]),
+        "follow-up": share_right(model, tokenizer, [render_follow_up(each) for each in questions]),
+        "recital": share_right(model, tokenizer, [(BOS + each.prompt, each.answer) for each in recitals]),
+    }
+
+
+def share_right(model: Any, tokenizer: Tokenizer, cases: Sequence[tuple[str, str]]) -> float:
+    """Share of (prompt, answer) that greedy decoding gets exactly right, EOS included. All have equal lengths."""
+    eos = tokenizer.token_to_id(EOS)
+    prompts = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt, _ in cases]
+    expected = [[*tokenizer.encode(answer, add_special_tokens=False).ids, eos] for _, answer in cases]
+    right = 0
+    for start in range(0, len(cases), 32):
+        answers = greedy(model, prompts[start : start + 32], len(expected[0]))
+        right += sum(got == want for got, want in zip(answers, expected[start:], strict=False))
+    return right / len(cases)
 
 
 def report(out: Path, num_questions: int) -> None:
     """Print the accuracy of a saved model by number of facts, in float32 and in bfloat16."""
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(out, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
         for num_facts in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96):
             shares = evaluate(model, tokenizer, num_facts, num_questions)
             figures = ", ".join(f"{form} {share:.4f}" for form, share in shares.items())
@@ -452,7 +476,7 @@ def report(out: Path, num_questions: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=25.0, help="training time (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=14.0, help="training time (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("pdkv/default_model"), help="model directory to write")
     parser.add_argument("--seed", type=int, default=0, help="of data and initial weights (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
@@ -471,6 +495,7 @@ def main() -> None:
         if progress.step % 100 == 0:
             print(progress.line(), flush=True)
     model.save_pretrained(args.out)
+    (args.out / "model.safetensors").chmod(0o644)  # safetensors writes 0600, which a package must not carry
     save_tokenizer(tokenizer, args.out)
     report(args.out, args.questions)
 

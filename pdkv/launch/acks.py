@@ -9,11 +9,16 @@ from pdkv.launch.specs import Ack, Progress, Started, StartFailed, encode
 logger = logging.getLogger(__name__)
 
 
+class StartGivenUp(Exception):
+    """Nobody reads the acks any more: the launcher has given this start up."""
+
+
 class Acknowledger:
-    """Writes to the ack pipe; the end of the pipe means that the child is gone."""
+    """Writes to the ack pipe; the end of the pipe means that the child is gone. Methods raise StartGivenUp."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self.answered = False  # whether the last ack was given
 
     def progress(self, text: str) -> None:
         """A step of the start."""
@@ -22,7 +27,7 @@ class Acknowledger:
     def ready(self) -> None:
         """The last ack of a good start."""
         self._write(Started())
-        os.close(self._fd)
+        self._close()
 
     def failed(self, error: Exception) -> None:
         """The last ack of a bad start. An error that is nobody's configuration is logged with its traceback."""
@@ -30,9 +35,16 @@ class Acknowledger:
         if not config:
             logger.error("cannot start", exc_info=error)
         self._write(StartFailed(str(error) if config else f"{type(error).__name__}: {error}", config=config))
+        self._close()
+
+    def _close(self) -> None:
+        self.answered = True
         os.close(self._fd)
 
     def _write(self, ack: Ack) -> None:
         data = encode(ack) + b"\n"
-        while data:
-            data = data[os.write(self._fd, data) :]
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except BrokenPipeError:
+            raise StartGivenUp from None

@@ -107,10 +107,10 @@ class AckPipe:
     async def _read_line(self, name: str) -> bytes:
         loop = asyncio.get_running_loop()
         while b"\n" not in self._buffer:
-            readable = loop.create_future()
-            loop.add_reader(self._read_fd, lambda: readable.done() or readable.set_result(None))  # noqa: B023
+            readable = asyncio.Event()
+            loop.add_reader(self._read_fd, readable.set)
             try:
-                await readable
+                await readable.wait()
             finally:
                 loop.remove_reader(self._read_fd)
             data = os.read(self._read_fd, _MAX_ACK_BYTES)

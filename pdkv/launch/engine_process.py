@@ -7,16 +7,18 @@ import signal
 import sys
 import threading
 import time
+from typing import cast
 
 import torch
 
 from pdkv.assemble import build_engine
 from pdkv.engine.core import EngineCore
-from pdkv.launch.acks import Acknowledger
+from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, watch_lifeline
 from pdkv.launch.linux import set_process_name
 from pdkv.launch.logs import configure_logging
 from pdkv.launch.specs import EngineSpec, decode_engine_spec
+from pdkv.messages import RouterToEngine
 from pdkv.transport import EngineServer, RouterJoined, RouterLeft
 
 _LIFELINE_GRACE_S = 2.0
@@ -80,6 +82,8 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> int:
             on_progress=ack.progress,
         )
         server = EngineServer(spec.endpoint, core.card)
+    except StartGivenUp:
+        return 1
     except Exception as error:
         ack.failed(error)
         return 1
@@ -91,6 +95,8 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> int:
     try:
         ack.ready()
         serve(core, server, notifier)
+    except StartGivenUp:
+        return 1
     except Exception:
         logger.exception("the engine stops after an error")
         return 1
@@ -113,8 +119,8 @@ def serve(core: EngineCore, server: EngineServer, notifier: Notifier) -> None:
                     core.router_joined(router_id, epoch)
                 case RouterLeft():
                     core.router_left(router_id)
-                case _:
-                    core.handle(router_id, message, now)
+                case _:  # what is no message to an engine is counted and dropped there
+                    core.handle(router_id, cast(RouterToEngine, message), now)
         deadline = core.next_deadline() if not core.has_work else now
         if deadline is not None and deadline <= now:
             core.step(now)

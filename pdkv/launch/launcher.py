@@ -18,7 +18,7 @@ from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.specs import EngineAddress, EngineSpec, Role, RouterSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.model_config import load_model_config
-from pdkv.router.policies import POLICIES
+from pdkv.router.policies import find_policy
 
 _BACKLOG = 4096
 _DEFAULT_NAME = "pdkv-default"  # of the embedded model in the API
@@ -56,9 +56,7 @@ def launch(deployment: Deployment) -> int:
 def check_deployment(deployment: Deployment) -> None:
     """Refuse what can be seen to be wrong without a process. Raises ConfigError."""
     connector_target(deployment.handoff.connector)
-    policy = deployment.launch.policy
-    if policy not in POLICIES:
-        raise ConfigError(f"policy: one of {', '.join(sorted(POLICIES))} was expected, got {policy!r}")
+    find_policy(deployment.launch.policy)
     for config in {deployment.prefill.model, deployment.decode.model}:
         load_model_config(config)
 
@@ -96,7 +94,6 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
     model = deployment.prefill.model
     router = RouterSpec(
         router_id="router",
-        epoch="",
         engines=[EngineAddress(spec.name, spec.role, spec.endpoint) for spec in engines],
         model=model,
         served_model_name=launch.served_model_name
@@ -157,7 +154,7 @@ async def _serve(deployment: Deployment, fleet: Fleet, listener: socket.socket, 
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    logger.info("starting %s with %s", deployment.shape, deployment.prefill.model)
+    logger.info("starting %s with %s on %s", deployment.shape, deployment.prefill.model, _url(listener))
     start = asyncio.create_task(supervisor.start())
     stop = asyncio.create_task(stopped.wait())
     try:

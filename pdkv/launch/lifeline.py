@@ -16,7 +16,11 @@ def watch_lifeline(fd: int, on_lost: Callable[[], None], *, grace_s: float) -> N
     """
 
     def watch() -> None:
-        os.read(fd, 1)  # nobody writes: it returns on end of file only
+        # Nobody writes, so readiness is end of file. A read would not do: another child's event loop may have made
+        # the pipe, which all share, non-blocking.
+        lost = select.poll()
+        lost.register(fd, select.POLLIN)
+        lost.poll()
         on_lost()
         # Daemon threads end with the process: if the main thread stops in time, this wait is never over.
         select.select([], [], [], grace_s)

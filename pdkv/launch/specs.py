@@ -36,7 +36,6 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The router process."""
 
     router_id: str
-    epoch: str
     engines: list[EngineAddress]
     model: Path
     served_model_name: str
@@ -62,6 +61,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 Ack = Progress | Started | StartFailed
+_ack_decoder: msgspec.json.Decoder[Ack] = msgspec.json.Decoder(Ack)
 
 
 def encode(value: object) -> bytes:
@@ -81,7 +81,7 @@ def decode_router_spec(data: bytes) -> RouterSpec:
 
 def decode_ack(data: bytes) -> Ack:
     """Raises msgspec.DecodeError for anything that is no ack."""
-    return msgspec.json.decode(data, type=Ack)
+    return _ack_decoder.decode(data)
 
 
 def _encode_path(value: Any) -> str:

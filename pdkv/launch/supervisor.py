@@ -101,10 +101,8 @@ class Supervisor:
             failures += 1
 
     async def _start_router(self) -> Child:
-        spec = msgspec.structs.replace(self._fleet.router, epoch=secrets.token_hex(8))
-
         async def spawn(ack_fd: int) -> Child:
-            self._router = spawn_router(spec, self._listen_fd, ack_fd, self._lifeline_fd)
+            self._router = spawn_router(self._fleet.router, self._listen_fd, ack_fd, self._lifeline_fd)
             return self._router
 
         return await self._start_child("router", spawn)

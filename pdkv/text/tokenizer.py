@@ -79,11 +79,10 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_unlocked(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """As `encode`, but other threads run meanwhile: for long texts, on a thread."""
-        batch = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = batch[0].ids
-        return ids
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """As `encode`, of many texts or long ones on a thread: other Python threads run meanwhile."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence."""

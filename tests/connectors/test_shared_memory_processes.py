@@ -2,7 +2,6 @@
 
 import base64
 import fcntl
-import hashlib
 import mmap
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import shared_memory_peer
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, TransferOutcome
@@ -34,7 +34,7 @@ class Peer:
     """A process that owns an arena."""
 
     def __init__(self, mode: str, *, name: str = "peer", epoch: str = "1") -> None:
-        script = str(Path(__file__).with_name("shared_memory_peer.py"))
+        script = shared_memory_peer.__file__
         layout = msgspec.json.encode(LAYOUT).decode()
         self.process = subprocess.Popen(
             [sys.executable, "-P", script, name, epoch, layout, str(NUM_BLOCKS), mode],
@@ -57,6 +57,14 @@ class Peer:
         if number is not None:
             self.process.send_signal(number)
         self.process.communicate(timeout=_WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def held_peer() -> Iterator[Peer]:
+    """A peer that does nothing, for tests that do nothing to it."""
+    peer = Peer("hold", epoch="2")
+    yield peer
+    peer.end()
 
 
 @pytest.fixture
@@ -107,8 +115,7 @@ def reader() -> Iterator[Reader]:
 
 
 def _words(numbers: list[int]) -> np.ndarray:
-    key = [hashlib.blake2b(number.to_bytes(8, "little"), digest_size=16).digest() for number in numbers]
-    return key_words(key)
+    return key_words([shared_memory_peer.key(number) for number in numbers])
 
 
 def _arena_mappings() -> int:
@@ -213,22 +220,20 @@ def test_a_successor_is_used_and_its_predecessor_is_not(make_peer: Callable[...,
     ids=str,
 )
 def test_an_address_that_does_not_fit_is_refused(
-    make_peer: Callable[..., Peer], changes: dict[str, Any], error: type[PdkvError], text: str
+    held_peer: Peer, changes: dict[str, Any], error: type[PdkvError], text: str
 ) -> None:
-    peer = make_peer("hold")
     with pytest.raises(error, match=text):
-        peer.open(**changes)
+        held_peer.open(**changes)
 
 
-def test_another_incarnation_behind_the_address_is_refused(make_peer: Callable[..., Peer]) -> None:
-    peer = make_peer("hold", epoch="2")
+def test_another_incarnation_behind_the_address_is_refused(held_peer: Peer) -> None:
     with pytest.raises(StaleEpoch, match="peer's, epoch 2"):
-        open_peer_arena(peer.address, engine="peer", epoch="1")
+        open_peer_arena(held_peer.address, engine="peer", epoch="1")
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_memfd_that_is_no_arena_is_refused(make_peer: Callable[..., Peer], sealed: bool) -> None:
-    template = make_peer("hold").address
+def test_a_memfd_that_is_no_arena_is_refused(held_peer: Peer, sealed: bool) -> None:
+    template = held_peer.address
     fd = os.memfd_create("pdkv:peer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, 1 << 20)
@@ -242,9 +247,9 @@ def test_a_memfd_that_is_no_arena_is_refused(make_peer: Callable[..., Peer], sea
         os.close(fd)
 
 
-def test_a_peer_can_neither_write_nor_resize_an_arena(make_peer: Callable[..., Peer]) -> None:
-    address = make_peer("hold").address
-    view = open_peer_arena(address, engine="peer", epoch="1")
+def test_a_peer_can_neither_write_nor_resize_an_arena(held_peer: Peer) -> None:
+    address = held_peer.address
+    view = held_peer.open()
     assert not view.data.flags.writeable
     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
     try:
@@ -256,6 +261,18 @@ def test_a_peer_can_neither_write_nor_resize_an_arena(make_peer: Callable[..., P
             os.ftruncate(fd, 0)
     finally:
         os.close(fd)
+
+
+def test_a_pool_is_mapped_ahead_to_its_end(held_peer: Peer) -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    view = held_peer.open()
+    before = resident_bytes()
+    while view.map_ahead():
+        pass
+    assert resident_bytes() - before >= view.data.nbytes // 2
+    assert view.num_mapped_bytes >= view.data.nbytes
 
 
 def test_arenas_have_room_for_table_and_data() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pdkv.engine.plan import NewRequest, SampledTokens
-from pdkv.engine.sampler import SamplingState, check_for_vocab
+from pdkv.engine.sampler import SamplingState
+from pdkv.engine.sampling_checks import check_for_vocab
 from pdkv.errors import InvalidRequest
 from pdkv.sampling_params import SamplingParams
 
@@ -35,10 +36,10 @@ def sample(
     slots: Sequence[int] | None = None,
     bitmask: torch.Tensor | None = None,
 ) -> list[SampledTokens]:
-    """Run one batch whose i-th row is requests[i] in slots[i] of a fresh state."""
+    """Run one batch, on the logits' device, whose i-th row is requests[i] in slots[i] of a fresh state."""
     slots = range(len(requests)) if slots is None else slots
     num_slots = max(slots) + 1
-    state = SamplingState(num_slots, logits.shape[1], CPU, eos)
+    state = SamplingState(num_slots, logits.shape[1], logits.device, eos)
     token_ids = np.full((num_slots, MAX_LEN), -1, np.int32)
     num_tokens = []
     for slot, new in zip(slots, requests, strict=True):
@@ -152,11 +153,27 @@ def test_mixed_batches_equal_the_reference(vocab_size: int, dtype: torch.dtype) 
     assert [drawn[i] for i in decided] == [expected[i] for i in decided]
 
 
-def test_top_p_beyond_the_first_candidates_equals_the_reference() -> None:
+@pytest.mark.gpu
+def test_the_gpu_draws_what_the_cpu_draws() -> None:
+    rng = np.random.default_rng(1)
+    requests = [random_request(rng, 1500) for _ in range(300)]
+    logits = torch.from_numpy(rng.normal(0, 3, (300, 1500))).float()
+    bitmask = torch.from_numpy(rng.integers(-(2**31), 2**31, (300, 47), dtype=np.int32))
+    here = sample(logits, requests, [2], bitmask=bitmask)
+    there = sample(logits.cuda(), requests, [2], bitmask=bitmask)
+    assert tokens_of(there) == tokens_of(here)
+    for a, b in zip(here, there, strict=True):
+        for x, y in zip(a.logprobs or [], b.logprobs or [], strict=True):
+            assert (x.token_id, x.rank, [t for t, _ in x.top]) == (y.token_id, y.rank, [t for t, _ in y.top])
+            assert x.logprob == pytest.approx(y.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [[-1] * 6, [40] * 6, [-1, 40, 1400] * 2], ids=["off", "some", "mixed"])
+def test_top_p_beyond_the_first_candidates_equals_the_reference(top_k: list[int]) -> None:
     """A flat distribution over a large vocabulary: more tokens are kept than are looked at first."""
     rng = np.random.default_rng(3)
-    logits = torch.from_numpy(rng.normal(0, 0.3, (12, 1500)))
-    requests = [request(params(top_p=0.9, top_k=k, seed=i)) for i, k in enumerate([-1, 40, 1400, -1] * 3)]
+    logits = torch.from_numpy(rng.normal(0, 0.3, (6, 1500)))
+    requests = [request(params(top_p=0.9, top_k=k, seed=i)) for i, k in enumerate(top_k)]
     expected = [expected_token(row, new, ()) for row, new in zip(logits, requests, strict=True)]
     assert tokens_of(sample(logits, requests)) == expected
 
@@ -219,10 +236,12 @@ def test_choices_and_seeds_draw_differently() -> None:
 
 @pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53], ids=["lowest", "highest"])
 def test_a_forbidden_token_is_never_drawn(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the ends of the range, where rounding could step over the first or the last allowed token."""
     monkeypatch.setattr("pdkv.engine.sampler.uniforms", lambda seeds, *_: np.full(len(seeds), number))
-    logits = torch.full((1, 200), -torch.inf)
-    logits[0, [70, 130]] = 0.0
-    assert tokens_of(sample(logits, [request(params())])) == [70 if number == 0.0 else 130]
+    logits = torch.full((50, 200), -torch.inf)
+    logits[:, 70:131] = torch.randn(50, 61, generator=torch.Generator().manual_seed(0))
+    drawn = tokens_of(sample(logits, [request(params())] * 50))
+    assert drawn == [70 if number == 0.0 else 130] * 50
 
 
 # --- single parameters ---------------------------------------------------------------------------------------------

@@ -1,17 +1,13 @@
 """Children that stand in for engines: they acknowledge as told and live as long as the lifeline."""
 
-import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from pdkv.launch.children import Child
-
-Result = TypeVar("Result")
 
 FAKE_CHILD = """
 import os, signal, sys
@@ -26,7 +22,7 @@ if behaviour == "refuse":
     sys.exit(1)
 if behaviour != "silent":
     os.write(ack_fd, b'{"type":"Progress","text":"half"}\\n{"type":"Started"}\\n')
-os.close(ack_fd)
+    os.close(ack_fd)
 os.read(lifeline_fd, 1)
 """
 
@@ -50,13 +46,3 @@ def fake_child(lifeline: int) -> Callable[[str, int, str], Child]:
         return Child(name, popen.pid, popen)
 
     return start
-
-
-def run(main: Callable[[], Awaitable[Result]], timeout_s: float = 30.0) -> Result:
-    """Run a coroutine function with a bound."""
-
-    async def bounded() -> Result:
-        async with asyncio.timeout(timeout_s):
-            return await main()
-
-    return asyncio.run(bounded())

@@ -70,12 +70,12 @@ def test_progress_then_ready() -> None:
 
 
 def test_a_configuration_error_passes_as_one() -> None:
-    with pytest.raises(ConfigError, match="^dtype is wrong$"):
+    with pytest.raises(ConfigError, match=r"^dtype is wrong$"):
         read_acks(lambda ack: ack.failed(ConfigError("dtype is wrong")))
 
 
 def test_another_error_is_a_startup_error_with_its_type() -> None:
-    with pytest.raises(StartupError, match="^decode-1: MemoryError: too much$"):
+    with pytest.raises(StartupError, match=r"^decode-1: MemoryError: too much$"):
         read_acks(lambda ack: ack.failed(MemoryError("too much")))
 
 
@@ -85,8 +85,11 @@ def test_death_before_ready_is_a_startup_error() -> None:
 
 
 def test_nonsense_is_a_startup_error() -> None:
+    def write(ack: Acknowledger) -> None:
+        os.write(ack._fd, b"hello\n")
+
     with pytest.raises(StartupError, match="no valid acknowledgement"):
-        read_acks(lambda ack: None if os.write(ack._fd, b"hello\n") else None)
+        read_acks(write)
 
 
 def test_silence_has_a_bound(fake_child: FakeChild) -> None:
@@ -96,7 +99,7 @@ def test_silence_has_a_bound(fake_child: FakeChild) -> None:
         try:
             # The stand-in acknowledges on a pipe of its own; on this one nobody ever does.
             silent = AckPipe()
-            with pytest.raises(StartupError, match="decode-1 was not ready after 0.05 s"):
+            with pytest.raises(StartupError, match=r"decode-1 was not ready after 0\.05 s"):
                 await silent.wait_ready("decode-1", 0.05, str)
             silent.close()
         finally:

@@ -13,6 +13,8 @@ from pdkv.cli_options import Parser, add_options, build, collect, options_of
 from pdkv.config import option
 from pdkv.errors import ConfigError
 
+HERE = Path("here")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -23,7 +25,7 @@ class Sample:
     name: str | None = option(None, "a name")
     memory: int | None = option(None, "a size", size=True)
     mode: Literal["slow", "fast"] = option("slow", "a mode")
-    place: Path = option(Path("here"), "a place")
+    place: Path = option(HERE, "a place")
     loud: bool = option(False, "noise")
     extra: Mapping[str, str] = option({}, "more")
 
@@ -48,9 +50,7 @@ def parse(line: str) -> dict[str, Any]:
     return vars(parser.parse_args(line.split()))
 
 
-def values(
-    line: str = "", environment: Mapping[str, str] | None = None, file: Path | None = None
-) -> dict[str, Any]:
+def values(line: str = "", environment: Mapping[str, str] | None = None, file: Path | None = None) -> dict[str, Any]:
     return collect(OPTIONS, parse(line), environment=environment or {}, file=file)
 
 
@@ -102,7 +102,9 @@ def test_a_role_comes_before_the_common_value() -> None:
     assert "prefill_name" not in {option.name for option in options}
     parser = Parser()
     add_options(parser, options)
-    given = collect(options, vars(parser.parse_args("--count 1 --mode fast --prefill-count 2".split())), environment={})
+    given = collect(
+        options, vars(parser.parse_args(["--count", "1", "--mode", "fast", "--prefill-count", "2"])), environment={}
+    )
     assert build(Sample, given, role="prefill") == Sample(count=2, mode="fast")
     assert build(Sample, given, role="decode") == Sample(count=1, mode="fast")
 

@@ -1,11 +1,10 @@
 """Completions and chat completions: what reaches the engines, and what the client gets."""
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
-from asgi_client import Exchange, call
+from asgi_client import Exchange, call, run
 from fake_dispatcher import FakeDispatcher, logprob, say, tokens
 from small_app import MAX_MODEL_LEN, MODEL, eos, ids, make_app, tokenizer
 
@@ -15,12 +14,12 @@ from pdkv.sampling_params import SamplingParams
 
 def complete(dispatcher: FakeDispatcher, **fields: Any) -> Exchange:
     body = {"model": MODEL, "prompt": "Hello", **fields}
-    return asyncio.run(call(make_app(dispatcher), "POST", "/v1/completions", body))
+    return run(call(make_app(dispatcher), "POST", "/v1/completions", body))
 
 
 def chat(dispatcher: FakeDispatcher, **fields: Any) -> Exchange:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **fields}
-    return asyncio.run(call(make_app(dispatcher), "POST", "/v1/chat/completions", body))
+    return run(call(make_app(dispatcher), "POST", "/v1/chat/completions", body))
 
 
 def test_a_completion() -> None:
@@ -127,7 +126,7 @@ def test_a_long_text_is_tokenized_as_a_short_one() -> None:
     text = "ab " * 1000
     dispatcher = FakeDispatcher(say(ids("x")))
     app = make_app(dispatcher, max_model_len=10_000)
-    reply = asyncio.run(call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": text}))
+    reply = run(call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": text}))
     assert reply.status == 200
     assert dispatcher.requests[0].prompt_token_ids == tokenizer().encode(text)
 

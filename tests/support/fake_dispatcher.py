@@ -23,6 +23,7 @@ class FakeGeneration:
         self.num_cached_tokens = 0
         self.aborted = False
         self.ended = False
+        self.over = asyncio.Event()  # the reader saw the failure or the abort
         self._items: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
     def put(self, item: Delta | Exception) -> None:
@@ -43,6 +44,7 @@ class FakeGeneration:
         item = await self._items.get()
         if isinstance(item, Exception):
             self.ended = True
+            self.over.set()
             raise item
         self.ended = item.finish_reason is not None
         return item

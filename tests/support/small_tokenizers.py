@@ -26,6 +26,13 @@ def byte_level_backend() -> tokenizers.Tokenizer:
     return backend
 
 
+def byte_level_sequence_backend() -> tokenizers.Tokenizer:
+    """The same vocabulary behind a decoder of several steps."""
+    backend = byte_level_backend()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return backend
+
+
 def byte_fallback_backend() -> tokenizers.Tokenizer:
     """Llama 2's and Mistral's kind: words with ▁, and byte tokens for what the vocabulary lacks."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]

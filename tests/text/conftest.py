@@ -6,6 +6,7 @@ import tokenizers
 
 BACKENDS = {
     "byte_level": small_tokenizers.byte_level_backend,
+    "byte_level_sequence": small_tokenizers.byte_level_sequence_backend,
     "byte_fallback": small_tokenizers.byte_fallback_backend,
     "metaspace": small_tokenizers.metaspace_backend,
     "words": small_tokenizers.word_backend,

@@ -5,6 +5,7 @@ the forward pass is a stand-in. A schedule is a string of bytes: every decision 
 used up everything is delivered and must come to rest.
 """
 
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,13 @@ from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.memory import MemoryConnector
 from pdkv.connectors.memory_fabric import MemoryFabric
+from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.errors import PdkvError
-from pdkv.messages import EngineCard, EngineToRouter, KVLayout, Order, Peers, Release, RouterToEngine
+from pdkv.messages import EngineCard, EngineToRouter, KVLayout, Loaded, Order, Peers, Release, RouterToEngine
+from pdkv.prefill.leases import LeaseTable
+from pdkv.roles import Roles
 from pdkv.router.flow import RequestFlow, Sends
 from pdkv.router.generate import GenerateRequest, Route
 from pdkv.sampling_params import SamplingParams
@@ -26,15 +30,16 @@ from state_machine.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor, expec
 EOS = frozenset(range(30))
 MAX_MODEL_LEN = 40
 MAX_ATTEMPTS = 3
-MAX_DRAIN_ROUNDS = 400
+MAX_DRAIN_ROUNDS = 1000
 
 
 class Chooser:
-    """Decisions from a string of bytes; zeros behind its end."""
+    """Decisions from a string of bytes; behind its end, from a generator that it seeds."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._next = 0
+        self._rest = random.Random(data)
 
     @property
     def exhausted(self) -> bool:
@@ -44,7 +49,7 @@ class Chooser:
     def below(self, bound: int) -> int:
         """A number in [0, bound)."""
         if self.exhausted:
-            return 0
+            return self._rest.randrange(bound)
         self._next += 1
         return self._data[self._next - 1] % bound
 
@@ -54,15 +59,12 @@ class Engine:
     """One incarnation of an engine and its two message queues."""
 
     name: str
-    epoch: str
-    connector: MemoryConnector
+    core: EngineCore
     executor: StandInExecutor
+    woken: list[bool]  # one flag: the connector has called notify
     begun: deque[StepOutput] = field(default_factory=deque)
     inbox: deque[RouterToEngine] = field(default_factory=deque)
     outbox: deque[EngineToRouter] = field(default_factory=deque)
-
-    def __post_init__(self) -> None:
-        self.woken = False
 
 
 @dataclass
@@ -121,10 +123,10 @@ class World:
         config = ConnectorConfig(
             engine=name, epoch=epoch, layout=layout, num_blocks=self.num_blocks, options=self.options
         )
-        holder: list[Engine] = []
+        woken = [False]
 
         def notify() -> None:
-            holder[0].woken = True
+            woken[0] = True
 
         connector = MemoryConnector(config, notify)
         card = EngineCard(
@@ -144,9 +146,7 @@ class World:
             max_num_seqs=self.limits.max_num_seqs,
         )
         executor = StandInExecutor(self.num_blocks, self.block_size, connector.make_worker_side(0))
-        engine = Engine(name, epoch, connector, executor)
-        holder.append(engine)
-        engine.core = wire_core(  # type: ignore[attr-defined]
+        core = wire_core(
             card=card,
             executor=executor,
             connector=connector.make_scheduler_side(),
@@ -158,8 +158,9 @@ class World:
             shutdown=executor.shutdown,
             local_prefill_tokens=2 * self.block_size,
         )
-        self.engines[name] = engine
-        engine.core.router_joined("router", "1")  # type: ignore[attr-defined]
+        self.engines[name] = Engine(name, core, executor, woken)
+        executor.pool.blocks = core.scheduler.kv.pool
+        core.router_joined("router", "1")
 
     def restart(self, name: str) -> None:
         """kill -9 and a new incarnation: queues, blocks and everything under way from it are gone."""
@@ -174,26 +175,42 @@ class World:
 
     def tell_peers(self) -> None:
         """The router distributes cards."""
-        cards = [engine.core.card for engine in self.engines.values()]  # type: ignore[attr-defined]
+        cards = [engine.core.card for engine in self.engines.values()]
         for engine in self.engines.values():
             engine.inbox.append(Peers(cards))
 
     def step(self, engine: Engine) -> None:
         """Begin a step or finish the oldest one begun; then check who owns what."""
-        core = engine.core  # type: ignore[attr-defined]
-        if engine.woken:
-            engine.woken = False
+        core = engine.core
+        if engine.woken[0]:
+            engine.woken[0] = False
             core.wake()
         lag = self.chooser.below(self.max_lag + 1) if self.max_lag else 0
         engine.begun.append(core.begin_step(self.now))
         while len(engine.begun) > lag:
             core.finish_step(engine.begun.popleft(), self.now)
+        num_before = len(engine.outbox)
         self.collect(engine)
         core.scheduler.kv.pool.check_integrity()
+        self.check_loads(list(engine.outbox)[num_before:])
+
+    def leases(self, name: str) -> LeaseTable:
+        """The leases of an engine."""
+        roles = self.engines[name].core.roles
+        assert isinstance(roles, Roles)
+        return roles.prefill.leases
+
+    def check_loads(self, messages: Sequence[EngineToRouter]) -> None:
+        """A load may find its source reused only when the lease on it has ended."""
+        for message in messages:
+            if isinstance(message, Loaded) and message.code == "stale_generation":
+                client = next(c for c in self.clients if c.flow.request_id == message.request_id)
+                lease = self.leases(client.flow.route.prefill).get((client.flow.transfer_id, message.attempt))
+                assert lease is None, f"{message.request_id}: leased blocks were reused"
 
     def collect(self, engine: Engine) -> None:
         """Messages leave the engine."""
-        for _, messages in engine.core.take_messages(self.now):  # type: ignore[attr-defined]
+        for _, messages in engine.core.take_messages(self.now):
             engine.outbox.extend(messages)
 
     # --- router ---------------------------------------------------------------------------------------------------
@@ -202,6 +219,8 @@ class World:
         """Messages of a flow on their way to engines."""
         for name, message in sends:
             self.engines[name].inbox.append(message)
+            if isinstance(message, Release) and self.chooser.below(4) == 1:
+                self.engines[name].inbox.append(message)  # said twice
 
     def submit(self) -> None:
         """A client comes."""
@@ -269,24 +288,24 @@ class World:
 
     def act(self) -> None:
         """One random event."""
-        choice = self.chooser.below(64)
+        choice = self.chooser.below(67)
         names = list(self.engines)
         engine = self.engines[names[self.chooser.below(len(names))]]
         if choice < 20:
             self.step(engine)
         elif choice < 32 and engine.inbox:
-            engine.core.handle("router", engine.inbox.popleft(), self.now)  # type: ignore[attr-defined]
+            engine.core.handle("router", engine.inbox.popleft(), self.now)
         elif choice < 42 and engine.outbox:
             self.receive(engine)
-        elif choice < 52 and self.fabric.under_way:
+        elif choice < 48 and self.fabric.under_way:
             self.fabric.deliver(self.chooser.below(len(self.fabric.under_way)))
-        elif choice < 56 and len(self.clients) < 12:
+        elif 48 <= choice < 56 and len(self.clients) < 12:
             self.submit()
-        elif choice == 56:
+        elif choice in (56, 64, 65):
             self.abort()
         elif choice == 57 and self.num_restarts < 2:
             self.restart(engine.name)
-        elif choice == 58 and self.fabric.under_way:
+        elif choice == 58:
             self.lose()
         elif choice == 59 and self.fabric.under_way:
             self.duplicate()
@@ -304,6 +323,10 @@ class World:
 
     def lose(self) -> None:
         """Data that is under way never arrives. (A cancel is local and cannot get lost.)"""
+        if not self.fabric.under_way:
+            self.losses += 1
+            self.fabric.num_losses_due = 1
+            return
         index = self.chooser.below(len(self.fabric.under_way))
         if hasattr(self.fabric.under_way[index], "content"):
             self.losses += 1
@@ -352,10 +375,12 @@ class World:
     def drain_once(self) -> bool:
         """One round of deliveries and steps. Returns whether anything moved."""
         moved = bool(self.fabric.under_way)
-        while self.fabric.under_way:
-            self.fabric.deliver(0)
+        if moved and self.chooser.below(2):
+            self.fabric.deliver(self.chooser.below(len(self.fabric.under_way)))
+        if self.chooser.below(20) == 1 and self.now < 30.0:
+            self.abort()
         for engine in list(self.engines.values()):
-            core = engine.core  # type: ignore[attr-defined]
+            core = engine.core
             while engine.inbox:
                 core.handle("router", engine.inbox.popleft(), self.now)
             deadline = core.next_deadline()
@@ -380,12 +405,12 @@ class World:
                 lawful = client.aborted or flow.attempt == MAX_ATTEMPTS or self.mode_fails(flow.failure)
                 assert lawful, f"{flow.request_id} failed: {flow.failure!r}"
         for engine in self.engines.values():
-            core = engine.core  # type: ignore[attr-defined]
+            core = engine.core
             counts = core.scheduler.kv.pool.counts()
             assert counts.free + counts.cached == counts.total, f"{engine.name}: {counts}"
             assert core.external.is_idle, f"{engine.name}: loads, holds or quarantine left"
             assert not core.requests
-            assert not len(core.roles.prefill.leases)
+            assert not len(self.leases(engine.name))
 
     def mode_fails(self, failure: PdkvError) -> bool:
         """Failures that this configuration allows."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
+from pdkv.engine.block_pool import BlockPool
 from pdkv.engine.executor import Executor
 from pdkv.engine.plan import RequestKey, SampledTokens, StepOutput, StepPlan
 from pdkv.messages import EngineCard
@@ -41,6 +42,28 @@ def expected_tokens(prompt: Sequence[int], num_output: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class GuardedPool:
+    """A KV pool that refuses what the ownership rules forbid: a write into a free block or into one with content."""
+
+    def __init__(self, array: npt.NDArray[np.int64]) -> None:
+        self.array = array
+        self.blocks: BlockPool | None = None
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.array[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        for block_id in index if isinstance(index, list) else [index[0]]:
+            self.check_writable(block_id)
+        self.array[index] = value
+
+    def check_writable(self, block_id: int) -> None:
+        """Raise AssertionError for a block that nobody may write."""
+        assert self.blocks is not None
+        assert self.blocks.is_held(block_id), f"write into free block {block_id}"
+        assert not self.blocks.has_content(block_id), f"write into immutable block {block_id}"
+
+
 class StandInExecutor(Executor):
     """Keeps its own copy of each request's tokens and block table, as workers do.
 
@@ -48,7 +71,7 @@ class StandInExecutor(Executor):
     """
 
     def __init__(self, num_blocks: int, block_size: int, worker: WorkerConnector | None) -> None:
-        self.pool = np.full((num_blocks, NUM_LAYERS, block_size), -7, dtype=np.int64)
+        self.pool = GuardedPool(np.full((num_blocks, NUM_LAYERS, block_size), -7, dtype=np.int64))
         self.block_size = block_size
         self.worker = worker
         self._tokens: dict[RequestKey, list[int]] = {}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from scripted_engine import ScriptedEngine, expected_output, make_request
 
 from pdkv.errors import EngineDied, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout
 from pdkv.messages import (
@@ -42,10 +43,10 @@ PAIRS = [
 class World:
     """A flow, four engines and first-in-first-out channels between them; chance decides who is next."""
 
-    def __init__(self, sim: Any, data: st.DataObject, kind: str, order: str, request: GenerateRequest) -> None:
+    def __init__(self, data: st.DataObject, kind: str, order: str, request: GenerateRequest) -> None:
         self.data = data
         self.engines = {
-            name: sim.ScriptedEngine(name, kind, self.draw, max_tokens_per_step=2) for name in ("p0", "p1", "d0", "d1")
+            name: ScriptedEngine(name, kind, self.draw, max_tokens_per_step=2) for name in ("p0", "p1", "d0", "d1")
         }
         self.order = order
         self.request = request
@@ -137,12 +138,12 @@ class World:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_interleaving_ends_with_the_right_tokens_and_without_leases(
-    sim: Any, kind: str, order: str, data: st.DataObject
+    kind: str, order: str, data: st.DataObject
 ) -> None:
-    request = sim.make_request(data.draw(st.integers(1, 40)), data.draw(st.integers(1, 6)))
-    world = World(sim, data, kind, order, request)
+    request = make_request(data.draw(st.integers(1, 40)), data.draw(st.integers(1, 6)))
+    world = World(data, kind, order, request)
     world.run()
-    flow, expected = world.flow, sim.expected_output(request)
+    flow, expected = world.flow, expected_output(request)
     assert flow.ended, (flow.prefill, flow.decode, flow.declined)
     event(f"{type(flow.failure).__name__ if flow.failure else flow.finish_reason}, attempt {flow.attempt}")
     assert world.tokens == flow.output_token_ids == expected[: len(world.tokens)]
@@ -157,15 +158,15 @@ def test_every_interleaving_ends_with_the_right_tokens_and_without_leases(
 
 
 @pytest.mark.parametrize(("kind", "order"), PAIRS)
-def test_undisturbed_run_sends_no_abort_and_releases_once(sim: Any, kind: str, order: str) -> None:
+def test_undisturbed_run_sends_no_abort_and_releases_once(kind: str, order: str) -> None:
     class Dull:
         def draw(self, strategy: Any) -> int:
             return 0
 
-    request = sim.make_request(20, 5)
-    world = World(sim, Dull(), kind, order, request)  # type: ignore[arg-type]
+    request = make_request(20, 5)
+    world = World(Dull(), kind, order, request)  # type: ignore[arg-type]
     world.run()
-    assert world.tokens == sim.expected_output(request)
+    assert world.tokens == expected_output(request)
     received = [m for engine in world.engines.values() for m in engine.received]
     assert not [m for m in received if isinstance(m, Abort)]
     assert len([m for m in received if isinstance(m, Release)]) == (order != "aggregated")
@@ -174,9 +175,9 @@ def test_undisturbed_run_sends_no_abort_and_releases_once(sim: Any, kind: str, o
 # --- single steps -----------------------------------------------------------------------------------------------------
 
 
-def make_flow(sim: Any, order: str = "prefill_first", num_prompt: int = 20, max_tokens: int = 5) -> RequestFlow:
+def make_flow(order: str = "prefill_first", num_prompt: int = 20, max_tokens: int = 5) -> RequestFlow:
     route = Route("e", "e") if order == "aggregated" else Route("p", "d", order)  # type: ignore[arg-type]
-    request = sim.make_request(num_prompt, max_tokens)
+    request = make_request(num_prompt, max_tokens)
     return RequestFlow(request, route, request_id="q", transfer_id="t", now=NOW)
 
 
@@ -184,8 +185,8 @@ def handoff(attempt: int = 0) -> HandedOff:
     return HandedOff("q", attempt, SourceCounts(computed=20), KVHandoff("q", attempt, "t", "p", "e0", 20, b"where"))
 
 
-def test_prefill_first_hands_the_token_and_the_handoff_to_decode_with_the_time_that_is_left(sim: Any) -> None:
-    flow = make_flow(sim)
+def test_prefill_first_hands_the_token_and_the_handoff_to_decode_with_the_time_that_is_left() -> None:
+    flow = make_flow()
     ((engine, first),) = flow.start(NOW + 1)
     assert (engine, first.until, first.kv, first.timeout_s) == ("p", "first_token", "handoff", 59.0)  # type: ignore[union-attr]
     assert flow.handle("p", Tokens("q", 0, 0, [3]), NOW) == []
@@ -206,8 +207,8 @@ def test_prefill_first_hands_the_token_and_the_handoff_to_decode_with_the_time_t
     assert flow.decode_sources == SourceCounts(remote=20)
 
 
-def test_first_token_that_ends_the_request_means_no_handoff_and_no_release(sim: Any) -> None:
-    flow = make_flow(sim)
+def test_first_token_that_ends_the_request_means_no_handoff_and_no_release() -> None:
+    flow = make_flow()
     flow.start(NOW)
     flow.handle("p", Tokens("q", 0, 0, [7]), NOW)
     assert list(flow.handle("p", Finished("q", 0, "stop", SourceCounts(computed=20), 7), NOW)) == []
@@ -215,38 +216,38 @@ def test_first_token_that_ends_the_request_means_no_handoff_and_no_release(sim: 
     assert flow.decode == "idle"
 
 
-def test_abort_reaches_both_engines_and_releases(sim: Any) -> None:
-    flow = make_flow(sim, "concurrent")
+def test_abort_reaches_both_engines_and_releases() -> None:
+    flow = make_flow("concurrent")
     assert [name for name, _ in flow.start(NOW)] == ["d", "p"]
     assert set(flow.abort()) == {("p", Abort("q", 0)), ("d", Abort("q", 0)), ("p", Release("t", 0))}
     assert list(flow.abort()) == []
     assert isinstance(flow.failure, RequestAborted)
 
 
-def test_abort_between_handoff_and_load_releases_at_once(sim: Any) -> None:
-    flow = make_flow(sim)
+def test_abort_between_handoff_and_load_releases_at_once() -> None:
+    flow = make_flow()
     flow.start(NOW)
     flow.handle("p", Tokens("q", 0, 0, [3]), NOW)
     flow.handle("p", handoff(), NOW)
     assert set(flow.abort()) == {("d", Abort("q", 0)), ("p", Release("t", 0))}
 
 
-def test_concurrent_forwards_ticket_token_and_readiness(sim: Any) -> None:
-    flow = make_flow(sim, "concurrent")
+def test_concurrent_forwards_ticket_token_and_readiness() -> None:
+    flow = make_flow("concurrent")
     flow.start(NOW)
     assert flow.handle("d", Allocated("q", 0, 0, 20, b"where"), NOW) == [("p", KVTicket("q", 0, b"where"))]
     assert flow.handle("p", Tokens("q", 0, 0, [3]), NOW) == [("d", Continue("q", 0, [3]))]
     assert flow.handle("p", KVReady("q", 0, ok=True), NOW) == [("d", KVReady("q", 0, ok=True))]
 
 
-def test_no_continue_behind_the_last_token(sim: Any) -> None:
-    flow = make_flow(sim, "concurrent", max_tokens=1)
+def test_no_continue_behind_the_last_token() -> None:
+    flow = make_flow("concurrent", max_tokens=1)
     flow.start(NOW)
     assert list(flow.handle("p", Tokens("q", 0, 0, [3]), NOW)) == []
 
 
-def test_needs_peer_first_waits_for_the_ticket(sim: Any) -> None:
-    flow = make_flow(sim, "needs_peer_first")
+def test_needs_peer_first_waits_for_the_ticket() -> None:
+    flow = make_flow("needs_peer_first")
     assert [name for name, _ in flow.start(NOW)] == ["d"]
     ((engine, submit),) = flow.handle("d", Allocated("q", 0, 0, 20, b"where"), NOW)
     assert isinstance(submit, Submit)
@@ -254,15 +255,15 @@ def test_needs_peer_first_waits_for_the_ticket(sim: Any) -> None:
 
 
 @pytest.mark.parametrize(("start", "asks_prefill"), [(0, False), (16, False), (20, True)])
-def test_empty_range_declines_unless_only_the_first_token_is_missing(sim: Any, start: int, asks_prefill: bool) -> None:
-    flow = make_flow(sim, "decode_first")
+def test_empty_range_declines_unless_only_the_first_token_is_missing(start: int, asks_prefill: bool) -> None:
+    flow = make_flow("decode_first")
     flow.start(NOW)
     assert [name for name, _ in flow.handle("d", Allocated("q", 0, start, start), NOW)] == ["p"] * asks_prefill
     assert flow.declined is not asks_prefill
 
 
-def test_tokens_of_both_sides_are_delivered_once_with_their_logprobs(sim: Any) -> None:
-    flow = make_flow(sim, "concurrent")
+def test_tokens_of_both_sides_are_delivered_once_with_their_logprobs() -> None:
+    flow = make_flow("concurrent")
     flow.start(NOW)
     logprobs = [TokenLogprob(i, -1.0, 1) for i in (3, 4)]
     flow.handle("d", Tokens("q", 0, 0, [3], logprobs[:1]), NOW)
@@ -272,16 +273,16 @@ def test_tokens_of_both_sides_are_delivered_once_with_their_logprobs(sim: Any) -
     assert flow.num_duplicates == 2
 
 
-def test_token_out_of_order_fails_the_request(sim: Any) -> None:
-    flow = make_flow(sim, "aggregated")
+def test_token_out_of_order_fails_the_request() -> None:
+    flow = make_flow("aggregated")
     flow.start(NOW)
     assert flow.handle("e", Tokens("q", 0, 1, [3]), NOW) == [("e", Abort("q", 0))]
     assert isinstance(flow.failure, RequestFailed)
     assert flow.failed_engine == "e"
 
 
-def test_restart_raises_the_attempt_and_continues_behind_the_output(sim: Any) -> None:
-    flow = make_flow(sim, "aggregated")
+def test_restart_raises_the_attempt_and_continues_behind_the_output() -> None:
+    flow = make_flow("aggregated")
     flow.start(NOW)
     flow.handle("e", Tokens("q", 0, 0, [3]), NOW)
     flow.engine_died("e")
@@ -294,8 +295,8 @@ def test_restart_raises_the_attempt_and_continues_behind_the_output(sim: Any) ->
     assert flow.output_token_ids == [3, 4]
 
 
-def test_prefill_that_dies_after_its_handoff_leaves_the_request_alive(sim: Any) -> None:
-    flow = make_flow(sim)
+def test_prefill_that_dies_after_its_handoff_leaves_the_request_alive() -> None:
+    flow = make_flow()
     flow.start(NOW)
     flow.handle("p", Tokens("q", 0, 0, [3]), NOW)
     flow.handle("p", handoff(), NOW)
@@ -305,8 +306,8 @@ def test_prefill_that_dies_after_its_handoff_leaves_the_request_alive(sim: Any) 
     assert flow.finish_reason == "length"
 
 
-def test_pushing_prefill_that_dies_is_reported_to_decode_as_never(sim: Any) -> None:
-    flow = make_flow(sim, "concurrent")
+def test_pushing_prefill_that_dies_is_reported_to_decode_as_never() -> None:
+    flow = make_flow("concurrent")
     flow.start(NOW)
     flow.handle("d", Allocated("q", 0, 0, 20, b"where"), NOW)
     flow.handle("p", Tokens("q", 0, 0, [3]), NOW)
@@ -323,8 +324,8 @@ def test_pushing_prefill_that_dies_is_reported_to_decode_as_never(sim: Any) -> N
         ("invalid_request_error", InvalidRequest),
     ],
 )
-def test_codes_of_failures_become_types(sim: Any, code: str, kind: type[Exception]) -> None:
-    flow = make_flow(sim, "aggregated")
+def test_codes_of_failures_become_types(code: str, kind: type[Exception]) -> None:
+    flow = make_flow("aggregated")
     flow.start(NOW)
     assert list(flow.handle("e", Failed("q", 0, code, "why", retryable=True), NOW)) == []
     assert type(flow.failure) is kind
@@ -332,8 +333,8 @@ def test_codes_of_failures_become_types(sim: Any, code: str, kind: type[Exceptio
     assert str(flow.failure) == "why"
 
 
-def test_expiry_names_the_engine_that_had_the_word(sim: Any) -> None:
-    flow = make_flow(sim)
+def test_expiry_names_the_engine_that_had_the_word() -> None:
+    flow = make_flow()
     flow.start(NOW)
     assert flow.expire() == [("p", Abort("q", 0)), ("p", Release("t", 0))]
     assert isinstance(flow.failure, RequestTimeout)

@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
 from pdkv.messages import (
     Abort,
     Allocated,
@@ -235,11 +233,3 @@ class ScriptedEngine:
             del self.tasks[key]
             return True
         return False
-
-
-@pytest.fixture
-def sim() -> Any:
-    """This module's names: importlib mode offers no import between test files."""
-    import types
-
-    return types.SimpleNamespace(**globals())

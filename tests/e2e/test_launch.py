@@ -1,0 +1,156 @@
+"""What `pd launch` promises about its processes: ready, restarts, clean ends, nothing left behind."""
+
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+from deployments import Launch
+
+GATED_CONNECTOR = """
+from pdkv.connectors.shared_memory import SharedMemoryConnector
+
+class Gated(SharedMemoryConnector):
+    '''Starts when somebody has written to the FIFO that the option `gate` names.'''
+    def __init__(self, config, notify):
+        options = dict(config.options)
+        with open(options.pop("gate")) as gate:
+            gate.read()
+        super().__init__(type(config)(
+            engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks,
+            options=options), notify)
+"""
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> tuple[Path, list[str], dict[str, str]]:
+    """A FIFO that holds the engine's start up, and the flags and environment that make it do so."""
+    (tmp_path / "gated_connector.py").write_text(GATED_CONNECTOR)
+    fifo = tmp_path / "gate"
+    os.mkfifo(fifo)
+    flags = ["--prefill", "0", "--decode", "1", "--connector", "gated_connector:Gated"]
+    return fifo, [*flags, "--connector-config", f"gate={fifo}"], {"PYTHONPATH": str(tmp_path)}
+
+
+def test_health_is_503_until_the_ready_line_and_200_from_then_on(
+    launch: Launch, gate: tuple[Path, list[str], dict[str, str]]
+) -> None:
+    fifo, flags, environment = gate
+    deployment = launch(*flags, wait=False, environment=environment)
+    url = deployment.wait_for_line(r"starting .* on (http://\S+)")[1]
+    before = httpx.get(url + "/health", timeout=30)
+    assert before.status_code == 503
+    assert "error" in before.json()
+    fifo.write_text("go")
+    assert deployment.wait_ready() == f"ready: {url} (1 aggregated, connector gated_connector:Gated)"
+    assert httpx.get(url + "/health").status_code == 200
+
+
+def test_a_stop_during_the_start_is_clean(launch: Launch, gate: tuple[Path, list[str], dict[str, str]]) -> None:
+    _, flags, environment = gate
+    deployment = launch(*flags, wait=False, environment=environment)
+    deployment.wait_for_line("allocating")
+    assert deployment.stop(signal.SIGINT) == 0
+
+
+def test_a_kill_during_the_start_leaves_no_process(
+    launch: Launch, gate: tuple[Path, list[str], dict[str, str]]
+) -> None:
+    _, flags, environment = gate
+    deployment = launch(*flags, wait=False, environment=environment)
+    deployment.wait_for_line("allocating")
+    assert deployment.stop(signal.SIGKILL) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_0_while_a_stream_runs(launch: Launch, number: signal.Signals) -> None:
+    deployment = launch("--prefill", "1", "--decode", "1")
+    body = {"model": "served", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(timeout=30) as client,
+        client.stream("POST", deployment.url + "/v1/completions", json=body) as response,
+    ):
+        assert response.status_code == 200
+        next(response.iter_lines())
+        assert deployment.stop(number) == 0
+
+
+def test_a_killed_launcher_leaves_no_process_and_the_next_one_sweeps_the_rest(launch: Launch) -> None:
+    deployment = launch("--prefill", "1", "--decode", "1")
+    assert deployment.complete("hello").status_code == 200
+    assert deployment.stop(signal.SIGKILL) == -signal.SIGKILL
+    left = list(deployment.directory.iterdir())
+    assert len(left) == 1
+    successor = launch("--prefill", "0")
+    assert not left[0].exists()
+    assert successor.stop() == 0
+
+
+def test_what_is_killed_comes_back_and_nothing_else_is_touched(launch: Launch) -> None:
+    deployment = launch("--prefill", "1", "--decode", "2")
+    expected = deployment.complete("hello", max_tokens=8).json()["choices"][0]["text"]
+    before = deployment.pids()
+    for name in ("decode-0", "prefill-0"):
+        os.kill(before[name], signal.SIGKILL)
+        deployment.wait_for_line(rf"launcher: {name} \(pid {before[name]}\) killed by SIGKILL")
+        pid = int(deployment.wait_for_line(rf"router: {name} is ready \(pid (\d+)")[1])
+        assert pid != before[name]
+        assert deployment.pids() == {**before, name: pid}
+        before[name] = pid
+        for _ in range(2):  # on each decode engine
+            assert deployment.complete("hello", max_tokens=8).json()["choices"][0]["text"] == expected
+
+
+def test_an_engine_comes_back_when_the_fork_server_is_gone_too(launch: Launch) -> None:
+    deployment = launch("--prefill", "0", "--decode", "1")
+    engine = deployment.pids()["engine-0"]
+    os.kill(deployment.child_pid("pd fork-server"), signal.SIGKILL)
+    os.kill(engine, signal.SIGKILL)
+    pid = int(deployment.wait_for_line(r"router: engine-0 is ready \(pid (?!" + str(engine) + r"\b)(\d+)")[1])
+    assert deployment.pids() == {"engine-0": pid}
+    assert deployment.complete("hello").status_code == 200
+
+
+def test_a_killed_router_comes_back_on_the_same_address(launch: Launch) -> None:
+    deployment = launch("--prefill", "1", "--decode", "1")
+    engines = deployment.pids()
+    os.kill(deployment.child_pid("pd router"), signal.SIGKILL)
+    deployment.wait_for_line("launcher: router is ready again")
+    assert deployment.pids() == engines
+    assert deployment.complete("hello").status_code == 200
+
+
+def test_engines_can_be_started_without_the_fork_server(launch: Launch) -> None:
+    deployment = launch("--prefill", "0", "--decode", "1", "--start-method", "spawn")
+    assert deployment.complete("hello").status_code == 200
+
+
+def test_a_port_in_use_is_named(launch: Launch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        deployment = launch("--port", str(port), wait=False)
+        assert deployment.finish() == 2
+    assert deployment.lines == [f"pd: error: cannot listen on 127.0.0.1:{port}: Address already in use"]
+
+
+def test_what_only_an_engine_can_see_to_be_wrong_ends_the_launch(launch: Launch, tmp_path: Path) -> None:
+    deployment = launch("--connector-config", "no_such_option=1", wait=False)
+    assert deployment.finish() == 2
+    assert re.fullmatch(r"pd: error: unknown connector option 'no_such_option'; known: .*", deployment.lines[-1])
+    assert "Traceback" not in deployment.log
+
+
+def test_broken_weights_are_named(launch: Launch, served_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in served_model.iterdir():
+        data = file.read_bytes()
+        (broken / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    deployment = launch("--model", str(broken), wait=False)
+    assert deployment.finish() == 2
+    assert deployment.lines[-1].startswith("pd: error: ")
+    assert "model.safetensors" in deployment.lines[-1]
+    assert "Traceback" not in deployment.log

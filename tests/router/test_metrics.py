@@ -1,0 +1,80 @@
+"""What /metrics says."""
+
+from asgi_client import begin, call, run
+from fake_dispatcher import FakeDispatcher, say, tokens
+from prometheus_client.parser import text_string_to_metric_families
+from small_app import MODEL, ids, make_app
+from starlette.types import ASGIApp
+
+from pdkv.errors import EngineDied
+
+Samples = dict[tuple[str, ...], float]
+
+
+async def scrape(app: ASGIApp) -> Samples:
+    """(name, label value, …) in the order of the label names → value."""
+    reply = await call(app, "GET", "/metrics")
+    assert reply.status == 200
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = {}
+    for family in text_string_to_metric_families(reply.body.decode()):
+        for sample in family.samples:
+            samples[(sample.name, *(sample.labels[name] for name in sorted(sample.labels)))] = sample.value
+    return samples
+
+
+def test_requests_by_outcome_and_tokens() -> None:
+    async def main() -> None:
+        dispatcher = FakeDispatcher(say(ids("abc")))
+        dispatcher.num_cached_tokens = 2
+        app = make_app(dispatcher)
+        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7]})
+        await call(app, "POST", "/v1/completions", {"model": "unknown-name", "prompt": "x"})
+        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": ""})
+        dispatcher.answer = lambda _: [EngineDied("dead", request_id="r")]
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+        await call(app, "POST", "/v1/chat/completions", body)
+        dispatcher.answer = None
+        exchange, task = begin(app, "POST", "/v1/completions", {"model": MODEL, "prompt": "x", "stream": True})
+        generation = await dispatcher.next_generation(2)
+        assert (await scrape(app))[("pdkv_requests_in_flight",)] == 1
+        generation.put(tokens(*ids("a")))
+        await exchange.wait_for_writes(1)
+        exchange.disconnect()
+        await task
+        samples = await scrape(app)
+        outcomes = {key[1:]: value for key, value in samples.items() if key[0] == "pdkv_requests_total"}
+        assert outcomes == {
+            ("completions", "ok"): 1,
+            ("completions", "model_not_found"): 1,
+            ("completions", "invalid_request_error"): 1,
+            ("chat_completions", "engine_died"): 1,
+            ("completions", "disconnected"): 1,
+        }
+        assert samples[("pdkv_requests_in_flight",)] == 0
+        assert samples[("pdkv_prompt_tokens_total",)] == 3
+        assert samples[("pdkv_cached_prompt_tokens_total",)] == 2
+        assert samples[("pdkv_generated_tokens_total",)] == 3
+        assert samples[("pdkv_time_to_first_token_seconds_count",)] == 2
+        assert samples[("pdkv_inter_token_seconds_count",)] == 2
+        assert samples[("pdkv_request_seconds_count",)] == 5
+        assert not any("unknown-name" in value for key in samples for value in key)
+
+    run(main())
+
+
+def test_engines_as_they_reported_themselves() -> None:
+    samples = run(scrape(make_app(FakeDispatcher())))
+    engine = ("decode-1", "decode")
+    assert samples[("pdkv_engine_up", *engine)] == 1
+    assert samples[("pdkv_engine_up", "prefill-0", "prefill")] == 0
+    assert samples[("pdkv_engine_deaths_total", "prefill-0", "prefill")] == 1
+    assert samples[("pdkv_engine_waiting", *engine)] == 1
+    assert samples[("pdkv_engine_running", *engine)] == 2
+    classes = {key[1]: value for key, value in samples.items() if key[0] == "pdkv_engine_blocks"}
+    assert classes == {"total": 10, "free": 4, "cached": 3, "active": 2, "leased": 1, "quarantined": 0}
+    assert samples[("pdkv_engine_prompt_tokens_total", *engine, "computed")] == 5
+    assert samples[("pdkv_engine_prompt_tokens_total", *engine, "local_hit")] == 7
+    assert samples[("pdkv_engine_kv_received_bytes_total", *engine)] == 4096
+    assert samples[("pdkv_engine_preemptions_total", *engine)] == 6
+    assert samples[("pdkv_retries_total",)] == 2

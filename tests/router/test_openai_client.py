@@ -1,0 +1,156 @@
+"""The official client against the application on a real socket."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import asgi_client
+import openai
+import pytest
+import uvicorn
+from fake_dispatcher import FakeDispatcher, say, tokens
+from openai import AsyncOpenAI
+from small_app import MODEL, eos, ids, make_app
+from starlette.types import ASGIApp
+
+from pdkv.errors import EngineDied, EngineUnavailable
+
+
+@asynccontextmanager
+async def serve(app: ASGIApp) -> AsyncIterator[AsyncOpenAI]:
+    """A server on a free port, and a client that does not retry."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    config.load()
+    server.lifespan = config.lifespan_class(config)
+    await server.startup()
+    port = server.servers[0].sockets[0].getsockname()[1]
+    client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=20)
+    try:
+        yield client
+    finally:
+        await client.close()
+        await server.shutdown()
+
+
+def run(dispatcher: FakeDispatcher, use: Callable[[AsyncOpenAI], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        async with serve(make_app(dispatcher)) as client:
+            return await use(client)
+
+    return asgi_client.run(main())
+
+
+def test_completions_streaming_and_not() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        whole = await client.completions.create(model=MODEL, prompt="x", n=2, logprobs=1)
+        assert [choice.text for choice in whole.choices] == ["hé", "hé"]
+        assert whole.choices[0].logprobs is not None
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens_details is not None
+        assert whole.usage.prompt_tokens_details.cached_tokens == 1
+        text, usage = "", None
+        options = {"include_usage": True}
+        async for chunk in await client.completions.create(
+            model=MODEL, prompt="x", stream=True, stream_options=options
+        ):
+            text += chunk.choices[0].text if chunk.choices else ""
+            usage = chunk.usage
+        assert text == "hé"
+        assert usage == whole.usage.model_copy(update={"completion_tokens": 4, "total_tokens": 5})
+
+    dispatcher = FakeDispatcher(say([*ids("hé"), eos()]))
+    dispatcher.num_cached_tokens = 1
+    run(dispatcher, use)
+
+
+def test_chat_streaming_and_not() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        whole = await client.chat.completions.create(model=MODEL, messages=messages, logprobs=True, top_logprobs=2)
+        assert whole.choices[0].message.content == "hé"
+        assert whole.choices[0].logprobs is not None
+        messages += [whole.choices[0].message, {"role": "user", "content": "again"}]
+        text, reason = "", None
+        extra = {"top_k": 5, "min_p": 0.1, "ignore_eos": False, "return_token_ids": True}
+        async for chunk in await client.chat.completions.create(
+            model=MODEL, messages=messages, stream=True, n=2, extra_body=extra
+        ):
+            [choice] = chunk.choices
+            text += (choice.delta.content or "") if choice.index == 1 else ""
+            reason = choice.finish_reason or reason
+        assert (text, reason) == ("hé", "stop")
+
+    run(FakeDispatcher(say([*ids("hé"), eos()])), use)
+
+
+def test_models_and_headers() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("other")
+        raw = await client.completions.with_raw_response.create(
+            model=MODEL, prompt="x", extra_headers={"x-request-id": "mine"}
+        )
+        assert raw.headers["x-request-id"] == "mine"
+        assert raw.headers["x-pd-decode-engine"] == "decode-1"
+
+    run(FakeDispatcher(say(ids("a"))), use)
+
+
+def test_errors_are_the_clients_own_types() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.completions.create(model=MODEL, prompt="x", best_of=3)
+        assert bad.value.param == "best_of"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await client.completions.create(model="other", prompt="x")
+        assert unknown.value.code == "model_not_found"
+        with pytest.raises(openai.InternalServerError) as unavailable:
+            await client.completions.create(model=MODEL, prompt="x")
+        assert unavailable.value.status_code == 503
+
+    run(FakeDispatcher(lambda _: [EngineUnavailable("none")]), use)
+
+
+def test_a_broken_stream_is_an_error_for_the_client() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        stream = await client.completions.create(model=MODEL, prompt="x", stream=True)
+        assert (await anext(stream)).choices[0].text == "a"
+        with pytest.raises(openai.APIError, match="decode-1 died"):
+            await anext(stream)
+
+    died = EngineDied("engine decode-1 died", request_id="r")
+    run(FakeDispatcher(lambda _: [tokens(*ids("a")), died]), use)
+
+
+def test_closing_a_stream_aborts() -> None:
+    dispatcher = FakeDispatcher(lambda _: [tokens(*ids("a"))])
+
+    async def use(client: AsyncOpenAI) -> None:
+        stream = await client.completions.create(model=MODEL, prompt="x", stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        [generation] = dispatcher.generations
+        await generation.over.wait()
+        assert generation.aborted
+
+    run(dispatcher, use)
+
+
+def test_64_requests_at_once() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        async def one(number: int) -> str:
+            if number % 2:
+                reply = await client.completions.create(model=MODEL, prompt=f"{number}", max_tokens=8)
+                return reply.choices[0].text
+            stream = await client.completions.create(model=MODEL, prompt=f"{number}", max_tokens=8, stream=True)
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        texts = await asyncio.gather(*(one(number) for number in range(64)))
+        assert texts == [f"{number}" for number in range(64)]
+
+    run(FakeDispatcher(lambda request: [tokens(*request.prompt_token_ids), tokens(end="stop")]), use)

@@ -1,0 +1,121 @@
+"""The prefix index against a plain model, with gaps, resyncs and deaths."""
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkv.block_keys import extend_keys, root_key
+from pdkv.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents
+from pdkv.router.prefix_index import PrefixIndex
+
+
+def keys_of(token_ids: Sequence[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, root_key(model="m", layout="l"), token_ids)
+    return keys
+
+
+def synced(*engines: str) -> PrefixIndex:
+    index = PrefixIndex()
+    for engine in engines:
+        index.add_engine(engine)
+        assert index.apply(engine, KVEvents(0, [CacheCleared()]))
+    return index
+
+
+def test_match_is_the_longest_prefix_of_each_engine_in_tokens() -> None:
+    keys = keys_of(range(64))
+    index = synced("a", "b", "c")
+    index.apply("a", KVEvents(1, [BlockStored(keys, None)]))
+    index.apply("b", KVEvents(1, [BlockStored(keys[:2], None)]))
+    assert index.match(keys) == {"a": 64, "b": 32}
+    assert index.match(keys_of([*range(32), *[9] * 32])) == {"a": 32, "b": 32}
+    assert index.match(keys_of([9] * 32)) == {}
+    assert index.match([]) == {}
+
+
+def test_hole_in_a_chain_ends_the_match() -> None:
+    keys = keys_of(range(64))
+    index = synced("a")
+    index.apply("a", KVEvents(1, [BlockStored(keys, None), BlockRemoved([keys[1]])]))
+    assert index.match(keys) == {"a": 16}
+    index.apply("a", KVEvents(2, [BlockStored([keys[1]], keys[0])]))
+    assert index.match(keys) == {"a": 64}
+
+
+def test_gap_empties_the_part_asks_once_and_waits_for_the_resync() -> None:
+    keys = keys_of(range(32))
+    index = synced("a", "b")
+    index.apply("a", KVEvents(1, [BlockStored(keys, None)]))
+    index.apply("b", KVEvents(1, [BlockStored(keys, None)]))
+    assert not index.apply("a", KVEvents(3, [BlockRemoved([keys[1]])]))
+    assert index.match(keys) == {"b": 32}
+    assert index.apply("a", KVEvents(4, [BlockStored(keys, None)]))  # the resync is on its way: nothing is asked again
+    assert index.match(keys) == {"b": 32}
+    assert index.apply("a", KVEvents(9, [CacheCleared(), BlockStored(keys[:1], None)]))
+    assert index.match(keys) == {"a": 16, "b": 32}
+    assert index.num_gaps == 1
+
+
+def test_events_before_the_whole_content_is_known_ask_for_it_and_are_skipped() -> None:
+    keys = keys_of(range(16))
+    index = PrefixIndex()
+    index.add_engine("a")
+    assert not index.apply("a", KVEvents(7, [BlockStored(keys, None)]))
+    assert index.apply("a", KVEvents(8, [BlockStored(keys, None)]))
+    assert index.match(keys) == {}
+    assert index.apply("nobody", KVEvents(0, [CacheCleared(), BlockStored(keys, None)]))
+    assert index.num_keys == 0
+    assert index.apply("a", KVEvents(8, [CacheCleared(), BlockStored(keys, None)]))
+    assert index.match(keys) == {"a": 16}
+
+
+def test_death_clears_the_engines_part_and_a_new_one_starts_empty() -> None:
+    keys = keys_of(range(32))
+    index = synced("a", "b")
+    for engine in "ab":
+        index.apply(engine, KVEvents(1, [BlockStored(keys, None)]))
+    index.remove_engine("a")
+    index.remove_engine("a")
+    assert index.match(keys) == {"b": 32}
+    index.add_engine("c")  # takes the free place
+    assert index.match(keys) == {"b": 32}
+    index.remove_engine("b")
+    assert index.num_keys == 0
+
+
+PREFIXES = [keys_of([i // 3] * 16 + [i] * 48) for i in range(6)]  # some share their first key
+EVENTS = st.one_of(
+    st.builds(lambda i, n: BlockStored(PREFIXES[i][:n], None), st.integers(0, 5), st.integers(1, 4)),
+    st.builds(lambda i, n: BlockRemoved([PREFIXES[i][n]]), st.integers(0, 5), st.integers(0, 3)),
+    st.just(CacheCleared()),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.lists(EVENTS, max_size=3)), max_size=25))
+def test_index_equals_a_set_of_keys_per_engine(batches: list[tuple[str, list[KVEvent]]]) -> None:
+    index = synced(*"abc")
+    model: dict[str, set[bytes]] = {engine: set() for engine in "abc"}
+    numbers = dict.fromkeys("abc", 1)
+    for engine, events in batches:
+        assert index.apply(engine, KVEvents(numbers[engine], events))
+        numbers[engine] += 1
+        for event in events:
+            match event:
+                case BlockStored(keys=keys):
+                    model[engine].update(keys)
+                case BlockRemoved(keys=keys):
+                    model[engine].difference_update(keys)
+                case CacheCleared():
+                    model[engine].clear()
+    for keys in PREFIXES:
+        expected = {}
+        for engine, held in model.items():
+            length = next((i for i, key in enumerate(keys) if key not in held), len(keys))
+            if length:
+                expected[engine] = 16 * length
+        assert index.match(keys) == expected
+    assert index.num_keys == len(set().union(*model.values()))
+    assert [index.num_keys_of(engine) for engine in "abc"] == [len(model[engine]) for engine in "abc"]

@@ -1,0 +1,180 @@
+"""Real deployments: `pd launch` in a process of its own, and the check that it leaves nothing behind."""
+
+import contextlib
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import tokenizers
+
+START_BOUND_S = 60.0
+STOP_BOUND_S = 10.0  # twice what is promised: the machine may be busy with other tests
+MARK = "LAUNCH_TEST_ID"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+Launch = Callable[..., "Running"]
+
+
+def write_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer of 258 tokens: bytes, BOS (0) and EOS (1); every text has as many tokens as bytes."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+class Running:
+    """A `pd launch` process. Lines of its stderr can be waited for."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], directory: Path) -> None:
+        self.directory = directory  # its TMPDIR
+        self.mark = uuid.uuid4().hex
+        self.lines: list[str] = []
+        self.stopped = False
+        self._new_lines: queue.Queue[str | None] = queue.Queue()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pdkv.cli", "launch", *arguments],
+            env={**os.environ, "TMPDIR": str(directory), MARK: self.mark, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read_stderr)
+        self._reader.start()
+
+    def _read_stderr(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            self._new_lines.put(line.rstrip("\n"))
+        self._new_lines.put(None)
+
+    @property
+    def log(self) -> str:
+        """Its stderr so far."""
+        return "\n".join(self.lines)
+
+    def wait_for_line(self, pattern: str, timeout_s: float = START_BOUND_S) -> re.Match[str]:
+        """The next line of stderr, behind those already waited for, that has the pattern."""
+        while (line := self._new_lines.get(timeout=timeout_s)) is not None:
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError(f"no line with {pattern!r} before the end of:\n{self.log}")
+
+    def wait_ready(self) -> str:
+        """The ready line; its URL becomes `url`."""
+        assert self.process.stdout is not None
+        watchdog = threading.Timer(START_BOUND_S, self.process.kill)
+        watchdog.start()
+        line = self.process.stdout.readline().rstrip("\n")
+        watchdog.cancel()
+        assert line.startswith("ready: "), f"{line!r} instead of a ready line:\n{self.log}"
+        self.url = line.split()[1]
+        return line
+
+    def get(self, path: str) -> httpx.Response:
+        """GET a path of the router."""
+        return httpx.get(self.url + path, timeout=30)
+
+    def complete(self, prompt: str | list[int], **fields: Any) -> httpx.Response:
+        """POST /v1/completions, greedy."""
+        body = {"model": "served", "prompt": prompt, "temperature": 0, **fields}
+        return httpx.post(self.url + "/v1/completions", json=body, timeout=60)
+
+    def pids(self) -> dict[str, int]:
+        """Engine pids by name, from /topology."""
+        return {engine["name"]: engine["pid"] for engine in self.get("/topology").json()["engines"]}
+
+    def child_pid(self, name: str) -> int:
+        """The pid of a child of the launcher by its process name, such as "pd router"."""
+        (child,) = [c for c in psutil.Process(self.process.pid).children() if c.name() == name[:15]]
+        return child.pid
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal, wait, and check that nothing is left but what a kill -9 may leave. Returns the exit code."""
+        self.process.send_signal(number)
+        return self.finish(killed=number == signal.SIGKILL)
+
+    def finish(self, *, killed: bool = False) -> int:
+        """Wait for the end and check that nothing is left."""
+        self.stopped = True
+        try:
+            code = self.process.wait(timeout=STOP_BOUND_S)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"still running after {STOP_BOUND_S} s:\n{self.log}") from None
+        rest = self.survivors()
+        if killed:  # nobody waits for the children of a killed launcher: they see it by themselves
+            psutil.wait_procs(rest, timeout=STOP_BOUND_S)
+            rest = self.survivors()
+        names = [f"{process.pid} {process.name()}" for process in rest]
+        self.kill_all()
+        self._reader.join()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        assert not names, f"left behind: {names}\n{self.log}"
+        if not killed:
+            assert not list(self.directory.iterdir())
+        assert not [entry for entry in os.listdir("/dev/shm") if "pdkv" in entry]
+        return code
+
+    def survivors(self) -> list[psutil.Process]:
+        """Processes that descend from this launch: they carry its mark in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    def kill_all(self) -> None:
+        """End what a failed test left."""
+        for process in self.survivors():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@contextlib.contextmanager
+def launches(model: Path) -> Iterator[Launch]:
+    """A factory of deployments; those still running at the end are stopped and checked."""
+    directory = Path(tempfile.mkdtemp(prefix="e2e-"))  # short: unix sockets lie below it
+    running: list[Running] = []
+
+    def launch(*flags: str, wait: bool = True, environment: dict[str, str] | None = None) -> Running:
+        """Start `pd launch` on a free port with small engines; further flags override these."""
+        defaults = ["--model", str(model), "--port", "0", "--kv-cache-memory", "8MiB", "--threads", "1"]
+        deployment = Running([*defaults, *flags], environment or {}, directory)
+        running.append(deployment)
+        if wait:
+            deployment.wait_ready()
+        return deployment
+
+    try:
+        yield launch
+        for deployment in running:
+            if not deployment.stopped:
+                assert deployment.stop() == 0, deployment.log
+    finally:
+        for deployment in running:
+            deployment.kill_all()
+        shutil.rmtree(directory, ignore_errors=True)

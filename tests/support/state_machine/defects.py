@@ -1,0 +1,206 @@
+"""Defects that the random schedules must find, applied by monkeypatch. None of them is a switch in the product."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from pdkv.connectors.base import Finished, RequestView, TransferKey
+from pdkv.connectors.memory import PullScheduler, PullWorker
+from pdkv.connectors.memory_fabric import Endpoint, MemoryFabric
+from pdkv.connectors.memory_push import PushWorker
+from pdkv.connectors.memory_store import StoreMetadata, StoreScheduler, StoreWorker
+from pdkv.engine.block_pool import Holder
+from pdkv.engine.external import ExternalKV
+from pdkv.engine.kv_cache_manager import KVCacheManager
+from pdkv.engine.plan import RequestKey
+from pdkv.engine.request import Request
+from pdkv.engine.scheduler import Scheduler
+from pdkv.errors import PeerGone
+from pdkv.messages import Order
+from pdkv.prefill.leases import LeaseTable
+
+Pair = tuple[str, Order, str]
+Patch = pytest.MonkeyPatch
+
+PULL: Pair = ("pull", "prefill_first", "async")
+PUSH: Pair = ("push", "concurrent", "async")
+STORE: Pair = ("store", "prefill_first", "async")
+LAYERWISE: Pair = ("store", "prefill_first", "layerwise")
+
+
+def lease_freed_early(patch: Patch) -> None:
+    """The lease is on the books, but its blocks are free."""
+    grant = LeaseTable.grant
+
+    def broken(self: LeaseTable, request: Request, block_ids: Sequence[int], deadline: float) -> None:
+        grant(self, request, [], deadline)
+
+    patch.setattr(LeaseTable, "grant", broken)
+
+
+def quarantine_skipped(patch: Patch) -> None:
+    """Blocks that a peer may still write are free at once."""
+    end_load = ExternalKV.end_load
+
+    def broken(self: ExternalKV, key: TransferKey, *, transfer_ended: bool) -> None:
+        load = self.loads[key]
+        exposed = load.started and not (load.done or transfer_ended)
+        end_load(self, key, transfer_ended=True)
+        if exposed:
+            self._cancels.append(key)
+
+    patch.setattr(ExternalKV, "end_load", broken)
+
+
+def generation_not_reread(patch: Patch) -> None:
+    """What was read counts, whether or not its source was reused."""
+    patch.setattr(PullWorker, "check_generations", lambda *_: None)
+
+
+def tail_indexed(patch: Patch) -> None:
+    """A partial tail is found by the prefix before it instead of by its transfer."""
+
+    def broken(self: StoreScheduler, request: RequestView) -> bytes:
+        num_full = request.num_wanted // self.block_size
+        return b"tail of " + (request.block_keys[num_full - 1] if num_full else b"nothing")
+
+    patch.setattr(StoreScheduler, "_tail_name", broken)
+
+
+def attempt_ignored(patch: Patch) -> None:
+    """All attempts of a transfer are one."""
+    patch.setattr(Request, "transfer_key", property(lambda self: (self.submit.transfer_id, 0)))
+    patch.setattr(RequestView, "transfer_key", property(lambda self: (self.transfer_id, 0)))
+
+
+def late_write_admitted(patch: Patch) -> None:
+    """A write lands although the transfer has ended here."""
+    stop_receiving = PushWorker.stop_receiving
+
+    def broken(self: PushWorker, key: TransferKey) -> None:
+        incoming = self._incoming.get(key)
+        stop_receiving(self, key)
+        if incoming is not None:
+            self._incoming[key] = incoming
+
+    patch.setattr(PushWorker, "stop_receiving", broken)
+
+
+def duplicate_release_frees_twice(patch: Patch) -> None:
+    """A lease that was ended is ended again by the next Release."""
+    end = LeaseTable.end
+    ended: dict[tuple[int, TransferKey], Any] = {}
+
+    def broken(self: LeaseTable, key: TransferKey) -> Any:
+        lease = end(self, key)
+        if lease is not None:
+            ended[(id(self), key)] = lease
+            return lease
+        again = ended.get((id(self), key))
+        if again is not None:
+            self._pool.release(again.block_ids, Holder.LEASE)
+        return again
+
+    patch.setattr(LeaseTable, "end", broken)
+
+
+def old_epoch_accepted(patch: Patch) -> None:
+    """An engine's name is enough; its incarnation does not matter."""
+
+    def endpoint(self: MemoryFabric, engine: str, epoch: str) -> Endpoint:
+        if engine not in self._endpoints:
+            raise PeerGone(engine)
+        return self._endpoints[engine]
+
+    matched = PullScheduler.get_num_new_matched_tokens
+
+    def broken(self: PullScheduler, request: RequestView, num_computed_tokens: int) -> Any:
+        if request.handoff is not None:
+            self.epochs = {**self.epochs, request.handoff.engine: request.handoff.epoch}
+        return matched(self, request, num_computed_tokens)
+
+    patch.setattr(MemoryFabric, "endpoint", endpoint)
+    patch.setattr(PullScheduler, "get_num_new_matched_tokens", broken)
+
+
+def save_committed_after_failed_load(patch: Patch) -> None:
+    """What a step staged becomes visible without waiting for its confirmation."""
+    save_kv_layer = StoreWorker.save_kv_layer
+
+    def broken(self: StoreWorker, layer: int, kv_cache: Any, meta: StoreMetadata) -> None:
+        save_kv_layer(self, layer, kv_cache, meta)
+        for _, name in meta.stage:
+            self.fabric.store.put(name, self._staging[(meta.step_id, name)])
+
+    patch.setattr(StoreWorker, "save_kv_layer", broken)
+
+
+def decode_writes_into_its_own_hit(patch: Patch) -> None:
+    """The loaded range begins at 0 instead of behind the local hit."""
+    for side in (PullScheduler,):
+        original = side.update_state_after_alloc
+
+        def broken(
+            self: PullScheduler, request: RequestView, block_ids: Sequence[int], num: int, original: Any = original
+        ) -> Any:
+            if num:
+                num += request.num_local_hit
+                fields = {name: getattr(request, name) for name in request.__struct_fields__}
+                request = RequestView(**{**fields, "num_local_hit": 0})
+            return original(self, request, block_ids, num)
+
+        patch.setattr(side, "update_state_after_alloc", broken)
+
+
+def block_cached_before_it_is_filled(patch: Patch) -> None:
+    """Content enters the cache when it is scheduled."""
+    name_shares = Scheduler._name_shares
+
+    def broken(self: Scheduler, step_id: int, batch: Sequence[tuple[Request, int]]) -> Any:
+        for request, num_tokens in batch:
+            confirmed = request.num_confirmed
+            request.num_confirmed = request.num_computed + num_tokens
+            self.kv.commit(request)
+            request.num_confirmed = confirmed
+        return name_shares(self, step_id, batch)
+
+    patch.setattr(Scheduler, "_name_shares", broken)
+
+
+def preempted_blocks_handed_off(patch: Patch) -> None:
+    """The hand-off names the blocks that the request had before its preemption."""
+    preempt, finished = Scheduler._preempt, ExternalKV.finished
+    lost: dict[RequestKey, list[int]] = {}
+
+    def remember(self: Scheduler, request: Request) -> None:
+        lost[request.key] = list(request.block_ids)
+        preempt(self, request)
+
+    def broken(self: ExternalKV, request: Request) -> Finished:
+        actual = request.block_ids
+        stale = lost.pop(request.key, [])[: len(actual)]
+        request.block_ids = stale + actual[len(stale) :]
+        result = finished(self, request)
+        request.block_ids = actual
+        return result
+
+    patch.setattr(Scheduler, "_preempt", remember)
+    patch.setattr(ExternalKV, "finished", broken)
+
+
+DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
+    (lease_freed_early, PULL),
+    (quarantine_skipped, PUSH),
+    (generation_not_reread, PULL),
+    (tail_indexed, STORE),
+    (attempt_ignored, PULL),
+    (late_write_admitted, PUSH),
+    (duplicate_release_frees_twice, PULL),
+    (old_epoch_accepted, PULL),
+    (save_committed_after_failed_load, LAYERWISE),
+    (decode_writes_into_its_own_hit, PULL),
+    (block_cached_before_it_is_filled, PULL),
+    (preempted_blocks_handed_off, PULL),
+)
+"""Each defect, and a pair of mode and order in which it shows."""
