@@ -16,12 +16,12 @@ $(STAMP): pyproject.toml constraints.txt
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/lib build/typecheck
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/typecheck .
+	rm -rf build
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy -p pdkv
 
 test: install
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow"
 
 bench: install
 	$(BIN)/python -m benchmarks.run

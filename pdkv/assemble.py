@@ -49,7 +49,7 @@ def build_engine(
     on_progress("loading weights")
     executor = InProcessExecutor(model_config, config, max_num_batched_tokens=limits.max_num_batched_tokens)
     on_progress(f"allocating {executor.num_blocks} KV blocks")
-    connector = None if handoff is None else _make_connector(handoff, executor, name, epoch, notify)
+    connector = None if handoff is None else _make_connector(handoff, executor, identity, name, epoch, notify)
     try:
         return _connect(connector, executor, model_config, identity, handoff, limits, name=name, epoch=epoch, role=role)
     except BaseException:
@@ -68,7 +68,12 @@ def _limits(config: EngineConfig, handoff: HandoffConfig) -> SchedulerLimits:
 
 
 def _make_connector(
-    handoff: HandoffConfig, executor: InProcessExecutor, name: str, epoch: str, notify: Callable[[], None]
+    handoff: HandoffConfig,
+    executor: InProcessExecutor,
+    identity: str,
+    name: str,
+    epoch: str,
+    notify: Callable[[], None],
 ) -> KVConnector:
     connector_config = ConnectorConfig(
         engine=name,
@@ -76,6 +81,7 @@ def _make_connector(
         layout=executor.layout,
         num_blocks=executor.num_blocks,
         options=handoff.connector_config,
+        model=identity,
     )
     return load_connector(handoff.connector)(connector_config, notify)
 

@@ -46,7 +46,9 @@ class EngineConfig:
     """One engine."""
 
     model: Path = option(DEFAULT_MODEL, "Hugging Face model directory (absent: the embedded default model)")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "computation and KV dtype; auto: the model's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "computation and KV dtype; auto: the model's"
+    )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: cuda where there is one")
     block_size: int = option(16, "tokens per KV block, a multiple of 16")
     kv_cache_memory: int | None = option(None, "KV pool of one engine, such as 512MiB (CPU default: 256MiB)", size=True)

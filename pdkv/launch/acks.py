@@ -1,5 +1,6 @@
 """The child's side of its start: progress, ready, or why not."""
 
+import contextlib
 import logging
 import os
 
@@ -34,7 +35,9 @@ class Acknowledger:
         config = isinstance(error, ConfigError)
         if not config:
             logger.error("cannot start", exc_info=error)
-        self._write(StartFailed(str(error) if config else f"{type(error).__name__}: {error}", config=config))
+        message = str(error) if config else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(StartGivenUp):  # another process failed first: the launcher has its reason
+            self._write(StartFailed(message, config=config))
         self._close()
 
     def _close(self) -> None:

@@ -20,8 +20,7 @@ def run(*arguments: str) -> int:
     try:
         return main(arguments)
     except SystemExit as error:
-        assert isinstance(error.code, int)
-        return error.code
+        return int(error.code or 0)
 
 
 def deployment(*arguments: str, environment: dict[str, str] | None = None) -> cli_launch.Deployment:

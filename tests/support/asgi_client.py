@@ -7,13 +7,17 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Message
 
-
 T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a test's coroutine; what waits for ever fails."""
-    return asyncio.run(asyncio.wait_for(main, 30))
+
+    async def bounded() -> T:
+        async with asyncio.timeout(30):
+            return await main
+
+    return asyncio.run(bounded())
 
 
 class Exchange:

@@ -23,7 +23,7 @@ class FakeGeneration:
         self.num_cached_tokens = 0
         self.aborted = False
         self.ended = False
-        self.over = asyncio.Event()  # the reader saw the failure or the abort
+        self.over = asyncio.Event()  # aborted, or the reader saw the failure
         self._items: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
     def put(self, item: Delta | Exception) -> None:
@@ -33,6 +33,7 @@ class FakeGeneration:
     def abort(self) -> None:
         if not self.ended and not self.aborted:
             self.aborted = True
+            self.over.set()
             self.put(RequestAborted("aborted", request_id="r"))
 
     def __aiter__(self) -> "FakeGeneration":

@@ -1,0 +1,73 @@
+"""The wheel holds exactly the package's files, and no root folder is imported under its bare name."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGE_DIRS: dict[str, str] = SETTINGS["tool"]["setuptools"]["package-dir"]
+
+pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs git's list of files")
+
+
+def source_files() -> list[str]:
+    """Files of the package folders that are tracked, or new and not ignored."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *PACKAGE_DIRS.values()]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return sorted(file for file in output.splitlines() if (ROOT / file).is_file())
+
+
+def installed_path(file: str) -> str:
+    """Where a source file lies in the wheel."""
+    folder, _, rest = file.partition("/")
+    package = next(name for name, directory in PACKAGE_DIRS.items() if directory == folder)
+    return f"{package.replace('.', '/')}/{rest}"
+
+
+def test_the_wheel_holds_the_folders_files_and_nothing_else(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    files = source_files()
+    for file in [*files, "pyproject.toml", "README.md", "LICENSE"]:
+        (tree / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, tree / file)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*build, "."], cwd=tree, check=True, capture_output=True, text=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert packed == {installed_path(file) for file in files}
+
+
+def test_every_folder_with_modules_is_a_listed_package() -> None:
+    folders = {installed_path(file).rpartition("/")[0] for file in source_files() if file.endswith(".py")}
+    assert {folder.replace("/", ".") for folder in folders} == set(SETTINGS["tool"]["setuptools"]["packages"])
+
+
+def test_importing_everything_leaves_no_root_folder_in_sys_modules() -> None:
+    modules = [
+        installed_path(file).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for file in source_files()
+        if file.endswith(".py")
+    ]
+    assert "pdkv.engine.core" in modules
+    code = f"""
+import importlib, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+print(*set(sys.modules) & {set(PACKAGE_DIRS.values()) - {"pdkv"}!r})
+"""
+    # From the root and with it on sys.path, where a bare `import engine` would work.
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == ""
+
+
+def test_shipped_connectors_stand_in_one_place_only() -> None:
+    assert "pdkv.connectors" not in SETTINGS["project"].get("entry-points", {})
