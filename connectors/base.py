@@ -257,6 +257,7 @@ class KVConnector(ABC):
     content_addressed: ClassVar[bool] = False
     concurrent: ClassVar[bool] = False  # push: prefill and decode may be dispatched together
     needs_peer_first: ClassVar[bool] = False  # push: decode must have allocated before prefill starts
+    one_process: ClassVar[bool] = False  # its engines share a process: `pd launch` refuses it for several
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         """`notify` is thread-safe and wakes the engine's loop. Raises ConfigError for an unknown option."""

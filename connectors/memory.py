@@ -5,7 +5,7 @@ Options: mode (pull, push, store), fabric (name), load (async, layerwise: store 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -29,7 +29,7 @@ from pdkv.connectors.base import (
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory_fabric import Content, MemoryFabric, Operation, copy_in, copy_out
 from pdkv.errors import ConfigError, IncompatiblePeers, StaleGeneration, TransferCancelled, TransferError
-from pdkv.messages import EngineCard
+from pdkv.messages import ConnectorKind, EngineCard
 
 
 def _mode(text: str) -> str:
@@ -64,7 +64,8 @@ class MemoryOptions(msgspec.Struct, frozen=True):
 class MemoryConnector(KVConnector):
     """Engines of one process. The option `mode` chooses the subclass."""
 
-    kind = "pull"
+    kind: ClassVar[ConnectorKind] = "pull"
+    one_process: ClassVar[bool] = True
 
     def __new__(cls, config: ConnectorConfig, notify: Callable[[], None]) -> "MemoryConnector":
         """A connector's kind is its class's: each mode is a subclass."""
@@ -101,7 +102,7 @@ def memory_modes() -> dict[str, type[MemoryConnector]]:
 class MemoryPullConnector(MemoryConnector):
     """Decode reads the blocks that prefill keeps under lease."""
 
-    kind = "pull"
+    kind: ClassVar[ConnectorKind] = "pull"
 
 
 # --- what all modes share -----------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ class PullLoad(msgspec.Struct, frozen=True):
 class PullMetadata(KVConnectorMetadata, kw_only=True):
     """Loads that begin in this step."""
 
-    loads: list[PullLoad] = []
+    loads: list[PullLoad] = msgspec.field(default_factory=list)
 
 
 class PullScheduler(MemoryScheduler):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ from pdkv.connectors.base import (
 from pdkv.connectors.memory import MemoryConnector, MemoryScheduler, MemoryWorker
 from pdkv.connectors.memory_fabric import Content, Operation, copy_in, copy_out
 from pdkv.errors import TransferCancelled, TransferError, TransferTimeout
+from pdkv.messages import ConnectorKind
 
 
 class PushTicket(msgspec.Struct, array_like=True):
@@ -46,8 +48,8 @@ class Send(msgspec.Struct, frozen=True):
 class PushMetadata(KVConnectorMetadata, kw_only=True):
     """Receives to be registered and sends to be posted in this step."""
 
-    receives: list[PushTicket] = []
-    sends: list[Send] = []
+    receives: list[PushTicket] = msgspec.field(default_factory=list)
+    sends: list[Send] = msgspec.field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -265,7 +267,7 @@ class CancelTransfer(Operation):
 class MemoryPushConnector(MemoryConnector):
     """Prefill writes into decode's blocks."""
 
-    kind = "push"
+    kind: ClassVar[ConnectorKind] = "push"
     concurrent = True
     needs_peer_first = False
 

@@ -6,6 +6,7 @@ transfer, found only through it and dropped on release.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -15,6 +16,7 @@ from pdkv.connectors.base import (
     ConfirmedRange,
     Finished,
     KVConnectorMetadata,
+    LoadMode,
     MatchedTokens,
     RequestView,
     ScheduledRange,
@@ -25,6 +27,7 @@ from pdkv.connectors.base import (
 from pdkv.connectors.memory import MemoryConnector, MemoryScheduler, MemoryWorker
 from pdkv.connectors.memory_fabric import Content, Operation, StoreName, copy_in, copy_out
 from pdkv.errors import KVNotFound, TransferCancelled, TransferTimeout
+from pdkv.messages import ConnectorKind
 
 STAGED_STEPS = 4
 """Staged blocks that no later step commits are dropped after so many steps; a plan's update lags by at most two."""
@@ -51,10 +54,12 @@ class StoreSave(msgspec.Struct, frozen=True):
 class StoreMetadata(KVConnectorMetadata, kw_only=True):
     """Loads, saves and what this step shall stage."""
 
-    loads: list[StoreLoad] = []
-    saves: list[StoreSave] = []
-    stage: list[tuple[int, StoreName]] = []  # (block_id, name): complete when the step is
-    drops: list[TransferKey] = []  # transfers whose tails nobody needs any more
+    loads: list[StoreLoad] = msgspec.field(default_factory=list)
+    saves: list[StoreSave] = msgspec.field(default_factory=list)
+    stage: list[tuple[int, StoreName]] = msgspec.field(
+        default_factory=list
+    )  # (block_id, name): complete when the step is
+    drops: list[TransferKey] = msgspec.field(default_factory=list)  # transfers whose tails nobody needs any more
 
 
 class StoreScheduler(MemoryScheduler):
@@ -76,7 +81,7 @@ class StoreScheduler(MemoryScheduler):
         stop = min(num_computed_tokens + num_found * self.block_size, request.num_wanted)
         if stop <= num_computed_tokens:
             return NO_MATCH
-        mode = "layerwise" if self.options.load == "layerwise" else "async"
+        mode: LoadMode = "layerwise" if self.options.load == "layerwise" else "async"
         return MatchedTokens(stop - num_computed_tokens, mode)
 
     def update_state_after_alloc(
@@ -97,8 +102,13 @@ class StoreScheduler(MemoryScheduler):
         loads, self._loads = self._loads, []
         layered = bool(stage) or any(load.layerwise for load in loads)
         return StoreMetadata(
-            step_id=view.step_id, needs_layer_hooks=layered, loads=loads, saves=saves, stage=stage, drops=list(view.aborted)
-        )  # fmt: skip
+            step_id=view.step_id,
+            needs_layer_hooks=layered,
+            loads=loads,
+            saves=saves,
+            stage=stage,
+            drops=list(view.aborted),
+        )
 
     def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
         """The store has its own copy: no block is held. Tells the reader which tail is its own."""
@@ -109,9 +119,10 @@ class StoreScheduler(MemoryScheduler):
         num_full = request.num_wanted // self.block_size
         names: list[StoreName] = list(request.block_keys[start // self.block_size : num_full])
         handoff = request.handoff
-        if handoff is not None and handoff.num_tokens % self.block_size and handoff.num_tokens >= request.num_wanted:
-            if request.num_wanted % self.block_size:
-                names.append(self._tail_name(request))
+        tail = request.num_wanted % self.block_size
+        handed = handoff.num_tokens if handoff is not None else 0
+        if tail and handed % self.block_size and handed >= request.num_wanted:
+            names.append(self._tail_name(request))
         return names
 
     def _tail_name(self, request: RequestView) -> StoreName:
@@ -301,7 +312,7 @@ class CancelRead(Operation):
 class MemoryStoreConnector(MemoryConnector):
     """Any engine saves what it computed; any engine finds it by content."""
 
-    kind = "store"
+    kind: ClassVar[ConnectorKind] = "store"
     content_addressed = True
 
     def make_scheduler_side(self) -> StoreScheduler:

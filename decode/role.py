@@ -1,7 +1,6 @@
-"""The decode role: admission of remote KV, tickets, the wait for the first token, and what happens when a load fails."""
+"""The decode role: admission of remote KV, tickets, and what happens when a load fails."""
 
 import logging
-from collections.abc import Callable
 from typing import Literal
 
 from pdkv.connectors.base import TransferOutcome

@@ -1,1 +1,1 @@
-"""One engine: scheduler, KV cache manager, block pool, model runner, sampler, executor. Knows no roles, no transports."""
+"""One engine: scheduler, KV cache, model runner, sampler, executor. Knows no roles and no transports."""

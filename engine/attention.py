@@ -22,7 +22,11 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Attention of (n, heads + 2 * kv_heads, head_size) -> (n or len(rows), heads * head_size)."""
+        """Attention of (n, heads + 2 * kv_heads, head_size) -> (n or len(rows), heads * head_size), both padded."""
+
+    def padded(self, num_rows: int) -> int:
+        """To how many rows a step, and the rows of its last layer, are padded. Padding is never written to the pool."""
+        return num_rows
 
 
 def make_backend(kv_pool: torch.Tensor, num_heads: int) -> AttentionBackend:
@@ -34,6 +38,11 @@ def make_backend(kv_pool: torch.Tensor, num_heads: int) -> AttentionBackend:
     from pdkv.engine.attention_cpu import CpuAttention
 
     return CpuAttention(kv_pool, num_heads)
+
+
+def pad(array: IntArray, size: int) -> IntArray:
+    """`array` (n,) followed by zeros, `size` in all."""
+    return array if len(array) == size else np.concatenate([array, np.zeros(size - len(array), dtype=array.dtype)])
 
 
 def to_tensor(array: IntArray, device: torch.device) -> torch.Tensor:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from pdkv.engine.attention import AttentionBackend
-from pdkv.engine.attention_tiles import AttentionLimits, Bucket, TilePlan, plan_tiles
+from pdkv.engine.attention_tiles import AttentionLimits, Bucket, plan_tiles
 from pdkv.engine.batch import IntArray, StepInputs
+from pdkv.engine.shapes import round_rows
 
 
 class _Work(NamedTuple):
@@ -29,7 +30,7 @@ class _Plan(NamedTuple):
     q_index: torch.Tensor  # (sum of B * heads * Q,) rows of one head of qkv, in the buckets' order
     out_index: torch.Tensor  # (rows * heads,) where each output head stands among the buckets' outputs
     work: list[_Work]
-    num_rows: int
+    num_rows: int  # padding included
 
 
 class CpuAttention(AttentionBackend):
@@ -53,14 +54,16 @@ class CpuAttention(AttentionBackend):
 
     def prepare(self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None) -> None:
         self._slots = (torch.from_numpy(inputs.block_ids), torch.from_numpy(inputs.offsets))
-        self._inner = self._plan(plan_tiles(inputs, None, self._block_size, self._limits), block_tables)
-        self._last = self._inner
+        self._inner = self._last = self._plan(inputs, None, block_tables)
         if rows is not None:
-            self._last = self._plan(plan_tiles(inputs, rows, self._block_size, self._limits), block_tables)
+            self._last = self._plan(inputs, rows, block_tables)
+
+    def padded(self, num_rows: int) -> int:
+        return round_rows(num_rows)
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         heads, head_size = self._num_heads, self._head_size
-        self._token_kv[layer].index_put_(self._slots, qkv[:, heads:])
+        self._token_kv[layer].index_put_(self._slots, qkv[: len(self._slots[0]), heads:])
         plan = self._last if layer == self._num_layers - 1 else self._inner
         q = self._scratch.take("q", len(plan.q_index), head_size)
         torch.index_select(qkv.view(-1, head_size), 0, plan.q_index, out=q)
@@ -89,12 +92,14 @@ class CpuAttention(AttentionBackend):
         torch.softmax(scores, -1, out=scores)  # in float32 inside, whatever the dtype; row by row, so in place
         torch.bmm(scores, values, out=out.view(pairs, queries, head_size))
 
-    def _plan(self, tiles: TilePlan, block_tables: IntArray) -> _Plan:
+    def _plan(self, inputs: StepInputs, rows: IntArray | None, block_tables: IntArray) -> _Plan:
         """The tensors of a tile plan; shared by all layers, since a layer only shifts where rows begin."""
+        tiles = plan_tiles(inputs, rows, self._block_size, self._limits)
         heads, kv_heads = self._num_heads, self._kv_heads
         head = np.arange(heads)[None, :, None]
         q_parts, work, start = [], [], 0
-        out_index = np.empty((tiles.num_rows, heads), dtype=np.int64)
+        num_rows = self.padded(tiles.num_rows)
+        out_index = np.zeros((num_rows, heads), dtype=np.int64)  # padding rows repeat an output, and nobody looks
         for bucket in tiles.buckets:
             q_parts.append((bucket.qkv_rows[:, None, :] * (heads + 2 * kv_heads) + head).ravel())
             stop = start + bucket.num_queries * heads
@@ -103,14 +108,15 @@ class CpuAttention(AttentionBackend):
             work.append(_Work(bucket, self._kv_index(bucket, block_tables), self._mask(bucket)))
             start = stop
         q_index = np.concatenate(q_parts) if q_parts else np.empty(0, dtype=np.int64)
-        return _Plan(torch.from_numpy(q_index), torch.from_numpy(out_index.ravel()), work, tiles.num_rows)
+        return _Plan(torch.from_numpy(q_index), torch.from_numpy(out_index.ravel()), work, num_rows)
 
     def _kv_index(self, bucket: Bucket, block_tables: IntArray) -> torch.Tensor:
-        """(2, B, kv_heads, K) flattened: rows of `_block_rows`."""
+        """(2, B, kv_heads, K) flattened: rows of `_block_rows`.
+
+        Behind its end a shorter request reads its own last block again, never another's, which may hold anything.
+        """
         own = -(-bucket.seq_lens // self._block_size)
-        tables = block_tables[bucket.slots, : bucket.num_blocks]
-        # Behind its end a shorter request reads its own first block: never another's, which may hold anything.
-        tables = np.where(np.arange(bucket.num_blocks) < own[:, None], tables, tables[:, :1])
+        tables = block_tables[bucket.slots[:, None], np.minimum(np.arange(bucket.num_blocks), own[:, None] - 1)]
         sides = np.arange(2)[:, None, None, None] * self._kv_heads + np.arange(self._kv_heads)[None, None, :, None]
         rows: IntArray = tables[None, :, None, :] * (self._num_layers * 2 * self._kv_heads) + sides
         return torch.from_numpy(rows.ravel())

@@ -6,12 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.engine.batch import IntArray, StepInputs
+from pdkv.engine.shapes import round_blocks, round_queries, round_tiles
 
 _MAX_TILE = 128
 """Queries per tile: more would compute more of the causal triangle that is masked, fewer would gather KV more often."""
-
-_TILE_SIZES = np.array([1, 2, 4, 8, 12, 16, 24, 32, 48, 64])
-"""Short tiles are padded to one of these, so that many short prompts share buckets; longer ones keep their size."""
 
 _BUCKET_BYTES = 4 << 20
 """Gathered KV, and scores, of one bucket. Both stay in a last-level cache."""
@@ -20,6 +18,8 @@ _WASTE_BYTES = 512 << 10
 """Gathering this much padding costs as much as the calls of one more bucket."""
 
 _WASTE_RATIO = 0.1
+
+_PADDED_QUERIES = np.array([0, *(round_queries(count) for count in range(1, _MAX_TILE + 1))])
 
 _QUERIES_PER_GATHER = 5
 """So many queries per tile cost as much in products and softmax as the gathering of their keys does."""
@@ -44,7 +44,7 @@ class AttentionLimits:
 
 
 class Bucket(NamedTuple):
-    """B tiles, each padded to Q queries and K blocks. Padded queries repeat their tile's last one."""
+    """B tiles of Q queries and K blocks. Padding repeats: queries their tile's last one, tiles the last one."""
 
     slots: IntArray  # (B,)
     seq_lens: IntArray  # (B,) keys that the tile's last query sees
@@ -88,20 +88,16 @@ def plan_tiles(inputs: StepInputs, rows: IntArray | None, block_size: int, limit
     """Tiles for all of the step's tokens, or for the tokens `rows` (ascending) only."""
     num_rows = len(inputs.positions) if rows is None else len(rows)
     tiles = _cut(inputs, limits) if rows is None else _single(inputs, rows)
-    sizes = tiles.counts
-    padded = np.where(
-        sizes > _TILE_SIZES[-1],
-        sizes,
-        _TILE_SIZES[np.minimum(np.searchsorted(_TILE_SIZES, sizes), len(_TILE_SIZES) - 1)],
-    )
-    blocks = -(-(tiles.positions + sizes) // block_size)
+    padded = _PADDED_QUERIES[tiles.counts]
+    blocks = -(-(tiles.positions + tiles.counts) // block_size)
     order = np.lexsort((-blocks, padded))
     tiles = _Tiles(*(column[order] for column in tiles._replace(padded=padded, blocks=blocks)))
     buckets, start = [], 0
     while start < len(order):
-        stop = _bucket_end(tiles, start, block_size, limits)
-        buckets.append(_bucket(tiles, slice(start, stop)))
-        start = stop
+        num_blocks = round_blocks(int(tiles.blocks[start]), block_size)
+        count, size = _bucket_size(tiles, start, num_blocks, block_size, limits)
+        buckets.append(_bucket(tiles, start + np.minimum(np.arange(size), count - 1), count, num_blocks))
+        start += count
     return TilePlan(buckets, num_rows)
 
 
@@ -126,26 +122,37 @@ def _single(inputs: StepInputs, rows: IntArray) -> _Tiles:
     return _Tiles(inputs.slots[request], rows, np.arange(len(rows)), inputs.positions[rows], ones, ones, ones)
 
 
-def _bucket_end(tiles: _Tiles, start: int, block_size: int, limits: AttentionLimits) -> int:
-    """Where the bucket that begins with tile `start` ends. Tiles are sorted by padded size, longest context first."""
-    size, blocks = int(tiles.padded[start]), int(tiles.blocks[start])
-    most = limits.tiles_per_bucket(size, blocks * block_size)
+def _bucket_size(
+    tiles: _Tiles, start: int, num_blocks: int, block_size: int, limits: AttentionLimits
+) -> tuple[int, int]:
+    """(tiles, tiles with padding) of the bucket that begins with tile `start`.
+
+    Tiles are sorted by padded size, the longest context first.
+    """
+    queries = int(tiles.padded[start])
+    most, _ = round_tiles(limits.tiles_per_bucket(queries, num_blocks * block_size))
     own = np.cumsum(tiles.blocks[start : start + most])
-    waste = blocks * np.arange(1, len(own) + 1) - own
-    slack = _WASTE_BYTES / (limits.kv_token_bytes * block_size * (1 + size / _QUERIES_PER_GATHER))
-    fits = (tiles.padded[start : start + most] == size) & (waste <= np.maximum(_WASTE_RATIO * own, slack))
-    return start + (len(own) if fits.all() else int(fits.argmin()))
+    waste = num_blocks * np.arange(1, len(own) + 1) - own
+    slack = _WASTE_BYTES / (limits.kv_token_bytes * block_size * (1 + queries / _QUERIES_PER_GATHER))
+    fits = (tiles.padded[start : start + most] == queries) & (waste <= np.maximum(_WASTE_RATIO * own, slack))
+    count = len(own) if fits.all() else max(1, int(fits.argmin()))
+    fewer, more = round_tiles(count)
+    if (more - count) * num_blocks <= slack:
+        return count, more
+    return fewer, fewer
 
 
-def _bucket(tiles: _Tiles, part: slice) -> Bucket:
-    counts = tiles.counts[part][:, None]
-    steps = np.minimum(np.arange(tiles.padded[part.start])[None, :], counts - 1)
+def _bucket(tiles: _Tiles, index: IntArray, count: int, num_blocks: int) -> Bucket:
+    """The tiles `index`, of which the first `count` are real."""
+    counts = tiles.counts[index][:, None]
+    queries = np.arange(tiles.padded[index[0]])[None, :]
+    steps = np.minimum(queries, counts - 1)
     return Bucket(
-        slots=tiles.slots[part],
-        seq_lens=tiles.positions[part] + tiles.counts[part],
-        positions=tiles.positions[part][:, None] + steps,
-        qkv_rows=tiles.starts[part][:, None] + steps,
-        out_rows=tiles.outs[part][:, None] + steps,
-        real=np.arange(steps.shape[1])[None, :] < counts,
-        num_blocks=int(tiles.blocks[part].max()),
+        slots=tiles.slots[index],
+        seq_lens=tiles.positions[index] + tiles.counts[index],
+        positions=tiles.positions[index][:, None] + steps,
+        qkv_rows=tiles.starts[index][:, None] + steps,
+        out_rows=tiles.outs[index][:, None] + steps,
+        real=(queries < counts) & (np.arange(len(index)) < count)[:, None],
+        num_blocks=num_blocks,
     )

@@ -234,7 +234,9 @@ class EngineCore:
             case Resync():
                 self._outbox(router_id, KVEvents(self._event_number, self.scheduler.kv.pool.snapshot_events()))
             case Continue() | KVTicket() | KVHandoff() | KVReady() | Release():
-                request = None if isinstance(message, Release) else self.requests.get((message.request_id, message.attempt))
+                request = (
+                    None if isinstance(message, Release) else self.requests.get((message.request_id, message.attempt))
+                )
                 if request is not None:
                     self._deliver(request, message)
                 elif not self.roles.handle(router_id, message):
@@ -394,5 +396,3 @@ class EngineCore:
             self._last_load = load
             for router_id in self._routers:
                 self._outbox(router_id, load)
-
-

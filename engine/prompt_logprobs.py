@@ -3,10 +3,11 @@
 import numpy as np
 import torch
 
-from pdkv.engine.attention import to_tensor
+from pdkv.engine.attention import pad, to_tensor
 from pdkv.engine.batch import IntArray, StepInputs
 from pdkv.engine.plan import NewRequest
 from pdkv.engine.sampler import SamplingState
+from pdkv.engine.shapes import round_rows
 from pdkv.messages import TokenLogprob
 from pdkv.models.decoder import Decoder
 
@@ -59,10 +60,9 @@ class PromptLogprobs:
                 piece = np.arange(start, min(start + _LOGITS_ROWS, stop))
                 target = position + 1 + start - first  # the token behind the piece's first one
                 targets = np.array(request.prompt_token_ids[target : target + len(piece)], dtype=np.int64)
-                index = to_tensor(np.searchsorted(rows, piece), hidden.device)
-                logprobs = self._sampling.prompt_logprobs(
-                    self._model.logits(hidden.index_select(0, index)), targets, request.params.prompt_logprobs or 0
-                )
+                index = to_tensor(pad(np.searchsorted(rows, piece), round_rows(len(piece))), hidden.device)
+                logits = self._model.logits(hidden.index_select(0, index))[: len(piece)]
+                logprobs = self._sampling.prompt_logprobs(logits, targets, request.params.prompt_logprobs or 0)
                 self._logprobs[slot][target : target + len(piece)] = logprobs
 
     def _ranges(self, inputs: StepInputs) -> list[tuple[int, int, int, int]]:

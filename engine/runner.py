@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
-from pdkv.engine.attention import make_backend, to_tensor
+from pdkv.engine.attention import make_backend, pad, to_tensor
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.plan import RequestKey, SampledTokens, ScheduledRequest, StepOutput, StepPlan
 from pdkv.engine.prompt_logprobs import PromptLogprobs
@@ -90,13 +90,12 @@ class ModelRunner:
         self._prompt_logprobs.collect(hidden, rows, inputs)
         if not len(sampling):
             return {}, {}
-        wanted = (
-            hidden
-            if len(rows) == len(last_rows)
-            else hidden[to_tensor(np.searchsorted(rows, last_rows), hidden.device)]
-        )
+        if len(rows) > len(last_rows):  # prompt logprobs asked for more
+            wanted = pad(np.searchsorted(rows, last_rows), self._attention.padded(len(last_rows)))
+            hidden = hidden.index_select(0, to_tensor(wanted, hidden.device))
+        logits = self._model.logits(hidden)[: len(last_rows)]
         slots, seq_lens = inputs.slots[sampling], inputs.seq_lens[sampling]
-        tokens = self._sampling.sample(self._model.logits(wanted), slots, self._batch.token_ids, seq_lens)
+        tokens = self._sampling.sample(logits, slots, self._batch.token_ids, seq_lens)
         self._batch.append_tokens(slots, seq_lens, [t.token_ids for t in tokens])
         keys = [scheduled[i].key for i in sampling.tolist()]
         finished_prompts = {
@@ -107,13 +106,14 @@ class ModelRunner:
         return dict(zip(keys, tokens, strict=True)), finished_prompts
 
     def _forward(self, inputs: StepInputs, rows: IntArray, attend: Attend) -> torch.Tensor:
-        """Normalised hidden states (len(rows), hidden) of those tokens of the step."""
-        device = self._model.device
-        some = None if len(rows) == len(inputs.positions) else rows
+        """Normalised hidden states (len(rows) padded, hidden) of those tokens of the step."""
+        device, padded = self._model.device, self._attention.padded
+        num_tokens = len(inputs.positions)
+        some = None if len(rows) == num_tokens else rows
         self._attention.prepare(inputs, self._batch.block_tables, some)
         return self._model.forward(
-            to_tensor(inputs.token_ids, device),
-            to_tensor(inputs.positions, device),
+            to_tensor(pad(inputs.token_ids, padded(num_tokens)), device),
+            to_tensor(pad(inputs.positions, padded(num_tokens)), device),
             attend,
-            None if some is None else to_tensor(some, device),
+            None if some is None else to_tensor(pad(some, padded(len(some))), device),
         )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pdkv.engine.request import Request
+from pdkv.engine.sampling_checks import check_for_vocab
 from pdkv.errors import InvalidRequest
 from pdkv.messages import FinishReason, Submit
 
@@ -28,17 +29,18 @@ class StopRules:
         Raises:
             InvalidRequest: naming the value and what was expected.
         """
-        prompt = submit.prompt_token_ids
+        prompt, output = submit.prompt_token_ids, submit.output_token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        if len(prompt) + len(submit.output_token_ids) >= self._max_len:
+        if len(prompt) + len(output) >= self._max_len:
             raise InvalidRequest(
-                f"prompt and output so far have {len(prompt) + len(submit.output_token_ids)} tokens; "
+                f"prompt and output so far have {len(prompt) + len(output)} tokens; "
                 f"at most {self._max_len - 1} leave room for one more",
                 param="prompt",
             )
-        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+        if not 0 <= min(*prompt, *output, 0) <= max(*prompt, *output, 0) < self._vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="prompt")
+        check_for_vocab(submit.params, self._vocab_size)
         if (submit.kv == "handoff") != (submit.until == "first_token"):
             raise InvalidRequest(f"kv={submit.kv!r} does not go with until={submit.until!r}")
         if submit.kv != "local" and not has_connector:

@@ -307,9 +307,7 @@ class Load(Message, frozen=True):
     steps: int = 0
 
 
-RouterToEngine = (
-    Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Peers | Resync
-)
+RouterToEngine = Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Peers | Resync
 EngineToRouter = (
     Ready | Tokens | Finished | HandedOff | Failed | Allocated | Loaded | KVReady | Release | KVEvents | Load
 )

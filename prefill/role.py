@@ -1,4 +1,4 @@
-"""The prefill role: hands KV off, keeps it under lease, and lets prefills queue rather than fill the pool with leases."""
+"""The prefill role: hands KV off, keeps it under lease, and lets prefills queue before leases fill the pool."""
 
 import logging
 from collections import OrderedDict

@@ -5,10 +5,9 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pdkv.block_keys import extend_keys, root_key
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, RequestAborted, RequestTimeout
 from pdkv.messages import (
     Allocated,
@@ -30,10 +29,11 @@ from pdkv.messages import (
 )
 from pdkv.router.backend import Backend
 from pdkv.router.flow import FlowMessage, RequestFlow, Sends
-from pdkv.router.generate import Delta, GenerateRequest, Route
+from pdkv.router.generate import Delta, GenerateRequest
 from pdkv.router.generation import Generation
-from pdkv.router.policies import DEFAULT_POLICY, Snapshot, find_policy
+from pdkv.router.policies import DEFAULT_POLICY
 from pdkv.router.prefix_index import PrefixIndex
+from pdkv.router.routing import RouteChooser
 from pdkv.router.state import ORDERS, Counters, EngineSnapshot, Fleet
 
 __all__ = ["Counters", "Delta", "Dispatcher", "EngineSnapshot", "GenerateRequest", "Generation"]
@@ -68,12 +68,9 @@ class Dispatcher:
         self.index = PrefixIndex()
         self.counters = Counters()
         self.became_ready = asyncio.Event()  # all engines have been ready at the same time
-        self._policy = find_policy(policy)
-        self._orders = tuple(orders)
         self._max_retries = max_retries
         self._clock = clock
-        self._rng = rng or random.Random()
-        self._turn = 0
+        self._routes = RouteChooser(self.fleet, self.index, policy=policy, orders=orders, rng=rng or random.Random())
         self._backends: dict[str, Backend] = {}
         self._generations: dict[str, Generation] = {}  # by request_id
         self._transfers: dict[str, Generation] = {}  # by transfer_id
@@ -143,8 +140,10 @@ class Dispatcher:
         Raises:
             EngineUnavailable: none can take it now.
         """
-        route = self._choose(request)
+        if self._closed:
+            raise EngineUnavailable("the router is shutting down")
         now = self._clock()
+        route = self._routes.choose(request, now)
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
         generation = Generation(flow, self.abort)
         loop = asyncio.get_running_loop()
@@ -162,39 +161,6 @@ class Dispatcher:
 
     def _expire(self, generation: Generation) -> None:
         self._apply(generation, generation.flow.expire())
-
-    def _choose(self, request: GenerateRequest, without: Sequence[str] = ()) -> Route:
-        """Ask the policy for engines. Raises EngineUnavailable."""
-        now = self._clock()
-        prefill = self.fleet.candidates(("prefill", "any"), now, without=without)
-        decode = self.fleet.candidates(("decode", "any"), now, without=without)
-        if self._closed or not prefill or not decode:
-            missing = "prefill" if not prefill else "decode"
-            raise EngineUnavailable("the router is shutting down" if self._closed else f"no {missing} engine is ready")
-        snapshot = Snapshot(
-            prefill=prefill,
-            decode=decode,
-            turn=self._turn,
-            rng=self._rng,
-            match=lambda: self._match(request),
-            marked=self.fleet.marked_pairs(now),
-        )
-        self._turn += 1
-        first, second = self._policy(snapshot)
-        if first == second:
-            return Route(first, second)
-        try:
-            return Route(first, second, self.fleet.order(first, second, self._orders))
-        except IncompatiblePeers as error:
-            raise EngineUnavailable(str(error)) from error
-
-    def _match(self, request: GenerateRequest) -> Mapping[str, int]:
-        """Cached prompt tokens by engine."""
-        card = next(iter(self.fleet.cards()))
-        root = root_key(model=card.model, layout=card.layout.identity, cache_salt=request.cache_salt)
-        keys: list[bytes] = []
-        extend_keys(keys, root, request.prompt_token_ids)
-        return self.index.match(keys)
 
     # --- what engines say (EngineListener) ------------------------------------------------------------------------
 
@@ -293,7 +259,7 @@ class Dispatcher:
         flow = generation.flow
         failed = (flow.failed_engine,) if flow.failed_engine is not None else ()
         try:
-            route = self._choose(flow.request, without=failed)
+            route = self._routes.choose(flow.request, self._clock(), without=failed)
         except EngineUnavailable:
             return False
         if flow.failed_engine in route[:2]:

@@ -76,6 +76,7 @@ class RequestFlow:
         self.retryable = False
         self.failed_engine: str | None = None
         self._released = False
+        self._prefill_gone = False
         self._ticket: bytes | None = None
         self._handoff: KVHandoff | None = None
         self._kv_ready: KVReady | None = None
@@ -160,10 +161,8 @@ class RequestFlow:
         if engine == route.prefill and not route.aggregated and (self.prefill == "done" or self.declined):
             # Its part was over. Decode finds out about the KV by its peers, but only a prefill engine that writes into
             # decode's blocks can say that nothing will come any more, and it cannot say so now.
-            self.prefill, self._released = "done", True
-            if self._ticket is None or self._kv_ready is not None or self.declined:
-                return _NOTHING
-            return self._on_kv_ready(KVReady(self.request_id, self.attempt, ok=False, code="peer_gone"))
+            self.prefill, self._released, self._prefill_gone = "done", True, True
+            return self._never() if self._ticket is not None else _NOTHING
         if engine == route.prefill:
             self.prefill, self._released = "done", True
         if engine == route.decode:
@@ -262,6 +261,8 @@ class RequestFlow:
         if self.prefill == "idle":
             return [self._submit_prefill(now)]
         if message.ticket is not None:
+            if self._prefill_gone:
+                return self._never()
             return [(self.route.prefill, KVTicket(self.request_id, self.attempt, message.ticket))]
         return _NOTHING
 
@@ -330,6 +331,12 @@ class RequestFlow:
     def _is_last(self, num_output: int) -> bool:
         max_tokens = self.request.params.max_tokens
         return max_tokens is not None and num_output >= max_tokens
+
+    def _never(self) -> Sends:
+        """The KV that decode gave a ticket for will not come, unless it was said to be there."""
+        if self._kv_ready is not None or self.declined:
+            return _NOTHING
+        return self._on_kv_ready(KVReady(self.request_id, self.attempt, ok=False, code="peer_gone"))
 
     def _release(self) -> Sends:
         """The lease may end, if there is one and it was not said already."""

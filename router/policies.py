@@ -10,7 +10,10 @@ from typing import NamedTuple
 from pdkv.errors import ConfigError
 
 LOAD_GUARD = 8
-"""A prefix hit may cost this much more load (two waiting requests, eight running ones) than the least loaded engine."""
+"""A hit on the whole prompt may cost this much more load (two waiting requests) than the least loaded engine has.
+
+A hit on a part of it may cost that part of it: what all prompts share must not gather all requests on one engine.
+"""
 
 
 class EngineView(NamedTuple):
@@ -26,6 +29,7 @@ class Snapshot(NamedTuple):
 
     prefill: Sequence[EngineView]
     decode: Sequence[EngineView]
+    num_prompt_tokens: int
     turn: int  # rises by one per request: spreads ties
     rng: random.Random
     match: Callable[[], Mapping[str, int]]  # cached tokens of this prompt by engine; computed on demand
@@ -84,15 +88,15 @@ def power_of_two(snapshot: Snapshot) -> tuple[str, str]:
 
 
 def prefix_aware(snapshot: Snapshot) -> tuple[str, str]:
-    """Prefill: the longest cached prefix among the engines that are not overloaded; a miss goes to the least loaded.
+    """Prefill: the longest cached prefix that is worth its engine's load; a miss goes to the least loaded.
 
     Decode: the least loaded, and of equals the one that has most of the prompt already.
     """
     match = snapshot.match()
 
     def choose_prefill(engines: Sequence[EngineView]) -> EngineView:
-        limit = min(e.load for e in engines) + LOAD_GUARD
-        candidates = [e for e in rotate(engines, snapshot.turn) if e.load <= limit]
+        least, guard = min(e.load for e in engines), LOAD_GUARD / snapshot.num_prompt_tokens
+        candidates = [e for e in rotate(engines, snapshot.turn) if e.load - least <= guard * match.get(e.name, 0)]
         return max(candidates, key=lambda e: (match.get(e.name, 0), -e.load))
 
     def choose_decode(engines: Sequence[EngineView]) -> EngineView:

@@ -12,7 +12,9 @@ from typing import cast
 import torch
 
 from pdkv.assemble import build_engine
+from pdkv.connectors.registry import load_connector
 from pdkv.engine.core import EngineCore
+from pdkv.errors import ConfigError
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, watch_lifeline
 from pdkv.launch.linux import set_process_name
@@ -69,6 +71,7 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> int:
     )
     ack = Acknowledger(ack_fd)
     try:
+        _check_connector(spec)
         if spec.cpus is not None:
             os.sched_setaffinity(0, spec.cpus)
         torch.set_num_threads(spec.config.threads or 1)
@@ -104,6 +107,16 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> int:
         server.close()
         core.shutdown()
     return 0
+
+
+def _check_connector(spec: EngineSpec) -> None:
+    """Refuse a connector that could never join these engines. Raises ConfigError."""
+    connector = load_connector(spec.handoff.connector)
+    if connector.one_process and spec.num_engines > 1:
+        raise ConfigError(
+            f"connector {spec.handoff.connector!r} joins engines of one process only, and each of these "
+            f"{spec.num_engines} has its own"
+        )
 
 
 def serve(core: EngineCore, server: EngineServer, notifier: Notifier) -> None:

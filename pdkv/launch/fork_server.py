@@ -5,6 +5,7 @@ the child's first one for good. An engine is forked twice, so that it becomes th
 and outlives this process.
 """
 
+import contextlib
 import gc
 import importlib
 import os
@@ -37,8 +38,10 @@ def main(control_fd: int, lifeline_fd: int, connector_target: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_process_name("pd fork-server")
     control = socket.socket(fileno=control_fd)
-    for module in (*PRELOADED, connector_target.partition(":")[0]):
+    for module in PRELOADED:
         importlib.import_module(module)
+    with contextlib.suppress(ImportError):  # the engines will say what is wrong with it
+        importlib.import_module(connector_target.partition(":")[0])
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page that it marks
     threads = len(os.listdir("/proc/self/task"))

@@ -23,6 +23,7 @@ from pdkv.router.policies import find_policy
 _BACKLOG = 4096
 _DEFAULT_NAME = "pdkv-default"  # of the embedded model in the API
 _LAST_CHILDREN_S = 1.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def launch(deployment: Deployment) -> int:
     for path in sweep_leftovers():
         logger.info("removed %s, which a killed launch left behind", path)
     become_subreaper()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # until the loop handles them: the directory must go
     lifeline_read, lifeline_write = os.pipe()
     try:
         with listener, RunDirectory() as run_dir:
@@ -152,8 +154,9 @@ async def _serve(deployment: Deployment, fleet: Fleet, listener: socket.socket, 
             supervisor.kill()
         stopped.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     logger.info("starting %s with %s on %s", deployment.shape, deployment.prefill.model, _url(listener))
     start = asyncio.create_task(supervisor.start())
     stop = asyncio.create_task(stopped.wait())
@@ -168,6 +171,7 @@ async def _serve(deployment: Deployment, fleet: Fleet, listener: socket.socket, 
             task.cancel()
         await asyncio.gather(start, stop, return_exceptions=True)
         await supervisor.stop()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # it is ending already
 
 
 def _url(listener: socket.socket) -> str:

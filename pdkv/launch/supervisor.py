@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
-from pdkv.errors import ConfigError, StartupError
+from pdkv.errors import PdkvError, StartupError
 from pdkv.launch.children import AckPipe, Child, ForkServer, describe_exit, spawn_engine, spawn_router
 from pdkv.launch.specs import EngineSpec, RouterSpec
 
@@ -79,15 +79,12 @@ class Supervisor:
         while True:
             try:
                 child = await start()
-            except (ConfigError, StartupError) as error:
-                if not ready.done():
-                    ready.set_exception(error)
-                    return
-                logger.error("%s did not start again: %s", name, error)
             except Exception as error:
                 if not ready.done():
                     ready.set_exception(error)
-                raise
+                    return
+                unexpected = not isinstance(error, PdkvError)
+                logger.error("%s did not start again: %s", name, error, exc_info=unexpected)
             else:
                 began = loop.time()
                 if not ready.done():
@@ -120,7 +117,7 @@ class Supervisor:
             pipe.handed_over()
             try:
                 await pipe.wait_ready(name, self._fleet.start_timeout_s, lambda text: logger.info("%s: %s", name, text))
-            except (ConfigError, StartupError):
+            except Exception:
                 child.send_signal(signal.SIGKILL)
                 await child.wait()
                 self._children.discard(child)

@@ -136,11 +136,29 @@ def test_a_port_in_use_is_named(launch: Launch) -> None:
     assert deployment.lines == [f"pd: error: cannot listen on 127.0.0.1:{port}: Address already in use"]
 
 
-def test_what_only_an_engine_can_see_to_be_wrong_ends_the_launch(launch: Launch, tmp_path: Path) -> None:
-    deployment = launch("--connector-config", "no_such_option=1", wait=False)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--connector-config", "no_such_option=1"], r"unknown connector option 'no_such_option'; known: .*"),
+        (["--connector", "no_such_module:Class"], r"connector 'no_such_module:Class' .* cannot be imported: .*"),
+        (["--connector", "memory"], r"connector 'memory' joins engines of one process only, .*"),
+        (["--kv-cache-memory", "1"], r"kv_cache_memory of 1 bytes holds no block .*"),
+        (["--max-model-len", "99999"], r"max_model_len 99999 exceeds the model's 1024 positions"),
+    ],
+)
+def test_what_only_an_engine_can_see_to_be_wrong_ends_the_launch(
+    launch: Launch, flags: list[str], message: str
+) -> None:
+    deployment = launch(*flags, wait=False)
     assert deployment.finish() == 2
-    assert re.fullmatch(r"pd: error: unknown connector option 'no_such_option'; known: .*", deployment.lines[-1])
+    assert re.fullmatch("pd: error: " + message, deployment.lines[-1])
     assert "Traceback" not in deployment.log
+
+
+def test_a_missing_tokenizer_is_named(launch: Launch, tiny_model_dir: Path) -> None:
+    deployment = launch("--model", str(tiny_model_dir), wait=False)
+    assert deployment.finish() == 2
+    assert deployment.lines[-1] == f"pd: error: {tiny_model_dir}: tokenizer.json is missing"
 
 
 def test_broken_weights_are_named(launch: Launch, served_model: Path, tmp_path: Path) -> None:

@@ -42,7 +42,11 @@ class Case:
 
     def run(self, backend: AttentionBackend, layer: int, *, last_only: bool = False) -> torch.Tensor:
         backend.prepare(self.inputs, self.batch.block_tables, self.last_rows if last_only else None)
-        return backend.attend(layer, self.qkv)
+        wanted = len(self.last_rows) if last_only else len(self.qkv)
+        padding = torch.full((backend.padded(len(self.qkv)) - len(self.qkv), *self.qkv.shape[1:]), float("nan"))
+        out = backend.attend(layer, torch.cat((self.qkv, padding.to(self.qkv.dtype))))
+        assert len(out) == backend.padded(wanted)
+        return out[:wanted]
 
     def expected(self, layer: int) -> torch.Tensor:
         """In float64, request by request, with the step's own K and V taken from qkv."""

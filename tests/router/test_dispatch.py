@@ -250,7 +250,7 @@ def test_deadline_ends_the_request_everywhere_and_blames_the_engine_if_it_was_lo
         system.backends["prefill-1"].release()
 
     system = System(2, 1, policy="round_robin")
-    system.dispatcher._policy = lambda snapshot: (snapshot.prefill[0].name, "decode-0")
+    system.dispatcher._routes.policy = lambda snapshot: (snapshot.prefill[0].name, "decode-0")
     run(system, body)
 
 
@@ -345,7 +345,7 @@ def test_retryable_failure_goes_elsewhere_and_a_final_one_does_not() -> None:
                 assert info.value.code == "overloaded"
 
     system = System(2, 1)
-    system.dispatcher._policy = lambda snapshot: (snapshot.prefill[0].name, snapshot.decode[0].name)
+    system.dispatcher._routes.policy = lambda snapshot: (snapshot.prefill[0].name, snapshot.decode[0].name)
     run(system, body)
 
 

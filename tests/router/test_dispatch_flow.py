@@ -315,6 +315,17 @@ def test_pushing_prefill_that_dies_is_reported_to_decode_as_never() -> None:
     assert flow.engine_died("p") == [("d", KVReady("q", 0, ok=False, code="peer_gone"))]
 
 
+def test_ticket_for_a_pushing_prefill_that_is_dead_is_answered_with_never() -> None:
+    flow = make_flow("concurrent")
+    flow.start(NOW)
+    flow.handle("p", Tokens("q", 0, 0, [3]), NOW)
+    flow.handle("p", handoff(), NOW)
+    assert list(flow.engine_died("p")) == []
+    assert flow.handle("d", Allocated("q", 0, 0, 20, b"where"), NOW) == [
+        ("d", KVReady("q", 0, ok=False, code="peer_gone"))
+    ]
+
+
 @pytest.mark.parametrize(
     ("code", "kind"),
     [

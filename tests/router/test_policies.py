@@ -16,7 +16,7 @@ def snapshot(prefill: Sequence[int], decode: Sequence[int], match: Mapping[str, 
     return Snapshot(
         prefill=[EngineView(f"p{i}", load) for i, load in enumerate(prefill)],
         decode=[EngineView(f"d{i}", load) for i, load in enumerate(decode)],
-        **({"turn": 0, "rng": random.Random(0), "match": lambda: match} | values),
+        **({"num_prompt_tokens": 64, "turn": 0, "rng": random.Random(0), "match": lambda: match} | values),
     )
 
 
@@ -71,6 +71,12 @@ def test_prefix_aware_gives_a_hit_up_beyond_the_load_guard() -> None:
     policy = POLICIES["prefix_aware"]
     assert policy(snapshot([LOAD_GUARD, 0], [0], {"p0": 64}))[0] == "p0"
     assert policy(snapshot([LOAD_GUARD + 1, 0], [0], {"p0": 64}))[0] == "p1"
+
+
+def test_short_hit_is_worth_little_load() -> None:
+    policy = POLICIES["prefix_aware"]
+    assert policy(snapshot([2, 0], [0], {"p0": 16}))[0] == "p0"
+    assert policy(snapshot([3, 0], [0], {"p0": 16}))[0] == "p1"
 
 
 def test_prefix_aware_sends_a_miss_to_the_least_loaded() -> None:

@@ -1,4 +1,4 @@
-"""The hand-off state machine under random schedules, in every legal pair of mode and order (F1, F2, F4, F9, F10, F11)."""
+"""The hand-off state machine under random schedules, in every legal mode and order (F1, F2, F4, F9, F10, F11)."""
 
 import logging
 import random

@@ -56,3 +56,9 @@ def test_a_stop_string_that_is_not_accepted_stays_in_the_text() -> None:
     matcher = StopStrings(["ab"])
     assert matcher.push("xab", accept=False) == ("xab", None)
     assert matcher.push("ab") == ("", "ab")
+
+
+def test_the_end_of_one_that_was_not_accepted_may_begin_the_next() -> None:
+    matcher = StopStrings(["aa"])
+    assert matcher.push("xaa", accept=False) == ("xa", None)
+    assert matcher.push("a") == ("", "aa")

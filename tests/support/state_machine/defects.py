@@ -12,7 +12,6 @@ from pdkv.connectors.memory_push import PushWorker
 from pdkv.connectors.memory_store import StoreMetadata, StoreScheduler, StoreWorker
 from pdkv.engine.block_pool import Holder
 from pdkv.engine.external import ExternalKV
-from pdkv.engine.kv_cache_manager import KVCacheManager
 from pdkv.engine.plan import RequestKey
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Scheduler

@@ -1,0 +1,213 @@
+"""Remote loads on the decode side: admission, tickets, the join with the first token, fallback, release."""
+
+from collections.abc import Iterator
+
+import pytest
+from engines import at_rest, make_core, of_type, output_of, run, submit
+from state_machine.standin import expected_tokens
+
+from pdkv.config import HandoffConfig
+from pdkv.connectors.memory_fabric import MemoryFabric
+from pdkv.engine.core import EngineCore
+from pdkv.messages import (
+    Abort,
+    Allocated,
+    Continue,
+    EngineToRouter,
+    Failed,
+    Finished,
+    HandedOff,
+    KVHandoff,
+    KVReady,
+    KVTicket,
+    Loaded,
+    Peers,
+    Release,
+)
+
+PROMPT = list(range(100, 110))
+
+
+class Pair:
+    """A prefill and a decode engine on a fabric whose deliveries the test makes."""
+
+    def __init__(self, name: str, *, mode: str = "pull", policy: str = "recompute", num_blocks: int = 16) -> None:
+        self.now = 1.0
+        self.name = name
+        self.fabric = MemoryFabric(manual=True, clock=lambda: self.now)
+        MemoryFabric.bind(name, self.fabric)
+        handoff = HandoffConfig(
+            connector="memory",
+            kv_load_timeout_s=5.0,
+            lease_timeout_s=20.0,
+            kv_load_failure_policy=policy,  # type: ignore[arg-type]
+        )
+        options = {"fabric": name, "mode": mode}
+        self.prefill = make_core(name="p", options=options, handoff=handoff, num_blocks=num_blocks)
+        self.decode = make_core(name="d", options=options, handoff=handoff, num_blocks=num_blocks)
+        for core in (self.prefill, self.decode):
+            core.handle("r", Peers([self.prefill.card, self.decode.card]), 0.0)
+            self.run(core)
+
+    def run(self, core: EngineCore) -> list[EngineToRouter]:
+        """Steps until the engine sleeps."""
+        return run(core, self.now)
+
+    def hand_off(self, prompt: list[int], request_id: str = "a") -> tuple[KVHandoff, list[int]]:
+        """Prefill a prompt; returns the hand-off and the first token."""
+        self.prefill.handle("r", submit(prompt, request_id=request_id, until="first_token", kv="handoff"), self.now)
+        messages = self.run(self.prefill)
+        (handed,) = of_type(messages, HandedOff)
+        assert isinstance(handed, HandedOff)
+        return handed.handoff, output_of(messages, request_id)
+
+    def deliver_all(self) -> None:
+        """Everything under way arrives."""
+        while self.fabric.under_way:
+            self.fabric.deliver(0)
+        for core in (self.prefill, self.decode):
+            core.wake()
+
+
+@pytest.fixture
+def pull() -> Iterator[Pair]:
+    yield Pair("decode-pull")
+    MemoryFabric.unbind("decode-pull")
+
+
+@pytest.fixture
+def push() -> Iterator[Pair]:
+    yield Pair("decode-push", mode="push")
+    MemoryFabric.unbind("decode-push")
+
+
+def await_peer(pair: Pair, prompt: list[int], request_id: str = "a", **fields: object) -> list[EngineToRouter]:
+    pair.decode.handle("r", submit(prompt, request_id=request_id, kv="await_peer", **fields), pair.now)
+    return pair.run(pair.decode)
+
+
+def test_decode_computes_no_prompt_token_and_releases_the_lease(pull: Pair) -> None:
+    handoff, first = pull.hand_off(PROMPT)
+    assert of_type(await_peer(pull, PROMPT, output_token_ids=first, handoff=handoff), Loaded) == []
+    pull.deliver_all()
+    messages = pull.run(pull.decode)
+    assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
+    (finished,) = of_type(messages, Finished)
+    assert isinstance(finished, Finished)
+    assert (finished.sources.remote, finished.sources.computed) == (10, 0)
+    assert of_type(messages, Release) == [Release("t-a", 0)]
+    pull.prefill.handle("r", Release("t-a", 0), pull.now)
+    pull.run(pull.prefill)
+    assert at_rest(pull.prefill)
+    assert at_rest(pull.decode)
+
+
+def test_only_what_is_missing_behind_the_own_hit_is_loaded(pull: Pair) -> None:
+    handoff, first = pull.hand_off(PROMPT)
+    await_peer(pull, PROMPT, output_token_ids=first, handoff=handoff)
+    pull.deliver_all()
+    pull.run(pull.decode)
+    handoff, first = pull.hand_off(PROMPT, "b")
+    await_peer(pull, PROMPT, "b", output_token_ids=first, handoff=handoff)
+    pull.deliver_all()
+    (finished,) = of_type(pull.run(pull.decode), Finished)
+    assert isinstance(finished, Finished)
+    assert (finished.sources.local_hit, finished.sources.remote) == (8, 2)
+
+
+def test_a_load_that_fails_is_recomputed_loudly(pull: Pair) -> None:
+    """F4, F13: the source was reused while it was read; what was read is refused and the prompt computed here."""
+    handoff, first = pull.hand_off(PROMPT)
+    await_peer(pull, PROMPT, output_token_ids=first, handoff=handoff)
+    pull.prefill.handle("r", Release("t-a", 0), pull.now)
+    pull.hand_off(list(range(200, 250)), "other")  # takes the blocks
+    pull.deliver_all()
+    messages = pull.run(pull.decode)
+    (loaded,) = of_type(messages, Loaded)
+    assert isinstance(loaded, Loaded)
+    assert (loaded.ok, loaded.code) == (False, "stale_generation")
+    (finished,) = of_type(messages, Finished)
+    assert isinstance(finished, Finished)
+    assert finished.sources.recomputed == 10
+    assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
+    assert at_rest(pull.decode)
+
+
+def test_under_the_policy_fail_the_request_fails_with_the_transfers_code() -> None:
+    pair = Pair("decode-fail", policy="fail")
+    handoff, first = pair.hand_off(PROMPT)
+    await_peer(pair, PROMPT, output_token_ids=first, handoff=handoff)
+    pair.prefill.handle("r", Release("t-a", 0), pair.now)
+    pair.hand_off(list(range(200, 250)), "other")
+    pair.deliver_all()
+    (failed,) = of_type(pair.run(pair.decode), Failed)
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.retryable) == ("stale_generation", True)
+    assert at_rest(pair.decode)
+    MemoryFabric.unbind("decode-fail")
+
+
+def test_a_load_that_never_arrives_ends_at_its_deadline_and_its_blocks_stay_in_quarantine(pull: Pair) -> None:
+    """F1: blocks come back, but only when nothing can write them any more."""
+    handoff, first = pull.hand_off(PROMPT)
+    await_peer(pull, PROMPT, output_token_ids=first, handoff=handoff)
+    pull.now += 5.0
+    pull.decode.step(pull.now)
+    assert pull.decode.scheduler.kv.pool.counts().quarantined == 3
+    pull.deliver_all()  # the read, which is late now, and the confirmation of its cancel
+    pull.run(pull.decode)
+    assert at_rest(pull.decode)
+
+
+def test_an_abort_while_the_load_is_under_way_quarantines(pull: Pair) -> None:
+    handoff, first = pull.hand_off(PROMPT)
+    await_peer(pull, PROMPT, output_token_ids=first, handoff=handoff)
+    pull.decode.handle("r", Abort("a", 0), pull.now)
+    assert pull.decode.scheduler.kv.pool.counts().quarantined == 3
+    pull.run(pull.decode)
+    pull.deliver_all()
+    pull.run(pull.decode)
+    assert at_rest(pull.decode)
+
+
+def test_push_starts_decoding_when_both_the_kv_and_the_token_are_in(push: Pair) -> None:
+    messages = await_peer(push, PROMPT)
+    (allocated,) = of_type(messages, Allocated)
+    assert isinstance(allocated, Allocated)
+    assert (allocated.start, allocated.stop) == (0, 10)
+    assert allocated.ticket is not None
+    push.prefill.handle("r", submit(PROMPT, until="first_token", kv="handoff"), push.now)
+    first = output_of(push.run(push.prefill), "a")
+    push.prefill.handle("r", KVTicket("a", 0, allocated.ticket), push.now)  # it comes after the prefill's end
+    push.run(push.prefill)
+    push.deliver_all()
+    assert output_of(push.run(push.decode), "a") == []
+    assert KVReady("a", 0, ok=True) in push.run(push.prefill)
+    push.decode.handle("r", Continue("a", 0, first), push.now)
+    assert first + output_of(push.run(push.decode), "a") == expected_tokens(PROMPT, 4)
+    assert at_rest(push.prefill)
+    assert at_rest(push.decode)
+
+
+def test_a_peer_that_says_never_makes_decode_compute_at_once(push: Pair) -> None:
+    await_peer(push, PROMPT)
+    push.decode.handle("r", KVReady("a", 0, ok=False, code="peer_gone"), push.now)
+    messages = push.run(push.decode)
+    assert output_of(messages, "a") == expected_tokens(PROMPT, 4)
+    push.deliver_all()
+    push.run(push.decode)
+    assert at_rest(push.decode)
+
+
+def test_a_conditional_request_with_little_missing_is_declined_and_prefilled_here(pull: Pair) -> None:
+    messages = await_peer(pull, PROMPT, conditional=True)
+    assert Allocated("a", 0, 0, 0) in messages
+    assert output_of(messages, "a") == expected_tokens(PROMPT, 4)
+
+
+def test_loads_never_take_the_block_that_a_running_request_needs(push: Pair) -> None:
+    """F11: several loads at once must not reserve more than there is; unstarted prefills get half the pool."""
+    for i in range(4):
+        await_peer(push, [200 * i + j for j in range(1, 14)], str(i))  # 4 blocks each, of 16
+    assert len(push.decode.external.loads) == 2
+    assert len(push.decode.scheduler.waiting) == 2

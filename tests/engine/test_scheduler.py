@@ -1,0 +1,123 @@
+"""Budgets, chunks, preemption, admission: the arithmetic of counters."""
+
+import pytest
+from engines import at_rest, make_core, output_of, run, submit
+from state_machine.standin import expected_tokens
+
+from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.messages import Finished, Tokens
+
+
+def limits(**fields: int) -> SchedulerLimits:
+    return SchedulerLimits(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **fields})
+
+
+def test_a_prompt_of_18_in_chunks_of_8_takes_8_8_2_and_draws_on_the_third_step_only() -> None:
+    core = make_core(limits=limits(max_num_batched_tokens=8))
+    core.handle("r", submit(list(range(100, 118)), max_tokens=1), 0.0)
+    chunks = []
+    while core.has_work and core.requests:
+        plan = core.scheduler.schedule(0.0)
+        chunks.append([(share.num_computed, share.num_scheduled, share.samples) for share in plan.scheduled])
+        core.finish_step(core.executor.execute(plan), 0.0)
+    assert chunks == [[(0, 8, False)], [(8, 8, False)], [(16, 2, True)]]
+
+
+def test_the_long_prefill_threshold_bounds_one_requests_share() -> None:
+    core = make_core(limits=limits(long_prefill_token_threshold=5))
+    core.handle("r", submit(list(range(100, 112)), max_tokens=1), 0.0)
+    plan = core.scheduler.schedule(0.0)
+    assert [share.num_scheduled for share in plan.scheduled] == [5]
+
+
+def test_running_requests_come_before_waiting_ones_within_the_budget() -> None:
+    core = make_core(limits=limits(max_num_batched_tokens=10))
+    core.handle("r", submit(list(range(100, 108)), request_id="a"), 0.0)
+    core.step(0.0)
+    core.handle("r", submit(list(range(200, 215)), request_id="b"), 0.0)
+    plan = core.scheduler.schedule(0.0)
+    assert [(share.key[0], share.num_scheduled) for share in plan.scheduled] == [("a", 1), ("b", 9)]
+
+
+def test_no_more_than_max_num_seqs_run() -> None:
+    core = make_core(limits=limits(max_num_seqs=2))
+    for i in range(4):
+        core.handle("r", submit([100 + i, 5], request_id=str(i)), 0.0)
+    plan = core.scheduler.schedule(0.0)
+    assert [share.key[0] for share in plan.scheduled] == ["0", "1"]
+
+
+def test_priority_comes_before_arrival() -> None:
+    core = make_core(limits=limits(max_num_seqs=1))
+    core.handle("r", submit([100], request_id="later", priority=5), 0.0)
+    core.handle("r", submit([101], request_id="sooner", priority=-1), 0.0)
+    plan = core.scheduler.schedule(0.0)
+    assert [share.key[0] for share in plan.scheduled] == ["sooner"]
+
+
+def test_a_repeated_prompt_hits_all_but_its_last_block() -> None:
+    core = make_core()
+    prompt = list(range(100, 112))  # 3 blocks of 4
+    run_one(core, prompt, "a")
+    core.handle("r", submit(prompt, request_id="b", max_tokens=1), 0.0)
+    messages = run(core)
+    (finished,) = [m for m in messages if isinstance(m, Finished)]
+    assert (finished.sources.local_hit, finished.sources.computed) == (8, 4)
+
+
+def run_one(core: object, prompt: list[int], request_id: str) -> list[int]:
+    core.handle("r", submit(prompt, request_id=request_id), 0.0)  # type: ignore[attr-defined]
+    return output_of(run(core), request_id)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_blocks", [12, 14, 17])
+def test_preemption_changes_no_token_and_comes_to_an_end(num_blocks: int) -> None:
+    core = make_core(num_blocks=num_blocks)
+    prompts = {str(i): [100 + 10 * i + j for j in range(6 + i)] for i in range(4)}
+    for name, prompt in prompts.items():
+        core.handle("r", submit(prompt, request_id=name, max_tokens=12), 0.0)
+    messages = run(core, max_steps=1000)
+    assert core.scheduler.num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert output_of(messages, name) == expected_tokens(prompt, 12)
+    assert at_rest(core)
+
+
+def test_what_a_preempted_request_computes_again_is_counted_as_recomputed() -> None:
+    core = make_core(num_blocks=12)
+    for i in range(4):
+        core.handle("r", submit([100 + 10 * i + j for j in range(7)], request_id=str(i), max_tokens=12), 0.0)
+    finished = [m for m in run(core, max_steps=1000) if isinstance(m, Finished)]
+    assert sum(m.sources.recomputed for m in finished) > 0
+    for message in finished:
+        s = message.sources
+        assert s.computed + s.recomputed + s.local_hit + s.remote + s.store == 7
+
+
+def test_a_step_in_flight_keeps_the_blocks_of_a_request_that_left() -> None:
+    core = make_core()
+    core.handle("r", submit(list(range(100, 110))), 0.0)
+    output = core.begin_step(0.0)
+    (request,) = core.requests.values()
+    blocks = list(request.block_ids)
+    core.scheduler.remove(request)
+    assert all(core.scheduler.kv.pool.is_held(block) for block in blocks)
+    core.scheduler.update(output)
+    assert not any(core.scheduler.kv.pool.is_held(block) for block in blocks)
+
+
+def test_two_steps_may_begin_before_the_first_is_finished() -> None:
+    core = make_core(limits=limits(max_num_batched_tokens=4))
+    prompt = list(range(100, 110))
+    core.handle("r", submit(prompt, max_tokens=3), 0.0)
+    begun = []
+    for _ in range(40):
+        begun.append(core.begin_step(0.0))
+        if len(begun) > 2:
+            core.finish_step(begun.pop(0), 0.0)
+    for output in begun:
+        core.finish_step(output, 0.0)
+    messages = [m for _, sent in core.take_messages(0.0) for m in sent]
+    assert output_of(messages, "a") == expected_tokens(prompt, 3)
+    assert [m.position for m in messages if isinstance(m, Tokens)] == [0, 1, 2]
+    assert at_rest(core)

@@ -1,0 +1,147 @@
+"""The engine's loop over a scripted core and socket: what wakes it, what it does with messages, how it ends."""
+
+import math
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from pdkv.launch.engine_process import Notifier, serve
+from pdkv.messages import Abort
+from pdkv.transport import RouterJoined, RouterLeft
+
+ABORT = Abort("r", 0)
+
+
+class Server:
+    """Delivers one script entry per poll; the loop ends behind the last one."""
+
+    def __init__(self, script: list[list[tuple[str, Any]]], notifier: Notifier) -> None:
+        self.script = script
+        self.notifier = notifier
+        self.timeouts: list[float | None] = []
+        self.sent: list[tuple[str, list[Any]]] = []
+
+    def poll(self, timeout_s: float | None, extra_fd: int | None = None) -> bool:
+        assert extra_fd == self.notifier.fd
+        self.timeouts.append(timeout_s)
+        return True
+
+    def receive(self) -> list[tuple[str, Any]]:
+        received = self.script.pop(0)
+        if not self.script:
+            self.notifier.stop()
+        return received
+
+    def send(self, router_id: str, messages: list[Any]) -> None:
+        self.sent.append((router_id, messages))
+
+
+class Core:
+    """Records what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.has_work = False
+        self.deadline: float | None = None
+        self.outgoing: list[tuple[str, list[Any]]] = []
+
+    def router_joined(self, router_id: str, epoch: str) -> None:
+        self.calls.append(("joined", router_id, epoch))
+
+    def router_left(self, router_id: str) -> None:
+        self.calls.append(("left", router_id))
+
+    def handle(self, router_id: str, message: Any, now: float) -> None:
+        self.calls.append(("handle", router_id, message))
+        self.has_work = True
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+        self.has_work = True
+
+    def next_deadline(self) -> float | None:
+        return self.deadline
+
+    def step(self, now: float) -> None:
+        self.calls.append("step")
+        self.has_work = False
+
+    def take_messages(self, now: float) -> list[tuple[str, list[Any]]]:
+        taken, self.outgoing = self.outgoing, []
+        return taken
+
+
+def run(core: Core, script: list[list[tuple[str, Any]]], notifier: Notifier) -> Server:
+    server = Server(script, notifier)
+    serve(core, server, notifier)  # type: ignore[arg-type]
+    return server
+
+
+@pytest.fixture
+def notifier() -> Notifier:
+    return Notifier()
+
+
+def test_messages_and_events_reach_the_core_and_a_step_follows(notifier: Notifier) -> None:
+    core = Core()
+    core.outgoing = [("a", [ABORT])]
+    server = run(core, [[("a", RouterJoined("e1")), ("a", ABORT), ("a", RouterLeft("e1"))]], notifier)
+    assert core.calls == [("joined", "a", "e1"), ("handle", "a", ABORT), ("left", "a"), "step"]
+    assert server.sent == [("a", [ABORT])]
+
+
+def test_an_idle_engine_waits_without_a_bound_and_makes_no_step(notifier: Notifier) -> None:
+    core = Core()
+    server = run(core, [[], []], notifier)
+    assert server.timeouts[0] is None
+    assert "step" not in core.calls
+
+
+def test_a_busy_engine_does_not_wait(notifier: Notifier) -> None:
+    core = Core()
+    core.has_work = True
+    server = run(core, [[]], notifier)
+    assert server.timeouts == [0.0]
+    assert core.calls == ["step"]
+
+
+def test_a_notification_from_another_thread_brings_a_step(notifier: Notifier) -> None:
+    core = Core()
+    thread = threading.Thread(target=notifier.notify)
+    thread.start()
+    thread.join()
+    run(core, [[]], notifier)
+    assert core.calls == ["wake", "step"]
+
+
+def test_a_passed_deadline_brings_a_step_and_a_far_one_does_not(notifier: Notifier) -> None:
+    core = Core()
+    core.deadline = 0.0
+    server = run(core, [[]], notifier)
+    assert (server.timeouts, core.calls) == ([0.0], ["step"])
+    far = Core()
+    far.deadline = math.inf
+    assert run(far, [[]], Notifier()).timeouts == [math.inf]
+    assert far.calls == []
+
+
+def test_an_exception_of_a_step_ends_the_loop(notifier: Notifier) -> None:
+    class Broken(Core):
+        def step(self, now: float) -> None:
+            raise RuntimeError("the model is broken")
+
+    core = Broken()
+    core.has_work = True
+    with pytest.raises(RuntimeError, match="the model is broken"):
+        run(core, [[]], notifier)
+
+
+def test_drain_forgets_all_notifications_at_once(notifier: Notifier) -> None:
+    assert not notifier.drain()
+    notifier.notify()
+    notifier.notify()
+    assert notifier.drain()
+    assert not notifier.drain()
+    os.close(notifier.fd)

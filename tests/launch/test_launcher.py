@@ -1,0 +1,66 @@
+"""The plan of a launch: names, roles, endpoints, and every engine's share of the machine."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
+from pdkv.errors import ConfigError
+from pdkv.launch.config import Deployment, LaunchConfig
+from pdkv.launch.launcher import plan_fleet
+from pdkv.launch.run_dir import RunDirectory
+from pdkv.launch.supervisor import Fleet
+
+
+@pytest.fixture(autouse=True)
+def twelve_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+
+
+@pytest.fixture
+def run_dir() -> Iterator[RunDirectory]:
+    with RunDirectory() as directory:
+        yield directory
+
+
+def plan(run_dir: RunDirectory, launch: LaunchConfig, prefill: EngineConfig, decode: EngineConfig) -> Fleet:
+    return plan_fleet(Deployment(launch=launch, handoff=HandoffConfig(), prefill=prefill, decode=decode), run_dir)
+
+
+def test_engines_have_names_roles_endpoints_and_an_equal_share_of_threads(run_dir: RunDirectory) -> None:
+    fleet = plan(run_dir, LaunchConfig(prefill=2, decode=4), EngineConfig(), EngineConfig())
+    assert [(spec.name, spec.role) for spec in fleet.engines] == [
+        ("prefill-0", "prefill"), ("prefill-1", "prefill"),
+        ("decode-0", "decode"), ("decode-1", "decode"), ("decode-2", "decode"), ("decode-3", "decode"),
+    ]  # fmt: skip
+    assert {spec.config.threads for spec in fleet.engines} == {2}
+    assert len({spec.endpoint for spec in fleet.engines}) == 6
+    assert [(e.name, e.role, e.endpoint) for e in fleet.router.engines] == [
+        (s.name, s.role, s.endpoint) for s in fleet.engines
+    ]
+
+
+def test_without_prefill_engines_the_others_do_it_all(run_dir: RunDirectory) -> None:
+    fleet = plan(run_dir, LaunchConfig(prefill=0, decode=2), EngineConfig(), EngineConfig())
+    assert [(spec.name, spec.role) for spec in fleet.engines] == [("engine-0", "any"), ("engine-1", "any")]
+
+
+def test_roles_have_their_own_options_and_bound_engines_as_many_threads_as_cpus(run_dir: RunDirectory) -> None:
+    launch = LaunchConfig(prefill=1, decode=2)
+    fleet = plan(run_dir, launch, EngineConfig(threads=3, block_size=32), EngineConfig(cpu_bind="0-1|4,5,6"))
+    prefill, *decodes = fleet.engines
+    assert (prefill.config.threads, prefill.config.block_size, prefill.cpus) == (3, 32, None)
+    assert [(spec.config.threads, spec.cpus) for spec in decodes] == [(2, [0, 1]), (3, [4, 5, 6])]
+    with pytest.raises(ConfigError, match="2 separated by"):
+        plan(run_dir, launch, EngineConfig(), EngineConfig(cpu_bind="0|1|2"))
+
+
+def test_the_model_is_served_under_its_directorys_name_unless_told_otherwise(run_dir: RunDirectory) -> None:
+    config = EngineConfig(model=Path("some/where/llama-small"))
+    assert plan(run_dir, LaunchConfig(), config, config).router.served_model_name == "llama-small"
+    named = LaunchConfig(served_model_name="mine")
+    assert plan(run_dir, named, config, config).router.served_model_name == "mine"
+    embedded = plan(run_dir, LaunchConfig(), EngineConfig(), EngineConfig()).router
+    assert (embedded.model, embedded.served_model_name) == (DEFAULT_MODEL, "pdkv-default")

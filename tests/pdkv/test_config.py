@@ -1,0 +1,51 @@
+"""Configuration values: sizes, and what the dataclasses refuse."""
+
+from typing import Any
+
+import pytest
+
+from pdkv.config import EngineConfig, HandoffConfig, parse_size
+from pdkv.errors import ConfigError
+from pdkv.launch.config import LaunchConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1), ("1000000", 10**6), ("512MiB", 512 << 20), ("2GiB", 2 << 30), ("1.5KiB", 1536), ("3KB", 3000),
+        ("2GB", 2 * 10**9), (" 7 MiB ", 7 << 20), ("7mib", 7 << 20), ("9B", 9),
+    ],
+)  # fmt: skip
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "0", "-1", "-1MiB", "x", "1XiB", "nan", "inf", "1 2"])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="a size such as 512MiB was expected, got"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        (EngineConfig, "block_size", 0),
+        (EngineConfig, "block_size", 24),
+        (EngineConfig, "max_num_seqs", 0),
+        (EngineConfig, "max_num_batched_tokens", 0),
+        (EngineConfig, "max_model_len", -1),
+        (EngineConfig, "threads", 0),
+        (EngineConfig, "long_prefill_token_threshold", -1),
+        (HandoffConfig, "kv_load_timeout_s", 0.0),
+        (HandoffConfig, "lease_timeout_s", 30.0),
+        (HandoffConfig, "max_leased_fraction", 1.5),
+        (LaunchConfig, "prefill", -1),
+        (LaunchConfig, "decode", 0),
+        (LaunchConfig, "port", 65536),
+        (LaunchConfig, "start_timeout_s", 0.0),
+        (LaunchConfig, "served_model_name", ""),
+    ],
+)
+def test_a_value_out_of_its_range_is_refused_by_name(config: type, field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=field):
+        config(**{field: value})

@@ -1,0 +1,145 @@
+"""The offline API over a small random model: shapes, stops, choices, seeds, errors, and everything given back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from deployments import write_tokenizer
+
+from pdkv import LLM, SamplingParams
+from pdkv.errors import ConfigError, InvalidRequest
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llm")
+    for file in tiny_model_dir.iterdir():
+        (path / file.name).symlink_to(file)
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[LLM]:
+    with LLM(model, kv_cache_memory=8 << 20, threads=1) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(engine: LLM) -> Iterator[LLM]:
+    yield engine
+    engine._core.step(0.0)
+    counts = engine._core.scheduler.kv.pool.counts()
+    assert counts.free + counts.cached == counts.total
+    assert not engine._live
+
+
+def test_results_have_the_prompts_order_whatever_form_they_have(llm: LLM) -> None:
+    by_text = llm.generate(["hello", "a longer prompt than the first"], GREEDY, progress=False)
+    ids = [output.prompt_token_ids for output in by_text]
+    by_ids = llm.generate(ids, GREEDY, progress=False)
+    assert [output.prompt for output in by_text] == ["hello", "a longer prompt than the first"]
+    assert [output.prompt for output in by_ids] == [None, None]
+    assert [output.outputs for output in by_ids] == [output.outputs for output in by_text]
+    assert llm.generate("hello", GREEDY, progress=False)[0].outputs == by_text[0].outputs
+    assert llm.generate(ids[0], GREEDY, progress=False)[0].outputs == by_text[0].outputs
+    for output in by_text:
+        assert len(output.outputs[0].token_ids) == 12
+        assert output.outputs[0].finish_reason == "length"
+
+
+def test_greedy_tokens_are_those_of_transformers(llm: LLM, model: Path) -> None:
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    (output,) = llm.generate("The quick brown fox", GREEDY, progress=False)
+    prompt = torch.tensor([output.prompt_token_ids])
+    expected = reference.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert output.outputs[0].token_ids == expected[0, prompt.shape[1] :].tolist()
+
+
+def test_params_per_prompt(llm: LLM) -> None:
+    params = [msgspec.structs.replace(GREEDY, max_tokens=n) for n in (1, 5)]
+    outputs = llm.generate(["x", "y"], params, progress=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5]
+
+
+def test_a_stop_string_is_cut_and_ends_the_request(llm: LLM) -> None:
+    letters = llm.tokenizer.encode("abcdefghijklmnopqrstuvwxyz")
+    params = msgspec.structs.replace(GREEDY, temperature=1.0, seed=1, logit_bias=dict.fromkeys(letters, 100.0))
+    whole = llm.generate("hello", params, progress=False)[0].outputs[0]
+    stop = whole.text[4:6]
+    at = whole.text.index(stop)
+    choice = llm.generate("hello", msgspec.structs.replace(params, stop=(stop,)), progress=False)[0].outputs[0]
+    assert len(whole.text) == 12
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (whole.text[:at], "stop", stop)
+    assert len(choice.token_ids) < 12
+
+
+def test_a_stop_token_id_is_the_last_token_and_not_in_the_text(llm: LLM) -> None:
+    whole = llm.generate("hello", GREEDY, progress=False)[0].outputs[0]
+    stop = whole.token_ids[3]
+    first = whole.token_ids.index(stop)
+    params = msgspec.structs.replace(GREEDY, stop_token_ids=(stop,))
+    choice = llm.generate("hello", params, progress=False)[0].outputs[0]
+    assert choice.token_ids == whole.token_ids[: first + 1]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    assert whole.text.startswith(choice.text)
+
+
+def test_choices_differ_and_the_seed_decides(llm: LLM) -> None:
+    params = SamplingParams(n=4, seed=7, max_tokens=12, ignore_eos=True)
+    once, again = (llm.generate("hello there", params, progress=False)[0] for _ in range(2))
+    assert once.outputs == again.outputs
+    assert [choice.index for choice in once.outputs] == [0, 1, 2, 3]
+    assert len({tuple(choice.token_ids) for choice in once.outputs}) == 4
+    other = llm.generate("hello there", msgspec.structs.replace(params, seed=8), progress=False)[0]
+    assert other.outputs != once.outputs
+
+
+def test_a_repeated_prompt_is_cached(llm: LLM) -> None:
+    prompt = "A prompt that fills several blocks of sixteen tokens each."
+    first, second = (llm.generate(prompt, GREEDY, progress=False)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == len(second.prompt_token_ids) // 16 * 16
+    assert first.outputs == second.outputs
+
+
+def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:
+    params = msgspec.structs.replace(GREEDY, logprobs=2, prompt_logprobs=1)
+    (output,) = llm.generate("hello", params, progress=False)
+    choice = output.outputs[0]
+    assert choice.logprobs is not None
+    assert [entry.token_id for entry in choice.logprobs] == choice.token_ids
+    assert all(entry.rank == 1 and len(entry.top) == 2 for entry in choice.logprobs)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    shown = [entry.token_id for entry in output.prompt_logprobs[1:] if entry is not None]
+    assert shown == output.prompt_token_ids[1:]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("x", SamplingParams(temperature=9), "temperature"),
+        ([[]], GREEDY, "empty"),
+        ([[1], [100_000]], GREEDY, "token ids"),
+        ([[5] * 2000], GREEDY, "2000"),
+        ([None], GREEDY, "a prompt is a text or a list of token ids"),
+        (["x"], [GREEDY, GREEDY], "1 prompts need 1 or 1 SamplingParams, got 2"),
+    ],
+)
+def test_what_can_never_work_is_refused_and_leaves_nothing(
+    llm: LLM, prompts: list[str], params: SamplingParams, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        llm.generate(prompts, params, progress=False)
+
+
+def test_a_wrong_field_is_a_config_error(model: Path) -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs must be at least 1, got 0"):
+        LLM(model, max_num_seqs=0)

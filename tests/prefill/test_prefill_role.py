@@ -1,0 +1,103 @@
+"""Leases: granted with the hand-off, ended once, capped, and never for ever (F3, F13 of the lease side)."""
+
+import msgspec
+from engines import at_rest, make_core, of_type, run, submit
+
+from pdkv.config import HandoffConfig
+from pdkv.connectors.memory import PullPayload
+from pdkv.engine.core import EngineCore
+from pdkv.messages import Finished, HandedOff, Release, Submit, Tokens
+from pdkv.roles import Roles
+
+PROMPT = list(range(100, 110))
+
+
+def hand_off(prompt: list[int], request_id: str = "a", max_tokens: int = 4) -> Submit:
+    return submit(prompt, request_id=request_id, max_tokens=max_tokens, until="first_token", kv="handoff")
+
+
+def leases(core: EngineCore) -> int:
+    assert isinstance(core.roles, Roles)
+    return len(core.roles.prefill.leases)
+
+
+def test_the_first_token_and_the_hand_off_leave_together_and_the_blocks_are_leased() -> None:
+    core = make_core(options={"fabric": "lease-1"})
+    core.handle("r", hand_off(PROMPT), 0.0)
+    messages = run(core)
+    (handed,) = of_type(messages, HandedOff)
+    assert isinstance(handed, HandedOff)
+    assert len(of_type(messages, Tokens)) == 1
+    assert (handed.handoff.num_tokens, handed.handoff.engine, handed.handoff.transfer_id) == (10, "e0", "t-a")
+    assert len(msgspec.msgpack.decode(handed.handoff.payload, type=PullPayload).block_ids) == 3
+    assert core.scheduler.kv.pool.counts().leased == 3
+
+
+def test_a_release_ends_the_lease_and_a_second_one_changes_nothing() -> None:
+    core = make_core(options={"fabric": "lease-2"})
+    core.handle("r", hand_off(PROMPT), 0.0)
+    run(core)
+    for _ in range(2):
+        core.handle("r", Release("t-a", 0), 0.0)
+    run(core)
+    assert at_rest(core)
+
+
+def test_a_release_of_another_attempt_ends_nothing() -> None:
+    core = make_core(options={"fabric": "lease-3"})
+    core.handle("r", hand_off(PROMPT), 0.0)
+    run(core)
+    core.handle("r", Release("t-a", 1), 0.0)
+    assert leases(core) == 1
+
+
+def test_a_lease_that_nobody_fetches_expires() -> None:
+    handoff = HandoffConfig(connector="memory", kv_load_timeout_s=5.0, lease_timeout_s=10.0)
+    core = make_core(options={"fabric": "lease-4"}, handoff=handoff)
+    core.handle("r", hand_off(PROMPT), 0.0)
+    run(core, 1.0)
+    deadline = core.next_deadline()
+    assert deadline == 11.0
+    core.step(deadline)
+    run(core, deadline)
+    assert at_rest(core)
+
+
+def test_a_first_token_that_ends_the_request_leaves_no_lease() -> None:
+    core = make_core(options={"fabric": "lease-5"})
+    core.handle("r", hand_off(PROMPT, max_tokens=1), 0.0)
+    messages = run(core)
+    assert of_type(messages, HandedOff) == []
+    assert len(of_type(messages, Finished)) == 1
+    assert at_rest(core)
+
+
+def test_prefills_queue_while_leases_fill_their_share_and_go_on_with_a_release() -> None:
+    core = make_core(options={"fabric": "lease-6"}, num_blocks=16)  # at most 8 leased
+    for i in range(4):  # 3 blocks each
+        core.handle("r", hand_off([100 * i + j for j in range(1, 11)], request_id=str(i)), 0.0)
+    assert len(of_type(run(core), HandedOff)) == 2
+    assert not core.has_work  # it sleeps until something is released
+    core.handle("r", Release("t-0", 0), 0.0)
+    assert len(of_type(run(core), HandedOff)) == 1
+
+
+def test_a_request_whose_receiver_waits_passes_the_cap() -> None:
+    """Or the two pools would wait for each other."""
+    core = make_core(options={"fabric": "lease-7", "mode": "push"}, num_blocks=16)
+    for i in range(3):
+        core.handle("r", hand_off([100 * i + j for j in range(1, 11)], request_id=str(i)), 0.0)
+    assert len(of_type(run(core), HandedOff)) == 2
+    ticket = msgspec.msgpack.encode(["e9", "e9.0", "t-9", 0, 0, [0, 1, 2]])
+    core.handle("r", msgspec.structs.replace(hand_off(list(range(500, 510)), "9"), ticket=ticket), 0.0)
+    handed = [m for m in run(core) if isinstance(m, HandedOff)]
+    assert [m.request_id for m in handed] == ["9"]
+
+
+def test_a_router_that_leaves_takes_its_leases_along() -> None:
+    core = make_core(options={"fabric": "lease-8"})
+    core.handle("r", hand_off(PROMPT), 0.0)
+    run(core)
+    core.router_left("r")
+    run(core)
+    assert at_rest(core)

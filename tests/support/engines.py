@@ -1,0 +1,114 @@
+"""Engines with the stand-in forward pass for tests of scheduling, roles and messages."""
+
+from collections.abc import Mapping
+
+from state_machine.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
+
+from pdkv.config import HandoffConfig
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.block_table import LocalBlockTable
+from pdkv.connectors.memory import MemoryConnector
+from pdkv.engine.core import EngineCore
+from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.messages import EngineCard, EngineToRouter, KVLayout, Submit
+from pdkv.sampling_params import SamplingParams
+from pdkv.wiring import wire_core
+
+EOS = 3
+
+
+def make_core(
+    *,
+    name: str = "e0",
+    num_blocks: int = 16,
+    block_size: int = 4,
+    limits: SchedulerLimits | None = None,
+    options: Mapping[str, str] | None = None,
+    handoff: HandoffConfig | None = None,
+) -> EngineCore:
+    """An engine with router "r"; `options`: those of its memory connector, None: no connector."""
+    handoff = handoff or HandoffConfig(connector="memory")
+    limits = limits or SchedulerLimits(8, 64, kv_load_timeout_s=handoff.kv_load_timeout_s)
+    layout = KVLayout(NUM_LAYERS, 1, 1, block_size, "int64", 8)
+    connector = None
+    if options is not None:
+        config = ConnectorConfig(engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, options=options)
+        connector = MemoryConnector(config, lambda: None)
+    card = EngineCard(
+        engine=name,
+        epoch=f"{name}.0",
+        role="any",
+        pid=0,
+        connector="memory",
+        kind=connector.kind if connector else "pull",
+        content_addressed=False,
+        orders=connector.orders() if connector else [],
+        model="stand-in",
+        layout=layout,
+        hash_block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=num_blocks * block_size,
+        max_num_seqs=limits.max_num_seqs,
+    )
+    executor = StandInExecutor(num_blocks, block_size, connector.make_worker_side(0) if connector else None)
+    core = wire_core(
+        card=card,
+        executor=executor,
+        connector=connector.make_scheduler_side() if connector else None,
+        block_table=connector.make_block_table() if connector else LocalBlockTable(num_blocks),
+        handoff=handoff,
+        limits=limits,
+        eos_token_ids=[EOS],
+        vocab_size=VOCAB_SIZE,
+        shutdown=executor.shutdown,
+    )
+    executor.pool.blocks = core.scheduler.kv.pool
+    core.router_joined("r", "1")
+    core.take_messages(0.0)
+    return core
+
+
+def submit(
+    prompt: list[int], *, request_id: str = "a", attempt: int = 0, max_tokens: int = 4, **fields: object
+) -> Submit:
+    """A greedy Submit."""
+    return Submit(
+        request_id=request_id,
+        transfer_id=f"t-{request_id}",
+        attempt=attempt,
+        prompt_token_ids=prompt,
+        params=SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def run(core: EngineCore, now: float = 1.0, *, max_steps: int = 200) -> list[EngineToRouter]:
+    """Step until nothing is to be done; returns the messages to the router."""
+    messages: list[EngineToRouter] = []
+    for _ in range(max_steps):
+        if not core.has_work:
+            break
+        core.step(now)
+        core.scheduler.kv.pool.check_integrity()
+        for _, sent in core.take_messages(now):
+            messages += sent
+    return messages
+
+
+def of_type(messages: list[EngineToRouter], kind: type) -> list[EngineToRouter]:
+    """The messages of one type."""
+    return [message for message in messages if isinstance(message, kind)]
+
+
+def output_of(messages: list[EngineToRouter], request_id: str) -> list[int]:
+    """All output tokens of a request."""
+    from pdkv.messages import Tokens
+
+    tokens = [m for m in messages if isinstance(m, Tokens) and m.request_id == request_id]
+    return [token_id for message in tokens for token_id in message.token_ids]
+
+
+def at_rest(core: EngineCore) -> bool:
+    """Whether every block is free or cached and nothing is pending."""
+    counts = core.scheduler.kv.pool.counts()
+    return counts.free + counts.cached == counts.total and core.external.is_idle and not core.requests
