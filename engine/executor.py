@@ -8,7 +8,7 @@ import torch
 
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import WorkerConnector
-from pdkv.engine.host_memory import keep_freed_memory
+from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory
 from pdkv.engine.kv_cache import allocate_pool, check_pool, kv_cache_bytes, make_layout, num_blocks_that_fit
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.runner import ModelRunner
@@ -65,6 +65,7 @@ class InProcessExecutor(Executor):
         self.device = resolve_device(config)
         if self.device.type == "cpu":
             keep_freed_memory()
+            bound_kernel_caches()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         dtype = model_config.dtype if config.dtype == "auto" else config.dtype

@@ -1,8 +1,8 @@
 """Questions that the embedded default model can answer: codes named in the prompt, asked for at its end.
 
-A wrong answer shows at a glance that KV was lost. A right one proves less: the asked fact's KV in layer 1 arrived. The
-deeper layers' KV and the order of blocks hardly change the top token, so a full check compares logprobs with those of
-a single engine. The text format lives here because the training script and the demo must agree on it to the byte.
+A wrong answer shows at a glance that KV was lost. A right one proves less: that the asked fact's KV in layer 1 arrived.
+Its KV in one other layer can be missing without changing the top token, so a full check compares logprobs with those
+of a single engine. The text format lives here because the training script and the demo must agree on it to the byte.
 """
 
 import random

@@ -68,7 +68,7 @@ def describe_exit(status: int) -> str:
 
 
 class AckPipe:
-    """The pipe on which a starting child reports. A context manager that closes what is still open."""
+    """The pipe on which a starting child reports."""
 
     def __init__(self) -> None:
         self._read_fd, self.write_fd = os.pipe()

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import msgspec
 
@@ -150,10 +150,11 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         router = {self._router} if self._router is not None else set()
         await _end(router, _ROUTER_GRACE_S)
-        await _end(self._children - router, _ENGINE_GRACE_S)
+        rest = self._children - router
         if self._forks is not None:
             self._forks.close()
-            await _end([self._forks.child], _ENGINE_GRACE_S)
+            rest.add(self._forks.child)
+        await _end(rest, _ENGINE_GRACE_S)
 
     def kill(self) -> None:
         """Kill all children at once, for whoever does not want to wait for `stop`."""
@@ -161,7 +162,7 @@ class Supervisor:
             child.send_signal(signal.SIGKILL)
 
 
-async def _end(children: Iterable[Child], grace_s: float) -> None:
+async def _end(children: Collection[Child], grace_s: float) -> None:
     """SIGTERM, then SIGKILL after `grace_s`; returns when all are gone."""
     waits = [asyncio.ensure_future(child.wait()) for child in children if child.alive]
     if not waits:

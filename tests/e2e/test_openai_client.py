@@ -1,0 +1,363 @@
+"""Every feature of the API through the official client, against one launched 2P4D, streamed and not."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from deployments import Launch, Running
+from openai import AsyncOpenAI, OpenAI
+from openai_replies import chat, complete, gather
+
+PROMPT = "To be, or not to be, that is the question: whether it is nobler"  # 63 tokens: not a whole number of blocks
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+END = 1  # the model's end of sequence
+
+
+@pytest.fixture(scope="module")
+def deployment(module_launch: Launch) -> Running:
+    return module_launch("--prefill", "2", "--decode", "4")
+
+
+@pytest.fixture(scope="module")
+def client(deployment: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=deployment.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def letter_ids(client: OpenAI) -> list[int]:
+    """The token ids of a to z."""
+    reply = client.completions.create(
+        model="served", prompt=ALPHABET, max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    ids: list[int] = reply.choices[0].model_dump()["prompt_token_ids"]
+    assert len(ids) == len(ALPHABET)
+    return ids
+
+
+@pytest.fixture(scope="module")
+def spelled(letter_ids: list[int]) -> dict[str, Any]:
+    """Fields with which the model writes nothing but lower-case letters, and does not repeat itself much."""
+    return {"logit_bias": {str(token_id): 100 for token_id in letter_ids}, "frequency_penalty": 2}
+
+
+@pytest.fixture(scope="module")
+def text(client: OpenAI, spelled: dict[str, Any]) -> str:
+    """What the model writes behind the prompt in 24 letters."""
+    return complete(client, PROMPT, max_tokens=24, **spelled).only["text"]  # type: ignore[no-any-return]
+
+
+# --- the basic forms ----------------------------------------------------------------------------------------------
+
+
+def test_a_completion_has_text_reason_and_usage(client: OpenAI, text: str, spelled: dict[str, Any]) -> None:
+    reply = complete(client, PROMPT, max_tokens=24, **spelled)
+    assert set(text) <= set(ALPHABET)
+    assert len(set(text)) > 3
+    assert reply.only["text"] == text
+    assert (reply.only["finish_reason"], reply.only["stop_reason"]) == ("length", None)
+    assert (reply.usage["prompt_tokens"], reply.usage["completion_tokens"]) == (63, 24)
+    assert reply.usage["total_tokens"] == 87
+
+
+def test_a_chat_is_its_template_completed(client: OpenAI, spelled: dict[str, Any]) -> None:
+    messages = [
+        {"role": "system", "content": "You count."},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": "three"},
+        {"role": "user", "content": "four"},
+    ]
+    rendered = "[system]You count.[user]one\ntwo[assistant]three[user]four[assistant]"
+    reply = chat(client, messages, max_completion_tokens=12, **spelled)
+    assert reply.only["text"] == complete(client, rendered, max_tokens=12, **spelled).only["text"]
+    assert reply.usage["prompt_tokens"] == len(rendered)
+    assert chat(client, messages, max_tokens=12, **spelled).choices == reply.choices
+
+
+def test_a_streamed_chat_begins_with_the_role(client: OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    stream = client.chat.completions.create(model="served", messages=messages, max_tokens=3, stream=True)
+    roles = [chunk.choices[0].delta.role for chunk in stream]
+    assert roles[0] == "assistant"
+    assert set(roles[1:]) == {None}
+
+
+def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(client: OpenAI) -> None:
+    prompt = "x" * 900
+    reply = client.chat.completions.create(
+        model="served", messages=[{"role": "user", "content": prompt}], extra_body={"ignore_eos": True}
+    )
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == 1024
+
+
+def test_prompts_as_texts_and_token_ids_alone_and_in_lists(
+    client: OpenAI, spelled: dict[str, Any], letter_ids: list[int]
+) -> None:
+    fields: dict[str, Any] = {"max_tokens": 8, **spelled}
+    prompts = ["abc", "x" * 100, "abd"]
+    ids = [[letter_ids[ALPHABET.index(letter)] for letter in prompt] for prompt in prompts]
+    alone = [complete(client, prompt, **fields).only["text"] for prompt in prompts]
+    assert len(set(alone)) == 3
+    assert [complete(client, prompt, **fields).only["text"] for prompt in ids] == alone
+    listed = complete(client, prompts, **fields)
+    assert listed.texts == alone
+    assert listed.usage["prompt_tokens"] == 106
+    assert complete(client, ids, **fields).texts == alone
+
+
+def test_n_choices_of_each_prompt(client: OpenAI, spelled: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"max_tokens": 8, **spelled, "temperature": 1, "seed": 5}
+    reply = complete(client, [PROMPT, "abc"], n=3, **fields)
+    assert len(set(reply.texts)) == 6
+    assert reply.usage["prompt_tokens"] == 63 + 3
+    assert reply.usage["completion_tokens"] == 6 * 8
+    assert reply.texts[::3] == [complete(client, prompt, **fields).only["text"] for prompt in (PROMPT, "abc")]
+    assert (
+        complete(client, PROMPT, n=3, max_tokens=4).texts == [complete(client, PROMPT, max_tokens=4).only["text"]] * 3
+    )
+    assert len(set(chat(client, "hi", n=4, **fields).texts)) == 4
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_is_cut_and_named(client: OpenAI, text: str, spelled: dict[str, Any]) -> None:
+    stop = text[7:10]
+    cut = text[: text.index(stop)]
+    for stops in (stop, ["no such text", stop]):
+        reply = complete(client, PROMPT, max_tokens=24, **spelled, stop=stops)
+        assert (reply.only["text"], reply.only["finish_reason"], reply.only["stop_reason"]) == (cut, "stop", stop)
+        assert reply.usage["completion_tokens"] == len(cut) + len(stop)
+    [first] = {chat(client, "hi", max_tokens=9, **spelled).only["text"]}
+    reply = chat(client, "hi", max_tokens=9, **spelled, stop=first[4:6])
+    assert (reply.only["text"], reply.only["finish_reason"]) == (first[: first.index(first[4:6])], "stop")
+
+
+def test_the_first_token_may_complete_a_stop_string(client: OpenAI, text: str, spelled: dict[str, Any]) -> None:
+    reply = complete(client, PROMPT, max_tokens=24, **spelled, stop=text[0])
+    assert (reply.only["text"], reply.only["stop_reason"]) == ("", text[0])
+
+
+def test_a_stop_token_is_counted_and_not_shown(
+    client: OpenAI, text: str, spelled: dict[str, Any], letter_ids: list[int]
+) -> None:
+    place = next(i for i in range(6, 24) if text[i] not in text[:i])
+    stop_id = letter_ids[ALPHABET.index(text[place])]
+    extra = {"stop_token_ids": [stop_id], "return_token_ids": True}
+    reply = complete(client, PROMPT, max_tokens=24, **spelled, extra_body=extra)
+    assert (reply.only["text"], reply.only["finish_reason"]) == (text[:place], "stop")
+    assert reply.only["stop_reason"] == reply.only["token_ids"][-1] == stop_id
+    assert reply.usage["completion_tokens"] == len(reply.only["token_ids"]) == place + 1
+
+
+def test_the_end_of_sequence_ignored_and_put_off(client: OpenAI) -> None:
+    end: dict[str, Any] = {"max_tokens": 10, "logit_bias": {str(END): 100}}
+    ends = complete(client, PROMPT, **end)
+    assert (ends.only["text"], ends.only["finish_reason"], ends.usage["completion_tokens"]) == ("", "stop", 1)
+    ignored = complete(client, PROMPT, **end, extra_body={"ignore_eos": True, "return_token_ids": True})
+    assert (ignored.only["finish_reason"], ignored.only["token_ids"]) == ("length", [END] * 10)
+    later = complete(client, PROMPT, **end, extra_body={"min_tokens": 5, "return_token_ids": True})
+    assert (later.only["finish_reason"], len(later.only["token_ids"])) == ("stop", 6)
+    assert END not in later.only["token_ids"][:5]
+
+
+# --- logprobs and echo --------------------------------------------------------------------------------------------
+
+
+def test_logprobs_of_completions(client: OpenAI) -> None:
+    reply = complete(client, PROMPT, max_tokens=6, logprobs=3, extra_body={"return_token_ids": True})
+    logprobs = reply.only["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 6
+    for value, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+        assert value == max(top.values()) < 0.0  # greedy
+        assert len(top) <= 3
+    assert complete(client, PROMPT, max_tokens=6).only.get("logprobs") is None
+
+
+def test_logprobs_of_chat(client: OpenAI, spelled: dict[str, Any]) -> None:
+    reply = chat(client, "hi", max_tokens=6, logprobs=True, top_logprobs=2, **spelled)
+    content = reply.only["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == reply.only["text"]
+    for entry in content:
+        assert len(entry["top_logprobs"]) == 2
+        assert entry["logprob"] <= entry["top_logprobs"][0]["logprob"]
+        assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
+    bare = chat(client, "hi", max_tokens=6, logprobs=True, **spelled).only["logprobs"]["content"]
+    assert [(e["token"], e["top_logprobs"]) for e in bare] == [(e["token"], []) for e in content]
+
+
+def test_echo_with_and_without_logprobs(client: OpenAI, text: str, spelled: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"max_tokens": 24, **spelled, "echo": True}
+    plain = complete(client, PROMPT, **fields)
+    assert plain.only["text"] == PROMPT + text
+    assert plain.usage["completion_tokens"] == 24
+    logprobs = complete(client, PROMPT, logprobs=1, **fields).only["logprobs"]
+    assert "".join(logprobs["tokens"]) == PROMPT + text
+    assert logprobs["text_offset"] == list(range(63 + 24))
+    assert logprobs["token_logprobs"][0] is None
+    assert None not in logprobs["token_logprobs"][1:]
+    # A text that is only scored gets what it got when it was written.
+    scored = complete(client, PROMPT + text, echo=True, logprobs=1, max_tokens=0)
+    assert scored.only["text"] == PROMPT + text
+    assert scored.usage["completion_tokens"] == 0
+    values = scored.only["logprobs"]["token_logprobs"]
+    assert values[1:] == pytest.approx(logprobs["token_logprobs"][1:], abs=1e-3)
+
+
+def test_prompt_logprobs(client: OpenAI) -> None:
+    extra = {"prompt_logprobs": 2}
+    choice = client.completions.create(model="served", prompt="abcd", max_tokens=1, extra_body=extra).choices[0]
+    entries = choice.model_dump()["prompt_logprobs"]
+    assert entries[0] is None
+    assert [sorted(value["rank"] for value in entry.values())[:2] for entry in entries[1:]] == [[1, 2]] * 3
+
+
+# --- sampling -----------------------------------------------------------------------------------------------------
+
+
+def test_logit_bias_forces_and_bans(client: OpenAI, letter_ids: list[int], text: str, spelled: dict[str, Any]) -> None:
+    assert complete(client, PROMPT, max_tokens=4, logit_bias={str(letter_ids[4]): 100}).only["text"] == "eeee"
+    banned = {**spelled["logit_bias"], str(letter_ids[ALPHABET.index(text[0])]): -100}
+    assert text[0] not in complete(client, PROMPT, max_tokens=8, logit_bias=banned).only["text"]
+
+
+def test_a_seed_decides_the_text_on_every_engine(client: OpenAI, spelled: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"max_tokens": 12, **spelled, "temperature": 1.0, "top_p": 0.9}
+    assert len({complete(client, PROMPT, seed=7, **fields).only["text"] for _ in range(4)}) == 1
+    assert len({complete(client, PROMPT, seed=seed, **fields).only["text"] for seed in range(4)}) == 4
+    unseeded = {
+        client.completions.create(model="served", prompt=PROMPT, **fields).choices[0].text  # type: ignore[call-overload]
+        for _ in range(4)
+    }
+    assert len(unseeded) == 4
+    assert chat(client, "hi", seed=7, **fields) != chat(client, "hi", seed=8, **fields)
+
+
+@pytest.mark.parametrize("extra", [{"top_k": 1}, {"min_p": 1.0}])
+def test_vllms_filters_can_leave_the_most_likely_token_alone(
+    client: OpenAI, text: str, spelled: dict[str, Any], extra: dict[str, Any]
+) -> None:
+    reply = complete(client, PROMPT, max_tokens=24, **spelled, temperature=1.5, seed=3, extra_body=extra)
+    assert reply.only["text"] == text
+
+
+def test_penalties_change_what_repeats(client: OpenAI, letter_ids: list[int]) -> None:
+    bias = {str(letter_ids[0]): 100, str(letter_ids[1]): 99}
+    fields: dict[str, Any] = {"max_tokens": 8, "logit_bias": bias}
+    plain = complete(client, "x", **fields).only["text"]
+    assert "ab" not in plain
+    for penalty in ({"presence_penalty": 2}, {"frequency_penalty": 2}, {"extra_body": {"repetition_penalty": 2.0}}):
+        assert complete(client, "x", **fields, **penalty).only["text"] != plain
+
+
+# --- the cache ----------------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_prompt_is_cached_but_not_under_another_salt(client: OpenAI) -> None:
+    prompt = "What only this test asks, and long enough for some blocks of tokens."
+
+    def cached(salt: str | None) -> int:
+        extra = {"cache_salt": salt} if salt is not None else None
+        reply = client.completions.create(model="served", prompt=prompt, max_tokens=2, temperature=0, extra_body=extra)
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens == len(prompt)
+        assert reply.usage.prompt_tokens_details is not None
+        return reply.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached(None) == 0
+    assert cached(None) == 64
+    assert cached("mine") == 0
+    assert cached("mine") == 64
+    assert cached("yours") == 0
+
+
+# --- models, headers, errors --------------------------------------------------------------------------------------
+
+
+def test_models_and_headers(client: OpenAI, deployment: Running) -> None:
+    assert [model.id for model in client.models.list()] == ["served"]
+    assert client.models.retrieve("served").model_dump()["max_model_len"] == 1024
+    engines = deployment.pids()
+    for stream in (False, True):
+        raw = client.completions.with_raw_response.create(
+            model="served", prompt="x", max_tokens=2, stream=stream, extra_headers={"x-request-id": "mine"}
+        )
+        assert raw.headers["x-request-id"] == "mine"
+        assert raw.headers["x-pd-prefill-engine"] in engines
+        assert raw.headers["x-pd-decode-engine"] in engines
+    messages: list[Any] = [{"role": "user", "content": "x"}]
+    chat_raw = client.chat.completions.with_raw_response.create(model="served", messages=messages, max_tokens=2)
+    assert chat_raw.headers["x-request-id"]
+    assert chat_raw.parse().choices[0].finish_reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
+        ({"extra_body": {"kv_transfer_params": {"do_remote_decode": True}}}, "kv_transfer_params"),
+        ({"max_tokens": 2000}, "max_tokens"),
+    ],
+)
+def test_what_is_not_supported_is_named(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(**{"model": "served", "prompt": "x", "stream": stream, **fields})
+        assert refused.value.param == param
+        assert param in refused.value.message
+
+
+def test_an_unknown_model_is_not_found(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'other'") as refused:
+        client.completions.create(model="other", prompt="x")
+    assert refused.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_tiny_deadline_is_a_timeout_of_the_server(client: OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError) as late:
+        client.completions.create(
+            model="served", prompt="x" * 900, max_tokens=100, extra_headers={"x-pd-timeout-s": "0.001"}
+        )
+    assert (late.value.status_code, late.value.code) == (504, "timeout")
+
+
+# --- many at once -------------------------------------------------------------------------------------------------
+
+
+def test_64_requests_at_once(client: OpenAI, deployment: Running, spelled: dict[str, Any]) -> None:
+    """Completions and chat, streamed and not, of 3 to 500 tokens: each gets what it gets alone."""
+    prompts = [f"{number}: " + "go on " * (number % 7 * 13) for number in range(64)]
+    common: dict[str, Any] = {"model": "served", "max_tokens": 10, "temperature": 0.8, **spelled}
+
+    async def ask(client: AsyncOpenAI, number: int) -> str:
+        fields = {**common, "seed": number, "stream": bool(number & 1)}
+        if number & 2:
+            messages = [{"role": "user", "content": prompts[number]}]
+            reply: Any = await client.chat.completions.create(messages=messages, **fields)
+        else:
+            reply = await client.completions.create(prompt=prompts[number], **fields)
+        parts = [chunk.model_dump() async for chunk in reply] if fields["stream"] else [reply.model_dump()]
+        [choice] = gather(parts)
+        assert choice["finish_reason"] == "length"
+        return str(choice["text"])
+
+    async def ask_all(*, at_once: bool) -> list[str]:
+        base_url = deployment.url + "/v1"
+        async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
+            if at_once:
+                return await asyncio.gather(*(ask(client, number) for number in range(64)))
+            return [await ask(client, number) for number in range(64)]
+
+    together = asyncio.run(ask_all(at_once=True))
+    assert len(set(together)) == 64
+    assert together == asyncio.run(ask_all(at_once=False))

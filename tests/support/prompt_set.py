@@ -1,0 +1,51 @@
+"""Forty prompts of 1 to 600 tokens with what transformers makes of them: the workload of the equality tests."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from oracle import Chooser, Expected, greedy, oracle
+
+BLOCK = 16
+FIRST_ORDINARY_TOKEN = 2  # behind BOS and EOS
+
+LENGTHS = (
+    600, 1, 512, 2, 400, BLOCK - 1, 300, BLOCK, 257, BLOCK + 1, 256, 31, 255, 32, 200, 33, 129, 47, 128, 48, 127, 49,
+    100, 80, 64,
+)  # fmt: skip
+"""Of unrelated prompts; long and short ones alternate."""
+
+SHARED_PREFIXES = ((40, (1, 8, 9, 24, 57)), (160, (1, 15, 16, 17, 90)))
+"""(tokens in common, tokens behind them): two blocks and a half, and ten blocks."""
+
+NUM_REPEATS = 5
+NUM_PROMPTS = len(LENGTHS) + sum(len(tails) for _, tails in SHARED_PREFIXES) + NUM_REPEATS
+assert NUM_PROMPTS == 40
+
+
+def forty_prompts(
+    model_dir: Path, num_output: int, choosers: Sequence[Chooser] = (greedy,), *, seed: int = 0
+) -> list[Expected]:
+    """The prompts and their continuations; number i is continued by choosers[i % len(choosers)].
+
+    Exactly a block, a block and one more or less, shared prefixes, and repeats are among them.
+    """
+    model = oracle(model_dir)
+    rng = random.Random(seed)
+    token_ids = range(FIRST_ORDINARY_TOKEN, model.vocab_size)
+    expected: list[Expected] = []
+
+    def add(length: int, prefix: Sequence[int] = ()) -> None:
+        choose = choosers[len(expected) % len(choosers)]
+        expected.append(model.expect(lambda: [*prefix, *rng.choices(token_ids, k=length)], num_output, choose))
+
+    for length in LENGTHS:
+        add(length)
+    for num_shared, tails in SHARED_PREFIXES:
+        prefix = rng.choices(token_ids, k=num_shared)
+        for tail in tails:
+            add(tail, prefix)
+    for i in range(NUM_REPEATS):  # of one that the same chooser continued
+        same = range(len(expected) % len(choosers), len(LENGTHS), len(choosers))
+        expected.append(expected[same[3 * i % len(same)]])
+    return expected
