@@ -99,12 +99,13 @@ def _ranked_floor(
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` largest of each row of (n, m) float64 or int64, falling."""
+    """The `count` largest (0: none) of each row of (n, m) float64 or int64, falling."""
     if not values.is_cpu:
         return values.topk(count, dim=-1).values
     array = values.numpy()  # numpy sorts without indices and vectorised: a tenth of torch's time
-    if count < array.shape[1]:
-        array = np.partition(array, array.shape[1] - count, axis=-1)[:, -count:]
+    first = array.shape[1] - count
+    if first:
+        array = np.partition(array, min(first, array.shape[1] - 1), axis=-1)[:, first:]
     return torch.from_numpy(np.sort(array, axis=-1)[:, ::-1].copy())
 
 

@@ -82,7 +82,9 @@ class HandoffConfig:
     kv_load_failure_policy: Literal["recompute", "fail"] = option("recompute", "what decode does when a KV load fails")
     kv_load_timeout_s: float = option(30.0, "deadline of a KV load, from its allocation on")
     lease_timeout_s: float = option(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")
-    max_leased_fraction: float = option(0.5, "share of the KV pool that leases may hold before prefills queue")
+    max_leased_fraction: float = option(
+        0.5, "share of the KV pool for leases and prompts in the making; above 1, prompts may preempt each other"
+    )
 
     def __post_init__(self) -> None:
         if self.kv_load_timeout_s <= 0:
@@ -91,5 +93,5 @@ class HandoffConfig:
             raise ConfigError(
                 f"lease_timeout_s ({self.lease_timeout_s}) must exceed kv_load_timeout_s ({self.kv_load_timeout_s})"
             )
-        if not 0.0 < self.max_leased_fraction <= 1.0:
-            raise ConfigError(f"max_leased_fraction must be in (0, 1], got {self.max_leased_fraction}")
+        if self.max_leased_fraction <= 0.0:
+            raise ConfigError(f"max_leased_fraction must be above 0, got {self.max_leased_fraction}")

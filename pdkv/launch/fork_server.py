@@ -30,14 +30,18 @@ ENVIRONMENT = {
 
 
 def main(control_fd: int, lifeline_fd: int, connector_target: str) -> None:
-    """Serve until the launcher closes its end of the control socket.
-
-    A request is one datagram: an engine spec, and the descriptor on which the engine acknowledges. The answer is the
-    engine's pid as text; the first answer, "ready", comes when the imports are done.
-    """
+    """Import, then serve until the launcher is gone or closes its end of the control socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_process_name("pd fork-server")
-    control = socket.socket(fileno=control_fd)
+    _preload(connector_target)
+    try:
+        _serve(socket.socket(fileno=control_fd), lifeline_fd)
+    except (BrokenPipeError, ConnectionResetError):
+        return  # nobody waits for the answer
+
+
+def _preload(connector_target: str) -> None:
+    """Import what engines need. Raises RuntimeError if that started a thread."""
     for module in PRELOADED:
         importlib.import_module(module)
     with contextlib.suppress(ImportError):  # the engines will say what is wrong with it
@@ -47,13 +51,19 @@ def main(control_fd: int, lifeline_fd: int, connector_target: str) -> None:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"{threads} threads after the imports: a forked engine would hang")
+
+
+def _serve(control: socket.socket, lifeline_fd: int) -> None:
+    """A request is one datagram: an engine spec, and the descriptor on which the engine acknowledges.
+
+    The answer is the engine's pid as text; the first answer, "ready", says that the imports are done.
+    """
     control.send(b"ready")
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(lifeline_fd, select.POLLIN)
     while True:
-        ready = {fd for fd, _ in poll.poll()}
-        if lifeline_fd in ready:
+        if lifeline_fd in {fd for fd, _ in poll.poll()}:
             return
         data, fds, _, _ = socket.recv_fds(control, MAX_SPEC_BYTES, 1)
         if not data:

@@ -344,6 +344,12 @@ def test_equal_alternatives_come_in_id_order() -> None:
     assert (entry.token_id, entry.rank) == (0, 1)
 
 
+def test_logprobs_without_alternatives() -> None:
+    logits = torch.tensor([[0.0, 1.0, -1.0]])
+    (entry,) = sample(logits, [request(params(temperature=0.0, logprobs=0))])[0].logprobs or []
+    assert (entry.token_id, entry.rank, entry.top) == (1, 1, [])
+
+
 def test_prompt_logprobs() -> None:
     logits = torch.randn(7, 90, generator=torch.Generator().manual_seed(1))
     targets = np.array([3, 0, 89, 5, 5, 60, 1])

