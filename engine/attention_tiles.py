@@ -8,7 +8,7 @@ import numpy.typing as npt
 from pdkv.engine.batch import IntArray, StepInputs
 from pdkv.engine.shapes import round_blocks, round_queries, round_tiles
 
-_MAX_TILE = 128
+_FULL_TILES: IntArray = np.array([8, 16, 32, 64, 128])
 """Queries per tile: more would compute more of the causal triangle that is masked, fewer would gather KV more often."""
 
 _BUCKET_BYTES = 4 << 20
@@ -19,7 +19,7 @@ _WASTE_BYTES = 512 << 10
 
 _WASTE_RATIO = 0.1
 
-_PADDED_QUERIES = np.array([0, *(round_queries(count) for count in range(1, _MAX_TILE + 1))])
+_PADDED_QUERIES = np.array([0, *(round_queries(count) for count in range(1, int(_FULL_TILES[-1]) + 1))])
 
 _QUERIES_PER_GATHER = 5
 """So many queries per tile cost as much in products and softmax as the gathering of their keys does."""
@@ -33,9 +33,9 @@ class AttentionLimits:
         self.score_bytes = num_heads * dtype_bytes  # of one query and one key
 
     def tile_sizes(self, seq_lens: IntArray) -> IntArray:
-        """Most queries per tile for contexts of these lengths; at least 8, so that KV is not read for every token."""
-        sizes: IntArray = np.clip(_BUCKET_BYTES // (self.score_bytes * seq_lens), 8, _MAX_TILE)
-        return sizes
+        """Queries per tile for contexts of these lengths: scores fit, but at least 8, or KV is read for every token."""
+        fits = _BUCKET_BYTES // (self.score_bytes * seq_lens)
+        return _FULL_TILES[np.maximum(np.searchsorted(_FULL_TILES, fits, side="right") - 1, 0)]
 
     def tiles_per_bucket(self, tile_size: int, seq_len: int) -> int:
         """How many tiles over `seq_len` keys fit a bucket; at least one."""

@@ -90,7 +90,7 @@ def run_all(deployment: Running, model: Model) -> Books:
     books = settled_books(deployment, counted) - before
     for role in {role for _, role, *_ in books.counts}:
         assert books.total(role) == model.num_prompt_tokens, books
-        assert books.of("kv_load_failures", role) == 0
+    assert books.of("kv_load_failures", "decode") == 0, books
     computed = sum(books.sources(role)[s] for role in ("prefill", "any") for s in ("computed", "recomputed"))
     cached = sum(reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies)
     assert cached == model.num_prompt_tokens - computed
@@ -102,7 +102,8 @@ def check_pair(books: Books, *, preempted: bool) -> None:
     decode = books.sources("decode")
     assert decode["computed"] == 0, books
     assert decode["remote"] > 0, books
-    if not preempted:
+    if not preempted:  # else a peer's cache may lose a block while prefill copies it
+        assert books.of("kv_load_failures", "prefill") == 0, books
         assert decode["recomputed"] == 0, books
         assert books.sources("prefill")["recomputed"] == 0, books
         assert books.of("preemptions", "prefill") == books.of("preemptions", "decode") == 0, books
