@@ -100,6 +100,7 @@ class InProcessExecutor(Executor):
         self._runner = ModelRunner(
             self._model, kv_pool, max_num_seqs=self._max_num_seqs, max_model_len=self.max_model_len, worker=worker
         )
+        self._runner.warm_up()
 
     def execute(self, plan: StepPlan) -> StepOutput:
         assert self._runner is not None, "attach comes first"

@@ -14,6 +14,7 @@ class Request:
     __slots__ = (
         "arrival",
         "block_ids",
+        "computed_before",
         "deadline",
         "handoff",
         "hash_keys",
@@ -57,6 +58,7 @@ class Request:
         self.load_failed = False  # nothing more is asked from outside
         self.restarts = 0  # computing state that older steps know nothing of
         self.preempted = False  # what is computed from now on is computed again
+        self.computed_before: list[tuple[int, int, bool]] = []  # prompt ranges of earlier lives; whether again then
         self._reset()
 
     def _reset(self) -> None:
@@ -75,6 +77,9 @@ class Request:
 
     def restart(self) -> None:
         """Forget all that was computed: what steps in flight bring for it is dropped."""
+        start, stop = self.num_local_hit + self.num_external, min(self.num_confirmed, len(self.prompt_token_ids))
+        if start < stop:
+            self.computed_before.append((start, stop, self.preempted))
         self.restarts += 1
         self.preempted = True
         self._reset()
@@ -132,15 +137,30 @@ class Request:
         )
 
     def sources(self) -> SourceCounts:
-        """Prompt tokens by where their KV came from, as things stand; they sum to the prompt's length."""
+        """Prompt tokens by where their KV came from, as things stand; they sum to the prompt's length.
+
+        What the request computed before a preemption and found again in the cache was computed, and is no hit.
+        """
         prompt = len(self.prompt_token_ids)
         local = min(self.num_local_hit, prompt)
         external = min(self.num_external, prompt - local)
         own = prompt - local - external
+        found = _num_covered([(start, stop) for start, stop, _ in self.computed_before], local)
+        found_again = _num_covered([(start, stop) for start, stop, again in self.computed_before if again], local)
         return SourceCounts(
-            computed=0 if self.preempted else own,
-            recomputed=own if self.preempted else 0,
-            local_hit=local,
+            computed=found - found_again + (0 if self.preempted else own),
+            recomputed=found_again + (own if self.preempted else 0),
+            local_hit=local - found,
             remote=external if self.source_is_peer else 0,
             store=0 if self.source_is_peer else external,
         )
+
+
+def _num_covered(ranges: Sequence[tuple[int, int]], bound: int) -> int:
+    """How many of the numbers [0, bound) lie in at least one of the ranges [start, stop)."""
+    count = end = 0
+    for start, stop in sorted(ranges):
+        start, stop = max(start, end), min(stop, bound)
+        if start < stop:
+            count, end = count + stop - start, stop
+    return count

@@ -6,11 +6,12 @@ import torch
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.engine.attention import make_backend, pad, to_tensor
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
-from pdkv.engine.plan import RequestKey, SampledTokens, ScheduledRequest, StepOutput, StepPlan
+from pdkv.engine.plan import NewRequest, RequestKey, SampledTokens, ScheduledRequest, StepOutput, StepPlan
 from pdkv.engine.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampler import SamplingState
 from pdkv.messages import TokenLogprob
 from pdkv.models.decoder import Attend, Decoder
+from pdkv.sampling_params import SamplingParams
 
 
 class ModelRunner:
@@ -33,6 +34,17 @@ class ModelRunner:
         config = model.config
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, model.device, config.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs(model, self._sampling)
+
+    def warm_up(self) -> None:
+        """A prefill and a decode step in blocks that nobody uses yet, so that the first request waits for no kernel."""
+        key, worker, self._worker = ("warm-up", 0), self._worker, None
+        num_tokens = min(16, self._kv_pool.shape[0] * self._kv_pool.shape[4] - 1)
+        blocks = list(range(-(-(num_tokens + 1) // self._kv_pool.shape[4])))
+        request = NewRequest(key, 0, [0] * num_tokens, [], SamplingParams(temperature=0.0), blocks)
+        self.execute(StepPlan(0, [request], [ScheduledRequest(key, 0, num_tokens, [], True)], []))
+        self.execute(StepPlan(1, [], [ScheduledRequest(key, num_tokens, 1, [], True)], []))
+        self.execute(StepPlan(2, [], [], [key]))
+        self._worker = worker
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:

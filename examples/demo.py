@@ -74,7 +74,7 @@ def launched(num_prefill: int, num_decode: int) -> Iterator[str]:
         raise RuntimeError(f"pd launch ended with exit code {code}")
 
 
-def ask(url: str, question: RecallQuestion, kind: str) -> Answer:
+def ask(client: httpx.Client, question: RecallQuestion, kind: str) -> Answer:
     """Stream one question and time its tokens."""
     body = {"model": "pdkv-default", "temperature": 0, "max_tokens": 12, "stream": True}
     body["stream_options"] = {"include_usage": True}
@@ -84,7 +84,7 @@ def ask(url: str, question: RecallQuestion, kind: str) -> Answer:
         path, body["prompt"] = "/v1/completions", question.prompt
     text, usage, stamps = "", {}, []
     start = time.perf_counter()
-    with httpx.stream("POST", url + path, json=body, timeout=REQUEST_TIMEOUT_S) as response:
+    with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
             raise RuntimeError(f"HTTP {response.status_code}: {response.read().decode()}")
         for line in response.iter_lines():
@@ -111,10 +111,10 @@ def ask(url: str, question: RecallQuestion, kind: str) -> Answer:
     )
 
 
-def read_metrics(url: str) -> dict[str, float]:
+def read_metrics(client: httpx.Client) -> dict[str, float]:
     """What the engines counted: prompt tokens of decode by source, and bytes received."""
     totals: dict[str, float] = {}
-    for line in httpx.get(url + "/metrics").text.splitlines():
+    for line in client.get("/metrics").text.splitlines():
         match = re.match(r'pdkv_engine_prompt_tokens_total\{.*role="decode",source="(\w+)"\} (\S+)', line)
         if match:
             totals[match.group(1)] = totals.get(match.group(1), 0.0) + float(match.group(2))
@@ -153,10 +153,11 @@ def main() -> int:
     start = time.perf_counter()
     with launched(args.prefill, args.decode) as url:
         print(f"ready after {time.perf_counter() - start:.1f} s; asking {args.questions} questions, four at a time")
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda pair: ask(url, *pair), zip(questions, kinds, strict=True)))
-        answers.append(ask(url, questions[0], kinds[0]))  # once more: the prompt is in the caches now
-        metrics = read_metrics(url)
+        with httpx.Client(base_url=url, timeout=REQUEST_TIMEOUT_S) as client:
+            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                answers = list(pool.map(lambda pair: ask(client, *pair), zip(questions, kinds, strict=True)))
+            answers.append(ask(client, questions[0], kinds[0]))  # once more: the prompt is in the caches now
+            metrics = read_metrics(client)
     show(answers, metrics)
     computed = metrics["computed"] + metrics["recomputed"]
     return 0 if all(a.right for a in answers) and computed == 0 else 1

@@ -1,0 +1,96 @@
+"""Seeded sampling gives the tokens of an independent float64 draw over transformers' logits, on any topology (F3)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from equality import (
+    AGGREGATED,
+    NUM_OUTPUT,
+    PREEMPTING,
+    SMALL_DECODE_POOL,
+    TOPOLOGIES,
+    Workload,
+    check_decode_computed_nothing,
+    check_undisturbed,
+    deployed,
+    run_all,
+)
+from oracle import oracle
+from prompt_set import forty_prompts
+from reference_sampler import SeededChooser, philox4x32_10
+from serving_checks import complete_all, serve_directory
+
+CHOOSERS = (
+    SeededChooser(seed=1),
+    SeededChooser(seed=-7, temperature=0.8, top_p=0.9),
+    SeededChooser(seed=2**63 - 1, temperature=1.3, top_k=20),
+    SeededChooser(seed=2**40 + 5, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.3),
+    SeededChooser(
+        seed=99,
+        temperature=0.9,
+        top_k=50,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        frequency_penalty=-0.4,
+        logit_bias={10: 2.5, 11: -3.0},
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(hf_model: Callable[..., Path]) -> Path:
+    return hf_model("qwen3", initializer_range=0.2)
+
+
+@pytest.fixture(scope="module")
+def workload(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    path = serve_directory(model_dir, tmp_path_factory.mktemp("seeded"))
+    return Workload(path, forty_prompts(model_dir, NUM_OUTPUT, CHOOSERS), [chooser.body() for chooser in CHOOSERS])
+
+
+def test_the_references_philox_gives_the_published_answers() -> None:
+    """Known answers of the authors' Random123 library."""
+    ones, pi = 0xFFFFFFFF, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert philox4x32_10((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert philox4x32_10((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    assert philox4x32_10(pi, (0xA4093822, 0x299F31D0)) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+@pytest.mark.parametrize(
+    "flags", [AGGREGATED, TOPOLOGIES["1P1D"], TOPOLOGIES["2P4D"]], ids=["aggregated", "1P1D", "2P4D"]
+)
+def test_seeded_tokens(workload: Workload, flags: tuple[str, ...]) -> None:
+    with deployed(workload, *flags) as deployment:
+        for _ in range(2):
+            check_undisturbed(run_all(deployment, workload))
+
+
+@pytest.mark.parametrize("flags", [AGGREGATED, TOPOLOGIES["1P1D"]], ids=["aggregated", "1P1D"])
+def test_seeded_tokens_under_preemption(workload: Workload, flags: tuple[str, ...]) -> None:
+    aggregated = flags == AGGREGATED
+    with deployed(workload, *flags, *(SMALL_DECODE_POOL if aggregated else PREEMPTING)) as deployment:
+        books = run_all(deployment, workload)
+    if aggregated:
+        assert books.of("preemptions", "any") > 0
+    else:
+        check_decode_computed_nothing(books)
+        assert books.of("preemptions", "prefill") > 0
+        assert books.of("preemptions", "decode") > 0
+
+
+def test_each_choice_draws_by_its_own_number(workload: Workload, model_dir: Path) -> None:
+    chooser = CHOOSERS[1]
+    model = oracle(model_dir)
+    prompt = next(
+        e.prompt for e in workload.expected
+        if all(model.generate(e.prompt, 12, replace(chooser, choice=i)) is not None for i in range(4))
+    )  # fmt: skip
+    expected = [model.generate(prompt, 12, replace(chooser, choice=i)) for i in range(4)]
+    with deployed(workload, *TOPOLOGIES["1P1D"]) as deployment:
+        body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "n": 4, **chooser.body()}
+        [reply] = complete_all(deployment, [body])
+    assert [choice["token_ids"] for choice in reply["choices"]] == expected
+    assert len(set(map(tuple, expected))) == 4  # type: ignore[arg-type]

@@ -1,0 +1,116 @@
+"""Forty prompts over HTTP against any topology: the expected tokens, and books that add up."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deployments import Running, launches
+from oracle import Expected
+from serving_checks import Books, complete_all, read_books, settled_books
+
+NUM_OUTPUT = 40
+
+CHUNKED = ("--long-prefill-token-threshold", "48")
+SMALL_PREFILL_POOL = ("--prefill-kv-cache-memory", "{small}")
+SMALL_DECODE_POOL = ("--decode-kv-cache-memory", "{small}")
+"""Room for the longest prompt and its output and little more; all forty need ten times as much."""
+
+PREEMPTING = (*SMALL_PREFILL_POOL, *SMALL_DECODE_POOL, *CHUNKED, "--max-leased-fraction", "4")
+"""Chunks, and no cap on prompts in the making: each finds room when it begins, and not all do when they go on."""
+
+SMALL_POOL_BLOCKS = 44  # the longest prompt and its output take 40
+AMPLE_POOL_BLOCKS = 800
+
+TOPOLOGIES = {"1P1D": ("--prefill", "1", "--decode", "1"), "2P4D": ("--prefill", "2", "--decode", "4")}
+AGGREGATED = ("--prefill", "0", "--decode", "2")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A served model, requests to it, and what must come back."""
+
+    path: Path
+    expected: Sequence[Expected]
+    fields: Sequence[dict[str, Any]] = ({"temperature": 0},)  # of request i: fields[i % len(fields)]
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        """The requests."""
+        return [
+            {
+                "prompt": e.prompt,
+                "max_tokens": len(e.output),
+                "ignore_eos": True,
+                **self.fields[i % len(self.fields)],
+            }
+            for i, e in enumerate(self.expected)
+        ]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a KV block of 16 tokens in float32."""
+        config = json.loads((self.path / "config.json").read_text())
+        head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        return int(16 * config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head_size * 4)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Over all requests."""
+        return sum(len(e.prompt) for e in self.expected)
+
+
+@contextmanager
+def deployed(workload: Workload, *flags: str) -> Iterator[Running]:
+    """A `pd launch` of the workload's model; "{small}" in a flag becomes the size of a small KV pool."""
+    small, ample = (n * workload.block_bytes for n in (SMALL_POOL_BLOCKS, AMPLE_POOL_BLOCKS))
+    with launches(workload.path) as launch:
+        yield launch("--kv-cache-memory", str(ample), *(flag.format(small=small) for flag in flags))
+
+
+def run_all(deployment: Running, workload: Workload) -> Books:
+    """All requests at once: the right tokens, each prompt counted once on either side. Returns what it cost."""
+    before = read_books(deployment)
+    replies = complete_all(deployment, workload.bodies)
+    check_replies(replies, workload.expected)
+    num_tokens = workload.num_prompt_tokens
+    roles = {role for _, role, *_ in before.counts}
+    books = settled_books(deployment, lambda now: all((now - before).total(r) >= num_tokens for r in roles)) - before
+    assert all(books.total(role) == num_tokens for role in roles), books
+    assert books.of("kv_load_failures", "decode") == 0, books
+    computed = sum(books.sources(role)[s] for role in ("prefill", "any") for s in ("computed", "recomputed"))
+    cached = sum(reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies)
+    assert cached == num_tokens - computed, books
+    return books
+
+
+def check_replies(replies: Sequence[dict[str, Any]], expected: Sequence[Expected]) -> None:
+    """Tokens and usage of single-choice replies."""
+    wrong = [
+        (i, len(e.prompt), reply["choices"][0]["token_ids"], e.output)
+        for i, (e, reply) in enumerate(zip(expected, replies, strict=True))
+        if reply["choices"][0]["token_ids"] != e.output
+    ]
+    assert not wrong, f"{len(wrong)} of {len(replies)} (number, prompt length, got, expected): {wrong}"
+    for e, reply in zip(expected, replies, strict=True):
+        usage = reply["usage"]
+        num_prompt, num_output = len(e.prompt), len(e.output)
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt, num_output)
+        assert usage["total_tokens"] == num_prompt + num_output
+        assert usage["prompt_tokens_details"]["cached_tokens"] < num_prompt
+
+
+def check_decode_computed_nothing(books: Books) -> None:
+    """What must hold of every run over a prefill and a decode side."""
+    assert books.sources("decode")["computed"] == 0, books
+    assert books.sources("decode")["remote"] > 0, books
+
+
+def check_undisturbed(books: Books) -> None:
+    """Nothing was preempted, and nothing computed again."""
+    for role in ("prefill", "decode", "any"):
+        assert books.of("preemptions", role) == 0, books
+        assert books.sources(role)["recomputed"] == 0, books
+        assert books.of("kv_load_failures", role) == 0, books
