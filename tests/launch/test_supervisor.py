@@ -148,6 +148,7 @@ def test_stop_kills_who_does_not_go(deck: Deck, monkeypatch: pytest.MonkeyPatch)
         await deck.supervisor.start()
 
     deck.run(scenario)
+    assert not deck.newest("decode-0").alive
 
 
 def test_stop_in_the_middle_of_a_start(deck: Deck) -> None:
@@ -160,6 +161,7 @@ def test_stop_in_the_middle_of_a_start(deck: Deck) -> None:
         await asyncio.gather(start, return_exceptions=True)
 
     deck.run(scenario)
+    assert not any(child.alive for child in deck.started)
 
 
 def test_the_backoff_grows_to_a_bound() -> None:

@@ -286,6 +286,7 @@ def test_listener_may_close_the_client_in_a_callback(server: EngineServer, conte
         server.send("r", [tokens(1)])
         async with asyncio.timeout(TIMEOUT_S):
             await closed.wait()
+        assert listener.frames == []  # nothing is delivered behind the close
 
     connected(server, context, body)
 
