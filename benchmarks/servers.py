@@ -143,6 +143,12 @@ def cpu_seconds(server: Server) -> CpuSeconds:
     return CpuSeconds(engines, process_cpu_seconds(_router_pid(server.pid)))
 
 
+def metric(server: Server, name: str) -> float:
+    """The sum of a Prometheus metric over its labels."""
+    lines = get(server.url + "/metrics").decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
+
+
 def process_cpu_seconds(pid: int) -> float:
     """User and system time of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
