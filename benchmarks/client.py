@@ -11,8 +11,6 @@ from urllib.parse import urlsplit
 
 import httptools
 
-_TEXT_START = b"data: {"
-
 
 class Reply:
     """One answer: when its parts came, or why it failed. Times are of time.perf_counter, in seconds."""
@@ -102,18 +100,21 @@ class _Stream(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-async def complete(url: str, *, model: str, prompt: list[int], max_tokens: int, **extra: object) -> Reply:
-    """Stream one greedy completion of exactly `max_tokens` tokens. Never raises: the reply says what went wrong."""
+async def complete(url: str, *, model: str, prompt: list[int], max_tokens: int, reply: Reply | None = None) -> Reply:
+    """Stream one greedy completion of exactly `max_tokens` tokens. Never raises: the reply says what went wrong.
+
+    `reply` is filled in while the answer comes, for callers that cancel this before its end.
+    """
     where = urlsplit(url)
     body = json.dumps({
         "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True}, **extra,
+        "stream": True, "stream_options": {"include_usage": True}
     }).encode()  # fmt: skip
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )
-    reply = Reply(time.perf_counter())
+    reply = Reply(time.perf_counter()) if reply is None else reply
     transport: asyncio.Transport | None = None
     try:
         loop = asyncio.get_running_loop()

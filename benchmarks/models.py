@@ -1,50 +1,105 @@
-"""Random models to measure with: tiny (5 M parameters) and mid (200 M), bfloat16, byte-level vocabulary of 4,096.
+"""Random Llama models to measure with: tiny (5 M parameters) and mid (200 M), bfloat16. Nothing is downloaded.
 
-python -m benchmarks.models FOLDER      writes FOLDER/tiny and FOLDER/mid, which takes seconds
+    python -m benchmarks.models tiny FOLDER
+
+At transformers' default initializer_range of 0.02 a random model repeats its last token; 0.06 makes it wander.
 """
 
+import argparse
+import os
+import shutil
 import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-SIZES = {
-    "tiny": {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "num_attention_heads": 8,
-             "num_key_value_heads": 4},
-    "mid": {"hidden_size": 1024, "num_hidden_layers": 16, "intermediate_size": 2816, "num_attention_heads": 16,
-            "num_key_value_heads": 8},
-}  # fmt: skip
 VOCAB_SIZE = 4096
-INITIALIZER_RANGE = 0.06  # at the usual 0.02 a random model repeats its last token
+MAX_LEN = 8192
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "mid": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+}
+_SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_SEED = 0
 
 
-def make_model(size: str, folder: Path) -> Path:
-    """The model's directory; made if it is not there. Needs transformers."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
+def find_model(folder: Path, size: str) -> Path:
+    """The model directory `folder`/`size`, made if it is not there."""
     path = folder / size
-    if (path / "model.safetensors").exists():
-        return path
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **SIZES[size],
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=8192,
-        initializer_range=INITIALIZER_RANGE,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(path)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    filler = [f"<{i}>" for i in range(VOCAB_SIZE - len(alphabet) - 2)]
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet, *filler])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
+    if not (path / "config.json").exists():
+        make_model(path, size)
     return path
 
 
+def make_model(path: Path, size: str) -> None:
+    """Write config, weights and tokenizer; all or nothing."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(_SEED)
+    config = LlamaConfig(
+        **SIZES[size],
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_LEN,
+        initializer_range=0.06,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    make: Any = LlamaForCausalLM
+    model = make(config).to(torch.bfloat16)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = tempfile.mkdtemp(dir=path.parent)
+    try:
+        model.save_pretrained(work)
+        _make_tokenizer().save_pretrained(work)
+        os.rename(work, path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _make_tokenizer() -> Any:
+    """Byte-level BPE over the sources of Python's standard library, which every machine has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(_SPECIAL.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-m]*.py"))
+    bpe.train_from_iterator((source.read_text(errors="ignore") for source in library), trainer)
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=bpe, **_SPECIAL)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("folder", type=Path, help="the model goes to FOLDER/SIZE")
+    options = parser.parse_args(arguments)
+    print(find_model(options.folder, options.size))
+    return 0
+
+
 if __name__ == "__main__":
-    for name in SIZES:
-        print(make_model(name, Path(sys.argv[1])))
+    sys.exit(main())

@@ -126,12 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with (vllm if options.verb == "serve" else vllm_pd)(options.venv, options.model) as server:
         print(f"ready after {server.start_s:.1f} s: {server.url}, model {server.model}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            _wait_for_signal()
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            signal.pause()
     return 0
-
-
-def _wait_for_signal() -> None:
-    signal.sigwait({signal.SIGTERM, signal.SIGINT})
 
 
 if __name__ == "__main__":

@@ -1,66 +1,93 @@
-"""Measure the claims; `make bench`. Each figure is a ratio within one run on this machine.
+"""Run benchmarks and keep their results in benchmarks/results/: python -m benchmarks.run [NAME...] [--vllm VENV]
 
-    python -m benchmarks.run [CLAIM ...] [--model tiny mid] [--vllm VENV] [--seconds 60] [--out benchmarks/results]
-
-Without --vllm (python -m benchmarks.peers install VENV) the claims beside vLLM are left out.
+Leave the machine alone meanwhile. Comparisons with vLLM are skipped unless it is installed (python -m benchmarks.peers
+install .bench/vllm). With --quick everything is sent a few requests: that shows that it works, and measures nothing.
 """
 
 import argparse
+import signal
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 
-from benchmarks import peers
-from benchmarks.claims import against_vllm, balance, first_token, interference, many, startup
-from benchmarks.claims.rows import Row, markdown, write
-from benchmarks.models import make_model
+from benchmarks import engine_vs_vllm, interference, many, pd_balance, pd_vs_vllm, peers, startup, ttft
+from benchmarks.report import Claim, Context, Outcome, load_average, save, show
 
-CLAIMS = ("startup", "first_token", "many", "balance", "interference", "aggregated", "disaggregated")
-NEEDS_VLLM = ("aggregated", "disaggregated")
+WORK = Path(__file__).parent.parent / ".bench"
+"""Models and peers that are made once."""
 
-
-def measure(claim: str, model: str, path: Path, options: argparse.Namespace) -> list[Row]:
-    """The rows of one claim for one model."""
-    by_name: dict[str, Callable[[], list[Row]]] = {
-        "first_token": lambda: first_token.run(model, path),
-        "many": lambda: many.run(model, path),
-        "balance": lambda: balance.run(model, path),
-        "interference": lambda: interference.run(model, path, options.seconds),
-        "aggregated": lambda: against_vllm.aggregated(model, path, options.vllm),
-        "disaggregated": lambda: against_vllm.disaggregated(model, path, options.vllm),
-    }
-    return by_name[claim]()
+Benchmark = Callable[[Context], list[Claim]]
 
 
-def wanted(claim: str, model: str) -> bool:
-    """Whether a claim is about this model."""
-    return not (model == "mid" and claim in ("many", "disaggregated"))
+def _of(module_run: Callable[[Context, str], list[Claim]], size: str) -> Benchmark:
+    return lambda context: module_run(context, size)
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "startup": startup.run,
+    "ttft_tiny": _of(ttft.run, "tiny"),
+    "ttft_mid": _of(ttft.run, "mid"),
+    "engine_tiny": _of(engine_vs_vllm.run, "tiny"),
+    "engine_mid": _of(engine_vs_vllm.run, "mid"),
+    "pd_tiny": _of(pd_vs_vllm.run, "tiny"),
+    "balance_tiny": _of(pd_balance.run, "tiny"),
+    "balance_mid": _of(pd_balance.run, "mid"),
+    "many": many.run,
+    "interference_tiny": _of(interference.run, "tiny"),
+    "interference_mid": _of(interference.run, "mid"),
+}
+NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("claims", nargs="*", metavar="CLAIM", help=f"of {', '.join(CLAIMS)} (default: all)")
-    parser.add_argument("--model", nargs="+", choices=["tiny", "mid"], default=["tiny", "mid"])
-    parser.add_argument("--vllm", type=Path, help="virtual environment with vLLM")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each run of `interference`")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all; {', '.join(BENCHMARKS)}")
+    parser.add_argument("--models", type=Path, default=WORK / "models", help="where random models are, or are made")
+    parser.add_argument("--vllm", type=Path, default=WORK / "vllm", help="virtual environment with vLLM's CPU build")
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument("--quick", action="store_true", help="smoke run; nothing is written without --out")
     options = parser.parse_args(arguments)
-    unknown = [claim for claim in options.claims if claim not in CLAIMS]
+    unknown = sorted(set(options.names) - set(BENCHMARKS))
     if unknown:
-        parser.error(f"unknown claim {unknown[0]!r}; known: {', '.join(CLAIMS)}")
-    if options.vllm is not None:
-        peers.check(options.vllm)
-    claims = [c for c in options.claims or CLAIMS if options.vllm is not None or c not in NEEDS_VLLM]
-    with tempfile.TemporaryDirectory(prefix="pdkv-bench-models-") as folder:
-        for claim in claims:
-            rows = startup.run() if claim == "startup" else []
-            for model in [m for m in options.model if claim != "startup" and wanted(claim, m)]:
-                rows += measure(claim, model, make_model(model, Path(folder)), options)
-            print(f"\n{markdown(rows)}", flush=True)
-            write(options.out, claim, rows)
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    signal.signal(signal.SIGTERM, _stop)  # so that servers are ended
+    names = options.names or list(BENCHMARKS)
+    context = Context(options.models, _find_peer(options.vllm, names), options.quick)
+    for name in names:
+        if name in NEEDS_PEER and context.vllm is None:
+            print(f"{name}: skipped, it needs vLLM: python -m benchmarks.peers install {options.vllm}", flush=True)
+            continue
+        outcome = _run(name, context)
+        print(show(name, outcome.claims), f"({outcome.seconds:.0f} s)", flush=True)
+        if options.out is not None:
+            save({name: outcome}, options.out)
+        elif not options.quick:
+            save({name: outcome})
     return 0
+
+
+def _run(name: str, context: Context) -> Outcome:
+    load_before, at, start = load_average(), datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+    claims = BENCHMARKS[name](context)
+    return Outcome(claims, round(time.perf_counter() - start, 1), load_before, at)
+
+
+def _find_peer(folder: Path, names: Sequence[str]) -> Path | None:
+    if not set(names) & set(NEEDS_PEER):
+        return None
+    try:
+        peers.check(folder)
+    except FileNotFoundError:
+        return None
+    return folder
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

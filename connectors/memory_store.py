@@ -46,7 +46,7 @@ class StoreSave(msgspec.Struct, frozen=True):
     """Make blocks visible: staged in an earlier step, or copied now from a block that nothing overwrites before."""
 
     key: TransferKey
-    staged: list[tuple[int, StoreName]]  # (step_id, name)
+    staged: list[tuple[int, StoreName]]  # (step_id, name), by the same request
     copied: list[tuple[int, StoreName]]  # (block_id, name)
     last: bool  # the hand-off is complete with this save
 
@@ -56,9 +56,9 @@ class StoreMetadata(KVConnectorMetadata, kw_only=True):
 
     loads: list[StoreLoad] = msgspec.field(default_factory=list)
     saves: list[StoreSave] = msgspec.field(default_factory=list)
-    stage: list[tuple[int, StoreName]] = msgspec.field(
+    stage: list[tuple[TransferKey, int, StoreName]] = msgspec.field(
         default_factory=list
-    )  # (block_id, name): complete when the step is
+    )  # (request's transfer, block_id, name): complete when the step is
     drops: list[TransferKey] = msgspec.field(default_factory=list)  # transfers whose tails nobody needs any more
 
 
@@ -68,7 +68,7 @@ class StoreScheduler(MemoryScheduler):
     def __init__(self, connector: MemoryConnector) -> None:
         super().__init__(connector)
         self._loads: list[StoreLoad] = []
-        self._staged: dict[StoreName, int] = {}  # -> step that stages it
+        self._staged: dict[tuple[TransferKey, StoreName], int] = {}  # by request -> step that stages it
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         names = self._names(request, num_computed_tokens)
@@ -98,7 +98,12 @@ class StoreScheduler(MemoryScheduler):
     def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
         saves = [save for confirmed in view.confirmed if (save := self._save(confirmed)) is not None]
         stage = [item for scheduled in view.scheduled for item in self._stage(scheduled, view.step_id)]
-        self._staged = {name: step for name, step in self._staged.items() if step > view.step_id - STAGED_STEPS}
+        void = {*view.preempted, *view.aborted}
+        self._staged = {
+            slot: step
+            for slot, step in self._staged.items()
+            if step > view.step_id - STAGED_STEPS and slot[0] not in void
+        }
         loads, self._loads = self._loads, []
         layered = bool(stage) or any(load.layerwise for load in loads)
         return StoreMetadata(
@@ -129,16 +134,16 @@ class StoreScheduler(MemoryScheduler):
         """A partial tail has no content key: only the transfer's own reader finds it."""
         return request.transfer_key
 
-    def _stage(self, scheduled: ScheduledRange, step_id: int) -> list[tuple[int, StoreName]]:
-        """Blocks that become complete with this step."""
-        request = scheduled.request
-        items: list[tuple[int, StoreName]] = []
+    def _stage(self, scheduled: ScheduledRange, step_id: int) -> list[tuple[TransferKey, int, StoreName]]:
+        """Blocks that become complete with this step; each request's own, since another one's load may fail."""
+        request, key = scheduled.request, scheduled.request.transfer_key
+        items: list[tuple[TransferKey, int, StoreName]] = []
         for block in range(scheduled.start // self.block_size, scheduled.stop // self.block_size):
             if block < len(request.block_keys):
-                items.append((scheduled.block_ids[block], request.block_keys[block]))
+                items.append((key, scheduled.block_ids[block], request.block_keys[block]))
         if request.kv == "handoff" and scheduled.stop == request.num_tokens and scheduled.stop % self.block_size:
-            items.append((scheduled.block_ids[scheduled.stop // self.block_size], self._tail_name(request)))
-        self._staged.update((name, step_id) for _, name in items)
+            items.append((key, scheduled.block_ids[scheduled.stop // self.block_size], self._tail_name(request)))
+        self._staged.update(((key, name), step_id) for _, _, name in items)
         return items
 
     def _save(self, confirmed: ConfirmedRange) -> StoreSave | None:
@@ -148,12 +153,13 @@ class StoreScheduler(MemoryScheduler):
         named: list[tuple[int, StoreName]] = [(confirmed.block_ids[b], request.block_keys[b]) for b in blocks]
         if confirmed.last and confirmed.stop % self.block_size:
             named.append((confirmed.block_ids[confirmed.stop // self.block_size], self._tail_name(request)))
-        staged = [(self._staged.pop(name), name) for _, name in named if name in self._staged]
+        key = request.transfer_key
+        staged = [(self._staged.pop((key, name)), name) for _, name in named if (key, name) in self._staged]
         done = {name for _, name in staged}
         copied = [(b, name) for b, name in named if name not in done and name not in self.fabric.store]
         if not (staged or copied or confirmed.last):
             return None
-        return StoreSave(request.transfer_key, staged, copied, confirmed.last)
+        return StoreSave(key, staged, copied, confirmed.last)
 
 
 class StoreWorker(MemoryWorker):
@@ -161,7 +167,7 @@ class StoreWorker(MemoryWorker):
 
     def __init__(self, connector: MemoryConnector) -> None:
         super().__init__(connector)
-        self._staging: dict[tuple[int, StoreName], Content] = {}
+        self._staging: dict[tuple[int, TransferKey, StoreName], Content] = {}
         self._active: dict[TransferKey, StoreLoad] = {}
         self._commits: dict[TransferKey, list[Commit]] = {}  # under way
         self._closing: dict[TransferKey, float] = {}  # hand-offs that are complete with their commits -> deadline
@@ -176,6 +182,8 @@ class StoreWorker(MemoryWorker):
         self.commit_staged(meta)
         for key in meta.drops:
             self.fabric.store.discard(key)
+            for commit in self._commits.get(key, ()):
+                commit.content.pop(key, None)  # the tail
         self._staging = {k: v for k, v in self._staging.items() if k[0] > meta.step_id - STAGED_STEPS}
 
     def wait_for_layer_load(self, layer: int) -> None:
@@ -189,8 +197,8 @@ class StoreWorker(MemoryWorker):
 
     def save_kv_layer(self, layer: int, kv_cache: Content, meta: KVConnectorMetadata) -> None:
         assert isinstance(meta, StoreMetadata)
-        for block_id, name in meta.stage:
-            slot = (meta.step_id, name)
+        for key, block_id, name in meta.stage:
+            slot = (meta.step_id, key, name)
             if layer == 0:
                 self._staging[slot] = copy_out(kv_cache, [block_id])
             self._staging[slot][0, layer] = kv_cache[block_id, layer]
@@ -236,7 +244,7 @@ class StoreWorker(MemoryWorker):
     def _commit(self, save: StoreSave) -> None:
         content: dict[StoreName, Content] = {}
         for step_id, name in save.staged:
-            staged = self._staging.pop((step_id, name), None)
+            staged = self._staging.pop((step_id, save.key, name), None)
             if staged is not None:
                 content[name] = staged
         for block_id, name in save.copied:
@@ -249,7 +257,8 @@ class StoreWorker(MemoryWorker):
 
     def _close(self, key: TransferKey, code: str) -> None:
         del self._closing[key]
-        self._commits.pop(key, None)
+        for late in self._commits.pop(key, ()):
+            late.content.pop(key, None)  # nobody would drop the tail any more
         if code:
             self.send_failed(key, code)
         else:

@@ -229,6 +229,8 @@ def open_peer_arena(address: ArenaAddress, *, engine: str, epoch: str) -> PeerAr
     try:
         _check_identity(fd, address, engine)
         memory = mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except OSError as error:  # no address space left, for example: no reason to stop serving
+        raise PeerGone(f"engine {engine}: its arena cannot be mapped: {error.strerror}") from error
     finally:
         os.close(fd)
     header = _read_header(memory, engine)

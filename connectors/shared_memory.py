@@ -14,6 +14,7 @@ from pdkv.connectors.shared_arena import Arena
 from pdkv.connectors.shared_block_table import SharedBlockTable
 from pdkv.connectors.shared_memory_scheduler import SharedMemoryOptions, SharedMemoryScheduler
 from pdkv.connectors.shared_memory_worker import SharedMemoryWorker
+from pdkv.connectors.shared_peers import PeerArenas
 from pdkv.errors import ConfigError
 from pdkv.messages import ConnectorKind
 
@@ -62,6 +63,7 @@ class SharedMemoryConnector(KVConnector):
             engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks
         )
         self._table = SharedBlockTable(self._arena.table_arrays, self._arena.shape.table)
+        self._peers = PeerArenas(config)  # of both sides: a peer is mapped once
 
     def make_block_table(self) -> BlockTable:
         return self._table
@@ -78,7 +80,7 @@ class SharedMemoryConnector(KVConnector):
         )
 
     def make_scheduler_side(self) -> SchedulerConnector:
-        return SharedMemoryScheduler(self.config, self._table, self.options)
+        return SharedMemoryScheduler(self.config, self._table, self.options, self._peers)
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
         """The only rank's side.
@@ -94,6 +96,7 @@ class SharedMemoryConnector(KVConnector):
             self.notify,
             io_threads=self.options.io_threads,
             load_timeout_s=self.options.load_timeout_s,
+            peers=self._peers,
         )
 
     def shutdown(self) -> None:

@@ -66,11 +66,13 @@ class SharedMemoryScheduler(SchedulerConnector):
 
     observes_steps: ClassVar[bool] = False
 
-    def __init__(self, config: ConnectorConfig, table: SharedBlockTable, options: SharedMemoryOptions) -> None:
+    def __init__(
+        self, config: ConnectorConfig, table: SharedBlockTable, options: SharedMemoryOptions, peers: PeerArenas
+    ) -> None:
         self._block_size = config.layout.block_size
         self._table = table
         self._options = options
-        self._peers = PeerArenas(config)
+        self._peers = peers
         self._matches: dict[TransferKey, _Match] = {}  # of the last question, until the blocks are allocated
         self._queued: dict[TransferKey, BlockLoad] = {}  # for the next metadata
         self._loading: set[TransferKey] = set()  # queued or with the worker

@@ -83,14 +83,16 @@ class SharedMemoryWorker(WorkerConnector):
         *,
         io_threads: int,
         load_timeout_s: float,
+        peers: PeerArenas | None = None,
     ) -> None:
+        """`peers`: those of the scheduler's side where it is in this process."""
         self.num_unknown_keys = 0  # cancels and duplicate loads that named nothing new
         self._layout = config.layout
         self._arena = arena
         self._notify = notify
         self._load_timeout_s = load_timeout_s
         self._pool: Bytes | None = arena.data()
-        self._peers = PeerArenas(config)
+        self._peers = PeerArenas(config) if peers is None else peers
         self._lock = threading.Lock()  # guards _jobs, the results and every job's flags
         self._jobs: dict[TransferKey, _Job] = {}
         self._finished: dict[TransferKey, TransferOutcome] = {}

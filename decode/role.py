@@ -41,9 +41,9 @@ class DecodeRole:
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
 
-    def may_load(self, request: Request, num_new_blocks: int, num_others: int) -> bool:
+    def may_load(self, request: Request, num_blocks: int, num_others: int) -> bool:
         """Whether a block per running or loading request stays free, and unstarted prefills hold at most half."""
-        if self._pool.num_available - num_new_blocks < num_others:
+        if self._pool.num_available - num_blocks < num_others:
             return False
         if request.kv == "await_peer" and request.handoff is None:
             reserved = sum(
@@ -51,7 +51,7 @@ class DecodeRole:
                 for load in self._external.loads.values()
                 if load.request.kv == "await_peer" and not load.request.output_token_ids
             )
-            return reserved == 0 or reserved + num_new_blocks <= self._pool.num_blocks // 2
+            return reserved == 0 or reserved + num_blocks <= self._pool.num_blocks // 2
         return True
 
     def declines(self, request: Request, num_missing: int) -> bool:
@@ -80,7 +80,7 @@ class DecodeRole:
                 "KV load of request %s (attempt %d) failed: %s; policy %s",
                 submit.request_id, submit.attempt, outcome.code, self._policy,
             )  # fmt: skip
-        if submit.kv != "await_peer":
+        if request.kv != "await_peer":
             return True  # a cache's miss: what it did not have is computed
         loaded = Loaded(submit.request_id, submit.attempt, ok, outcome.code, outcome.num_bytes, outcome.seconds)
         self._send(request.router_id, loaded)

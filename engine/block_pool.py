@@ -120,15 +120,19 @@ class BlockPool:
     def snapshot_events(self) -> list[KVEvent]:
         """The whole content as events, for a reader that lost track; parents before children."""
         events: list[KVEvent] = [CacheCleared()]
-        pending = {block_id: keys for block_id, keys in enumerate(self._keys) if keys is not None}
-        stored: set[bytes] = set()
-        held_keys = {keys[-1] for keys in pending.values()}
-        while pending:
-            ready = [b for b in pending if (p := self._parents[b]) is None or p in stored or p not in held_keys]
-            for block_id in ready:
-                keys = pending.pop(block_id)
-                stored.add(keys[-1])
-                events.append(BlockStored(keys=keys, parent=self._parents[block_id]))
+        stored: set[int] = set()
+        for block_id in self._by_key.values():
+            chain: list[int] = []  # from the block up to its first ancestor that is told already, or is not here
+            ancestor: int | None = block_id
+            while ancestor is not None and ancestor not in stored:
+                chain.append(ancestor)
+                stored.add(ancestor)
+                parent = self._parents[ancestor]
+                ancestor = None if parent is None else self._by_key.get(parent)
+            for member in reversed(chain):
+                keys = self._keys[member]
+                assert keys is not None
+                events.append(BlockStored(keys=keys, parent=self._parents[member]))
         return events
 
     def check_integrity(self) -> None:

@@ -119,6 +119,7 @@ class EngineCore:
         self._load_report = load_report
         self._shutdown = shutdown
         self._routers: dict[str, str] = {}
+        self._cards: dict[str, Sequence[EngineCard]] = {}  # by router, the last that spoke at the end
         self._peers: dict[str, EngineCard] = {}
         self._dirty = False
         self._next_expiry = 0.0
@@ -219,6 +220,8 @@ class EngineCore:
         for request in [r for r in self.requests.values() if r.router_id == router_id]:
             self._abort(request)
         self.roles.router_left(router_id)
+        if self._cards.pop(router_id, None) is not None:
+            self._update_peers()
         self._dirty = True
 
     def handle(self, router_id: str, message: RouterToEngine, now: float) -> None:
@@ -230,7 +233,9 @@ class EngineCore:
             case Abort(request_id=request_id, attempt=attempt):
                 self._on_abort((request_id, attempt))
             case Peers(cards=cards):
-                self._on_peers(cards)
+                self._cards.pop(router_id, None)
+                self._cards[router_id] = cards
+                self._update_peers()
             case Resync():
                 self._outbox(router_id, KVEvents(self._event_number, self.scheduler.kv.pool.snapshot_events()))
             case Continue() | KVTicket() | KVHandoff() | KVReady() | Release():
@@ -294,11 +299,12 @@ class EngineCore:
         request = self.requests.get(key)
         if request is not None:
             self._abort(request)
-        elif self._attempts.get(key[0]) is None:
+        elif self._attempts.get(key[0], -1) < key[1]:
             self._remember(key)
 
-    def _on_peers(self, cards: Sequence[EngineCard]) -> None:
-        """Connect to new incarnations and tear down those that are gone."""
+    def _update_peers(self) -> None:
+        """Connect to new incarnations and tear down those that no router knows any more."""
+        cards = [card for known in self._cards.values() for card in known]
         peers = {card.epoch: card for card in cards if card.engine != self.card.engine}
         added = [card for epoch, card in peers.items() if epoch not in self._peers]
         removed = [card for epoch, card in self._peers.items() if epoch not in peers]
@@ -318,10 +324,13 @@ class EngineCore:
         reason, stop_token_id = self._stop_rules.apply(request, len(sampled.token_ids))
         token_ids = request.output_token_ids[position:]
         logprobs = sampled.logprobs[: len(token_ids)] if sampled.logprobs is not None else None
-        tokens = Tokens(*key, position, token_ids, logprobs, output.prompt_logprobs.get(key))
+        sources = request.sources() if position == 0 else None
+        tokens = Tokens(*key, position, token_ids, logprobs, output.prompt_logprobs.get(key), sources)
         self._outbox(request.router_id, tokens)
         if reason is not None:
             self.external.finished(request)
+            if request.ticket is not None:  # nobody waits for the KV any more
+                self.external.aborted(request.transfer_key, cancel_sending=True)
             self._outbox(request.router_id, Finished(*key, reason, request.sources(), stop_token_id))
             self._end(request)
         elif request.submit.until == "first_token":

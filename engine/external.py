@@ -132,6 +132,8 @@ class ExternalKV:
 
     def preempted(self, request: Request) -> None:
         """The request lost its blocks and will come again; what the connector has not heard yet is void."""
+        if self.connector is None:
+            return
         self._retract(request.transfer_key)
         self._news.preempted.append(request.transfer_key)
 
@@ -147,6 +149,8 @@ class ExternalKV:
 
     def aborted(self, key: TransferKey, *, cancel_sending: bool = False) -> None:
         """The request or its hand-off was given up; transfers from here are cancelled where asked."""
+        if self.connector is None:
+            return
         self._retract(key)
         self._news.aborted.append(key)
         if cancel_sending and self.has_saves(key) and key not in self._cancels:
@@ -162,10 +166,14 @@ class ExternalKV:
 
     def build_meta(
         self, step_id: int, scheduled: Sequence[ScheduledRange], waiting: Iterable[Request]
-    ) -> tuple[KVConnectorMetadata | None, list[TransferKey]]:
-        """The step's orders for the workers; takes the I/O holds that they ask for."""
+    ) -> tuple[KVConnectorMetadata | None, list[TransferKey], bool]:
+        """The step's orders for the workers; takes the I/O holds that they ask for.
+
+        Returns:
+            The metadata, the transfers to cancel, and whether blocks came free that this step could not have yet.
+        """
         if self.connector is None:
-            return None, []
+            return None, [], False
         news, self._news = self._news, _News()
         cancels, self._cancels = self._cancels, []
         view = SchedulerView(
@@ -180,10 +188,10 @@ class ExternalKV:
         meta = self.connector.build_connector_meta(view)
         for hold in meta.holds:
             self.hold(hold)
-        for block_ids in self._kept:
+        kept, self._kept = self._kept, []
+        for block_ids in kept:
             self._pool.release(block_ids, Holder.ACTIVE)
-        self._kept = []
-        return meta, cancels
+        return meta, cancels, bool(kept)
 
     def hold(self, hold: BlockHold) -> None:
         """A transfer reads these blocks until its end is reported."""

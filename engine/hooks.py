@@ -21,8 +21,11 @@ class RoleHooks(Protocol):
         """Whether a waiting request that will need `num_blocks` blocks may be admitted now."""
         ...
 
-    def may_load(self, request: Request, num_new_blocks: int, num_others: int) -> bool:
-        """Whether a remote load may take `num_new_blocks` now; `num_others` requests run or load already."""
+    def may_load(self, request: Request, num_blocks: int, num_others: int) -> bool:
+        """Whether a remote load may take `num_blocks` now, hits that nobody holds yet among them.
+
+        `num_others` requests run or load already.
+        """
         ...
 
     def declines(self, request: Request, num_missing: int) -> bool:

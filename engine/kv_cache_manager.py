@@ -50,10 +50,14 @@ class KVCacheManager:
         request.num_local_hit = len(hit) * self.block_size
         return True
 
+    def num_taken(self, num_tokens: int, hit: list[int]) -> int:
+        """Blocks fewer available once a request has those for `num_tokens` tokens, `hit` being the first of them."""
+        num_free_hits = sum(not self.pool.is_held(block_id) for block_id in hit)
+        return self.blocks_for(num_tokens) - len(hit) + num_free_hits
+
     def fits(self, num_tokens: int, hit: list[int]) -> bool:
         """Whether blocks for `num_tokens` tokens could be had now, `hit` being the first of them. Holds nothing."""
-        num_free_hits = sum(not self.pool.is_held(block_id) for block_id in hit)
-        return self.blocks_for(num_tokens) - len(hit) <= self.pool.num_available - num_free_hits
+        return self.num_taken(num_tokens, hit) <= self.pool.num_available
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Give a request the blocks up to `num_tokens`; False: there are not enough."""

@@ -1,6 +1,7 @@
 """One request on one engine: progress is counters, never phases."""
 
 from collections.abc import Sequence
+from math import inf
 
 from pdkv.block_keys import extend_keys
 from pdkv.connectors.base import RequestView, TransferKey
@@ -13,6 +14,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "asked_since",
         "block_ids",
         "computed_before",
         "deadline",
@@ -63,6 +65,7 @@ class Request:
 
     def _reset(self) -> None:
         self.block_ids: list[int] = []
+        self.asked_since = inf  # since when its connector has owed an answer
         self.num_computed = 0
         self.num_confirmed = 0
         self.num_reported = 0  # confirmed tokens that the connector has been told of

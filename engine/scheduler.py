@@ -6,6 +6,7 @@ are the same arithmetic on counters. A plan's update may lag: what its requests 
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from typing import Literal, NamedTuple
 
 from pdkv.connectors.base import NO_MATCH, MatchedTokens, ScheduledRange, TransferOutcome
@@ -41,7 +42,7 @@ class Confirmed(NamedTuple):
     sampled: SampledTokens | None
 
 
-Admission = Literal["admitted", "skipped", "blocked"]
+Admission = Literal["admitted", "skipped", "capped", "blocked"]
 
 
 class Scheduler:
@@ -75,7 +76,8 @@ class Scheduler:
             self._schedule_waiting(budget, batch, step_id, now)
         new, scheduled, ranges = self._name_shares(step_id, batch)
         waiting = [self.waiting[i] for i in range(min(len(self.waiting), NUM_PREFETCH_REQUESTS))]
-        meta, cancels = self.external.build_meta(step_id, ranges, waiting)
+        meta, cancels, freed = self.external.build_meta(step_id, ranges, waiting)
+        self.needs_step = self.needs_step or (freed and bool(self.waiting))
         ended, self._ended = self._ended, []
         return StepPlan(step_id=step_id, new=new, scheduled=scheduled, ended=ended, kv_meta=meta, cancels=cancels)
 
@@ -90,7 +92,9 @@ class Scheduler:
         for load in [x for x in self.external.loads.values() if x.layerwise_step == output.step_id]:
             self._load_failed(load, TransferOutcome("transfer_timeout"), transfer_ended=False)
         confirmed = []
-        for share in self._in_flight.pop(output.step_id, ()):
+        shares = self._in_flight.pop(output.step_id, ())
+        self.needs_step = self.needs_step or bool(shares)  # it may have held back tokens or blocks
+        for share in shares:
             request = share.request
             if share.restarts != request.restarts:
                 continue  # aborted, preempted or sent back meanwhile
@@ -152,7 +156,7 @@ class Scheduler:
     def next_deadline(self) -> float | None:
         """The earliest deadline of a load or of a request that waits for a connector's answer."""
         deadlines = [load.deadline for load in self.external.loads.values()]
-        deadlines += [d for r in self.waiting if (d := self._lookup_deadline(r)) != float("inf")]
+        deadlines += [d for r in self.waiting if (d := self._lookup_deadline(r)) != inf]
         return min(deadlines, default=None)
 
     # --- schedule: running ----------------------------------------------------------------------------------------
@@ -163,7 +167,7 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             num_tokens = self._num_schedulable(request, budget)
-            if num_tokens == 0 or (not request.in_worker and not self._has_slot(len(batch))):
+            if num_tokens == 0 or not (request.in_worker or self._has_slot):
                 index += 1
                 continue
             while not self.kv.grow(request, request.num_computed + num_tokens):
@@ -174,7 +178,7 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                batch.append((request, num_tokens))
+                self._join(batch, request, num_tokens)
                 budget -= num_tokens
                 index += 1
         return budget
@@ -187,8 +191,17 @@ class Scheduler:
         threshold = self.limits.long_prefill_token_threshold
         return min(num_tokens, threshold or num_tokens, budget)
 
-    def _has_slot(self, num_batched: int) -> bool:
-        return self._num_worker_requests < self.limits.max_num_seqs and num_batched < self.limits.max_num_seqs
+    @property
+    def _has_slot(self) -> bool:
+        """Whether the workers' batch takes another request."""
+        return self._num_worker_requests < self.limits.max_num_seqs
+
+    def _join(self, batch: list[tuple[Request, int]], request: Request, num_tokens: int) -> None:
+        """The request computes in this step, and has a place in the workers' batch from now on."""
+        if not request.in_worker:
+            request.in_worker = True
+            self._num_worker_requests += 1
+        batch.append((request, num_tokens))
 
     def _pick_victim(self, index: int) -> Request | None:
         """The last of running[index:] by priority and age whose blocks no transfer reads."""
@@ -210,36 +223,45 @@ class Scheduler:
     # --- schedule: waiting ----------------------------------------------------------------------------------------
 
     def _schedule_waiting(self, budget: int, batch: list[tuple[Request, int]], step_id: int, now: float) -> None:
-        """Admit waiting requests in order. Behind one that finds no memory only requests with a ticket may pass."""
-        blocked = False
+        """Admit waiting requests in order. Behind one that finds no memory only requests with a ticket may pass.
+
+        Behind a hand-off that the role's cap holds back no other one may, or a big prompt would never get its turn.
+        """
+        blocked = capped = False
         for request in list(self.waiting):
-            if budget <= 0 or not self._has_slot(len(batch)):
+            if budget <= 0 or not self._has_slot:
                 return
-            if blocked and request.ticket is None:
+            if request.ticket is None and (blocked or (capped and request.kv == "handoff")):
                 continue
             admission, num_tokens = self._admit(request, budget, step_id, now)
             blocked = blocked or admission == "blocked"
+            capped = capped or admission == "capped"
             if admission == "admitted":
                 self.waiting.remove(request)
                 if num_tokens:
                     self.running.append(request)
-                    batch.append((request, num_tokens))
+                    self._join(batch, request, num_tokens)
                     budget -= num_tokens
 
     def _admit(self, request: Request, budget: int, step_id: int, now: float) -> tuple[Admission, int]:
         """Try to give a waiting request blocks: to compute now (tokens > 0) or to wait for a load (0)."""
         if not self.roles.may_start(request, self.kv.blocks_for(request.num_tokens)):
-            return "skipped", 0
+            return "capped", 0
         hit = self.kv.find_hit(request)
         num_local = len(hit) * self.kv.block_size
         if request.kv == "await_peer" and self.roles.declines(request, request.num_wanted - num_local):
             request.kv = "local"
+            # Now it also draws the first token, which a hit on the whole prompt leaves out.
+            hit = self.kv.find_hit(request)
+            num_local = len(hit) * self.kv.block_size
         matched = self.external.match(request, num_local)
         awaits_source = (
             matched.ask_again and request.kv == "await_peer" and request.handoff is None and request.num_wanted > 0
         )
         if matched.ask_again and not awaits_source:
+            request.asked_since = min(request.asked_since, now)
             return "skipped", 0
+        request.asked_since = inf
         if request.kv == "await_peer":
             missing = request.num_wanted - num_local
             if missing > 0 and not matched.num_tokens and not awaits_source:
@@ -277,8 +299,8 @@ class Scheduler:
         self, request: Request, hit: list[int], stop: int, now: float, *, source_known: bool
     ) -> tuple[Admission, int]:
         """Reserve blocks up to `stop`; the request waits outside the batch until they are filled."""
-        num_new = self.kv.blocks_for(stop) - len(hit)
-        if not self.roles.may_load(request, num_new, len(self.running) + len(self.external.loads)):
+        num_taken = self.kv.num_taken(stop, hit)
+        if not self.roles.may_load(request, num_taken, len(self.running) + len(self.external.loads)):
             return "blocked", 0
         if not self.kv.admit(request, hit, stop):
             return "blocked", 0
@@ -286,7 +308,7 @@ class Scheduler:
         load = Load(request, request.num_confirmed, stop, now + self.limits.kv_load_timeout_s)
         self.external.add_load(load)
         ticket = self.external.start(load) if source_known or load.start == load.stop else None
-        if request.submit.kv == "await_peer":
+        if request.kv == "await_peer":
             self.roles.load_allocated(request, load.start, load.stop, ticket)
         if load.done:
             self._load_finished(load, TransferOutcome())
@@ -309,7 +331,7 @@ class Scheduler:
     def _load_finished(self, load: Load, outcome: TransferOutcome) -> None:
         request = load.request
         request.num_external = load.stop - load.start
-        request.source_is_peer = request.submit.kv == "await_peer" and request.kv == "await_peer"
+        request.source_is_peer = request.kv == "await_peer"
         load.done = True
         if request.kv == "await_peer":
             self.roles.load_ended(request, True, outcome)
@@ -341,6 +363,8 @@ class Scheduler:
     def _load_failed(self, load: Load, outcome: TransferOutcome, *, transfer_ended: bool) -> None:
         request = load.request
         self.external.end_load(request.transfer_key, transfer_ended=transfer_ended)
+        if load.layerwise_step is not None:
+            self.external.preempted(request)  # what it computed behind the load is void, too
         if request in self.running:
             self.running.remove(request)
         self._fall_back(request, outcome)
@@ -362,8 +386,7 @@ class Scheduler:
 
     def _lookup_deadline(self, request: Request) -> float:
         """When a waiting request stops asking its connector; infinite where it asks nobody."""
-        asks = request.kv == "await_peer" and request.handoff is not None and not request.load_failed
-        return request.arrival + self.limits.kv_load_timeout_s if asks else float("inf")
+        return request.asked_since + self.limits.kv_load_timeout_s
 
     # --- blocks and shares ----------------------------------------------------------------------------------------
 
@@ -397,7 +420,7 @@ class Scheduler:
             samples = stop == request.num_tokens
             key, block_ids = request.key, request.block_ids
             new_block_ids: list[int] = []
-            if not request.in_worker:
+            if not request.num_worker_blocks:  # the workers do not know it
                 new.append(self._introduce(request))
             elif len(block_ids) > request.num_worker_blocks:
                 new_block_ids = block_ids[request.num_worker_blocks :]
@@ -413,8 +436,6 @@ class Scheduler:
         return new, scheduled, ranges
 
     def _introduce(self, request: Request) -> NewRequest:
-        request.in_worker = True
-        self._num_worker_requests += 1
         submit = request.submit
         return NewRequest(
             request.key,

@@ -53,7 +53,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None  # None where token ids were given
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprob | None] | None
-    num_cached_tokens: int | None  # prompt tokens that the first choice found cached; None: a stop string ended it
+    num_cached_tokens: int  # prompt tokens that the first choice found cached
     outputs: list[CompletionOutput]
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class _Choice:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    sources: SourceCounts | None = None
+    sources: SourceCounts = SourceCounts()
     siblings: "list[_Choice]" = dataclasses.field(default_factory=list)  # start when this one has its first token
 
     def push(self, tokens: Tokens) -> bool:
@@ -83,6 +83,7 @@ class _Choice:
         self.token_ids += tokens.token_ids[: piece.num_tokens]
         self.logprobs += (tokens.logprobs or [])[: piece.num_tokens]
         self.prompt_logprobs = tokens.prompt_logprobs or self.prompt_logprobs
+        self.sources = tokens.sources or self.sources
         return piece.stop is not None
 
     def end(self, message: Finished) -> None:
@@ -278,11 +279,10 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
 
 def _request_output(prompt: Prompt, choices: list[_Choice], params: SamplingParams) -> RequestOutput:
     first = choices[0]
-    sources = first.sources
     return RequestOutput(
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=first.submit.prompt_token_ids,
         prompt_logprobs=first.prompt_logprobs,
-        num_cached_tokens=None if sources is None else sources.local_hit + sources.store,
+        num_cached_tokens=first.sources.local_hit + first.sources.store,
         outputs=[choice.output() for choice in choices],
     )

@@ -200,6 +200,7 @@ class Tokens(Message, frozen=True):
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first token only; entry 0 is None
+    sources: SourceCounts | None = None  # with the first token only: who stops early hears no Finished
 
 
 class Finished(Message, frozen=True):

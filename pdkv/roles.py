@@ -19,8 +19,8 @@ class Roles:
     def may_start(self, request: Request, num_blocks: int) -> bool:
         return self.prefill.may_start(request, num_blocks)
 
-    def may_load(self, request: Request, num_new_blocks: int, num_others: int) -> bool:
-        return self.decode.may_load(request, num_new_blocks, num_others)
+    def may_load(self, request: Request, num_blocks: int, num_others: int) -> bool:
+        return self.decode.may_load(request, num_blocks, num_others)
 
     def declines(self, request: Request, num_missing: int) -> bool:
         return self.decode.declines(request, num_missing)

@@ -1,6 +1,7 @@
 """Puts an engine together from its parts: pool, cache, connector's scheduler side, roles, scheduler, executor."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import SchedulerConnector
@@ -50,7 +51,8 @@ def wire_core(
 
     def num_promised_blocks() -> int:
         """Blocks of prompts in the making that will become leases."""
-        return sum(kv.blocks_for(r.num_tokens) for r in scheduler.running if r.kv == "handoff")
+        loading = (load.request for load in external.loads.values())
+        return sum(kv.blocks_for(r.num_tokens) for r in chain(scheduler.running, loading) if r.kv == "handoff")
 
     prefill = PrefillRole(
         engine=card.engine,

@@ -77,11 +77,13 @@ class PrefillRole:
 
     def sending_ended(self, key: TransferKey, ok: bool, outcome: TransferOutcome) -> None:
         """Delivered, or never will be: the reader hears of it, and the lease has done its work."""
-        lease = self.leases.end(key)
+        lease = self.leases.get(key)
         if lease is None:
             if not ok:
                 self._remember_failure(key, outcome)
             return
+        if lease.block_ids or not ok:  # else a store has its own copy, whose tail goes with the Release
+            self.leases.end(key)
         submit = lease.request.submit
         self._send(lease.request.router_id, KVReady(submit.request_id, submit.attempt, ok, outcome.code))
         if not ok:

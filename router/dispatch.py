@@ -56,24 +56,28 @@ class Dispatcher:
         policy: str = DEFAULT_POLICY,
         orders: Sequence[Order] = ORDERS,
         max_retries: int = MAX_RETRIES,
+        await_all: bool = True,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """`orders` are the hand-off orders by preference; the first that both engines' connectors allow is taken.
 
+        `await_all`: not ready before all engines have been; else as soon as a prompt can be run and decoded.
+
         Raises:
             ConfigError: no such policy.
         """
-        self.fleet = Fleet()
+        self.fleet = Fleet(complete_once=not await_all)
         self.index = PrefixIndex()
         self.counters = Counters()
-        self.became_ready = asyncio.Event()  # all engines have been ready at the same time
         self._max_retries = max_retries
         self._clock = clock
         self._routes = RouteChooser(self.fleet, self.index, policy=policy, orders=orders, rng=rng or random.Random())
         self._backends: dict[str, Backend] = {}
         self._generations: dict[str, Generation] = {}  # by request_id
         self._transfers: dict[str, Generation] = {}  # by transfer_id
+        self._settled = asyncio.Event()  # it is known whether this start succeeds
+        self._refusal: IncompatiblePeers | None = None  # why it does not
         self._closed = False
 
     # --- engines --------------------------------------------------------------------------------------------------
@@ -101,6 +105,16 @@ class Dispatcher:
         """Whether requests can be served: every engine has been ready once, and a pair is ready now."""
         roles = {e.role for e in self.fleet.engines.values() if e.life == "ready"}
         return self.fleet.complete_once and not self._closed and ("any" in roles or {"prefill", "decode"} <= roles)
+
+    async def wait_ready(self) -> None:
+        """Return when it has been ready for the first time.
+
+        Raises:
+            IncompatiblePeers: it will never be: an engine of the first start cannot work with the others.
+        """
+        await self._settled.wait()
+        if self._refusal is not None:
+            raise self._refusal
 
     @property
     def max_model_len(self) -> int | None:
@@ -170,12 +184,15 @@ class Dispatcher:
             self.fleet.came_up(name, card)
         except IncompatiblePeers as error:
             logger.error("%s stays out: %s", name, error)
+            if not self.fleet.complete_once:
+                self._refusal = error
+                self._settled.set()
             return
         logger.info("%s is ready (pid %d, epoch %s)", name, card.pid, card.epoch)
         self.index.add_engine(name)
         self._send_peers()
-        if self.fleet.complete_once:
-            self.became_ready.set()
+        if self.ready:
+            self._settled.set()
 
     def engine_down(self, name: str, reason: str) -> None:
         """An incarnation is gone: what it worked on ends or goes elsewhere, and its peers hear of it."""

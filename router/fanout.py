@@ -106,10 +106,12 @@ class Fanout:
             num_unfinished -= sum(delta.finish_reason is not None for delta in deltas)
             yield deltas
 
-    def _start(self, choice: Choice) -> "Generation":
+    def _start(self, choice: Choice, elapsed_s: float = 0.0) -> "Generation":
+        """`elapsed_s`: what has passed of the deadline, which all choices share."""
         if self._aborted:
             raise RequestAborted("the client went away", request_id=self._label)
-        generation = self._dispatcher.start(choice.request(timeout_s=self._timeout_s, label=self._label))
+        timeout_s = max(self._timeout_s - elapsed_s, 0.001)
+        generation = self._dispatcher.start(choice.request(timeout_s=timeout_s, label=self._label))
         self._generations[choice.index] = generation
         return generation
 
@@ -138,12 +140,13 @@ class Fanout:
         """Put what a choice gives where `deltas` takes it; its siblings start behind its first delta."""
         siblings = range(choice.index + 1, choice.index + self.job.n) if choice.index % self.job.n == 0 else range(0)
         generation = self._generations[choice.index]
+        began = time.monotonic()
         try:
             async for delta in generation:
                 self._arrived.append(self._show(choice, generation, delta))
                 self._wake.set()
                 for index in siblings:
-                    self._start(self.choices[index])
+                    self._start(self.choices[index], time.monotonic() - began)
                     self._pump(self.choices[index])
                 siblings = range(0)
                 if choice.finished:

@@ -67,7 +67,7 @@ class RequestFlow:
         self.prefill: SideState = "idle"
         self.decode: SideState = "idle"
         self.declined = False  # decode prefills by itself
-        self.sources: SourceCounts | None = None  # of the side that ran the prompt
+        self.sources: SourceCounts | None = None  # of the side that ran the prompt, as it said last
         self.decode_sources: SourceCounts | None = None
         self.load: Loaded | None = None  # how decode's remote load ended
         self.finish_reason: FinishReason | None = None
@@ -209,6 +209,7 @@ class RequestFlow:
                 return _NOTHING
             token_ids = token_ids[num_known:]
             logprobs = None if logprobs is None else logprobs[num_known:]
+        self.sources = message.sources or self.sources
         output.extend(token_ids)
         self._pending.extend(token_ids)
         if logprobs is not None:
@@ -226,7 +227,8 @@ class RequestFlow:
         if engine == self.route.decode:
             self.decode = "done"
             self.decode_sources = message.sources
-            self.sources = self.sources or message.sources
+            if self.route.aggregated or self.declined or self.sources is None:
+                self.sources = message.sources
         else:
             self.prefill = "done"
             self._released = True  # the first token was the last: there was no hand-off
@@ -236,7 +238,8 @@ class RequestFlow:
 
     def _on_handed_off(self, message: HandedOff, now: float) -> Sends:
         self.prefill = "done"
-        if self.declined:
+        if self.declined or self._released:  # nobody wants the KV; a Release before the lease has ended nothing
+            self._released = False
             return self._release()
         self.sources = message.sources
         self._handoff = message.handoff

@@ -35,7 +35,7 @@ class Generation:
 
     @property
     def sources(self) -> SourceCounts:
-        """Prompt tokens by source on the side that ran the prompt; all zero before that side has said its last word."""
+        """Prompt tokens by source on the side that ran the prompt; all zero before the first token."""
         return self.flow.sources or SourceCounts()
 
     @property

@@ -26,8 +26,8 @@ from pdkv.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_S = 2
-"""How long connections may take to end after a stop; then they are cut."""
+SHUTDOWN_S = 1
+"""How long connections may take to end after a stop; then they are cut. The launcher kills a router after 2 s."""
 
 
 class EngineEndpoint(NamedTuple):
@@ -55,21 +55,22 @@ def run_router(
     served_model_name: str,
     policy: str = DEFAULT_POLICY,
     orders: Sequence[Order] = ORDERS,
+    await_all: bool = True,
     lifeline_fd: int | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> int:
     """Serve until SIGTERM, or until the writer of the lifeline is gone; call it in the main thread.
 
-    `listen_fd` is a bound, listening TCP socket. Before every engine has been ready, requests are answered with 503;
-    `on_ready` is called, once, when they no longer are.
+    `listen_fd` is a bound, listening TCP socket. `on_ready` is called once: when every engine has been ready, or without
+    `await_all` when a prompt can be run and decoded. Who asks earlier is served, or gets a 503 where an engine is missing.
 
     Returns:
         The exit code, 0.
 
     Raises:
-        ConfigError: an unknown policy, or a model directory that is broken.
+        ConfigError: an unknown policy, a model directory that is broken, or engines that cannot work together.
     """
-    dispatcher = Dispatcher(policy=policy, orders=orders)
+    dispatcher = Dispatcher(policy=policy, orders=orders, await_all=await_all)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     for engine in engines:
         client = EngineClient(engine.name, engine.endpoint, router_id=router_id, context=context)
@@ -125,6 +126,7 @@ async def _serve(
         loop.add_reader(lifeline_fd, lifeline_readable)
     dispatcher.connect()
     announcement = loop.create_task(_announce(dispatcher, on_ready))
+    announcement.add_done_callback(lambda task: stop() if not task.cancelled() and task.exception() else None)
     try:
         await server.serve(sockets=[socket.socket(fileno=listen_fd)])
     finally:
@@ -135,7 +137,7 @@ async def _serve(
 
 
 async def _announce(dispatcher: Dispatcher, on_ready: Callable[[], None] | None) -> None:
-    await dispatcher.became_ready.wait()
+    await dispatcher.wait_ready()
     if on_ready is not None:
         on_ready()
 

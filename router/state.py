@@ -127,9 +127,9 @@ class Counters:
 class Fleet:
     """All engines by name. Names are fixed; incarnations come and go."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, complete_once: bool = False) -> None:
         self.engines: dict[str, EngineState] = {}
-        self.complete_once = False  # every engine has been ready at the same time
+        self.complete_once = complete_once  # every engine has been ready at the same time
         self._marks: dict[tuple[str, str], float] = {}  # pair -> end of the mark
 
     def add(self, name: str, role: str) -> EngineState:

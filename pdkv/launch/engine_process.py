@@ -1,5 +1,6 @@
 """An engine as a process: build it, then poll, handle, step, send until told to stop."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -24,27 +25,38 @@ from pdkv.messages import RouterToEngine
 from pdkv.transport import EngineServer, RouterJoined, RouterLeft
 
 _LIFELINE_GRACE_S = 2.0
+_MAX_PIPE_BYTES = 64 * 1024
 
 logger = logging.getLogger(__name__)
 
 
 class Notifier:
-    """An eventfd in the engine's poll set; `notify` wakes the loop from any thread or signal handler."""
+    """A pipe in the engine's poll set; `notify` wakes the loop from any thread or signal handler."""
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopping = threading.Event()
 
     def notify(self) -> None:
         """Wake the loop. Thread-safe."""
-        os.eventfd_write(self.fd, 1)
+        with contextlib.suppress(BlockingIOError):  # full: the loop will wake anyway
+            os.write(self._write_fd, b"\0")
 
     def drain(self) -> bool:
         """Forget the notifications so far; returns whether there was one."""
         try:
-            return os.eventfd_read(self.fd) > 0
+            return bool(os.read(self.fd, _MAX_PIPE_BYTES))
         except BlockingIOError:
             return False
+
+    def stop_on(self, number: signal.Signals) -> None:
+        """End the loop on a signal. Call it in the main thread.
+
+        Python runs a handler between bytecodes only: a signal that comes while ZeroMQ is on its way into its poll would
+        wait there with it. So the signal itself writes into the pipe.
+        """
+        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        signal.signal(number, lambda *_: self.stop())
 
     def stop(self) -> None:
         """End the loop after the step that runs now. Thread-safe."""
@@ -94,7 +106,7 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> int:
     gc.collect()
     gc.freeze()
     serving.set()
-    signal.signal(signal.SIGTERM, lambda *_: notifier.stop())
+    notifier.stop_on(signal.SIGTERM)
     try:
         ack.ready()
         serve(core, server, notifier)

@@ -25,6 +25,7 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             model=spec.model,
             served_model_name=spec.served_model_name,
             policy=spec.policy,
+            await_all=spec.await_all,
             lifeline_fd=lifeline_fd,
             on_ready=ack.ready,
         )

@@ -40,6 +40,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: Path
     served_model_name: str
     policy: str
+    await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
     log_level: str = "info"
 
 

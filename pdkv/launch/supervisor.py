@@ -98,8 +98,12 @@ class Supervisor:
             failures += 1
 
     async def _start_router(self) -> Child:
+        spec = self._fleet.router
+        if self._router is not None:  # a second one must not wait for an engine that cannot start
+            spec = msgspec.structs.replace(spec, await_all=False)
+
         async def spawn(ack_fd: int) -> Child:
-            self._router = spawn_router(self._fleet.router, self._listen_fd, ack_fd, self._lifeline_fd)
+            self._router = spawn_router(spec, self._listen_fd, ack_fd, self._lifeline_fd)
             return self._router
 
         return await self._start_child("router", spawn)

@@ -7,6 +7,7 @@ from engines import at_rest, make_core, of_type, output_of, run, submit
 from state_machine.standin import expected_tokens
 
 from pdkv.config import HandoffConfig
+from pdkv.connectors.base import TransferOutcome
 from pdkv.connectors.memory_fabric import MemoryFabric
 from pdkv.engine.core import EngineCore
 from pdkv.messages import (
@@ -211,3 +212,56 @@ def test_loads_never_take_the_block_that_a_running_request_needs(push: Pair) -> 
         await_peer(push, [200 * i + j for j in range(1, 14)], str(i))  # 4 blocks each, of 16
     assert len(push.decode.external.loads) == 2
     assert len(push.decode.scheduler.waiting) == 2
+
+
+def test_hits_that_nobody_holds_yet_count_as_taken(push: Pair) -> None:
+    """F11: they leave the free queue with the load, too."""
+    cached = list(range(100, 125))
+    push.decode.handle("r", submit(cached, request_id="warm", max_tokens=1), push.now)
+    push.run(push.decode)
+    for i in range(6):
+        push.decode.handle("r", submit([200 + 20 * i], request_id=str(i), max_tokens=30), push.now)
+    push.decode.step(push.now)
+    push.decode.handle("r", submit(cached, kv="await_peer"), push.now)
+    push.decode.step(push.now)  # 1 block to load behind a hit of 6, 10 available, 6 requests run
+    assert not push.decode.external.loads
+
+
+def test_a_prompt_that_is_here_as_a_whole_is_declined_and_still_answered(pull: Pair) -> None:
+    prompt = PROMPT[:8]
+    pull.decode.handle("r", submit(prompt, request_id="warm", max_tokens=1), pull.now)
+    pull.run(pull.decode)
+    messages = await_peer(pull, prompt, conditional=True)
+    assert Allocated("a", 0, 0, 0) in messages
+    assert output_of(messages, "a") == expected_tokens(prompt, 4)
+
+
+def test_a_request_that_waits_for_memory_keeps_its_source(pull: Pair) -> None:
+    """The lease bounds that wait; computing the prompt here would need the same memory."""
+    handoff, first = pull.hand_off(PROMPT)
+    pull.decode.handle("r", submit(list(range(300, 350)), request_id="big", max_tokens=13), pull.now)
+    pull.decode.step(pull.now)
+    pull.decode.handle("r", submit(PROMPT, kv="await_peer", output_token_ids=first, handoff=handoff), pull.now)
+    pull.decode.step(pull.now)
+    assert not pull.decode.external.loads
+    pull.now += 6.0  # the deadline of a load is 5 s
+    pull.run(pull.decode)
+    pull.deliver_all()
+    (finished,) = of_type(pull.run(pull.decode), Finished)
+    assert isinstance(finished, Finished)
+    assert (finished.sources.remote, finished.sources.recomputed) == (10, 0)
+
+
+def test_a_cache_that_fails_a_request_whose_load_is_long_over_does_not_end_it() -> None:
+    """After a preemption any cache may be asked; under the policy "fail" only the hand-off itself may fail."""
+    pair = Pair("decode-late-miss", policy="fail")
+    handoff, first = pair.hand_off(PROMPT)
+    await_peer(pair, PROMPT, output_token_ids=first, handoff=handoff)
+    pair.deliver_all()
+    pair.decode.step(pair.now)
+    (request,) = pair.decode.requests.values()
+    assert request.kv == "local"
+    pair.decode.take_messages(pair.now)
+    assert pair.decode.roles.load_ended(request, False, TransferOutcome("stale_generation"))
+    assert of_type([m for _, sent in pair.decode.take_messages(pair.now) for m in sent], Release) == []
+    MemoryFabric.unbind("decode-late-miss")

@@ -144,6 +144,7 @@ def test_a_port_in_use_is_named(launch: Launch) -> None:
         (["--connector", "memory"], r"connector 'memory' joins engines of one process only, .*"),
         (["--kv-cache-memory", "1"], r"kv_cache_memory of 1 bytes holds no block .*"),
         (["--max-model-len", "99999"], r"max_model_len 99999 exceeds the model's 1024 positions"),
+        (["--decode-dtype", "bfloat16"], r"\w+-0 has KV layout .*, \w+-0 has .*"),
     ],
 )
 def test_what_only_an_engine_can_see_to_be_wrong_ends_the_launch(

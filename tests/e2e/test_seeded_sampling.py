@@ -1,10 +1,11 @@
 """Seeded sampling gives the tokens of an independent float64 draw over transformers' logits, on any topology (F3)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from deployments import Running
 from equality import (
     AGGREGATED,
     NUM_OUTPUT,
@@ -51,6 +52,14 @@ def workload(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Workl
     return Workload(path, forty_prompts(model_dir, NUM_OUTPUT, CHOOSERS), [chooser.body() for chooser in CHOOSERS])
 
 
+@pytest.fixture(
+    scope="module", params=[AGGREGATED, TOPOLOGIES["1P1D"], TOPOLOGIES["2P4D"]], ids=["aggregated", "1P1D", "2P4D"]
+)
+def deployment(request: pytest.FixtureRequest, workload: Workload) -> Iterator[Running]:
+    with deployed(workload, *request.param) as running:
+        yield running
+
+
 def test_the_references_philox_gives_the_published_answers() -> None:
     """Known answers of the authors' Random123 library."""
     ones, pi = 0xFFFFFFFF, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
@@ -59,13 +68,9 @@ def test_the_references_philox_gives_the_published_answers() -> None:
     assert philox4x32_10(pi, (0xA4093822, 0x299F31D0)) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
 
-@pytest.mark.parametrize(
-    "flags", [AGGREGATED, TOPOLOGIES["1P1D"], TOPOLOGIES["2P4D"]], ids=["aggregated", "1P1D", "2P4D"]
-)
-def test_seeded_tokens(workload: Workload, flags: tuple[str, ...]) -> None:
-    with deployed(workload, *flags) as deployment:
-        for _ in range(2):
-            check_undisturbed(run_all(deployment, workload))
+def test_seeded_tokens(deployment: Running, workload: Workload) -> None:
+    for _ in range(2):
+        check_undisturbed(run_all(deployment, workload))
 
 
 @pytest.mark.parametrize("flags", [AGGREGATED, TOPOLOGIES["1P1D"]], ids=["aggregated", "1P1D"])
@@ -81,7 +86,7 @@ def test_seeded_tokens_under_preemption(workload: Workload, flags: tuple[str, ..
         assert books.of("preemptions", "decode") > 0
 
 
-def test_each_choice_draws_by_its_own_number(workload: Workload, model_dir: Path) -> None:
+def test_each_choice_draws_by_its_own_number(deployment: Running, workload: Workload, model_dir: Path) -> None:
     chooser = CHOOSERS[1]
     model = oracle(model_dir)
     prompt = next(
@@ -89,8 +94,7 @@ def test_each_choice_draws_by_its_own_number(workload: Workload, model_dir: Path
         if all(model.generate(e.prompt, 12, replace(chooser, choice=i)) is not None for i in range(4))
     )  # fmt: skip
     expected = [model.generate(prompt, 12, replace(chooser, choice=i)) for i in range(4)]
-    with deployed(workload, *TOPOLOGIES["1P1D"]) as deployment:
-        body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "n": 4, **chooser.body()}
-        [reply] = complete_all(deployment, [body])
+    body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "n": 4, **chooser.body()}
+    [reply] = complete_all(deployment, [body])
     assert [choice["token_ids"] for choice in reply["choices"]] == expected
     assert len(set(map(tuple, expected))) == 4  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ import pytest
 from equality import (
     AGGREGATED,
     CHUNKED,
-    NUM_OUTPUT,
     PREEMPTING,
     SMALL_DECODE_POOL,
     TOPOLOGIES,
@@ -17,33 +16,19 @@ from equality import (
     check_decode_computed_nothing,
     check_undisturbed,
     deployed,
+    greedy_workload,
     run_all,
 )
-from prompt_set import forty_prompts
-from serving_checks import serve_directory
-
-MakeWorkload = Callable[[str], Workload]
 
 
 @pytest.fixture(scope="module")
-def make_workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> MakeWorkload:
-    """By family; each is made once."""
-    made: dict[str, Workload] = {}
-
-    def make(family: str) -> Workload:
-        if family not in made:
-            directory = hf_model(family, initializer_range=0.2)  # tokens then depend on the whole prompt
-            path = serve_directory(directory, tmp_path_factory.mktemp(family))
-            made[family] = Workload(path, forty_prompts(directory, NUM_OUTPUT))
-        return made[family]
-
-    return make
+def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    return greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize("chunks", [(), CHUNKED], ids=["whole", "chunked"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_first_pass_and_replay(make_workload: MakeWorkload, topology: str, chunks: tuple[str, ...]) -> None:
-    workload = make_workload("llama")
+def test_first_pass_and_replay(workload: Workload, topology: str, chunks: tuple[str, ...]) -> None:
     with deployed(workload, *TOPOLOGIES[topology], *chunks) as deployment:
         first, replay = (run_all(deployment, workload) for _ in range(2))
     for books in (first, replay):
@@ -54,8 +39,7 @@ def test_first_pass_and_replay(make_workload: MakeWorkload, topology: str, chunk
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_preemption_on_both_sides(make_workload: MakeWorkload, topology: str) -> None:
-    workload = make_workload("llama")
+def test_preemption_on_both_sides(workload: Workload, topology: str) -> None:
     with deployed(workload, *TOPOLOGIES[topology], *PREEMPTING) as deployment:
         for _ in range(2):
             books = run_all(deployment, workload)
@@ -65,8 +49,7 @@ def test_preemption_on_both_sides(make_workload: MakeWorkload, topology: str) ->
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_preemption_on_decode_behind_whole_prefills(make_workload: MakeWorkload, topology: str) -> None:
-    workload = make_workload("llama")
+def test_preemption_on_decode_behind_whole_prefills(workload: Workload, topology: str) -> None:
     with deployed(workload, *TOPOLOGIES[topology], *SMALL_DECODE_POOL) as deployment:
         for _ in range(2):
             books = run_all(deployment, workload)
@@ -75,27 +58,9 @@ def test_preemption_on_decode_behind_whole_prefills(make_workload: MakeWorkload,
             assert books.of("preemptions", "prefill") == books.sources("prefill")["recomputed"] == 0, books
 
 
-@pytest.mark.parametrize("chunks", [(), CHUNKED], ids=["whole", "chunked"])
-def test_aggregated(make_workload: MakeWorkload, chunks: tuple[str, ...]) -> None:
-    workload = make_workload("llama")
-    with deployed(workload, *AGGREGATED, *chunks) as deployment:
+def test_aggregated(workload: Workload) -> None:
+    with deployed(workload, *AGGREGATED, *CHUNKED) as deployment:
         for _ in range(2):
             books = run_all(deployment, workload)
             check_undisturbed(books)
             assert books.sources("any")["remote"] == 0
-
-
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("flags", [PREEMPTING, ()], ids=["1P1D-preempting", "2P4D"])
-def test_every_family(make_workload: MakeWorkload, family: str, flags: tuple[str, ...]) -> None:
-    workload = make_workload(family)
-    topology = TOPOLOGIES["1P1D" if flags else "2P4D"]
-    with deployed(workload, *topology, *flags) as deployment:
-        for _ in range(2):
-            books = run_all(deployment, workload)
-            check_decode_computed_nothing(books)
-            if flags:
-                assert books.of("preemptions", "prefill") > 0, books
-                assert books.of("preemptions", "decode") > 0, books
-            else:
-                check_undisturbed(books)

@@ -16,6 +16,7 @@ from pdkv.messages import (
     KVEvents,
     KVReady,
     Load,
+    Peers,
     Release,
     Resync,
     Tokens,
@@ -33,6 +34,7 @@ def test_a_request_runs_to_its_end() -> None:
     (finished,) = of_type(messages, Finished)
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.sources.computed) == ("length", len(PROMPT))
+    assert [m.sources for m in of_type(messages, Tokens)] == [finished.sources, None, None, None, None]  # type: ignore[union-attr]
     assert at_rest(core)
 
 
@@ -180,3 +182,26 @@ def test_an_idle_engine_has_nothing_to_do_and_no_deadline() -> None:
     run(core)
     assert not core.has_work
     assert core.next_deadline() is None
+
+
+def test_an_abort_that_overtakes_a_higher_attempt_cancels_it_on_arrival() -> None:
+    core = make_core()
+    core.handle("r", submit(PROMPT, attempt=1), 0.0)
+    core.step(0.0)
+    core.handle("r", Abort("a", 2), 0.0)
+    core.handle("r", submit(PROMPT, attempt=2), 0.0)
+    assert {m.attempt for m in run(core) if isinstance(m, Tokens)} == {1}
+
+
+def test_a_peer_is_gone_when_no_router_knows_it_any_more() -> None:
+    core = make_core(options={"fabric": "core-peers"})
+    core.router_joined("other", "1")
+    peers = [make_core(name=name).card for name in ("x", "y")]
+    core.handle("r", Peers(peers), 0.0)
+    core.handle("other", Peers(peers[:1]), 0.0)  # it has only begun to find them
+    assert {card.engine for card in core._peers.values()} == {"x", "y"}
+    core.handle("r", Peers(peers[:1]), 0.0)
+    assert [card.engine for card in core._peers.values()] == ["x"]
+    core.router_left("other")
+    core.router_left("r")
+    assert not core._peers

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import threading
 from typing import Any
 
@@ -145,3 +146,32 @@ def test_drain_forgets_all_notifications_at_once(notifier: Notifier) -> None:
     assert notifier.drain()
     assert not notifier.drain()
     os.close(notifier.fd)
+
+
+def test_a_signal_wakes_the_loop_before_its_handler_can_run(notifier: Notifier) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        notifier.stop_on(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, lambda *_: None)  # as if ZeroMQ's poll kept the interpreter from running it
+        signal.raise_signal(signal.SIGUSR1)
+        assert notifier.drain()
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_ends_the_loop(notifier: Notifier) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        notifier.stop_on(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        assert notifier.stopping
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_full_pipe_is_notified_already(notifier: Notifier) -> None:
+    for _ in range(70_000):
+        notifier.notify()
+    assert notifier.drain()

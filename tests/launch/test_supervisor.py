@@ -25,6 +25,7 @@ class Deck:
         self.behaviour: dict[str, str] = {}
         self.started: list[Child] = []
         self.epochs: list[str] = []
+        self.routers: list[RouterSpec] = []
         self.ready: asyncio.Queue[str] = asyncio.Queue()
         self.failed: asyncio.Queue[str] = asyncio.Queue()
 
@@ -40,10 +41,12 @@ class Deck:
             self.epochs.append(spec.epoch)
             return start(spec.name, ack_fd)
 
+        def spawn_router(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> Child:
+            self.routers.append(spec)
+            return start("router", ack_fd)
+
         monkeypatch.setattr(module, "spawn_engine", spawn_engine)
-        monkeypatch.setattr(
-            module, "spawn_router", lambda spec, listen_fd, ack_fd, lifeline_fd: start("router", ack_fd)
-        )
+        monkeypatch.setattr(module, "spawn_router", spawn_router)
         engines = [
             EngineSpec(
                 name=f"decode-{i}", role="decode", epoch="", config=EngineConfig(), handoff=HandoffConfig(),
@@ -103,6 +106,7 @@ def test_who_is_killed_comes_back_and_nobody_else_is_touched(deck: Deck, name: s
 
     deck.run(scenario)
     assert len(set(deck.epochs)) == len(deck.epochs), "every incarnation has its own epoch"
+    assert [spec.await_all for spec in deck.routers] == [True, False][: len(deck.routers)]
 
 
 def test_a_restart_that_fails_is_tried_again(deck: Deck) -> None:

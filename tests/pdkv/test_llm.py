@@ -107,6 +107,10 @@ def test_a_repeated_prompt_is_cached(llm: LLM) -> None:
     assert first.num_cached_tokens == 0
     assert second.num_cached_tokens == len(second.prompt_token_ids) // 16 * 16
     assert first.outputs == second.outputs
+    text = first.outputs[0].text
+    third = llm.generate(prompt, msgspec.structs.replace(GREEDY, stop=(text[0],)), progress=False)[0]
+    assert third.outputs[0].stop_reason == text[0]
+    assert third.num_cached_tokens == second.num_cached_tokens
 
 
 def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:

@@ -45,6 +45,7 @@ EXAMPLES: list[RouterToEngine | EngineToRouter] = [
     ),
     Continue("q", 1, [5]),
     HandedOff("q", 1, SourceCounts(computed=3, local_hit=16), HANDOFF),
+    Tokens("q", 1, 0, [5], sources=SourceCounts(local_hit=16)),
     Tokens("q", 1, 4, [5, 6], [TokenLogprob(5, -0.25, 1, [(5, -0.25), (9, -2.0)])], [None, TokenLogprob(2, -1.0, 3)]),
     KVEvents(7, [CacheCleared(), BlockStored([b"k" * 16], None), BlockRemoved([b"k" * 16])]),
 ]

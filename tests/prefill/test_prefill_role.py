@@ -5,8 +5,11 @@ from engines import at_rest, make_core, of_type, run, submit
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.memory import PullPayload
+from pdkv.connectors.memory_fabric import MemoryFabric
+from pdkv.connectors.memory_push import PushScheduler
 from pdkv.engine.core import EngineCore
-from pdkv.messages import Finished, HandedOff, Release, Submit, Tokens
+from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.messages import Finished, HandedOff, KVReady, Release, Submit, Tokens
 from pdkv.roles import Roles
 
 PROMPT = list(range(100, 110))
@@ -100,4 +103,40 @@ def test_a_router_that_leaves_takes_its_leases_along() -> None:
     run(core)
     core.router_left("r")
     run(core)
+    assert at_rest(core)
+
+
+def test_a_big_prompt_that_the_cap_holds_back_is_not_passed_by_small_ones_for_ever() -> None:
+    core = make_core(options={"fabric": "lease-9"}, num_blocks=16)  # at most 8 leased
+    for name, length in (("0", 10), ("1", 10), ("big", 26), ("2", 10), ("3", 10)):  # 3, 3, 7, 3, 3 blocks
+        first = 100 + 50 * len(core.requests)
+        core.handle("r", hand_off([first + j for j in range(length)], request_id=name), 0.0)
+    order: list[str] = []
+    for released in ("", "0", "1", "big"):
+        core.handle("r", Release(f"t-{released}", 0), 0.0)
+        order += [m.request_id for m in run(core) if isinstance(m, HandedOff)]
+    assert order == ["0", "1", "big", "2", "3"]
+
+
+def test_a_store_drops_the_tail_with_the_release_and_not_before() -> None:
+    store = MemoryFabric.named("lease-10").store
+    core = make_core(options={"fabric": "lease-10", "mode": "store"})
+    core.handle("r", hand_off(PROMPT), 0.0)
+    assert KVReady("a", 0, ok=True) in run(core)
+    assert ("t-a", 0) in store
+    core.handle("r", Release("t-a", 0), 0.0)
+    run(core)
+    assert ("t-a", 0) not in store
+    assert at_rest(core)
+    assert leases(core) == 0
+
+
+def test_a_push_whose_first_token_was_the_last_is_forgotten() -> None:
+    core = make_core(options={"fabric": "lease-11", "mode": "push"}, limits=SchedulerLimits(8, 4))
+    ticket = msgspec.msgpack.encode(["e9", "e9.0", "t-a", 0, 0, [0, 1, 2]])
+    core.handle("r", msgspec.structs.replace(hand_off(PROMPT, max_tokens=1), ticket=ticket), 0.0)
+    run(core)
+    scheduler = core.external.connector
+    assert isinstance(scheduler, PushScheduler)
+    assert not scheduler._sends
     assert at_rest(core)

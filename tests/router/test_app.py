@@ -177,6 +177,13 @@ def test_a_client_may_shorten_its_deadline() -> None:
     assert [request.timeout_s for request in dispatcher.requests] == [60.0, 0.5, 60.0]
 
 
+def test_all_choices_share_the_deadline_of_their_request() -> None:
+    dispatcher = FakeDispatcher(say(ids("ab")))
+    run(call(make_app(dispatcher), "POST", "/v1/completions", {"model": MODEL, "prompt": "a", "n": 2}))
+    first, second = dispatcher.requests
+    assert second.timeout_s < first.timeout_s
+
+
 def test_a_defect_is_500_in_openais_shape() -> None:
     class Broken(FakeDispatcher):
         def topology(self) -> dict:

@@ -9,7 +9,15 @@ import pytest
 from scripted_engine import ORDERS_OF, ScriptedEngine, expected_output, make_card, make_request, token_at
 
 from pdkv.block_keys import extend_keys, root_key
-from pdkv.errors import ConfigError, EngineDied, EngineUnavailable, RequestAborted, RequestFailed, RequestTimeout
+from pdkv.errors import (
+    ConfigError,
+    EngineDied,
+    EngineUnavailable,
+    IncompatiblePeers,
+    RequestAborted,
+    RequestFailed,
+    RequestTimeout,
+)
 from pdkv.messages import (
     Abort,
     BlockCounts,
@@ -374,13 +382,28 @@ def test_not_ready_before_every_engine_has_been_up() -> None:
             dispatcher.start(make_request())
         system.backends["decode-0"].start(system.card("decode-0", max_model_len=200))
         assert not dispatcher.ready
-        assert not dispatcher.became_ready.is_set()
+        waiting = asyncio.ensure_future(dispatcher.wait_ready())
+        assert await asyncio.wait([waiting], timeout=0) == (set(), {waiting})
         system.backends["decode-1"].start(system.card("decode-1"))
         assert dispatcher.ready
-        assert dispatcher.became_ready.is_set()
+        await waiting
         assert dispatcher.max_model_len == 200
 
     run(System(1, 2), body, start=False)
+
+
+def test_a_restarted_router_does_not_wait_for_an_engine_that_cannot_start() -> None:
+    async def body(system: System) -> None:
+        system.dispatcher.connect()
+        assert not system.dispatcher.ready
+        system.backends["prefill-0"].start(system.card("prefill-0"))
+        waiting = asyncio.ensure_future(system.dispatcher.wait_ready())
+        assert await asyncio.wait([waiting], timeout=0) == (set(), {waiting})
+        system.backends["decode-1"].start(system.card("decode-1"))
+        await waiting
+        assert system.dispatcher.ready
+
+    run(System(1, 2, await_all=False), body, start=False)
 
 
 def test_incompatible_engine_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
@@ -389,6 +412,8 @@ def test_incompatible_engine_is_never_asked(caplog: pytest.LogCaptureFixture) ->
         system.backends["prefill-0"].start(system.card("prefill-0"))
         system.backends["decode-0"].start(system.card("decode-0", model="another"))
         assert "decode-0 stays out: prefill-0 has model m, decode-0 has another" in caplog.text
+        with pytest.raises(IncompatiblePeers, match="decode-0 has another"):
+            await system.dispatcher.wait_ready()
         with pytest.raises(EngineUnavailable):
             system.dispatcher.start(make_request())
         system.backends["decode-0"].say(Load(1, 1, BLOCKS))
@@ -514,6 +539,19 @@ def test_cached_tokens_are_those_that_nobody_computed() -> None:
             Tokens(generation.request_id, 0, 0, [token]), Finished(generation.request_id, 0, "length", sources)
         )
         assert await collect(generation) == ([token], Delta([token], None, None, "length", None))
+        assert generation.num_cached_tokens == 16
+
+    run(System(0, 1), body)
+
+
+def test_cached_tokens_are_known_with_the_first_token() -> None:
+    async def body(system: System) -> None:
+        system.backends["any-0"].held = True
+        generation = system.dispatcher.start(make_request(20))
+        token, sources = token_at(range(20), 0), SourceCounts(computed=4, local_hit=16)
+        system.backends["any-0"].say(Tokens(generation.request_id, 0, 0, [token], sources=sources))
+        await anext(generation)
+        generation.abort()  # as for a stop string
         assert generation.num_cached_tokens == 16
 
     run(System(0, 1), body)

@@ -240,6 +240,16 @@ def test_concurrent_forwards_ticket_token_and_readiness() -> None:
     assert flow.handle("p", KVReady("q", 0, ok=True), NOW) == [("d", KVReady("q", 0, ok=True))]
 
 
+def test_a_release_that_was_before_the_lease_is_said_again() -> None:
+    """Decode gave the load up while the prompt was still in the making: or its KV is kept until the lease expires."""
+    flow = make_flow("concurrent")
+    flow.start(NOW)
+    flow.handle("d", Allocated("q", 0, 0, 20, b"where"), NOW)
+    assert flow.handle("d", Release("t", 0), NOW) == [("p", Release("t", 0))]
+    assert flow.handle("p", Tokens("q", 0, 0, [3]), NOW) == [("d", Continue("q", 0, [3]))]
+    assert flow.handle("p", handoff(), NOW) == [("p", Release("t", 0))]
+
+
 def test_no_continue_behind_the_last_token() -> None:
     flow = make_flow("concurrent", max_tokens=1)
     flow.start(NOW)

@@ -9,7 +9,8 @@ from typing import Any
 
 from deployments import Running, launches
 from oracle import Expected
-from serving_checks import Books, complete_all, read_books, settled_books
+from prompt_set import forty_prompts
+from serving_checks import Books, complete_all, read_books, serve_directory, settled_books
 
 NUM_OUTPUT = 40
 
@@ -60,6 +61,11 @@ class Workload:
     def num_prompt_tokens(self) -> int:
         """Over all requests."""
         return sum(len(e.prompt) for e in self.expected)
+
+
+def greedy_workload(model_dir: Path, directory: Path) -> Workload:
+    """The forty prompts for a model, which is made ready to be served in `directory`."""
+    return Workload(serve_directory(model_dir, directory), forty_prompts(model_dir, NUM_OUTPUT))
 
 
 @contextmanager

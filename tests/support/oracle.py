@@ -13,6 +13,7 @@ import torch
 TIE = 1e-4
 """Two best logits closer than this prove nothing."""
 
+
 class Choice(NamedTuple):
     """One token of an oracle's output."""
 
@@ -47,7 +48,8 @@ class Oracle:
 
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        )
+        self.model.requires_grad_(False)
         self.vocab_size: int = self.model.config.vocab_size
 
     @torch.inference_mode()

@@ -30,9 +30,7 @@ def philox4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> t
 
 def uniform(seed: int, choice: int, position: int) -> float:
     """The uniform in [0, 1) of one output token: 53 bits of the first two words."""
-    words = philox4x32_10(
-        (position & _WORD, position >> 32, choice, 0), (seed & _WORD, (seed % (1 << 64)) >> 32)
-    )
+    words = philox4x32_10((position & _WORD, position >> 32, choice, 0), (seed & _WORD, (seed % (1 << 64)) >> 32))
     return ((words[0] >> 5) * (1 << 26) + (words[1] >> 6)) / (1 << 53)
 
 

@@ -17,7 +17,7 @@ REQUEST_BOUND_S = 300.0
 REST_BOUND_S = 60.0
 SOURCES = ("computed", "recomputed", "local_hit", "remote", "store")
 
-Metrics = dict[tuple[str, ...], float]
+Metrics = dict[tuple[str, ...], int]
 """Samples by (name, role) and, for prompt tokens by source, (name, role, source), summed over a role's engines."""
 
 
@@ -55,23 +55,23 @@ class Books:
 
     def of(self, name: str, role: str) -> int:
         """A counter of pdkv_engine_*, summed over a role's engines."""
-        return int(self.counts.get((name, role), 0))
+        return self.counts.get((name, role), 0)
 
     def sources(self, role: str) -> dict[str, int]:
         """Prompt tokens by source, summed over a role's engines."""
-        return {source: int(self.counts.get(("prompt_tokens", role, source), 0)) for source in SOURCES}
+        return {source: self.counts.get(("prompt_tokens", role, source), 0) for source in SOURCES}
 
     def total(self, role: str) -> int:
         """Prompt tokens of all sources."""
         return sum(self.sources(role).values())
 
     def __sub__(self, before: "Books") -> "Books":
-        return Books({key: value - before.counts.get(key, 0.0) for key, value in self.counts.items()})
+        return Books({key: value - before.counts.get(key, 0) for key, value in self.counts.items()})
 
 
 def read_books(deployment: Running) -> Books:
     """The counters as they are now."""
-    counts: Metrics = Counter()
+    counts: Counter[tuple[str, ...]] = Counter()
     for family in text_string_to_metric_families(deployment.get("/metrics").text):
         for sample in family.samples:
             if not sample.name.startswith("pdkv_engine_") or not sample.name.endswith("_total"):
@@ -79,7 +79,7 @@ def read_books(deployment: Running) -> Books:
             key = [sample.name.removeprefix("pdkv_engine_").removesuffix("_total"), sample.labels["role"]]
             if "source" in sample.labels:
                 key.append(sample.labels["source"])
-            counts[tuple(key)] += sample.value
+            counts[tuple(key)] += int(sample.value)
     return Books(dict(counts))
 
 

@@ -129,8 +129,8 @@ def save_committed_after_failed_load(patch: Patch) -> None:
 
     def broken(self: StoreWorker, layer: int, kv_cache: Any, meta: StoreMetadata) -> None:
         save_kv_layer(self, layer, kv_cache, meta)
-        for _, name in meta.stage:
-            self.fabric.store.put(name, self._staging[(meta.step_id, name)])
+        for key, _, name in meta.stage:
+            self.fabric.store.put(name, self._staging[(meta.step_id, key, name)])
 
     patch.setattr(StoreWorker, "save_kv_layer", broken)
 

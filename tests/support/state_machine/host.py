@@ -1,8 +1,8 @@
 """A deterministic host: engines over the memory connector, a router's flows, and every order of events.
 
 Real parts: EngineCore with scheduler, cache, roles and leases; the memory connector; the router's RequestFlow. Only
-the forward pass is a stand-in. A schedule is a string of bytes: every decision takes the next one, and when they are
-used up everything is delivered and must come to rest.
+the forward pass may be a stand-in. A schedule is a string of bytes: every decision takes the next one, and when they
+are used up everything is delivered and must come to rest.
 """
 
 import random
@@ -11,24 +11,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdkv.config import HandoffConfig
-from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.base import ConnectorConfig, WorkerConnector
 from pdkv.connectors.memory import MemoryConnector
 from pdkv.connectors.memory_fabric import MemoryFabric
 from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.errors import PdkvError
-from pdkv.messages import EngineCard, EngineToRouter, KVLayout, Loaded, Order, Peers, Release, RouterToEngine
+from pdkv.messages import EngineCard, EngineToRouter, Loaded, Order, Peers, Release, RouterToEngine
 from pdkv.prefill.leases import LeaseTable
 from pdkv.roles import Roles
 from pdkv.router.flow import RequestFlow, Sends
 from pdkv.router.generate import GenerateRequest, Route
 from pdkv.sampling_params import SamplingParams
 from pdkv.wiring import wire_core
-from state_machine.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor, expected_tokens
+from state_machine.forward import NUM_FAMILIES, NUM_LENGTHS, Forward
+from state_machine.standin import StandIn
 
-EOS = frozenset(range(30))
-MAX_MODEL_LEN = 40
+STAND_IN = StandIn()
+MAX_OUTPUT = 7
 MAX_ATTEMPTS = 3
 MAX_DRAIN_ROUNDS = 1000
 
@@ -60,7 +60,7 @@ class Engine:
 
     name: str
     core: EngineCore
-    executor: StandInExecutor
+    worker: WorkerConnector
     woken: list[bool]  # one flag: the connector has called notify
     begun: deque[StepOutput] = field(default_factory=deque)
     inbox: deque[RouterToEngine] = field(default_factory=deque)
@@ -82,7 +82,10 @@ class Client:
 class World:
     """Engines, fabric, router and clients under one virtual clock."""
 
-    def __init__(self, chooser: Chooser, *, mode: str, order: Order, load: str = "async") -> None:
+    def __init__(
+        self, chooser: Chooser, *, mode: str, order: Order, load: str = "async", forward: Forward = STAND_IN
+    ) -> None:
+        self.forward = forward
         self.chooser = chooser
         self.mode = mode
         self.order = order
@@ -92,13 +95,13 @@ class World:
         self.fabric = MemoryFabric(manual=True, clock=lambda: self.now, store_capacity=store_capacity)
         MemoryFabric.bind(self.fabric_name, self.fabric)
         self.options = {"mode": mode, "fabric": self.fabric_name, "load": load, "transfer_timeout_s": "4"}
-        self.block_size = (2, 4, 3)[chooser.below(3)]
-        self.num_blocks = max((12, 10, 16)[chooser.below(3)], MAX_MODEL_LEN // 2 // self.block_size + 2)
+        self.block_size = forward.block_sizes[chooser.below(3)]
+        self.num_blocks = max((12, 10, 16)[chooser.below(3)], forward.max_model_len // self.block_size + 2)
         self.max_lag = chooser.below(3)
         self.limits = SchedulerLimits(
             max_num_seqs=(4, 2, 8)[chooser.below(3)],
-            max_num_batched_tokens=(16, 5, 64)[chooser.below(3)],
-            long_prefill_token_threshold=(0, 3)[chooser.below(2)],
+            max_num_batched_tokens=(16, 5, 64)[chooser.below(3)] * forward.scale,
+            long_prefill_token_threshold=(0, 3)[chooser.below(2)] * forward.scale,
             kv_load_timeout_s=5.0,
         )
         lease_timeout_s = (12.0, 5.5)[chooser.below(2)]
@@ -119,7 +122,7 @@ class World:
     def boot(self, name: str) -> None:
         """Start an engine, or its next incarnation."""
         epoch = f"{name}.{self.num_restarts}"
-        layout = KVLayout(NUM_LAYERS, 1, 1, self.block_size, "int64", 8)
+        layout = self.forward.layout(self.block_size)
         config = ConnectorConfig(
             engine=name, epoch=epoch, layout=layout, num_blocks=self.num_blocks, options=self.options
         )
@@ -142,10 +145,13 @@ class World:
             layout=layout,
             hash_block_size=self.block_size,
             num_blocks=self.num_blocks,
-            max_model_len=MAX_MODEL_LEN // 2,
+            max_model_len=self.forward.max_model_len,
             max_num_seqs=self.limits.max_num_seqs,
         )
-        executor = StandInExecutor(self.num_blocks, self.block_size, connector.make_worker_side(0))
+        worker = connector.make_worker_side(0)
+        executor = self.forward.make_executor(
+            layout, self.num_blocks, max_num_seqs=self.limits.max_num_seqs, worker=worker
+        )
         core = wire_core(
             card=card,
             executor=executor,
@@ -153,19 +159,19 @@ class World:
             block_table=connector.make_block_table(),
             handoff=self.handoff,
             limits=self.limits,
-            eos_token_ids=sorted(EOS),
-            vocab_size=VOCAB_SIZE,
+            eos_token_ids=sorted(self.forward.eos),
+            vocab_size=self.forward.vocab_size,
             shutdown=executor.shutdown,
             local_prefill_tokens=2 * self.block_size,
         )
-        self.engines[name] = Engine(name, core, executor, woken)
-        executor.pool.blocks = core.scheduler.kv.pool
+        self.engines[name] = Engine(name, core, worker, woken)
+        self.forward.watch(executor, core.scheduler.kv.pool)
         core.router_joined("router", "1")
 
     def restart(self, name: str) -> None:
         """kill -9 and a new incarnation: queues, blocks and everything under way from it are gone."""
         self.num_restarts += 1
-        self.fabric.unregister(self.engines[name].executor.worker)  # type: ignore[arg-type]
+        self.fabric.unregister(self.engines[name].worker)  # type: ignore[arg-type]
         self.boot(name)
         for client in self.clients:
             if name in (client.flow.route.prefill, client.flow.route.decode):
@@ -225,14 +231,12 @@ class World:
     def submit(self) -> None:
         """A client comes."""
         chooser = self.chooser
-        length = 1 + chooser.below(13)
-        base = 100 + 50 * chooser.below(3)
-        prompt = [base + i for i in range(length)]
-        if chooser.below(3) == 0:
-            prompt[-1] += 17
-        num_output = 1 + chooser.below(7)
-        expected = expected_tokens(prompt, num_output)
-        stop = next((i + 1 for i, t in enumerate(expected) if t in EOS), len(expected))
+        length = 1 + chooser.below(NUM_LENGTHS)
+        family = chooser.below(NUM_FAMILIES)
+        prompt = self.forward.prompt(family, length, changed=chooser.below(3) == 0)
+        num_output = 1 + chooser.below(MAX_OUTPUT)
+        expected = self.forward.expected(prompt, num_output)
+        stop = next((i + 1 for i, t in enumerate(expected) if t in self.forward.eos), len(expected))
         request = GenerateRequest(
             prompt_token_ids=prompt,
             params=SamplingParams(temperature=0.0, max_tokens=num_output, seed=1),
@@ -402,8 +406,9 @@ class World:
                 assert client.got == client.expected, f"{flow.request_id}: {client.got} != {client.expected}"
             else:
                 assert flow.failure is not None
-                lawful = client.aborted or flow.attempt == MAX_ATTEMPTS or self.mode_fails(flow.failure)
-                assert lawful, f"{flow.request_id} failed: {flow.failure!r}"
+                assert client.aborted or flow.failure.code != "timeout", f"{flow.request_id} was forgotten"
+                may_fail = flow.attempt == MAX_ATTEMPTS or self.handoff.kv_load_failure_policy == "fail"
+                assert client.aborted or may_fail, f"{flow.request_id} failed: {flow.failure!r}"
         for engine in self.engines.values():
             core = engine.core
             counts = core.scheduler.kv.pool.counts()
@@ -411,10 +416,6 @@ class World:
             assert core.external.is_idle, f"{engine.name}: loads, holds or quarantine left"
             assert not core.requests
             assert not len(self.leases(engine.name))
-
-    def mode_fails(self, failure: PdkvError) -> bool:
-        """Failures that this configuration allows."""
-        return failure.code == "timeout" or self.handoff.kv_load_failure_policy == "fail"
 
 
 PAIRS: Sequence[tuple[str, Order, str]] = (

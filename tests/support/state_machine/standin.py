@@ -15,7 +15,8 @@ from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
 from pdkv.engine.block_pool import BlockPool
 from pdkv.engine.executor import Executor
 from pdkv.engine.plan import RequestKey, SampledTokens, StepOutput, StepPlan
-from pdkv.messages import EngineCard
+from pdkv.messages import EngineCard, KVLayout
+from state_machine.forward import Forward
 
 VOCAB_SIZE = 997
 NUM_LAYERS = 2
@@ -33,7 +34,8 @@ def next_token(values: npt.NDArray[np.int64]) -> int:
 
 def expected_tokens(prompt: Sequence[int], num_output: int) -> list[int]:
     """What an engine without any cache, block or peer says."""
-    tokens, chain = list(prompt), []
+    tokens = list(prompt)
+    chain: list[int] = []
     for token_id in prompt:
         chain.append(chain_value(chain[-1] if chain else 0, token_id))
     for _ in range(num_output):
@@ -70,7 +72,10 @@ class StandInExecutor(Executor):
     The pool has shape (num_blocks, NUM_LAYERS, block_size), int64.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, worker: WorkerConnector | None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, worker: WorkerConnector | None, *, max_num_seqs: int | None = None
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
         self.pool = GuardedPool(np.full((num_blocks, NUM_LAYERS, block_size), -7, dtype=np.int64))
         self.block_size = block_size
         self.worker = worker
@@ -85,6 +90,7 @@ class StandInExecutor(Executor):
         for new in plan.new:
             self._tokens[new.key] = new.prompt_token_ids + new.output_token_ids
             self._blocks[new.key] = list(new.block_ids)
+        assert self.max_num_seqs is None or len(self._tokens) <= self.max_num_seqs, "the batch has no slot left"
         for share in plan.scheduled:
             self._blocks[share.key] += share.new_block_ids
         sampled = self._forward(plan)
@@ -138,3 +144,33 @@ class StandInExecutor(Executor):
         for position in range(start, start + count):
             previous = chain_value(previous, tokens[position])
             self.pool[blocks[position // size], layer, position % size] = sign * previous
+
+
+class StandIn(Forward):
+    """The hash of every KV byte, on as small blocks as the arithmetic allows."""
+
+    block_sizes = (2, 4, 3)
+    vocab_size = VOCAB_SIZE
+    eos = frozenset(range(30))
+    max_model_len = 20
+
+    def layout(self, block_size: int) -> KVLayout:
+        return KVLayout(NUM_LAYERS, 1, 1, block_size, "int64", 8)
+
+    def make_executor(
+        self, layout: KVLayout, num_blocks: int, *, max_num_seqs: int, worker: WorkerConnector
+    ) -> StandInExecutor:
+        return StandInExecutor(num_blocks, layout.block_size, worker, max_num_seqs=max_num_seqs)
+
+    def watch(self, executor: Executor, blocks: BlockPool) -> None:
+        assert isinstance(executor, StandInExecutor)
+        executor.pool.blocks = blocks
+
+    def prompt(self, family: int, length: int, *, changed: bool) -> list[int]:
+        prompt = [100 + 50 * family + i for i in range(length)]
+        if changed:
+            prompt[-1] += 17
+        return prompt
+
+    def expected(self, prompt: list[int], num_output: int) -> list[int]:
+        return expected_tokens(prompt, num_output)

@@ -1,1 +1,0 @@
-"""One module per claim of speed: each measures a ratio within one run on this machine."""

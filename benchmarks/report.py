@@ -1,0 +1,142 @@
+"""What a benchmark hands back, and how it is kept: one JSON file and one markdown table per day and machine."""
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Context(NamedTuple):
+    """What benchmarks need to know of the machine, and how long they may take."""
+
+    models: Path  # folder of random models, made when they are missing
+    vllm: Path | None  # virtual environment of the peer; None: what needs it is skipped
+    quick: bool = False  # a few seconds each: shows that it works, measures nothing
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """A ratio within one run, its limit, and the figures that it was made of."""
+
+    name: str
+    ratio: float
+    limit: float
+    better: Literal["higher", "lower"]
+    figures: dict[str, float]
+
+    @property
+    def met(self) -> bool:
+        """Whether the ratio is on the right side of its limit."""
+        return self.ratio >= self.limit if self.better == "higher" else self.ratio <= self.limit
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One benchmark's run."""
+
+    claims: list[Claim]
+    seconds: float
+    load_before: float  # the machine's load average: above a few tenths others were at work
+    at: str
+
+
+def hardware() -> dict[str, Any]:
+    """The machine and the versions that figures depend on."""
+    cpu = platform.processor() or platform.machine()
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    memory = next((int(x.split()[1]) >> 20 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0)
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": memory,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "pdkv": version("pdkv"),
+    }
+
+
+def load_average() -> float:
+    """Of the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def save(outcomes: dict[str, Outcome], folder: Path = RESULTS) -> Path:
+    """Merge outcomes into today's files: a benchmark that ran again replaces what it said before.
+
+    Returns:
+        The markdown file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    path = folder / f"{day}.json"
+    document: dict[str, Any] = {"date": day, "hardware": hardware(), "benchmarks": {}}
+    if path.exists():
+        document["benchmarks"] = json.loads(path.read_text())["benchmarks"]
+    document["benchmarks"] |= {name: _to_json(outcome) for name, outcome in outcomes.items()}
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    table = path.with_suffix(".md")
+    table.write_text(markdown(document))
+    return table
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The document as a table."""
+    machine = document["hardware"]
+    lines = [
+        f"# Benchmarks of {document['date']}",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; Python {machine['python']}, "
+        f"torch {machine['torch']}, pdkv {machine['pdkv']}. Every figure is a ratio within one run.",
+        "",
+        "| benchmark | claim | measured | wanted | | figures |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, outcome in document["benchmarks"].items():
+        for claim in outcome["claims"]:
+            sign = "≥" if claim["better"] == "higher" else "≤"
+            figures = ", ".join(f"{key} {_short(value)}" for key, value in claim["figures"].items())
+            mark = "met" if claim["met"] else "**missed**"
+            measured, wanted = f"{claim['ratio']:.2f}", f"{sign} {claim['limit']:.2f}"
+            lines.append(f"| {name} | {claim['name']} | {measured} | {wanted} | {mark} | {figures} |")
+    lines += ["", "Load average before each: " + ", ".join(
+        f"{name} {outcome['load_before']}" for name, outcome in document["benchmarks"].items()
+    ) + ".", ""]  # fmt: skip
+    return "\n".join(lines)
+
+
+def show(name: str, claims: Sequence[Claim]) -> str:
+    """Claims for a terminal."""
+    rows = []
+    for claim in claims:
+        sign = ">=" if claim.better == "higher" else "<="
+        figures = ", ".join(f"{key} {_short(value)}" for key, value in claim.figures.items())
+        verdict = "met" if claim.met else "MISSED"
+        rows.append(f"{name}: {claim.name}: {claim.ratio:.3f} ({sign} {claim.limit:.2f}, {verdict}); {figures}")
+    return "\n".join(rows)
+
+
+def _to_json(outcome: Outcome) -> dict[str, Any]:
+    document: dict[str, Any] = msgspec.to_builtins(outcome)
+    for claim, built in zip(outcome.claims, document["claims"], strict=True):
+        built["met"] = claim.met
+    return document
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,163 @@
+"""Logprobs of prompt and output agree with transformers within 1e-3, over a prefill and a decode engine (F3)."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from deployments import Running
+from equality import PREEMPTING, TOPOLOGIES, Workload, deployed
+from oracle import Expected, Oracle, oracle
+from prompt_set import forty_prompts
+from serving_checks import complete_all, read_books, serve_directory, settled_books
+
+TOLERANCE = 1e-3
+NUM_TOP = 4
+VOCAB_SIZE = 258  # exactly the tokenizer's, so that each token has a text of its own
+
+
+@pytest.fixture(scope="module")
+def model_dir(hf_model: Callable[..., Path]) -> Path:
+    return hf_model("llama", initializer_range=0.2, vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> Oracle:
+    return oracle(model_dir)
+
+
+@pytest.fixture(scope="module")
+def workload(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    path = serve_directory(model_dir, tmp_path_factory.mktemp("logprobs"))
+    return Workload(path, forty_prompts(model_dir, 40))
+
+
+@pytest.fixture(scope="module")
+def pair(workload: Workload) -> Iterator[Running]:
+    with deployed(workload, *TOPOLOGIES["1P1D"]) as deployment:
+        yield deployment
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(2, VOCAB_SIZE), k=length)
+
+
+def check_legacy(shown: dict[str, Any], token_ids: Sequence[int], logprobs: torch.Tensor, num_top: int) -> None:
+    """The `logprobs` of a completion: `token_ids` drawn at the rows of `logprobs`."""
+    assert len(shown["tokens"]) == len(shown["token_logprobs"]) == len(shown["text_offset"]) == len(token_ids)
+    for i, token_id in enumerate(token_ids):
+        row = logprobs[i]
+        assert shown["token_logprobs"][i] == pytest.approx(float(row[token_id]), abs=TOLERANCE)
+        best = row.topk(num_top)
+        expected = best.values.tolist()
+        if token_id not in best.indices:
+            expected.append(float(row[token_id]))
+        values = sorted(shown["top_logprobs"][i].values(), reverse=True)
+        assert values == pytest.approx(expected, abs=TOLERANCE)
+
+
+def check_prompt_logprobs(
+    shown: Sequence[dict[str, Any] | None], prompt: Sequence[int], logprobs: torch.Tensor
+) -> None:
+    """vLLM's `prompt_logprobs`: entry i is of prompt[i], at row i - 1 of `logprobs`."""
+    assert len(shown) == len(prompt)
+    assert shown[0] is None
+    for i, entry in enumerate(shown[1:], 1):
+        row = logprobs[i - 1]
+        assert entry is not None
+        assert str(prompt[i]) in entry
+        assert len(entry) in (NUM_TOP, NUM_TOP + 1)
+        for token_id, value in entry.items():
+            assert value["logprob"] == pytest.approx(float(row[int(token_id)]), abs=TOLERANCE)
+        by_rank = {value["rank"]: value["logprob"] for value in entry.values()}
+        best = row.topk(NUM_TOP).values.tolist()
+        assert [by_rank[rank] for rank in range(1, NUM_TOP + 1)] == pytest.approx(best, abs=TOLERANCE)
+
+
+def check_reply(reply: dict[str, Any], expected: Expected, model: Oracle) -> None:
+    """Tokens, logprobs and prompt logprobs of one greedy reply."""
+    [choice] = reply["choices"]
+    prompt, output = expected
+    assert choice["token_ids"] == output
+    logprobs = model.logprobs(prompt + output)
+    check_legacy(choice["logprobs"], output, logprobs[len(prompt) - 1 :], NUM_TOP)
+    check_prompt_logprobs(choice["prompt_logprobs"], prompt, logprobs)
+
+
+def with_logprobs(workload: Workload) -> Workload:
+    return replace(workload, fields=[{"temperature": 0, "logprobs": NUM_TOP, "prompt_logprobs": NUM_TOP}])
+
+
+def test_logprobs_of_prompts_and_outputs(pair: Running, workload: Workload, model: Oracle) -> None:
+    for _ in range(2):  # what is cached is computed again where its logprobs are asked for
+        replies = complete_all(pair, with_logprobs(workload).bodies)
+        for reply, expected in zip(replies, workload.expected, strict=True):
+            check_reply(reply, expected, model)
+
+
+def test_logprobs_under_preemption_and_in_chunks(workload: Workload, model: Oracle) -> None:
+    with deployed(workload, *TOPOLOGIES["1P1D"], *PREEMPTING) as deployment:
+        replies = complete_all(deployment, with_logprobs(workload).bodies)
+        num_tokens = workload.num_prompt_tokens
+        books = settled_books(deployment, lambda now: min(map(now.total, ("prefill", "decode"))) >= num_tokens)
+    for reply, expected in zip(replies, workload.expected, strict=True):
+        check_reply(reply, expected, model)
+    assert books.of("preemptions", "prefill") > 0
+    assert books.of("preemptions", "decode") > 0
+    assert books.sources("decode")["computed"] == 0
+
+
+def test_logprobs_are_the_models_own_whatever_is_drawn(pair: Running, model: Oracle) -> None:
+    prompt = random_prompt(1, 37)
+    body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "logprobs": 2, "seed": 3}
+    [reply] = complete_all(
+        pair, [{**body, "temperature": 0.6, "top_k": 9, "repetition_penalty": 1.3, "logit_bias": {"40": 4.0}}]
+    )
+    [choice] = reply["choices"]
+    logprobs = model.logprobs(prompt + choice["token_ids"])
+    check_legacy(choice["logprobs"], choice["token_ids"], logprobs[len(prompt) - 1 :], 2)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_echo_shows_the_prompts_logprobs_first(pair: Running, model: Oracle, max_tokens: int) -> None:
+    prompt = random_prompt(2, 33)
+    before = read_books(pair)
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "logprobs": 3}
+    [reply] = complete_all(pair, [{**body, "echo": True}])
+    settled_books(pair, lambda now: (now - before).total("prefill") >= len(prompt))
+    shown = reply["choices"][0]["logprobs"]
+    assert shown["token_logprobs"][0] is None
+    assert shown["top_logprobs"][0] is None
+    behind = {name: values[1:] for name, values in shown.items()}
+    tokens = prompt + reply["choices"][0]["token_ids"]
+    assert len(tokens) == len(prompt) + max_tokens
+    check_legacy(behind, tokens[1:], model.logprobs(tokens), 3)
+
+
+def test_chat_logprobs_name_their_tokens_by_bytes(pair: Running, model: Oracle) -> None:
+    body = {
+        "model": "served",
+        "messages": [{"role": "user", "content": "What follows?"}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "return_token_ids": True,
+        "logit_bias": {"0": -100, "1": -100},
+    }
+    response = httpx.post(pair.url + "/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    reply = response.json()
+    prompt, output = reply["prompt_token_ids"], reply["choices"][0]["token_ids"]
+    logprobs = model.logprobs(prompt + output)[len(prompt) - 1 :]
+    content = reply["choices"][0]["logprobs"]["content"]
+    assert len(content) == len(output) == 8
+    for row, token_id, entry in zip(logprobs, output, content, strict=False):
+        assert entry["logprob"] == pytest.approx(float(row[token_id]), abs=TOLERANCE)
+        top = [alternative["logprob"] for alternative in entry["top_logprobs"]]
+        assert top == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
+        assert bytes(entry["bytes"]) != b""

@@ -1,0 +1,40 @@
+"""Every other model family over prefill and decode engines says what transformers says (F1, F2)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from equality import (
+    PREEMPTING,
+    TOPOLOGIES,
+    Workload,
+    check_decode_computed_nothing,
+    check_undisturbed,
+    deployed,
+    greedy_workload,
+    run_all,
+)
+
+
+@pytest.fixture(scope="module", params=["mistral", "qwen2", "qwen3"])
+def workload(
+    request: pytest.FixtureRequest, hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Workload:
+    return greedy_workload(hf_model(request.param, initializer_range=0.2), tmp_path_factory.mktemp(request.param))
+
+
+def test_first_pass_and_replay(workload: Workload) -> None:
+    with deployed(workload, *TOPOLOGIES["2P4D"]) as deployment:
+        for _ in range(2):
+            books = run_all(deployment, workload)
+            check_decode_computed_nothing(books)
+            check_undisturbed(books)
+
+
+def test_preemption_on_both_sides(workload: Workload) -> None:
+    with deployed(workload, *TOPOLOGIES["1P1D"], *PREEMPTING) as deployment:
+        for _ in range(2):
+            books = run_all(deployment, workload)
+            check_decode_computed_nothing(books)
+            assert books.of("preemptions", "prefill") > 0, books
+            assert books.of("preemptions", "decode") > 0, books

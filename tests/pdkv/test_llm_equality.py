@@ -1,0 +1,95 @@
+"""One engine in this process says what transformers says: every family, in chunks, under preemption, again (F1)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from equality import AMPLE_POOL_BLOCKS, NUM_OUTPUT, SMALL_POOL_BLOCKS, Workload, greedy_workload
+from oracle import Oracle, oracle
+
+from pdkv import LLM, SamplingParams
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model, its oracle and its prompts."""
+
+    workload: Workload
+    oracle: Oracle
+
+    def llm(self, **fields: Any) -> LLM:
+        """An engine with a pool for all prompts, unless told otherwise."""
+        fields = {"kv_cache_memory": AMPLE_POOL_BLOCKS * self.workload.block_bytes, **fields}
+        return LLM(self.workload.path, threads=1, device="cpu", **fields)
+
+    def check(self, llm: LLM, params: SamplingParams = GREEDY) -> list[Any]:
+        """Complete all prompts at once; returns the outputs, which are right."""
+        outputs = llm.generate([e.prompt for e in self.workload.expected], params, progress=False)
+        for output, expected in zip(outputs, self.workload.expected, strict=True):
+            assert output.outputs[0].token_ids == expected.output, f"prompt of {len(expected.prompt)} tokens"
+        return outputs
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(
+    request: pytest.FixtureRequest, hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Family:
+    directory = hf_model(request.param, initializer_range=0.2)
+    return Family(greedy_workload(directory, tmp_path_factory.mktemp(request.param)), oracle(directory))
+
+
+@pytest.mark.parametrize("threshold", [0, 48], ids=["whole", "chunked"])
+def test_first_pass_and_replay(family: Family, threshold: int) -> None:
+    with family.llm(long_prefill_token_threshold=threshold) as llm:
+        first, replay = (family.check(llm) for _ in range(2))
+        assert llm._core.scheduler.num_preemptions == 0
+    num_cached = [sum(output.num_cached_tokens for output in outputs) for outputs in (first, replay)]
+    assert num_cached[1] > num_cached[0]
+
+
+@pytest.mark.parametrize("threshold", [0, 48], ids=["whole", "chunked"])
+def test_preemption(family: Family, threshold: int) -> None:
+    small = SMALL_POOL_BLOCKS * family.workload.block_bytes
+    with family.llm(kv_cache_memory=small, long_prefill_token_threshold=threshold) as llm:
+        family.check(llm)
+        assert llm._core.scheduler.num_preemptions > 0
+        num_preemptions = llm._core.scheduler.num_preemptions
+        family.check(llm)
+        assert llm._core.scheduler.num_preemptions > num_preemptions
+
+
+def test_bigger_blocks_and_small_batches(family: Family) -> None:
+    with family.llm(
+        block_size=32,
+        max_num_seqs=3,
+        max_num_batched_tokens=100,
+        kv_cache_memory=AMPLE_POOL_BLOCKS * family.workload.block_bytes,
+    ) as llm:
+        family.check(llm)
+
+
+def test_logprobs(family: Family) -> None:
+    """In chunks and under preemption."""
+    params = msgspec.structs.replace(GREEDY, logprobs=2, prompt_logprobs=0)
+    fields = {"long_prefill_token_threshold": 48, "kv_cache_memory": SMALL_POOL_BLOCKS * family.workload.block_bytes}
+    with family.llm(**fields) as llm:
+        outputs = family.check(llm, params)
+    for output, (prompt, continuation) in zip(outputs, family.workload.expected, strict=True):
+        tokens = prompt + continuation
+        rows = family.oracle.logprobs(tokens)
+        shown = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+        assert [entry.token_id for entry in shown] == tokens[1:]
+        expected = [float(rows[i, token_id]) for i, token_id in enumerate(tokens[1:])]
+        assert [entry.logprob for entry in shown] == pytest.approx(expected, abs=1e-3)
+        best = rows[len(prompt) - 1 : -1].topk(2)
+        for entry, ids, values in zip(
+            output.outputs[0].logprobs, best.indices.tolist(), best.values.tolist(), strict=True
+        ):
+            assert [i for i, _ in entry.top] == ids
+            assert [value for _, value in entry.top] == pytest.approx(values, abs=1e-3)

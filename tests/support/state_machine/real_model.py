@@ -1,0 +1,93 @@
+"""Worlds on a real model: paged attention over float32 KV, and tokens that transformers says."""
+
+import random
+from functools import cached_property
+from pathlib import Path
+
+from oracle import oracle
+
+from pdkv.config import EngineConfig
+from pdkv.connectors.base import WorkerConnector
+from pdkv.engine.executor import InProcessExecutor
+from pdkv.engine.kv_cache import make_layout
+from pdkv.messages import KVLayout
+from pdkv.model_config import load_model_config
+from state_machine.forward import NUM_FAMILIES, NUM_LENGTHS, Forward
+
+MAX_OUTPUT = 7
+PROMPT_LENGTHS = (1, 3, 15, 16, 17, 24, 31, 32, 33, 40, 48, 49, 62)
+assert len(PROMPT_LENGTHS) == NUM_LENGTHS
+
+
+class RealModel(Forward):
+    """A model directory. Its prompts are such that no near tie decides a token."""
+
+    block_sizes = (16, 16, 32)
+    max_model_len = 80
+    scale = 5
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self._config = load_model_config(model_dir)
+        self.vocab_size = self._config.vocab_size
+        self.eos = frozenset(range(0, self.vocab_size, 23))
+
+    def layout(self, block_size: int) -> KVLayout:
+        return make_layout(self._config, block_size=block_size, dtype="float32")
+
+    def make_executor(
+        self, layout: KVLayout, num_blocks: int, *, max_num_seqs: int, worker: WorkerConnector
+    ) -> InProcessExecutor:
+        config = EngineConfig(
+            model=self._model_dir,
+            dtype="float32",
+            device="cpu",
+            block_size=layout.block_size,
+            kv_cache_memory=num_blocks * layout.block_bytes,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            threads=1,
+        )
+        executor = InProcessExecutor(self._config, config, max_num_batched_tokens=64 * self.scale)
+        assert executor.num_blocks == num_blocks
+        executor.attach(None, worker)
+        return executor
+
+    def prompt(self, family: int, length: int, *, changed: bool) -> list[int]:
+        return self._prompts[family, length, changed]
+
+    def expected(self, prompt: list[int], num_output: int) -> list[int]:
+        return self._outputs[tuple(prompt)][:num_output]
+
+    @cached_property
+    def _outputs(self) -> dict[tuple[int, ...], list[int]]:
+        """What transformers says behind every prompt that a world may use."""
+        outputs = {}
+        for prompt in self._prompts.values():
+            output = oracle(self._model_dir).generate(prompt, MAX_OUTPUT)
+            assert output is not None
+            outputs[tuple(prompt)] = output
+        return outputs
+
+    @cached_property
+    def _prompts(self) -> dict[tuple[int, int, bool], list[int]]:
+        """By (family, length number, changed)."""
+        rng = random.Random(0)
+        prompts = {}
+        for family in range(NUM_FAMILIES):
+            while (drawn := self._draw_family(rng)) is None:
+                pass
+            prompts.update({(family, length, changed): prompt for (length, changed), prompt in drawn.items()})
+        return prompts
+
+    def _draw_family(self, rng: random.Random) -> dict[tuple[int, bool], list[int]] | None:
+        """All prompts of one family; None where a near tie decides one of their tokens."""
+        stem = rng.choices(range(self.vocab_size), k=PROMPT_LENGTHS[-1])
+        prompts = {}
+        for number, length in enumerate(PROMPT_LENGTHS, 1):
+            for changed in (False, True):
+                last = (stem[length - 1] + 17 * changed) % self.vocab_size
+                prompts[number, changed] = [*stem[: length - 1], last]
+        if any(oracle(self._model_dir).generate(prompt, MAX_OUTPUT) is None for prompt in prompts.values()):
+            return None
+        return prompts
