@@ -118,7 +118,7 @@ async def complete(url: str, *, model: str, prompt: list[int], max_tokens: int, 
     transport: asyncio.Transport | None = None
     try:
         loop = asyncio.get_running_loop()
-        transport, stream = await loop.create_connection(lambda: _Stream(reply), where.hostname, where.port)
+        transport, stream = await loop.create_connection(lambda: _Stream(reply), where.hostname or "", where.port or 80)
         transport.write(head.encode() + body)
         await stream.ended
     except OSError as error:

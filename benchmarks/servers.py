@@ -44,11 +44,11 @@ def get(url: str, timeout_s: float = 5.0) -> bytes:
         return data
 
 
-def wait_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path, timeout_s: float = START_TIMEOUT_S) -> None:
+def wait_healthy(url: str, process: "subprocess.Popen[bytes]", timeout_s: float = START_TIMEOUT_S) -> None:
     """Wait for a 200 of /health.
 
     Raises:
-        RuntimeError: the process ended, or the time did; with the end of its log.
+        RuntimeError: the process ended, or the time did.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -56,8 +56,7 @@ def wait_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path, timeou
             get(url + "/health")
             return
         if process.poll() is not None or time.monotonic() > deadline:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-            raise RuntimeError(f"{url} did not become ready (exit status {process.poll()}):\n{tail}")
+            raise RuntimeError(f"{url} did not become ready (exit status {process.poll()})")
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_S)
 
@@ -73,10 +72,17 @@ def running(
             process = _spawn(command, out, Path(folder), environment or {})
         try:
             if wait:
-                wait_healthy(url, process, log)
+                wait_healthy(url, process)
             yield process
+        except Exception as error:
+            error.add_note(f"the end of the log of {url}:\n{_tail(log)}")
+            raise
         finally:
             _end(process)
+
+
+def _tail(log: Path, num_lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
 
 
 def _spawn(

@@ -183,6 +183,7 @@ class PeerArena:
         arrays = TableArrays.over(view[HEADER_BYTES : self.shape.data_offset], self.shape.table)
         self.table = BlockTableReader(arrays, self.shape.table)
         self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only
+        self.is_source = False  # whether hand-offs come from here, so that sooner or later all of the pool is read
         self.num_mapped_bytes = 0  # of the pool, by `map_ahead`
 
     def map_ahead(self) -> bool:

@@ -59,6 +59,7 @@ class _Match(NamedTuple):
     unit: int
     source: Sequence[int]
     generations: Sequence[int]
+    is_handoff: bool = True
 
 
 class SharedMemoryScheduler(SchedulerConnector):
@@ -113,6 +114,7 @@ class SharedMemoryScheduler(SchedulerConnector):
             source=match.source[:num_sources],
             generations=match.generations[:num_sources],
             block_ids=list(block_ids[match.start // self._block_size : -(-stop // self._block_size)]),
+            is_handoff=match.is_handoff,
         )
         self._loading.add(key)
         return None
@@ -186,7 +188,7 @@ class SharedMemoryScheduler(SchedulerConnector):
                 count = (end - start) // HASH_BLOCK_SIZE
                 best = _Match(
                     engine, epoch, start, end, HASH_BLOCK_SIZE,
-                    found.units[:count].tolist(), found.generations[:count].tolist(),
+                    found.units[:count].tolist(), found.generations[:count].tolist(), is_handoff=False,
                 )  # fmt: skip
                 best = _in_whole_blocks(best, peer.header.layout.block_size)
         return best

@@ -50,6 +50,7 @@ class BlockLoad(msgspec.Struct, frozen=True):
     source: Sequence[int]  # block * (peer's block size / unit) + position; the first one holds token `start`
     generations: Sequence[int]  # of each entry's block when it was promised
     block_ids: Sequence[int]  # the first one holds token `start`
+    is_handoff: bool = True  # else it was found by its content
 
 
 class SharedMemoryMetadata(KVConnectorMetadata, kw_only=True):
@@ -219,6 +220,7 @@ class SharedMemoryWorker(WorkerConnector):
         if not load.source:
             raise KVNotFound("no engine was found to have the blocks")
         peer = self._peers.get(load.engine, load.epoch)
+        peer.is_source = peer.is_source or load.is_handoff
         units_per_block = peer.header.layout.block_size // load.unit
         blocks = as_ids(load.source) // units_per_block
         expected = as_ids(load.generations)

@@ -1,4 +1,4 @@
-"""Which peers' arenas can be used: cards in, mappings out, opened on first use."""
+"""Which peers' arenas can be used: cards in, mappings out, opened when they are asked for first."""
 
 import logging
 import threading
@@ -130,9 +130,9 @@ class PeerArenas:
             return arena
 
     def map_ahead(self) -> bool:
-        """Map some more of a pool that was opened; False: nothing is left to do."""
+        """Map some more of a source's pool; False: nothing is left to do."""
         with self._lock:
-            arenas = list(self._open.values())
+            arenas = [arena for arena in self._open.values() if arena.is_source]
         return any(arena.map_ahead() for arena in arenas)
 
     def clear(self) -> None:

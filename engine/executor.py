@@ -12,6 +12,7 @@ from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory
 from pdkv.engine.kv_cache import allocate_pool, check_pool, kv_cache_bytes, make_layout, num_blocks_that_fit
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.runner import ModelRunner
+from pdkv.engine.threads import StepThreads
 from pdkv.errors import ConfigError
 from pdkv.messages import EngineCard
 from pdkv.model_config import ModelConfig, resolve_max_model_len
@@ -82,6 +83,7 @@ class InProcessExecutor(Executor):
         self.num_blocks = num_blocks_that_fit(
             self.layout, kv_cache_bytes(self._model, config, min(max_num_batched_tokens, self.max_model_len))
         )
+        self._threads = StepThreads(model_config, dtype, torch.get_num_threads()) if self.device.type == "cpu" else None
         self._runner: ModelRunner | None = None
         self._worker: WorkerConnector | None = None
 
@@ -104,6 +106,8 @@ class InProcessExecutor(Executor):
 
     def execute(self, plan: StepPlan) -> StepOutput:
         assert self._runner is not None, "attach comes first"
+        if self._threads is not None:
+            self._threads.use_for(plan.num_tokens)
         return self._runner.execute(plan)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:

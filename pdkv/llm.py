@@ -73,7 +73,7 @@ class _Choice:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    sources: SourceCounts = SourceCounts()
+    sources: SourceCounts = dataclasses.field(default_factory=SourceCounts)
     siblings: "list[_Choice]" = dataclasses.field(default_factory=list)  # start when this one has its first token
 
     def push(self, tokens: Tokens) -> bool:

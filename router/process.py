@@ -61,8 +61,9 @@ def run_router(
 ) -> int:
     """Serve until SIGTERM, or until the writer of the lifeline is gone; call it in the main thread.
 
-    `listen_fd` is a bound, listening TCP socket. `on_ready` is called once: when every engine has been ready, or without
-    `await_all` when a prompt can be run and decoded. Who asks earlier is served, or gets a 503 where an engine is missing.
+    `listen_fd` is a bound, listening TCP socket. `on_ready` is called once: when every engine has been ready, or
+    without `await_all` when a prompt can be run and decoded. Requests before that are answered with 503 where they
+    lack an engine.
 
     Returns:
         The exit code, 0.

@@ -3,8 +3,6 @@
 import logging
 import sys
 
-LEVELS = ("debug", "info", "warning", "error")
-
 
 def configure_logging(process: str, level: str) -> None:
     """Send this process's log records to stderr as `time level process: message`. Called by process mains only."""

@@ -213,7 +213,7 @@ def test_everything_is_given_back() -> None:
     request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
     decode.start(request, [0, 1, 2], 0)
     assert decode.outcome(request).code == ""
-    assert _resources()[1] == alone[1] + 2  # each side's view of the peer
+    assert _resources()[1] == alone[1] + 1  # both sides have one view of the peer
     decode.meet()
     assert _resources() == alone
     prefill.close()

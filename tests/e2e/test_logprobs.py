@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 from deployments import Running
-from equality import PREEMPTING, TOPOLOGIES, Workload, deployed
+from equality import NUM_OUTPUT, PREEMPTING, TOPOLOGIES, Workload, deployed
 from oracle import Expected, Oracle, oracle
 from prompt_set import forty_prompts
 from serving_checks import complete_all, read_books, serve_directory, settled_books
@@ -33,7 +33,7 @@ def model(model_dir: Path) -> Oracle:
 @pytest.fixture(scope="module")
 def workload(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Workload:
     path = serve_directory(model_dir, tmp_path_factory.mktemp("logprobs"))
-    return Workload(path, forty_prompts(model_dir, 40))
+    return Workload(path, forty_prompts(model_dir, NUM_OUTPUT))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from equality import (
     TOPOLOGIES,
     Workload,
     check_decode_computed_nothing,
+    check_preempted,
     check_undisturbed,
     deployed,
     greedy_workload,
@@ -41,11 +42,7 @@ def test_first_pass_and_replay(workload: Workload, topology: str, chunks: tuple[
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_preemption_on_both_sides(workload: Workload, topology: str) -> None:
     with deployed(workload, *TOPOLOGIES[topology], *PREEMPTING) as deployment:
-        for _ in range(2):
-            books = run_all(deployment, workload)
-            check_decode_computed_nothing(books)
-            assert books.of("preemptions", "prefill") > 0, books
-            assert books.of("preemptions", "decode") > 0, books
+        check_preempted(run_all(deployment, workload), run_all(deployment, workload))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

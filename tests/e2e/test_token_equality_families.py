@@ -9,6 +9,7 @@ from equality import (
     TOPOLOGIES,
     Workload,
     check_decode_computed_nothing,
+    check_preempted,
     check_undisturbed,
     deployed,
     greedy_workload,
@@ -33,8 +34,4 @@ def test_first_pass_and_replay(workload: Workload) -> None:
 
 def test_preemption_on_both_sides(workload: Workload) -> None:
     with deployed(workload, *TOPOLOGIES["1P1D"], *PREEMPTING) as deployment:
-        for _ in range(2):
-            books = run_all(deployment, workload)
-            check_decode_computed_nothing(books)
-            assert books.of("preemptions", "prefill") > 0, books
-            assert books.of("preemptions", "decode") > 0, books
+        check_preempted(run_all(deployment, workload), run_all(deployment, workload))

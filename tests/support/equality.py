@@ -12,7 +12,7 @@ from oracle import Expected
 from prompt_set import forty_prompts
 from serving_checks import Books, complete_all, read_books, serve_directory, settled_books
 
-NUM_OUTPUT = 40
+NUM_OUTPUT = 56
 
 CHUNKED = ("--long-prefill-token-threshold", "48")
 SMALL_PREFILL_POOL = ("--prefill-kv-cache-memory", "{small}")
@@ -22,7 +22,7 @@ SMALL_DECODE_POOL = ("--decode-kv-cache-memory", "{small}")
 PREEMPTING = (*SMALL_PREFILL_POOL, *SMALL_DECODE_POOL, *CHUNKED, "--max-leased-fraction", "4")
 """Chunks, and no cap on prompts in the making: each finds room when it begins, and not all do when they go on."""
 
-SMALL_POOL_BLOCKS = 44  # the longest prompt and its output take 40
+SMALL_POOL_BLOCKS = 44  # the longest prompt and its output take 41
 AMPLE_POOL_BLOCKS = 800
 
 TOPOLOGIES = {"1P1D": ("--prefill", "1", "--decode", "1"), "2P4D": ("--prefill", "2", "--decode", "4")}
@@ -120,3 +120,11 @@ def check_undisturbed(books: Books) -> None:
         assert books.of("preemptions", role) == 0, books
         assert books.sources(role)["recomputed"] == 0, books
         assert books.of("kv_load_failures", role) == 0, books
+
+
+def check_preempted(*passes: Books) -> None:
+    """Both sides were short of blocks, decode was short of nothing else."""
+    for books in passes:
+        check_decode_computed_nothing(books)
+    for role in ("prefill", "decode"):
+        assert sum(books.of("preemptions", role) for books in passes) > 0, passes

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 REQUEST_BOUND_S = 300.0
 REST_BOUND_S = 60.0
+POLL_S = 0.02
 SOURCES = ("computed", "recomputed", "local_hit", "remote", "store")
 
 Metrics = dict[tuple[str, ...], int]
@@ -34,7 +35,7 @@ def complete_all(deployment: Running, bodies: Sequence[dict[str, Any]]) -> list[
 
     async def run() -> list[dict[str, Any]]:
         limits = httpx.Limits(max_connections=len(bodies))
-        async with httpx.AsyncClient(timeout=REQUEST_BOUND_S, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=REQUEST_BOUND_S, limits=limits, verify=False) as client:
             posts = [
                 client.post(deployment.url + "/v1/completions", json={"model": "served", "return_token_ids": True, **b})
                 for b in bodies
@@ -71,8 +72,12 @@ class Books:
 
 def read_books(deployment: Running) -> Books:
     """The counters as they are now."""
+    return _parse_books(deployment.get("/metrics").text)
+
+
+def _parse_books(text: str) -> Books:
     counts: Counter[tuple[str, ...]] = Counter()
-    for family in text_string_to_metric_families(deployment.get("/metrics").text):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if not sample.name.startswith("pdkv_engine_") or not sample.name.endswith("_total"):
                 continue
@@ -83,9 +88,9 @@ def read_books(deployment: Running) -> Books:
     return Books(dict(counts))
 
 
-def at_rest(deployment: Running) -> bool:
-    """Whether no engine has a request, and every block is free or cached."""
-    for engine in deployment.get("/topology").json()["engines"]:
+def at_rest(engines: Sequence[dict[str, Any]]) -> bool:
+    """Whether no engine of /topology has a request, and every block is free or cached."""
+    for engine in engines:
         blocks = engine["blocks"]
         if engine["waiting"] or engine["running"] or blocks["free"] + blocks["cached"] != blocks["total"]:
             return False
@@ -95,10 +100,12 @@ def at_rest(deployment: Running) -> bool:
 def settled_books(deployment: Running, done: Callable[[Books], bool]) -> Books:
     """The books when everything is at rest and `done`: an engine's report may come after the last reply."""
     deadline = time.monotonic() + REST_BOUND_S
-    while True:
-        rest, books = at_rest(deployment), read_books(deployment)
-        if rest and done(books):
-            return books
-        if time.monotonic() > deadline:
-            topology = deployment.get("/topology").json()
-            raise AssertionError(f"not settled: {books}\n{topology}\n{deployment.log}")
+    with httpx.Client(base_url=deployment.url, timeout=REQUEST_BOUND_S, verify=False) as client:
+        while True:
+            engines = client.get("/topology").json()["engines"]
+            books = _parse_books(client.get("/metrics").text)
+            if at_rest(engines) and done(books):
+                return books
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not settled: {books}\n{engines}\n{deployment.log}")
+            time.sleep(POLL_S)

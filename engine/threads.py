@@ -1,0 +1,35 @@
+"""How many threads compute a step on CPU: all of them only where a layer is work enough to be shared."""
+
+import torch
+
+from pdkv.model_config import DTYPE_BYTES, ModelConfig
+
+_SHARED_FLOPS = 200_000_000
+"""Multiplications and additions of one layer's products from which a second thread gains more than its waking costs."""
+
+_SHARED_BYTES = 8 << 20
+"""Weights of one layer that are worth reading with several threads even for a single token: no longer in a cache."""
+
+
+class StepThreads:
+    """Sets torch's threads before each step. A function of the step's size alone: equal steps run equally."""
+
+    def __init__(self, config: ModelConfig, dtype: str, num_threads: int) -> None:
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
+        num_weights = config.hidden_size * (heads + 3 * config.intermediate_size)
+        self._num_threads = num_threads
+        self._least_tokens = -(-_SHARED_FLOPS // (2 * num_weights))
+        if num_weights * DTYPE_BYTES[dtype] >= _SHARED_BYTES:
+            self._least_tokens = 0
+        self._now = num_threads
+
+    def count(self, num_tokens: int) -> int:
+        """Threads for a step of that many tokens."""
+        return self._num_threads if num_tokens >= self._least_tokens else 1
+
+    def use_for(self, num_tokens: int) -> None:
+        """Take that many threads from now on."""
+        count = self.count(num_tokens)
+        if count != self._now:
+            self._now = count
+            torch.set_num_threads(count)
