@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Coroutine, Sequence
+from statistics import mean
 from typing import Any, NamedTuple
 
 import uvloop
@@ -68,7 +69,28 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
-def summarize(replies: Sequence[Reply], wall_s: float) -> dict[str, Any]:
+class Rates(NamedTuple):
+    """Throughput of a run; `concurrency` is the mean number of requests in flight (Little's law)."""
+
+    requests_s: float
+    input_tok_s: float
+    output_tok_s: float
+    total_tok_s: float
+    concurrency: float
+
+
+def rates(num_requests: int, wall_s: float, input_tokens: int, output_tokens: int, mean_latency_s: float) -> Rates:
+    """What `num_requests` requests within `wall_s` seconds come to."""
+    return Rates(
+        num_requests / wall_s,
+        input_tokens / wall_s,
+        output_tokens / wall_s,
+        (input_tokens + output_tokens) / wall_s,
+        num_requests * mean_latency_s / wall_s,
+    )
+
+
+def summarize(replies: Sequence[Reply], wall_s: float, input_len: int) -> dict[str, Any]:
     """Throughput over the whole run, latencies over the replies that are complete. Times in ms."""
     good = [reply for reply in replies if reply.ok]
     report: dict[str, Any] = {"ok": len(good), "failed": len(replies) - len(good), "wall_s": round(wall_s, 3)}
@@ -77,7 +99,9 @@ def summarize(replies: Sequence[Reply], wall_s: float) -> dict[str, Any]:
     if not good:
         return report
     num_tokens = sum(reply.num_tokens for reply in good)
-    report |= {"tokens": num_tokens, "output_tok_s": round(num_tokens / wall_s, 1)}
+    latency_s = mean(reply.stamps[-1] - reply.sent for reply in good)
+    found = rates(len(good), wall_s, len(good) * input_len, num_tokens, latency_s)
+    report |= {"tokens": num_tokens} | {name: round(value, 2) for name, value in found._asdict().items()}
     series = {
         "ttft": [reply.ttft for reply in good],
         "tpot": [reply.tpot for reply in good],
@@ -98,7 +122,7 @@ def measure(url: str, model: str, workload: Workload) -> dict[str, Any]:
         RuntimeError: a request failed; a figure over what is left would be wrong.
     """
     replies, wall_s = run(send_all(url, model, workload))
-    report = summarize(replies, wall_s)
+    report = summarize(replies, wall_s, workload.input_len)
     if report["failed"]:
         raise RuntimeError(f"{report['failed']} of {len(replies)} requests to {url} failed: {report['first_error']}")
     return report
@@ -119,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lengths = (options.output_len[0], options.output_len[-1])
     workload = Workload(options.requests, options.input_len, lengths, options.concurrency, options.rate, options.seed)
     replies, wall_s = run(send_all(options.url, options.model, workload))
-    report = summarize(replies, wall_s)
+    report = summarize(replies, wall_s, workload.input_len)
     print(json.dumps(report, indent=2))
     return 1 if report["failed"] else 0
 

@@ -127,11 +127,7 @@ class Running:
             psutil.wait_procs(rest, timeout=STOP_BOUND_S)
             rest = self.survivors()
         names = [f"{process.pid} {process.name()}" for process in rest]
-        self.kill_all()
-        self._reader.join()
-        for pipe in (self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            pipe.close()
+        self.discard()
         assert not names, f"left behind: {names}\n{self.log}"
         if not killed:
             assert not list(self.directory.iterdir())
@@ -147,8 +143,17 @@ class Running:
                     found.append(process)
         return found
 
+    def discard(self) -> None:
+        """End what a failed test left, and close the pipes: they would warn in another test. Idempotent."""
+        self.kill_all()
+        self.process.wait(timeout=STOP_BOUND_S)
+        self._reader.join()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
     def kill_all(self) -> None:
-        """End what a failed test left."""
+        """Kill every process of the launch."""
         for process in self.survivors():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -176,5 +181,5 @@ def launches(model: Path) -> Iterator[Launch]:
                 assert deployment.stop() == 0, deployment.log
     finally:
         for deployment in running:
-            deployment.kill_all()
+            deployment.discard()
         shutil.rmtree(directory, ignore_errors=True)

@@ -85,7 +85,7 @@ def run_all(deployment: Running, workload: Workload) -> Books:
     roles = {role for _, role, *_ in before.counts}
     books = settled_books(deployment, lambda now: all((now - before).total(r) >= num_tokens for r in roles)) - before
     assert all(books.total(role) == num_tokens for role in roles), books
-    assert books.of("kv_load_failures", "decode") == 0, books
+    assert "KV load from" not in deployment.log, deployment.log  # the router's word for a hand-off that failed
     computed = sum(books.sources(role)[s] for role in ("prefill", "any") for s in ("computed", "recomputed"))
     cached = sum(reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies)
     assert cached == num_tokens - computed, books
@@ -115,7 +115,7 @@ def check_decode_computed_nothing(books: Books) -> None:
 
 
 def check_undisturbed(books: Books) -> None:
-    """Nothing was preempted, and nothing computed again."""
+    """Nothing was preempted, nothing computed again, and no load failed (a cache may lose what it promised)."""
     for role in ("prefill", "decode", "any"):
         assert books.of("preemptions", role) == 0, books
         assert books.sources(role)["recomputed"] == 0, books

@@ -46,6 +46,7 @@ class Oracle:
     def __init__(self, model_dir: Path) -> None:
         import transformers
 
+        torch.set_num_threads(1)  # threads that spin cost the engines under test their cores
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, attn_implementation="eager"
         )

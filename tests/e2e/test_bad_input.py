@@ -1,0 +1,266 @@
+"""What cannot work is one clear error that names the value, and does no harm: over HTTP and at the start."""
+
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from deployments import Launch, Running
+
+from pdkv.cli import main
+
+MAX_MODEL_LEN = 1024
+VOCABULARY = 384
+USER = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def deployment(module_launch: Launch) -> Iterator[Running]:
+    deployment = module_launch("--prefill", "1", "--decode", "1")
+    before = deployment.pids(), steps_taken(deployment)
+    yield deployment
+    assert (deployment.pids(), steps_taken(deployment)) == before, "a bad request reached an engine"
+    assert deployment.complete("x").status_code == 200
+
+
+def steps_taken(deployment: Running) -> list[str]:
+    """The engines' counters of steps that had tokens to compute."""
+    lines = deployment.get("/metrics").text.splitlines()
+    return [line for line in lines if line.startswith("pdkv_engine_prompt_tokens_total")]
+
+
+def error_of(reply: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a reply, which has OpenAI's shape."""
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    [(name, error)] = reply.json().items()
+    assert name == "error"
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "param", "words"),
+    [
+        ("completions", {"model": "other"}, 404, "model", "'other'"),
+        ("completions", {"model": 7}, 400, "model", "int"),
+        ("completions", {"prompt": ""}, 400, "prompt", "empty"),
+        ("completions", {"prompt": ["a", ""]}, 400, "prompt", "empty"),
+        ("completions", {"prompt": []}, 400, "prompt", "empty"),
+        ("completions", {"prompt": {"a": 1}}, 400, "prompt", "object"),
+        ("completions", {"prompt": [5, VOCABULARY]}, 400, "prompt", str(VOCABULARY)),
+        ("completions", {"prompt": [-1]}, 400, "prompt", "-1"),
+        ("completions", {"prompt": "x" * MAX_MODEL_LEN}, 400, "prompt", f"{MAX_MODEL_LEN} tokens"),
+        ("completions", {"prompt": "x" * 100_000}, 400, "prompt", "100000 tokens"),
+        ("completions", {"prompt": "x" * 1000, "max_tokens": 25}, 400, "max_tokens", "max_tokens is 25"),
+        ("completions", {"max_tokens": "many"}, 400, "max_tokens", "str"),
+        ("completions", {"max_tokens": -1}, 400, "max_tokens", "-1"),
+        ("completions", {"temperature": 9}, 400, "temperature", "9"),
+        ("completions", {"n": 1000}, 400, "n", "1000"),
+        ("completions", {"stop_token_ids": [VOCABULARY]}, 400, "stop_token_ids", str(VOCABULARY)),
+        ("completions", {"logit_bias": {"9999": 1}}, 400, "logit_bias", "9999"),
+        ("completions", {"stream": "yes"}, 400, "stream", "str"),
+        ("completions", {"best_of": 3}, 400, "best_of", "not supported"),
+        ("completions", {"colour": "red"}, 400, "colour", "not a known field"),
+        ("chat/completions", {"model": "other"}, 404, "model", "'other'"),
+        ("chat/completions", {"messages": []}, 400, "messages", "empty"),
+        ("chat/completions", {"messages": "hi"}, 400, "messages", "array"),
+        ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role", "king"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "required"),
+        ("chat/completions", {"messages": [{**USER[0], "content": "x" * 2000}]}, 400, "messages", "tokens"),
+        ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ],
+)  # fmt: skip
+def test_a_request_that_cannot_work_names_its_field(
+    deployment: Running, path: str, fields: dict[str, Any], status: int, param: str, words: str
+) -> None:
+    body = {"model": "served", **({"prompt": "x"} if path == "completions" else {"messages": USER}), **fields}
+    error = error_of(httpx.post(f"{deployment.url}/v1/{path}", json=body), status)
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"model": "served", "prompt": "x"', "not valid JSON"),
+        (b'{"model": "served", "prompt": "\xff"}', "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[]", "object"),
+        (b'"x"', "object"),
+        (b"{}", "model is required"),
+        (b'{"model": "served"}', "prompt is required"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(deployment: Running, content: bytes, words: str) -> None:
+    headers = {"content-type": "application/json"}
+    reply = httpx.post(f"{deployment.url}/v1/completions", content=content, headers=headers)
+    assert words in error_of(reply, 400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "words"),
+    [
+        ("POST", "/v1/embeddings", {}, 404, "/v1/embeddings"),
+        ("GET", "/v1/completions", {}, 405, "GET"),
+        ("GET", "/v1/models/other", {}, 404, "'other'"),
+        ("POST", "/v1/completions", {"content-type": "text/plain"}, 415, "'text/plain'"),
+        ("POST", "/v1/completions", {"x-pd-timeout-s": "soon"}, 400, "'soon'"),
+        ("POST", "/v1/completions", {"x-request-id": "i" * 1000}, 400, "x-request-id"),
+    ],
+)
+def test_a_wrong_path_method_or_header_is_named(
+    deployment: Running, method: str, path: str, headers: dict[str, str], status: int, words: str
+) -> None:
+    body = json.dumps({"model": "served", "prompt": "x"}) if method == "POST" else None
+    headers = {"content-type": "application/json", **headers}
+    reply = httpx.request(method, deployment.url + path, content=body, headers=headers)
+    assert words in error_of(reply, status)["message"]
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(deployment: Running) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {64 << 20}\r\n\r\n"
+    host, port = deployment.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_what_is_no_http_is_refused(deployment: Running) -> None:
+    host, port = deployment.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+# --- at the start -------------------------------------------------------------------------------------------------
+
+Break = Callable[[Path], object]
+
+
+@pytest.fixture
+def broken_copy(served_model: Path, tmp_path: Path) -> Callable[[Break], Path]:
+    """Makes a copy of the model and breaks it."""
+
+    def make(break_it: Break) -> Path:
+        path = tmp_path / "broken"
+        shutil.copytree(served_model, path)
+        break_it(path)
+        return path
+
+    return make
+
+
+def remove(name: str) -> Break:
+    return lambda path: (path / name).unlink()
+
+
+def write(name: str, text: str) -> Break:
+    return lambda path: (path / name).write_text(text)
+
+
+def truncate(name: str) -> Break:
+    return lambda path: (path / name).write_bytes((path / name).read_bytes()[:1000])
+
+
+def configure(**fields: Any) -> Break:
+    """Changes fields of config.json; None removes one."""
+
+    def change(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text()) | fields
+        kept = {name: value for name, value in config.items() if value is not None}
+        (path / "config.json").write_text(json.dumps(kept))
+
+    return change
+
+
+def split_weights(path: Path) -> None:
+    """Two files by the index, of which one is there."""
+    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    weight_map = {"model.norm.weight": "model-00002-of-00002.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (shutil.rmtree, ["broken does not exist"]),
+        (remove("config.json"), ["config.json", "no such file"]),
+        (truncate("config.json"), ["config.json", "JSON"]),
+        (write("config.json", "[]"), ["config.json"]),
+        (configure(architectures=["MambaForCausalLM"]), ["'MambaForCausalLM'", "LlamaForCausalLM"]),
+        (configure(hidden_size=None), ["config.json", "'hidden_size' is missing"]),
+        (configure(hidden_size="64"), ["config.json", "'hidden_size'", "'64'"]),
+        (configure(num_key_value_heads=3), ["num_key_value_heads", "3"]),
+        (configure(rope_scaling={"rope_type": "yarn", "factor": 4.0}), ["yarn"]),
+    ],
+)
+def test_a_broken_configuration_is_named_before_anything_starts(
+    broken_copy: Callable[[Break], Path], break_it: Break, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--model", str(broken_copy(break_it)), "--port", "0"]) == 2
+    check_message(capsys.readouterr().err.splitlines(), words)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (remove("model.safetensors"), ["broken", "safetensors"]),
+        (truncate("model.safetensors"), ["model.safetensors", "cannot be read"]),
+        (split_weights, ["model-00002-of-00002.safetensors"]),
+        (configure(intermediate_size=128), ["gate_proj.weight", "(160, 64)", "(128, 64)"]),
+        (remove("tokenizer.json"), ["broken", "tokenizer.json is missing"]),
+        (truncate("tokenizer.json"), ["tokenizer.json", "broken"]),
+        (write("chat_template.jinja", "{% for x in %}"), ["chat template"]),
+    ],
+)
+def test_what_a_child_finds_broken_is_named_and_ends_the_launch(
+    launch: Launch, broken_copy: Callable[[Break], Path], break_it: Break, words: list[str]
+) -> None:
+    deployment = launch("--model", str(broken_copy(break_it)), wait=False)
+    assert deployment.finish() == 2
+    assert "Traceback" not in deployment.log
+    check_message(deployment.lines[-1:], words)
+
+
+def check_message(lines: list[str], words: list[str]) -> None:
+    """One line that says what is wrong."""
+    [line] = lines
+    assert line.startswith("pd: error: ")
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-cache-memory", "1KiB"], ["kv-cache-memory"]),
+        (["--max-model-len", "2048"], ["2048", "1024"]),
+        (["--device", "cuda:99"], ["cuda:99"]),
+        (["--cpu-bind", "9999"], ["9999"]),
+        (["--decode-dtype", "bfloat16"], ["KV layout", "prefill-0", "decode-0"]),
+        (["--connector", "teleport"], ["'teleport'", "shared_memory"]),
+        (["--connector-config", "speed=9"], ["'speed'", "io_threads"]),
+        (["--connector-config", "io_threads=none"], ["io_threads", "'none'"]),
+    ],
+)
+def test_flags_that_do_not_fit_the_model_or_the_machine(launch: Launch, flags: list[str], words: list[str]) -> None:
+    deployment = launch(*flags, wait=False)
+    assert deployment.finish() == 2
+    assert "Traceback" not in deployment.log
+    check_message(deployment.lines[-1:], words)
+
+
+def test_a_port_in_use_is_named(deployment: Running, served_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = deployment.url.rpartition(":")[2]
+    assert main(["launch", "--model", str(served_model), "--port", port]) == 2
+    check_message(capsys.readouterr().err.splitlines(), [f"127.0.0.1:{port}", "in use"])
+    assert deployment.get("/health").status_code == 200
