@@ -191,8 +191,11 @@ def _architecture(fields: _Fields) -> tuple[str, _Family]:
 
 
 def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
-    """Base and scaling; transformers 5 writes both under `rope_parameters`, earlier ones side by side."""
-    values = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+    """Base and scaling; transformers 5 writes both under `rope_parameters`, earlier ones side by side.
+
+    As in transformers, a `rope_scaling` that is there replaces `rope_parameters`.
+    """
+    values = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
     if not isinstance(values, dict):
         raise ModelError(f"{fields.path}: RoPE parameters must be an object, got {values!r}")
     rope = _Fields(fields.path, values)
