@@ -33,4 +33,4 @@ def _effort(size: str, concurrency: int, quick: bool) -> tuple[int, int]:
         return concurrency, 1
     if size == "tiny":
         return 8 * concurrency, 5
-    return (2 * concurrency, 2) if concurrency > 1 else (6, 3)
+    return (concurrency, 3) if concurrency > 1 else (4, 3)

@@ -43,7 +43,7 @@ def run(context: Context, size: str) -> list[Claim]:
         interval_s = TINY_INTERVAL_S if size == "tiny" else 2 * _seconds_per_prompt(split)
         split_gaps = _all_gaps(split, interval_s, seconds)
     with pdkv(model, prefill=0, decode=1, options=memory) as aggregated:
-        aggregated_gaps = _all_gaps(aggregated, interval_s, seconds / 3)
+        aggregated_gaps = _all_gaps(aggregated, interval_s, seconds / 4)
     claims = []
     for output_len in (1, 64):
         ratio = split_gaps[output_len] / split_gaps[0]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 _POLL_S = 0.05
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

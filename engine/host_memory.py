@@ -10,8 +10,8 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_UP_TO_BYTES = 1 << 30
 
-_COMPILED_KERNELS = 64
-"""Enough for the shapes of a few steps; compiling one again takes 0.2 ms."""
+_COMPILED_KERNELS = 32
+"""Enough for the shapes of a few steps; compiling one again takes 0.2 ms. `ModelRunner.warm_up` makes that many."""
 
 
 def keep_freed_memory() -> bool:

@@ -13,6 +13,9 @@ from pdkv.messages import TokenLogprob
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.sampling_params import SamplingParams
 
+_WARM_UP_REQUESTS = 6
+"""Four layers' products and the logits', for each number of them and for a prompt: more than 32 kernels."""
+
 
 class ModelRunner:
     """Runs steps over a persistent batch. Not thread-safe; `kv_pool` as in `pool_shape`, on the model's device."""
@@ -29,6 +32,7 @@ class ModelRunner:
         self._model = model
         self._kv_pool = kv_pool
         self._worker = worker
+        self._max_num_seqs = max_num_seqs
         self._batch = PersistentBatch(max_num_seqs, max_model_len, kv_pool.shape[4])
         self._attention = make_backend(kv_pool, model.num_heads)
         config = model.config
@@ -36,14 +40,24 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs(model, self._sampling)
 
     def warm_up(self) -> None:
-        """A prefill and a decode step in blocks that nobody uses yet, so that the first request waits for no kernel."""
-        key, worker, self._worker = ("warm-up", 0), self._worker, None
+        """A prompt and then decodes of 1, 2, 3 … requests, in blocks that nobody uses yet.
+
+        So the first requests wait for no kernel, and the memory of compiled kernels is taken now and not bit by bit.
+        """
+        worker, self._worker = self._worker, None
         num_tokens = min(16, self._kv_pool.shape[0] * self._kv_pool.shape[4] - 1)
         blocks = list(range(-(-(num_tokens + 1) // self._kv_pool.shape[4])))
-        request = NewRequest(key, 0, [0] * num_tokens, [], SamplingParams(temperature=0.0), blocks)
-        self.execute(StepPlan(0, [request], [ScheduledRequest(key, 0, num_tokens, [], True)], []))
-        self.execute(StepPlan(1, [], [ScheduledRequest(key, num_tokens, 1, [], True)], []))
-        self.execute(StepPlan(2, [], [], [key]))
+        params = SamplingParams(temperature=0.0)
+        requests = [
+            NewRequest(("warm-up", i), 0, [0] * num_tokens, [], params, blocks)
+            for i in range(min(_WARM_UP_REQUESTS, self._max_num_seqs))
+        ]
+        keys = [request.key for request in requests]
+        self.execute(StepPlan(0, requests, [ScheduledRequest(keys[0], 0, num_tokens, [], True)], []))
+        for count in range(1, len(keys) + 1):
+            decodes = [ScheduledRequest(key, num_tokens - 1, 1, [], True) for key in keys[:count]]
+            self.execute(StepPlan(count, [], decodes, []))
+        self.execute(StepPlan(len(keys) + 1, [], [], keys))
         self._worker = worker
 
     @torch.inference_mode()
