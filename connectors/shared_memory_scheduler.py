@@ -141,6 +141,8 @@ class SharedMemoryScheduler(SchedulerConnector):
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
         self._peers.replace(cards)
+        for peer in self._peers.incarnations():  # now, so that what is open does not depend on the traffic
+            self._open(*peer)
 
     def shutdown(self) -> None:
         self._peers.clear()

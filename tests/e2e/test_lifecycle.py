@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 from deployments import Launch, Running
-from traffic import Answer, Ask, client_of, holdings, send_all, wait_for_rest, wait_until_true
+from traffic import Answer, Ask, client_of, connections, holdings, send_all, wait_for_rest, wait_until_true
 
 MAX_GROWTH = 1.02
+MAX_GROWTH_OF_ONE = 1.05  # process: a batch that happens to be the largest so far costs an engine some MB
 AT_ONCE = 16
 NUM_PROMPTS = 40
 LENGTHS = (5, 16, 47, 120, 300)  # tokens
@@ -50,7 +51,6 @@ class Soak:
         self.rng = random.Random(8)
         self.prompts = draw_prompts(self.rng)
         self.ends: Counter[str] = Counter()
-        self.quiet = holdings(deployment).descriptors
         self.expected = dict(zip(self.prompts, self.ask_for_all(at_once=NUM_PROMPTS), strict=True))
 
     def ask_for_all(self, *, at_once: int) -> list[list[int]]:
@@ -69,10 +69,7 @@ class Soak:
 
         answers = asyncio.run(send_them())
         wait_for_rest(self.deployment)
-        [router] = (name for name in self.quiet if name.startswith("pd router"))
-        wait_until_true(
-            lambda: holdings(self.deployment).descriptors[router] == self.quiet[router], "no connection to the router"
-        )
+        wait_until_true(lambda: not connections(self.deployment), "no client's connection")
         return answers
 
     def run(self, count: int, *, at_once: int) -> None:
@@ -93,7 +90,7 @@ class Soak:
 @pytest.mark.slow  # not stable yet: resident memory and the router's last connections settle too late on a busy machine
 def test_500_requests_with_aborts_disconnects_and_tiny_deadlines(deployment: Running) -> None:
     soak = Soak(deployment)
-    soak.run(100 - NUM_PROMPTS, at_once=100)
+    soak.run(100 - NUM_PROMPTS, at_once=AT_ONCE)
     after_100 = holdings(deployment)
     soak.run(400, at_once=AT_ONCE)
     after_500 = holdings(deployment)
@@ -102,5 +99,6 @@ def test_500_requests_with_aborts_disconnects_and_tiny_deadlines(deployment: Run
     assert after_500.descriptors == after_100.descriptors
     assert after_500.mappings == after_100.mappings
     assert after_500.shared_memory_files == after_100.shared_memory_files
+    assert sum(after_500.resident.values()) <= MAX_GROWTH * sum(after_100.resident.values())
     growth = {name: after_500.resident[name] / size for name, size in after_100.resident.items()}
-    assert max(growth.values()) <= MAX_GROWTH, growth
+    assert max(growth.values()) <= MAX_GROWTH_OF_ONE, growth

@@ -162,6 +162,16 @@ def _rests(engine: dict[str, Any]) -> bool:
     return bool(idle and blocks["free"] + blocks["cached"] == blocks["total"])
 
 
+def connections(deployment: Running) -> list[int]:
+    """Ports of the clients to which the router has a connection that it has not closed."""
+    router = deployment.child_pid("pd router")
+    return [
+        connection.raddr.port
+        for connection in psutil.net_connections("tcp")
+        if connection.pid == router and connection.status != psutil.CONN_LISTEN
+    ]
+
+
 class Holdings(NamedTuple):
     """What the processes of a deployment hold, by process."""
 
