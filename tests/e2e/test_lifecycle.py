@@ -9,7 +9,6 @@ from deployments import Launch, Running
 from traffic import Answer, Ask, client_of, connections, holdings, send_all, wait_for_rest, wait_until_true
 
 MAX_GROWTH = 1.02
-MAX_GROWTH_OF_ONE = 1.05  # process: a batch that happens to be the largest so far costs an engine some MB
 AT_ONCE = 16
 NUM_PROMPTS = 40
 LENGTHS = (5, 16, 47, 120, 300)  # tokens
@@ -87,7 +86,7 @@ class Soak:
                 self.ends[ask.end] += 1
 
 
-@pytest.mark.slow  # not stable yet: resident memory and the router's last connections settle too late on a busy machine
+@pytest.mark.slow  # not met yet: an engine grows by up to 1.03x with its largest batch
 def test_500_requests_with_aborts_disconnects_and_tiny_deadlines(deployment: Running) -> None:
     soak = Soak(deployment)
     soak.run(100 - NUM_PROMPTS, at_once=AT_ONCE)
@@ -99,6 +98,5 @@ def test_500_requests_with_aborts_disconnects_and_tiny_deadlines(deployment: Run
     assert after_500.descriptors == after_100.descriptors
     assert after_500.mappings == after_100.mappings
     assert after_500.shared_memory_files == after_100.shared_memory_files
-    assert sum(after_500.resident.values()) <= MAX_GROWTH * sum(after_100.resident.values())
     growth = {name: after_500.resident[name] / size for name, size in after_100.resident.items()}
-    assert max(growth.values()) <= MAX_GROWTH_OF_ONE, growth
+    assert max(growth.values()) <= MAX_GROWTH, growth

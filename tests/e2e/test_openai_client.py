@@ -132,7 +132,7 @@ def test_a_stop_string_is_cut_and_named(client: OpenAI, text: str, spelled: dict
         reply = complete(client, PROMPT, max_tokens=24, **spelled, stop=stops)
         assert (reply.only["text"], reply.only["finish_reason"], reply.only["stop_reason"]) == (cut, "stop", stop)
         assert reply.usage["completion_tokens"] == len(cut) + len(stop)
-    [first] = {chat(client, "hi", max_tokens=9, **spelled).only["text"]}
+    first = chat(client, "hi", max_tokens=9, **spelled).only["text"]
     reply = chat(client, "hi", max_tokens=9, **spelled, stop=first[4:6])
     assert (reply.only["text"], reply.only["finish_reason"]) == (first[: first.index(first[4:6])], "stop")
 

@@ -178,7 +178,7 @@ class Holdings(NamedTuple):
     resident: dict[str, int]  # bytes
     descriptors: dict[str, int]
     mappings: dict[str, Counter[str]]  # of anonymous shared memory, by name
-    shared_memory_files: set[str]
+    shared_memory_files: set[str]  # of this project
 
 
 def holdings(deployment: Running) -> Holdings:
@@ -189,7 +189,7 @@ def holdings(deployment: Running) -> Holdings:
         {name: process.memory_info().rss for name, process in processes.items()},
         {name: process.num_fds() for name, process in processes.items()},
         {name: _shared_mappings(process.pid) for name, process in processes.items()},
-        set(os.listdir("/dev/shm")),
+        {name for name in os.listdir("/dev/shm") if "pdkv" in name},
     )
 
 
