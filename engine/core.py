@@ -1,6 +1,5 @@
 """One engine: messages in, steps, messages out. The loop around it owns the clock and the sockets."""
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ from pdkv.messages import (
     Submit,
     Tokens,
 )
-
-logger = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 4096
 """Aborts that overtook their Submit, and ended attempts, that are remembered."""
@@ -181,12 +178,7 @@ class EngineCore:
 
     def take_messages(self, now: float) -> list[tuple[str, list[EngineToRouter]]]:
         """Messages for each router since the last call, cache events and load among them."""
-        pool = self.scheduler.kv.pool
-        if pool.events:
-            events, pool.events = pool.events, []
-            self._event_number += 1
-            for router_id in self._routers:
-                self._outbox(router_id, KVEvents(self._event_number, events))
+        self._flush_events()
         if now >= self._next_load or not self.has_work:
             self._next_load = now + LOAD_INTERVAL_S
             self._report_load()
@@ -203,15 +195,10 @@ class EngineCore:
         known = self._routers.get(router_id)
         if known is not None and known != epoch:
             self.router_left(router_id)
+        self._routers.pop(router_id, None)  # it needs no events from before its snapshot
+        self._flush_events()
         self._routers[router_id] = epoch
-        pool = self.scheduler.kv.pool
-        self._event_number += 1 if pool.events else 0
-        if pool.events:
-            events, pool.events = pool.events, []
-            for other in self._routers:
-                if other != router_id:
-                    self._outbox(other, KVEvents(self._event_number, events))
-        self._outbox(router_id, KVEvents(self._event_number, pool.snapshot_events()))
+        self._send_snapshot(router_id)
         self._outbox(router_id, self._make_load())
 
     def router_left(self, router_id: str) -> None:
@@ -237,7 +224,7 @@ class EngineCore:
                 self._cards[router_id] = cards
                 self._update_peers()
             case Resync():
-                self._outbox(router_id, KVEvents(self._event_number, self.scheduler.kv.pool.snapshot_events()))
+                self._send_snapshot(router_id)
             case Continue() | KVTicket() | KVHandoff() | KVReady() | Release():
                 request = (
                     None if isinstance(message, Release) else self.requests.get((message.request_id, message.attempt))
@@ -318,7 +305,6 @@ class EngineCore:
     def _advance(self, confirmed: Confirmed, output: StepOutput, now: float) -> None:
         """New tokens leave; the request ends, is handed off, or goes on."""
         request, sampled = confirmed
-        assert sampled is not None
         key = request.key
         position = len(request.output_token_ids) - len(sampled.token_ids)
         reason, stop_token_id = self._stop_rules.apply(request, len(sampled.token_ids))
@@ -380,6 +366,19 @@ class EngineCore:
         self.roles.expire(now)
 
     # --- reports --------------------------------------------------------------------------------------------------
+
+    def _flush_events(self) -> None:
+        """Tell all routers what entered and left the cache since they were told last."""
+        pool = self.scheduler.kv.pool
+        if pool.events:
+            events, pool.events = pool.events, []
+            self._event_number += 1
+            for router_id in self._routers:
+                self._outbox(router_id, KVEvents(self._event_number, events))
+
+    def _send_snapshot(self, router_id: str) -> None:
+        """Tell one router the whole cache, under the number of the last events."""
+        self._outbox(router_id, KVEvents(self._event_number, self.scheduler.kv.pool.snapshot_events()))
 
     def _make_load(self) -> Load:
         base, counters = self._load_report(), self.counters

@@ -36,10 +36,10 @@ class _Share(NamedTuple):
 
 
 class Confirmed(NamedTuple):
-    """What a confirmed step means for one request."""
+    """What a confirmed step drew for one request."""
 
     request: Request
-    sampled: SampledTokens | None
+    sampled: SampledTokens
 
 
 Admission = Literal["admitted", "skipped", "capped", "blocked"]
