@@ -1,6 +1,5 @@
 """Executors run the steps of an engine on its ranks. In-process: one rank, on the thread that schedules."""
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -17,8 +16,6 @@ from pdkv.errors import ConfigError
 from pdkv.messages import EngineCard
 from pdkv.model_config import ModelConfig, resolve_max_model_len
 from pdkv.models.loader import load_decoder
-
-logger = logging.getLogger(__name__)
 
 
 class Executor(ABC):

@@ -1,7 +1,6 @@
 """The offline API: `LLM(model).generate(prompts, params)`, one engine in this process and no server."""
 
 import dataclasses
-import logging
 import math
 import secrets
 import time
@@ -29,8 +28,6 @@ from pdkv.messages import (
 from pdkv.model_config import load_model_config
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import TextStream, Tokenizer
-
-logger = logging.getLogger(__name__)
 
 _ROUTER_ID = "local"
 Prompt = str | list[int]
