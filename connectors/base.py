@@ -160,6 +160,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     options: Mapping[str, str] = {}  # --connector-config KEY=VALUE
     model: str = ""  # identity digest, as in the EngineCard; empty: peers' models are not compared
+    rank: int = 0  # the rank that this process is
+    tp: int = 1  # ranks of the engine
+    kv_shards: int = 1  # parts that stored KV heads are cut into: a multiple of every engine's tp
 
 
 class SchedulerConnector(ABC):
@@ -251,13 +254,18 @@ class WorkerConnector(ABC):
 
 
 class KVConnector(ABC):
-    """The plug point: what a registry name or an entry point resolves to. Built once per engine; makes both sides."""
+    """The plug point: what a registry name or an entry point resolves to. Makes both sides.
+
+    Built once in each process of an engine, that is per rank. Rank 0 has the scheduler side and its own worker side,
+    the others their worker side only.
+    """
 
     kind: ClassVar[ConnectorKind]
     content_addressed: ClassVar[bool] = False
     concurrent: ClassVar[bool] = False  # push: prefill and decode may be dispatched together
     needs_peer_first: ClassVar[bool] = False  # push: decode must have allocated before prefill starts
     one_process: ClassVar[bool] = False  # its engines share a process: `pd launch` refuses it for several
+    metadata_type: ClassVar[type[KVConnectorMetadata]] = KVConnectorMetadata  # how other ranks decode a step's orders
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         """`notify` is thread-safe and wakes the engine's loop. Raises ConfigError for an unknown option."""

@@ -26,6 +26,7 @@ def make_layout(model: ModelConfig, *, block_size: int, dtype: str, shard: Shard
         block_size=block_size,
         dtype=dtype,
         dtype_bytes=DTYPE_BYTES[dtype],
+        total_kv_heads=model.num_kv_heads,
     )
 
 

@@ -18,7 +18,11 @@ PdkvError
     ├── StaleGeneration      the source blocks were reused while they were read
     ├── StaleEpoch           it names an incarnation of the peer that is gone
     ├── PeerGone             the peer went away
-    └── KVNotFound           the source does not have the blocks (any more)
+    ├── KVNotFound           the source does not have the blocks (any more)
+    └── StoreError           a KV store failed
+        ├── StoreUnavailable it cannot be reached, or not any more
+        ├── StoreTimeout     it did not answer in time
+        └── StoreFull        it has no room and may not evict
 """
 
 
@@ -150,3 +154,27 @@ class KVNotFound(TransferError):
     """The source does not have the blocks, or not any more."""
 
     code = "kv_not_found"
+
+
+class StoreError(TransferError):
+    """A KV store failed."""
+
+    code = "store_error"
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be reached, or not any more."""
+
+    code = "store_unavailable"
+
+
+class StoreTimeout(StoreError):
+    """The store did not answer in time."""
+
+    code = "store_timeout"
+
+
+class StoreFull(StoreError):
+    """The store has no room and may not evict."""
+
+    code = "store_full"

@@ -34,6 +34,12 @@ class KVLayout(msgspec.Struct, frozen=True):
     block_size: int  # tokens per block
     dtype: str  # torch's name, such as "bfloat16"
     dtype_bytes: int
+    total_kv_heads: int = 0  # of all ranks together, each head counted once; 0: num_kv_heads
+
+    @property
+    def kv_heads_of_all_ranks(self) -> int:
+        """KV heads of the model."""
+        return self.total_kv_heads or self.num_kv_heads
 
     @property
     def block_bytes(self) -> int:

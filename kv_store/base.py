@@ -1,0 +1,43 @@
+"""A KV store: keys to immutable bytes. It knows nothing of blocks, layers or requests."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+Buffer = memoryview
+"""Contiguous bytes (format "B"); a store fills or reads it in place."""
+
+
+class KVStore(ABC):
+    """Thread-safe. Methods may block up to the store's timeout, so they are called on a connector's threads only.
+
+    Any method may raise StoreError (StoreUnavailable, StoreTimeout, StoreFull) and nothing else; after that the store
+    can be used again: it reconnects by itself.
+    """
+
+    @abstractmethod
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys have a value now. An answer may be out of date when it arrives: `get` decides."""
+
+    @abstractmethod
+    def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        """Read values into `out`, one buffer per key, in one batch.
+
+        Returns:
+            Per key whether its buffer now holds the whole value. False: no such key, a value of another size than its
+            buffer, or one that is damaged; the buffer's content is then undefined.
+        """
+
+    @abstractmethod
+    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        """Write values in one batch. Each becomes visible whole or not at all; a key that exists is left as it is.
+
+        The buffers are not read after the return.
+        """
+
+    @abstractmethod
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Remove keys, where they exist."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give connections, threads and files back. Idempotent."""
