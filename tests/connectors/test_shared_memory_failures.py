@@ -139,7 +139,7 @@ def test_shutdown_ends_loads_in_flight(make_engine: Engines, monkeypatch: pytest
     gate.opened.set()
     stopping.join(WAIT_S)
     assert not stopping.is_alive()
-    assert not [t for t in threading.enumerate() if t.name.startswith("pdkv-load") and t in decode.worker._threads]
+    assert not [t for t in threading.enumerate() if t.name.startswith("pdkv-load") and t in decode.worker.lanes.threads]
 
 
 # --- who may talk to whom -------------------------------------------------------------------------------------------

@@ -1,0 +1,176 @@
+"""Threads for blocking I/O: one lane that several threads share, and lanes of their own for peers, made on demand.
+
+What is slow or stuck in one lane does not hold up another. A lane of its own has one thread, which ends after a while
+without work; so many of them run at a time, and the others wait.
+"""
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Lane = Hashable
+SHARED_LANE: Lane = None
+"""The lane that `num_shared` threads serve together."""
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneConfig:
+    """Sizes and times of IOLanes."""
+
+    num_shared: int = 1  # threads of the shared lane, started at once
+    idle_s: float = 30.0  # a lane of its own ends after so long without work
+    max_lanes: int = 64  # of their own, that run at a time
+    thread_name: str = "pdkv-io"
+
+
+class _Lane(Generic[Item]):
+    """A queue and the threads that serve it; None in the queue: look whether to end."""
+
+    def __init__(self, name: Lane) -> None:
+        self.name = name
+        self.items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self.num_threads = 0
+        self.is_busy = False
+
+
+class IOLanes(Generic[Item]):
+    """Runs items, each lane's in order.
+
+    Args:
+        run: called with an item and the thread's scratch; must not raise.
+        make_scratch, close_scratch: what each thread keeps for itself, made and closed on it.
+        do_idle_work: a little work for shared threads without an item; False: there is none.
+    """
+
+    def __init__(
+        self,
+        config: LaneConfig,
+        run: Callable[[Item, Any], None],
+        *,
+        make_scratch: Callable[[Lane], Any],
+        close_scratch: Callable[[Lane, Any], None],
+        do_idle_work: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._make_scratch = make_scratch
+        self._close_scratch = close_scratch
+        self._do_idle_work = do_idle_work
+        self._lock = threading.Lock()  # guards all that follows; `run` is called without it
+        self._stopping = False
+        self._numbers = itertools.count()
+        self._lanes: dict[Lane, _Lane[Item]] = {}
+        self._waiting: deque[_Lane[Item]] = deque()  # lanes with work and without a thread
+        self.threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the shared lane's threads."""
+        with self._lock:
+            shared = self._lanes[SHARED_LANE] = _Lane(SHARED_LANE)
+            for _ in range(self._config.num_shared):
+                self._start_thread(shared)
+
+    def put(self, name: Lane, item: Item) -> None:
+        """Queue an item; its lane starts as soon as there may be another one."""
+        with self._lock:
+            lane = self._lanes.get(name)
+            if lane is None:
+                lane = self._lanes[name] = _Lane(name)
+                self._waiting.append(lane)
+            lane.items.put(item)
+            self._start_waiting()
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of their own that run now."""
+        with self._lock:
+            return self._num_running()
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Let every thread end after the item it runs, and join them, for a bounded time. Idempotent."""
+        with self._lock:
+            self._stopping = True
+            threads = list(self.threads)
+            for lane in self._lanes.values():
+                for _ in range(lane.num_threads):
+                    lane.items.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+            if thread.is_alive():
+                logger.error("thread %s does not end", thread.name)
+
+    # --- under the lock -------------------------------------------------------------------------------------------
+
+    def _num_running(self) -> int:
+        return sum(lane.num_threads for lane in self._lanes.values() if lane.name is not SHARED_LANE)
+
+    def _start_waiting(self) -> None:
+        """Start lanes that wait; where there are too many, ask as many idle ones to end."""
+        while self._waiting and not self._stopping and self._num_running() < self._config.max_lanes:
+            self._start_thread(self._waiting.popleft())
+        if self._waiting:
+            running = (lane for lane in self._lanes.values() if lane.name is not SHARED_LANE and lane.num_threads)
+            idle = [lane for lane in running if not lane.is_busy and lane.items.empty()]
+            for lane in idle[: len(self._waiting)]:
+                lane.items.put(None)
+
+    def _start_thread(self, lane: _Lane[Item]) -> None:
+        name = f"{self._config.thread_name}-{next(self._numbers)}"
+        thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
+        lane.num_threads += 1
+        self.threads.append(thread)
+        thread.start()
+
+    def _thread_ends(self, lane: _Lane[Item]) -> None:
+        lane.num_threads -= 1
+        self.threads.remove(threading.current_thread())
+        if lane.name is not SHARED_LANE:
+            if lane.items.empty():
+                del self._lanes[lane.name]
+            else:
+                self._waiting.append(lane)
+        self._start_waiting()
+
+    # --- threads --------------------------------------------------------------------------------------------------
+
+    def _serve(self, lane: _Lane[Item]) -> None:
+        """One thread's life."""
+        scratch = self._make_scratch(lane.name)
+        try:
+            while (item := self._next(lane)) is not None:
+                self._run(item, scratch)
+                del item  # a reference would keep what it names
+        finally:
+            try:
+                self._close_scratch(lane.name, scratch)
+            finally:
+                with self._lock:
+                    self._thread_ends(lane)
+
+    def _next(self, lane: _Lane[Item]) -> Item | None:
+        """Wait for the lane's next item; None: the thread ends."""
+        shared = lane.name is SHARED_LANE
+        lane.is_busy = False
+        while True:
+            while shared and lane.items.empty() and not self._stopping and self._do_idle_work():
+                pass
+            try:
+                item = lane.items.get(timeout=None if shared else 0 if self._waiting else self._config.idle_s)
+            except queue.Empty:
+                return None
+            if item is not None:
+                lane.is_busy = True
+                return item
+            if self._stopping or not shared:
+                return None
