@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.block_keys import HASH_BLOCK_SIZE
+
 Ids = npt.NDArray[np.int64]
 
 
@@ -101,3 +103,22 @@ def whole_blocks(units: Sequence[int], units_per_block: int) -> list[int] | None
         if unit != blocks[i // units_per_block] * units_per_block + i % units_per_block:
             return None
     return blocks
+
+
+def unit_index(block_ids: Sequence[int] | Ids, block_size: int, start: int, stop: int) -> Ids:
+    """Units that hold tokens [start, stop): block * units_per_block + position in the block, one per hash block.
+
+    Args:
+        block_ids: the first one holds token 0.
+        block_size: a multiple of the hash block size, as `start` is; the last unit may be wanted in part.
+
+    Raises:
+        ValueError: a range that is not cut at hash blocks, or longer than the blocks.
+    """
+    if block_size % HASH_BLOCK_SIZE or start % HASH_BLOCK_SIZE or not 0 <= start <= stop:
+        raise ValueError(f"tokens [{start}, {stop}) in blocks of {block_size} are no units of {HASH_BLOCK_SIZE}")
+    if stop > len(block_ids) * block_size:
+        raise ValueError(f"token {stop} lies behind {len(block_ids)} blocks of {block_size}")
+    units_per_block = block_size // HASH_BLOCK_SIZE
+    positions = np.arange(start // HASH_BLOCK_SIZE, -(-stop // HASH_BLOCK_SIZE), dtype=np.int64)
+    return as_ids(block_ids)[positions // units_per_block] * units_per_block + positions % units_per_block
