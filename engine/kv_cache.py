@@ -18,7 +18,7 @@ DEFAULT_CPU_KV_BYTES = 256 << 20
 
 def make_layout(model: ModelConfig, *, block_size: int, dtype: str, shard: Shard = WHOLE) -> KVLayout:
     """The KV layout of one rank for a dtype by torch's name, such as "bfloat16"."""
-    kv_heads = shard.part(model.num_kv_heads, "key-value heads")
+    kv_heads = shard.heads(model.num_kv_heads)
     return KVLayout(
         num_layers=model.num_layers,
         num_kv_heads=kv_heads.stop - kv_heads.start,
@@ -68,15 +68,17 @@ def check_pool(pool: torch.Tensor, layout: KVLayout, num_blocks: int) -> None:
 
 
 def kv_cache_bytes(model: Decoder, config: EngineConfig, num_tokens: int) -> int:
-    """Bytes for the pool: --kv-cache-memory, else 256 MiB on CPU, else what a step of `num_tokens` leaves of the GPU.
+    """Bytes for one rank's pool: its part of --kv-cache-memory or, on CPU, of 256 MiB; else what a step leaves of a GPU.
+
+    The step that is measured has `num_tokens` tokens.
 
     Raises:
         ConfigError: nothing is left.
     """
     if config.kv_cache_memory is not None:
-        return config.kv_cache_memory
+        return config.kv_cache_memory // config.tp
     if model.device.type == "cpu":
-        return DEFAULT_CPU_KV_BYTES
+        return DEFAULT_CPU_KV_BYTES // config.tp
     return _profiled_bytes(model, config.gpu_memory_utilization, num_tokens)
 
 

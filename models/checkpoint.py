@@ -44,19 +44,19 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor `name`, in the file's dtype.
+    def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """The tensor `name` of this whole shape, in the file's dtype, or a part of it: then only that is read.
 
         Raises:
             ModelError: it is missing, or has another shape than config.json implies.
         """
         if name not in self._files:
             raise ModelError(f"{self.path}: tensor {name!r} is missing")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(
-                f"{self.path}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
-            )
+        stored = self._files[name].get_slice(name)
+        got = tuple(stored.get_shape())
+        if got != shape:
+            raise ModelError(f"{self.path}: tensor {name!r} has shape {got}, config.json implies {shape}")
+        tensor: torch.Tensor = stored[part] if part else self._files[name].get_tensor(name)
         return tensor
 
 

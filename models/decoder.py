@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from pdkv.model_config import ModelConfig
 from pdkv.models.linear import Linear
+from pdkv.models.parallel_layers import Embedding
 from pdkv.models.rope import RopeTable, rotate
 
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
@@ -50,18 +51,18 @@ class Decoder:
         *,
         num_heads: int,
         num_kv_heads: int,
-        embedding: torch.Tensor,
+        embedding: Embedding,
         layers: list[DecoderLayer],
         norm: torch.Tensor,
         lm_head: Linear,
         rope: RopeTable,
     ) -> None:
-        """`num_heads` and `num_kv_heads` are this rank's; `embedding` (vocab, hidden)."""
+        """`num_heads` and `num_kv_heads` are this rank's; the layers say by themselves what ranks must exchange."""
         self.config = config
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.dtype = embedding.dtype
-        self.device = embedding.device
+        self.dtype = embedding.weight.dtype
+        self.device = embedding.weight.device
         self._embedding = embedding
         self._layers = layers
         self._norm = norm
@@ -82,7 +83,7 @@ class Decoder:
             (m, hidden), normalised: what `logits` takes.
         """
         rope = self._rope.at(positions)
-        x = F.embedding(token_ids, self._embedding)
+        x = self._embedding(token_ids)
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
             attended = attend(i, self._qkv(layer, x, rope))

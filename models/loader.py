@@ -8,8 +8,9 @@ from pdkv.model_config import ModelConfig
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.decoder import Decoder, DecoderLayer
 from pdkv.models.linear import Linear, can_pack, make_linear
+from pdkv.models.parallel import ALONE, TensorParallel
+from pdkv.models.parallel_layers import Embedding, GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
 from pdkv.models.rope import make_rope_table
-from pdkv.models.shard import WHOLE, Shard
 
 
 def load_decoder(
@@ -19,48 +20,76 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    shard: Shard = WHOLE,
+    parallel: TensorParallel = ALONE,
 ) -> Decoder:
     """Load one rank's weights. Positions reach up to `max_model_len`.
 
     Raises:
         ModelError: a weight file or tensor is missing, broken or of an unexpected shape.
+        ConfigError: the model cannot be divided among so many ranks.
     """
     with Checkpoint(path) as checkpoint:
-        return _Loader(checkpoint, config, dtype, device, shard).decoder(max_model_len)
+        return _Loader(checkpoint, config, dtype, device, parallel).decoder(max_model_len)
 
 
 class _Loader:
     """One load: where tensors come from and what becomes of them."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.parallel = parallel
         self.packed = can_pack(dtype, device)
+        shard = parallel.shard
         self.heads = shard.part(config.num_heads, "attention heads")
-        self.kv_heads = shard.part(config.num_kv_heads, "key-value heads")
+        self.kv_heads = shard.heads(config.num_kv_heads)
         self.neurons = shard.part(config.intermediate_size, "MLP neurons")
+        self.words = shard.padded_part(config.vocab_size)
 
     def decoder(self, max_model_len: int) -> Decoder:
         config = self.config
-        vocab = (config.vocab_size, config.hidden_size)
-        embedding = self._tensor("model.embed_tokens.weight", vocab)
+        embedding = self._vocabulary("model.embed_tokens.weight")
         # A checkpoint may tie its embeddings and still hold a head, or the reverse: config.json decides.
-        head = embedding if config.tie_word_embeddings else self._tensor("lm_head.weight", vocab)
+        head = embedding if config.tie_word_embeddings else self._vocabulary("lm_head.weight")
         return Decoder(
             config,
             num_heads=self.heads.stop - self.heads.start,
             num_kv_heads=self.kv_heads.stop - self.kv_heads.start,
-            embedding=embedding,
+            embedding=self._embedding(embedding),
             layers=[self._layer(f"model.layers.{i}.") for i in range(config.num_layers)],
             norm=self._tensor("model.norm.weight", (config.hidden_size,)),
-            lm_head=make_linear(head, None, packed=self.packed),
+            lm_head=self._head(make_linear(head, None, packed=self.packed)),
             rope=make_rope_table(config, max_model_len, self.dtype, self.device),
         )
+
+    def _vocabulary(self, name: str) -> torch.Tensor:
+        """This rank's rows of a table by token id; of equal size on all ranks, padded with zeros."""
+        config, words = self.config, self.words
+        shape = (config.vocab_size, config.hidden_size)
+        if self.parallel.shard.size == 1:
+            return self._tensor(name, shape)
+        rows = self._tensor(name, shape, (words, slice(None)))
+        num_rows = -(-config.vocab_size // self.parallel.shard.size)
+        return torch.nn.functional.pad(rows, (0, 0, 0, num_rows - len(rows)))
+
+    def _embedding(self, weight: torch.Tensor) -> Embedding:
+        if self.parallel.shard.size == 1:
+            return Embedding(weight)
+        return VocabularyParallelEmbedding(weight, self.words, self.parallel)
+
+    def _head(self, part: Linear) -> Linear:
+        if self.parallel.shard.size == 1:
+            return part
+        return GatheredLinear(part, self.config.vocab_size, self.parallel)
 
     def _layer(self, prefix: str) -> DecoderLayer:
         config = self.config
@@ -92,20 +121,24 @@ class _Loader:
     def _rows(self, heads: slice) -> slice:
         return slice(heads.start * self.config.head_size, heads.stop * self.config.head_size)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.checkpoint.get(name, shape).to(self.device, self.dtype)
+    def _tensor(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
+        return self.checkpoint.get(name, shape, part).to(self.device, self.dtype)
 
     def _fused(self, parts: list[tuple[str, int, slice]], *, bias: bool) -> Linear:
         """Projections with a common input as one; each part is (name, all its rows, this rank's rows)."""
         hidden = self.config.hidden_size
-        weight = torch.cat([self._tensor(f"{name}.weight", (rows, hidden))[mine] for name, rows, mine in parts])
+        weights = [self._tensor(f"{name}.weight", (rows, hidden), self._part(mine)) for name, rows, mine in parts]
         biases = [self._tensor(f"{name}.bias", (rows,))[mine] for name, rows, mine in parts] if bias else None
-        return make_linear(weight, torch.cat(biases) if biases else None, packed=self.packed)
+        return make_linear(torch.cat(weights), torch.cat(biases) if biases else None, packed=self.packed)
 
     def _by_columns(self, name: str, columns: int, mine: slice, *, bias: bool) -> Linear:
-        """A projection back to the hidden size, split by its input."""
+        """A projection back to the hidden size, divided by its input; ranks add their parts up."""
         hidden = self.config.hidden_size
-        weight = self._tensor(f"{name}.weight", (hidden, columns))[:, mine].contiguous()
-        # Ranks add their parts up, so the bias belongs to the first.
-        own_bias = self._tensor(f"{name}.bias", (hidden,)) if bias and mine.start == 0 else None
-        return make_linear(weight, own_bias, packed=self.packed)
+        weight = self._tensor(f"{name}.weight", (hidden, columns), self._part(slice(None), mine)).contiguous()
+        own_bias = self._tensor(f"{name}.bias", (hidden,)) if bias and self.parallel.shard.rank == 0 else None
+        linear = make_linear(weight, own_bias, packed=self.packed)
+        return linear if self.parallel.shard.size == 1 else RowParallelLinear(linear, self.parallel)
+
+    def _part(self, *index: slice) -> tuple[slice, ...]:
+        """What to read of a tensor: all of it where there is one rank."""
+        return () if self.parallel.shard.size == 1 else index

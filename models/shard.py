@@ -22,5 +22,21 @@ class Shard(NamedTuple):
         each = total // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
+    def heads(self, total: int) -> slice:
+        """This rank's range of `total` KV heads. With more ranks than heads, neighbouring ranks hold the same one.
+
+        Raises:
+            ConfigError: neither number divides the other.
+        """
+        if self.size <= total or self.size % total:
+            return self.part(total, "key-value heads")
+        head = self.rank * total // self.size
+        return slice(head, head + 1)
+
+    def padded_part(self, total: int) -> slice:
+        """This rank's range of `total` things that need not divide evenly: the last ranks have fewer, maybe none."""
+        each = -(-total // self.size)
+        return slice(min(self.rank * each, total), min((self.rank + 1) * each, total))
+
 
 WHOLE = Shard()

@@ -57,16 +57,20 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)")
     max_model_len: int | None = option(None, "longest prompt + output (default: the model's)")
     long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound")
-    threads: int | None = option(None, "computing threads per engine (default: cores / engines, at least 1)")
+    threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)")
+    tp: int = option(1, "ranks of one engine: processes that share its heads, neurons and vocabulary")
+    rank_timeout_s: float = option(30.0, "how long a rank may keep the others waiting before the engine ends")
     cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
 
     def __post_init__(self) -> None:
         if self.block_size < 16 or self.block_size % 16:
             raise ConfigError(f"block_size must be a positive multiple of 16, got {self.block_size}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "threads"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "threads", "tp"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.rank_timeout_s <= 0:
+            raise ConfigError(f"rank_timeout_s must be above 0, got {self.rank_timeout_s}")
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
                 f"long_prefill_token_threshold must be 0 or more, got {self.long_prefill_token_threshold}"

@@ -7,6 +7,9 @@ PdkvError
 │   ├── UnknownConnector     a connector name that no registry entry or entry point has
 │   └── IncompatiblePeers    two engine cards that cannot exchange KV
 ├── StartupError             a process that did not become ready
+├── RankError                one rank of an engine failed, and the engine with it
+│   ├── RankTimeout          it did not answer in time
+│   └── RankGone             it went away
 ├── EngineUnavailable        no engine can take the request now: HTTP 503
 ├── RequestFailed            one request ended with an error
 │   ├── RequestTimeout       its deadline passed
@@ -72,6 +75,24 @@ class StartupError(PdkvError):
     """A child process that died or stayed silent before it was ready."""
 
     code = "startup_error"
+
+
+class RankError(PdkvError):
+    """One rank of an engine failed: the engine ends, and the launcher starts it again."""
+
+    code = "rank_error"
+
+
+class RankTimeout(RankError):
+    """A rank did not answer in time."""
+
+    code = "rank_timeout"
+
+
+class RankGone(RankError):
+    """A rank went away."""
+
+    code = "rank_gone"
 
 
 class EngineUnavailable(PdkvError):

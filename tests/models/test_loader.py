@@ -12,15 +12,23 @@ from pdkv.errors import ConfigError, ModelError
 from pdkv.model_config import load_model_config
 from pdkv.models.decoder import Decoder
 from pdkv.models.loader import load_decoder
+from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.shard import Shard
 from tests.conftest import HFModel
 
 torch.set_num_threads(1)
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, shard: Shard = Shard()) -> Decoder:  # noqa: B008
+class OneOf(TensorParallel):
+    """A rank whose companions never compute."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.shard = Shard(rank, size)
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32, parallel: TensorParallel = ALONE) -> Decoder:
     config = load_model_config(path)
-    return load_decoder(path, config, dtype=dtype, device=torch.device("cpu"), max_model_len=64, shard=shard)
+    return load_decoder(path, config, dtype=dtype, device=torch.device("cpu"), max_model_len=64, parallel=parallel)
 
 
 @pytest.fixture
@@ -82,7 +90,9 @@ def test_weights_are_converted(tiny_model_dir: Path, dtype: torch.dtype) -> None
 
 
 def test_sizes_are_derived_from_the_shard(tiny_model_dir: Path) -> None:
-    model = load(tiny_model_dir, shard=Shard(1, 2))
+    model = load(tiny_model_dir, parallel=OneOf(1, 2))
     assert (model.num_heads, model.num_kv_heads) == (2, 1)
+    replicated = load(tiny_model_dir, parallel=OneOf(3, 4))
+    assert (replicated.num_heads, replicated.num_kv_heads) == (1, 1)
     with pytest.raises(ConfigError, match="3 ranks"):
-        load(tiny_model_dir, shard=Shard(0, 3))
+        load(tiny_model_dir, parallel=OneOf(0, 3))

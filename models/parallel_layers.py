@@ -1,0 +1,67 @@
+"""Layers whose weights are divided among ranks; each takes and gives what the whole layer would.
+
+A column-parallel layer needs no class: a rank computes its own outputs. Its row-parallel successor adds them up.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from pdkv.models.linear import Linear
+from pdkv.models.parallel import TensorParallel
+
+
+class Embedding:
+    """Token ids (n,) -> (n, hidden)."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """`weight` (vocab, hidden)."""
+        self.weight = weight
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, self.weight)
+
+
+class VocabularyParallelEmbedding(Embedding):
+    """A rank's rows of the table. Ids of other ranks give zeros here, and the sum over ranks has every id's row."""
+
+    def __init__(self, weight: torch.Tensor, words: slice, parallel: TensorParallel) -> None:
+        """`weight` (at least len(words), hidden): the rows of the token ids `words`; what follows is padding."""
+        super().__init__(weight)
+        self._words = words
+        self._parallel = parallel
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        foreign = (token_ids < self._words.start) | (token_ids >= self._words.stop)
+        rows = F.embedding((token_ids - self._words.start).masked_fill_(foreign, 0), self.weight)
+        return self._parallel.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0.0))
+
+
+class RowParallelLinear:
+    """A layer divided by its inputs: the ranks' parts are added up. The first rank adds bias and residual."""
+
+    def __init__(self, part: Linear, parallel: TensorParallel) -> None:
+        self._part = part
+        self._parallel = parallel
+        self._is_first = parallel.shard.rank == 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._parallel.all_reduce(self._part(x))
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._parallel.all_reduce(self._part.add(x, residual) if self._is_first else self._part(x))
+
+
+class GatheredLinear:
+    """A layer divided by its outputs, which every rank gets in full: the head, whose rows are the vocabulary's."""
+
+    def __init__(self, part: Linear, num_outputs: int, parallel: TensorParallel) -> None:
+        """`part` has as many outputs on every rank; what the last ones have beyond `num_outputs` is padding."""
+        self._part = part
+        self._num_outputs = num_outputs
+        self._parallel = parallel
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._parallel.all_gather(self._part(x))[:, : self._num_outputs].contiguous()
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self(x).add_(residual)

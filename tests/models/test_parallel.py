@@ -1,0 +1,170 @@
+"""Several ranks compute what one computes, and a rank that does not come is an error with a type."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rank_threads import on_ranks
+from torch.distributed import HashStore
+
+from pdkv.errors import RankError, RankTimeout
+from pdkv.model_config import load_model_config
+from pdkv.models.decoder import Decoder
+from pdkv.models.linear import make_linear
+from pdkv.models.loader import load_decoder
+from pdkv.models.parallel import ALONE, TensorParallel, join_ranks, open_store
+from pdkv.models.parallel_layers import GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
+from pdkv.models.shard import Shard
+from tests.conftest import FAMILIES, HFModel
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+
+
+def test_one_rank_meets_nobody_and_changes_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store", 1)
+    parallel = join_ranks(store, Shard(), CPU, 1.0)
+    assert parallel is ALONE
+    x = torch.ones(2, 3)
+    assert parallel.all_reduce(x) is x
+    assert parallel.all_gather(x) is x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_and_sides_are_the_same_on_all_ranks(size: int, dtype: torch.dtype) -> None:
+    def run(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
+        rank = parallel.shard.rank
+        x = torch.arange(6, dtype=dtype).view(2, 3) + 10 * rank
+        return parallel.all_reduce(x.clone()), parallel.all_gather(x)
+
+    base = torch.arange(6, dtype=dtype).view(2, 3)
+    for total, sides in on_ranks(size, run):
+        assert torch.equal(total, size * base + 10 * sum(range(size)))
+        assert torch.equal(sides, torch.cat([base + 10 * rank for rank in range(size)], dim=1))
+
+
+def test_ids_of_another_rank_give_zeros_and_the_sum_has_all() -> None:
+    """300 words on two ranks: [0, 150) and [150, 300)."""
+    table, ids = torch.randn(300, 8), torch.tensor([0, 149, 150, 299, 7])
+    partial: dict[int, torch.Tensor] = {}
+
+    class Spy(TensorParallel):
+        def __init__(self, real: TensorParallel) -> None:
+            self.real, self.shard = real, real.shard
+
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            partial[self.shard.rank] = x.clone()
+            return self.real.all_reduce(x)
+
+    def run(parallel: TensorParallel) -> torch.Tensor:
+        words = parallel.shard.padded_part(300)
+        return VocabularyParallelEmbedding(table[words], words, Spy(parallel))(ids)
+
+    for rows in on_ranks(2, run):
+        assert torch.equal(rows, table[ids])
+    assert torch.equal(partial[0], table[ids] * torch.tensor([1, 1, 0, 0, 1]).unsqueeze(1))
+    assert torch.equal(partial[1], table[ids] * torch.tensor([0, 0, 1, 1, 0]).unsqueeze(1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_divided_layers_equal_the_whole_one(packed: bool) -> None:
+    x, weight, bias, residual = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6), torch.randn(5, 6)
+
+    def run(parallel: TensorParallel) -> list[torch.Tensor]:
+        columns = parallel.shard.part(8, "columns")
+        own_bias = bias if parallel.shard.rank == 0 else None
+        row = RowParallelLinear(make_linear(weight[:, columns].contiguous(), own_bias, packed=packed), parallel)
+        rows = parallel.shard.padded_part(6)
+        head = GatheredLinear(make_linear(weight[rows].contiguous(), bias[rows], packed=packed), 6, parallel)
+        mine = x[:, columns].contiguous()
+        return [row(mine), row.add(mine, residual), head(x), head.add(x, residual)]
+
+    whole = F.linear(x, weight, bias)
+    with torch.inference_mode():
+        for outputs in on_ranks(2, run):
+            for output, expected in zip(outputs, [whole, whole + residual] * 2, strict=True):
+                torch.testing.assert_close(output, expected)
+
+
+def forward(model: Decoder, token_ids: torch.Tensor) -> torch.Tensor:
+    """Logits of all positions of one prompt, with attention that needs no cache."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+
+    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.transpose(0, 1) for part in qkv.split([heads, kv_heads, kv_heads], dim=1))
+        groups = heads // kv_heads
+        k, v = k.repeat_interleave(groups, dim=0), v.repeat_interleave(groups, dim=0)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+    with torch.inference_mode():
+        return model.logits(model.forward(token_ids, torch.arange(len(token_ids)), attend, None))
+
+
+def check_logits(path: Path, size: int) -> None:
+    config = load_model_config(path)
+    token_ids = torch.randint(2, config.vocab_size, (40,), generator=torch.Generator().manual_seed(size))
+
+    def load(parallel: TensorParallel) -> Decoder:
+        return load_decoder(path, config, dtype=torch.float32, device=CPU, max_model_len=64, parallel=parallel)
+
+    expected = forward(load(ALONE), token_ids)
+    results = on_ranks(size, lambda parallel: forward(load(parallel), token_ids))
+    for logits in results:
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)
+        assert torch.equal(logits, results[0]), "ranks that disagree in a bit would drift apart"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_one_rank(hf_model: HFModel, family: str, size: int) -> None:
+    """Two KV heads: with 4 ranks each is held twice."""
+    check_logits(hf_model(family), size)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"vocab_size": 387},
+        {"tie_word_embeddings": True, "vocab_size": 385},
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 4},
+        {"attention_bias": True, "mlp_bias": True},
+    ],
+    ids=["padded-vocabulary", "padded-tied", "mqa", "mha", "bias"],
+)
+def test_variants_equal_one_rank(hf_model: HFModel, overrides: dict[str, object]) -> None:
+    check_logits(hf_model("llama", **overrides), 4)
+
+
+def test_a_rank_that_never_comes_is_a_timeout() -> None:
+    with pytest.raises(RankTimeout, match="rank 0 of 2"):
+        join_ranks(HashStore(), Shard(0, 2), CPU, 0.2)
+
+
+def test_a_rank_that_is_late_is_a_timeout_and_one_that_left_is_gone() -> None:
+    """The other rank sits the first collective out, then leaves."""
+    waited, left = threading.Event(), threading.Event()
+
+    def run(parallel: TensorParallel) -> list[RankError]:
+        if parallel.shard.rank == 1:
+            waited.wait(30)
+            parallel.close()
+            left.set()
+            return []
+        errors = []
+        for _ in range(2):
+            with pytest.raises(RankError) as raised:
+                parallel.all_reduce(torch.ones(4))
+            errors.append(raised.value)
+            waited.set()
+            left.wait(30)
+        return errors
+
+    first, second = on_ranks(2, run, timeout_s=0.5)[0]
+    assert isinstance(first, RankTimeout)
+    assert isinstance(second, RankError)
