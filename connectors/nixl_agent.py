@@ -1,0 +1,388 @@
+"""One rank's NIXL agent: registered memory, peers, transfers and messages, with every failure as a typed error.
+
+NIXL is imported here only, when an agent is made: its import loads UCX, which a fork server must not have done.
+The agent is not thread-safe by itself, and some of its calls hold the GIL while they wait for its inner lock: one
+lock of ours, held per call, keeps them apart. A post over shared memory blocks for the whole copy (it releases the
+GIL), so no call here belongs on a step thread.
+"""
+
+import importlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, TransferCancelled, TransferError, TransferTimeout
+
+logger = logging.getLogger(__name__)
+
+Operation = Literal["READ", "WRITE"]
+Pieces = npt.NDArray[np.uint64]
+"""(n, 3): address, bytes, device of each piece of one side of a transfer."""
+
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_AGENT_NAME = 256
+
+_BACKEND = "UCX"
+_PROGRESS_DELAY_US = 10_000
+"""How often NIXL's progress thread looks without an event; its Python API says 0, which is a busy loop."""
+
+_SPINS = 50
+_WAIT_S = (0.0001, 0.001)
+"""NIXL has no event for "this transfer has ended": after some looks in a row, the first and longest pause between."""
+
+_ENVIRONMENT = {
+    "NIXL_LOG_LEVEL": "FATAL",  # what fails is raised and counted here; NIXL would print each poll of a dead peer
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_HANDLE_ERRORS": "none",  # no signal handlers: a crash belongs to the process' owner
+    "UCX_VFS_ENABLE": "n",  # no thread and directory for its file system of statistics
+    "UCX_KEEPALIVE_INTERVAL": "1s",
+}
+"""Where the user has not set them. UCX chooses the transports by itself: memory of one host, RDMA, TCP."""
+
+
+class Memory(msgspec.Struct, frozen=True, array_like=True):
+    """A registered region: `size` bytes from `address` on."""
+
+    address: int
+    size: int
+    kind: Literal["DRAM", "VRAM"] = "DRAM"
+    device: int = 0
+
+    def pieces(self, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64] | int) -> Pieces:
+        """Pieces at byte `offsets` of this region.
+
+        Raises:
+            TransferError: one does not lie in the region (a peer's numbers are checked here, too).
+        """
+        if offsets.size and (offsets.min() < 0 or (offsets + sizes).max() > self.size or np.min(sizes) <= 0):
+            raise TransferError(f"pieces outside of a region of {self.size} bytes")
+        pieces = np.empty((offsets.size, 3), dtype=np.uint64)
+        pieces[:, 0] = offsets + self.address
+        pieces[:, 1] = sizes
+        pieces[:, 2] = self.device
+        return pieces
+
+
+class Message(NamedTuple):
+    """A notification: who sent it (by its own word: a hint, no proof) and what it says."""
+
+    peer: str
+    data: bytes
+
+
+class _Peer:
+    """A connection. `num_active` transfers use it; a broken one takes no more."""
+
+    def __init__(self) -> None:
+        self.num_active = 0
+        self.broken = False
+
+
+def load_bindings() -> ModuleType:
+    """NIXL's own module, with its environment set where the user has not set it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    reasons = []
+    for package in _wheels():
+        try:
+            return importlib.import_module(f"{package}._bindings")
+        except ImportError as error:
+            reasons.append(str(error))
+    raise ConfigError(
+        f"connector nixl needs NIXL: pip install 'pdkv[nixl]', or nixl-cu13 beside a torch for CUDA 13 "
+        f"({'; '.join(reasons)})"
+    )
+
+
+def _wheels() -> list[str]:
+    """NIXL's packages, the one for torch's CUDA first; without CUDA either does."""
+    torch = sys.modules.get("torch")
+    cuda = (torch.version.cuda if torch is not None else None) or "12"
+    return sorted(("nixl_cu12", "nixl_cu13"), key=lambda name: not name.endswith(cuda.partition(".")[0]))
+
+
+class NixlAgent:
+    """Thread-safe. After a transfer has returned or raised, nothing of it touches memory any more."""
+
+    def __init__(self, name: str) -> None:
+        """Raises ConfigError where NIXL is missing or its UCX backend cannot start."""
+        self.name = name
+        self.num_bad_messages = 0
+        self._bindings = load_bindings()
+        self._lock = threading.Lock()  # around every call of the agent
+        self._idle = threading.Condition(self._lock)  # a peer has one active transfer less
+        self._closing = threading.Event()
+        self._peers: dict[str, _Peer] = {}
+        self._registered: list[Any] = []
+        self._errors = _error_types(self._bindings)
+        self._failures: tuple[type[Exception], ...] = (RuntimeError, *self._errors)
+        config = self._bindings.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = _PROGRESS_DELAY_US
+        try:
+            self._agent: Any = self._bindings.nixlAgent(name, config)
+            # A connection is closed at once: what was under way may not land afterwards.
+            self._agent.createBackend(_BACKEND, {"ucx_ep_close_force": "true"})
+        except self._failures as error:
+            raise ConfigError(f"NIXL cannot start its backend {_BACKEND}: {error}") from error
+
+    # --- memory and peers -----------------------------------------------------------------------------------------
+
+    def register(self, memory: Memory) -> Memory:
+        """Make a region known to NIXL, for good. It stays mapped until `close`. Raises ConfigError."""
+        descriptors = self._bindings.nixlRegDList(
+            self._segment(memory.kind), [(memory.address, memory.size, memory.device, "")]
+        )
+        try:
+            with self._lock:
+                self._agent.registerMem(descriptors, [])
+        except self._failures as error:
+            raise ConfigError(f"NIXL cannot register {memory.size} bytes of {memory.kind}: {error}") from error
+        self._registered.append(descriptors)
+        return memory
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach the regions registered so far."""
+        with self._lock:
+            return bytes(self._agent.getLocalMD())
+
+    def connect(self, peer: str, metadata: bytes) -> None:
+        """Know a peer by its metadata; UCX connects with the first transfer. Idempotent.
+
+        Raises:
+            PeerGone: nobody is where the metadata says.
+            IncompatiblePeers: the metadata is not this peer's, or cannot be read.
+        """
+        with self._lock:
+            if peer in self._peers:
+                return
+            try:
+                name = self._agent.loadRemoteMD(metadata)
+            except self._bindings.nixlBackendError as error:
+                raise PeerGone(f"agent {peer} cannot be reached: {error}") from error
+            except self._failures as error:
+                raise IncompatiblePeers(f"the NIXL metadata of agent {peer} cannot be read: {error}") from error
+            name = name.decode() if isinstance(name, bytes) else str(name)
+            if name != peer:
+                self._agent.invalidateRemoteMD(name)
+                raise IncompatiblePeers(f"the NIXL metadata of agent {peer!r} is that of {name!r}")
+            self._peers[peer] = _Peer()
+
+    def disconnect(self, peer: str) -> None:
+        """Tear a connection down; its transfers fail. On return nothing of them is under way. Idempotent."""
+        with self._lock:
+            connection = self._peers.get(peer)
+            if connection is None:
+                return
+            connection.broken = True
+            while connection.num_active:  # whoever waits for a transfer looks at `broken` every millisecond
+                self._idle.wait()
+            if self._peers.get(peer) is connection:
+                del self._peers[peer]
+                self._invalidate(peer)
+
+    def is_connected(self, peer: str) -> bool:
+        """Whether the peer is known and no transfer has found it gone."""
+        with self._lock:
+            connection = self._peers.get(peer)
+            return connection is not None and not connection.broken
+
+    # --- transfers ------------------------------------------------------------------------------------------------
+
+    def transfer(
+        self,
+        operation: Operation,
+        peer: str,
+        local: Pieces,
+        remote: Pieces,
+        *,
+        deadline: float,
+        kinds: tuple[str, str] = ("DRAM", "DRAM"),
+        notification: bytes = b"",
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Copy remote[i] to local[i] (READ) or local[i] to remote[i] (WRITE), and return when that is done.
+
+        A transfer that is given up takes its connection with it: only then is it certain that nothing lands later.
+
+        Args:
+            deadline: of time.monotonic().
+            kinds: memory of the local and of the remote side.
+            notification: reaches the peer after the data.
+            check: called while it waits; raises what ends the transfer.
+
+        Raises:
+            PeerGone: the peer is not connected (any more).
+            TransferTimeout: not done at the deadline.
+            TransferError: NIXL refuses it.
+        """
+        with self._active(peer) as connection:
+            handle = self._make(operation, peer, local, remote, kinds, notification)
+            under_way = True
+            try:
+                self._post(handle, peer, connection, deadline, check)
+                under_way = False
+            except PeerGone:
+                under_way = False  # NIXL has torn the connection down
+                connection.broken = True
+                raise
+            finally:
+                connection.broken = connection.broken or under_way
+                self._release(handle)
+        # `_active` tears a broken connection down on its way out.
+
+    def send(self, peer: str, data: bytes) -> None:
+        """Send a message, which arrives soon or never.
+
+        Raises:
+            PeerGone: the peer is not connected (any more).
+        """
+        with self._active(peer) as connection:
+            try:
+                with self._lock:
+                    self._agent.genNotif(peer, data)
+            except self._failures as error:
+                connection.broken = True
+                raise PeerGone(f"no message to agent {peer}: {error}") from error
+
+    def receive(self) -> list[Message]:
+        """Messages since the last call, in each peer's order. What is no message of ours is counted and dropped."""
+        with self._lock:
+            if self._closing.is_set():
+                return []
+            try:
+                received = self._agent.getNotifs({}, [])
+            except (*self._failures, UnicodeDecodeError) as error:  # a name that is no text
+                self.num_bad_messages += 1
+                logger.debug("agent %s cannot receive: %s", self.name, error)
+                return []
+        messages = [Message(peer, bytes(data)) for peer, batch in received.items() for data in batch]
+        good = [m for m in messages if len(m.data) <= MAX_MESSAGE_BYTES and 0 < len(m.peer) <= MAX_AGENT_NAME]
+        self.num_bad_messages += len(messages) - len(good)
+        return good
+
+    def close(self) -> None:
+        """End waiting transfers, disconnect, deregister. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        with self._lock:
+            for descriptors in self._registered:
+                self._agent.deregisterMem(descriptors, [])
+            self._registered.clear()
+            self._agent = None  # the last reference: threads and descriptors of UCX go with it
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _active(self, peer: str) -> Iterator[_Peer]:
+        """Use a connection; the last one to leave a broken one closes it."""
+        with self._lock:
+            connection = self._peers.get(peer)
+            if connection is None or connection.broken or self._closing.is_set():
+                raise PeerGone(f"agent {peer} is not connected")
+            connection.num_active += 1
+        try:
+            yield connection
+        finally:
+            with self._lock:
+                connection.num_active -= 1
+                self._idle.notify_all()
+            if connection.broken:
+                self.disconnect(peer)
+
+    def _segment(self, kind: str) -> Any:
+        return self._bindings.VRAM_SEG if kind == "VRAM" else self._bindings.DRAM_SEG
+
+    def _make(
+        self,
+        operation: Operation,
+        peer: str,
+        local: Pieces,
+        remote: Pieces,
+        kinds: tuple[str, str],
+        notification: bytes,
+    ) -> int:
+        bindings = self._bindings
+        sides = [
+            bindings.nixlXferDList(self._segment(kind), pieces)
+            for kind, pieces in zip(kinds, (local, remote), strict=True)
+        ]
+        op = bindings.NIXL_READ if operation == "READ" else bindings.NIXL_WRITE
+        try:
+            with self._lock:
+                return int(self._agent.createXferReq(op, *sides, peer, notification, []))
+        except self._failures as error:
+            raise self._typed(error, peer) from error
+
+    def _post(
+        self, handle: int, peer: str, connection: _Peer, deadline: float, check: Callable[[], None] | None
+    ) -> None:
+        """Post and wait. Raises a TransferError."""
+        done = self._bindings.NIXL_SUCCESS
+        call: Callable[[int], Any] = self._agent.postXferReq
+        looks, pause_s = 0, _WAIT_S[0]
+        while True:
+            try:
+                with self._lock:
+                    state = call(handle)
+            except self._failures as error:
+                raise self._typed(error, peer) from error
+            if state == done:
+                return
+            call = self._agent.getXferStatus
+            if check is not None:
+                check()
+            if connection.broken or self._closing.is_set():
+                raise TransferCancelled(f"the connection to agent {peer} is torn down")
+            if time.monotonic() >= deadline:
+                raise TransferTimeout(f"agent {peer} did not answer in time")
+            looks += 1
+            if looks > _SPINS:
+                self._closing.wait(pause_s)
+                pause_s = min(2 * pause_s, _WAIT_S[1])
+
+    def _release(self, handle: int) -> None:
+        try:
+            with self._lock:
+                self._agent.releaseXferReq(handle)
+        except self._failures as error:  # it is freed with the agent
+            logger.warning("agent %s cannot release a transfer: %s", self.name, error)
+
+    def _invalidate(self, peer: str) -> None:
+        """Under the lock."""
+        try:
+            self._agent.invalidateRemoteMD(peer)
+        except self._failures:
+            logger.debug("agent %s: NIXL had closed the connection to %s already", self.name, peer)
+
+    def _typed(self, error: Exception, peer: str) -> TransferError:
+        kind = self._errors.get(type(error), TransferError)
+        return kind(f"agent {peer}: {error}")
+
+
+def _error_types(bindings: ModuleType) -> dict[type[Exception], type[TransferError]]:
+    """What NIXL raises; it shares no base class."""
+    plain = "NotPosted InvalidParam Backend Mismatch NotAllowed RepostActive Unknown NotSupported NoTelemetry"
+    return {
+        **{getattr(bindings, f"nixl{name}Error"): TransferError for name in plain.split()},
+        bindings.nixlRemoteDisconnectError: PeerGone,
+        bindings.nixlNotFoundError: PeerGone,  # the peer's metadata has been invalidated meanwhile
+        bindings.nixlCancelledError: TransferCancelled,
+    }
