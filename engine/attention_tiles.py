@@ -65,10 +65,20 @@ class Bucket(NamedTuple):
         return int(self.positions.size)
 
 
+class Singles(NamedTuple):
+    """Tiles of one query, left out of the buckets; one entry each."""
+
+    slots: IntArray
+    qkv_rows: IntArray  # of each query in the step
+    out_rows: IntArray  # where its output goes
+    seq_lens: IntArray  # keys that it sees
+
+
 class TilePlan(NamedTuple):
-    """All buckets of a step; their real queries are the rows [0, num_rows), each once."""
+    """A step's queries are the rows [0, num_rows), each once, in a bucket or single."""
 
     buckets: list[Bucket]
+    singles: Singles
     num_rows: int
 
 
@@ -84,10 +94,16 @@ class _Tiles(NamedTuple):
     blocks: IntArray  # blocks that hold the keys
 
 
-def plan_tiles(inputs: StepInputs, rows: IntArray | None, block_size: int, limits: AttentionLimits) -> TilePlan:
-    """Tiles for all of the step's tokens, or for the tokens `rows` (ascending) only."""
+def plan_tiles(
+    inputs: StepInputs, rows: IntArray | None, block_size: int, limits: AttentionLimits, *, singles_apart: bool = False
+) -> TilePlan:
+    """Tiles for all of the step's tokens, or for the tokens `rows` (ascending) only; single queries apart if asked."""
     num_rows = len(inputs.positions) if rows is None else len(rows)
     tiles = _cut(inputs, limits) if rows is None else _single(inputs, rows)
+    single = (tiles.counts == 1) & singles_apart
+    apart = _Tiles(*(column[single] for column in tiles))
+    singles = Singles(apart.slots, apart.starts, apart.outs, apart.positions + 1)
+    tiles = _Tiles(*(column[~single] for column in tiles))
     padded = _PADDED_QUERIES[tiles.counts]
     blocks = -(-(tiles.positions + tiles.counts) // block_size)
     order = np.lexsort((-blocks, padded))
@@ -98,7 +114,7 @@ def plan_tiles(inputs: StepInputs, rows: IntArray | None, block_size: int, limit
         count, size = _bucket_size(tiles, start, num_blocks, block_size, limits)
         buckets.append(_bucket(tiles, start + np.minimum(np.arange(size), count - 1), count, num_blocks))
         start += count
-    return TilePlan(buckets, num_rows)
+    return TilePlan(buckets, singles, num_rows)
 
 
 def _cut(inputs: StepInputs, limits: AttentionLimits) -> _Tiles:

@@ -1,5 +1,8 @@
 """The backends against attention written out, over random mixes of chunks and decodes."""
 
+import sys
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +14,12 @@ from pdkv.engine.attention_cuda import CudaAttention
 from pdkv.engine.attention_tiles import AttentionLimits, plan_tiles
 from pdkv.engine.batch import PersistentBatch, StepInputs
 from pdkv.engine.plan import NewRequest, ScheduledRequest
+from pdkv.kernels import host
 from pdkv.sampling_params import SamplingParams
 
 torch.set_num_threads(1)
 
-BLOCK, LAYERS, KV_HEADS, HEADS, HEAD_SIZE = 16, 2, 2, 6, 8
+BLOCK, LAYERS, KV_HEADS, HEADS, HEAD_SIZE = 16, 2, 2, 6, 16
 
 
 class Case:
@@ -74,9 +78,61 @@ MIXES = [
 ]
 
 
+def without_compiled_kernel(kv_pool: torch.Tensor, num_heads: int) -> CpuAttention:
+    """The CPU backend of a machine without a compiler."""
+    backend = CpuAttention(kv_pool, num_heads)
+    backend._singles = None
+    return backend
+
+
+needs_compiled_kernel = pytest.mark.skipif(not host.available(), reason="no compiler when pdkv was installed")
+
+
+@needs_compiled_kernel
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size"), [(6, 2, 16), (4, 4, 32), (8, 2, 64), (3, 1, 128), (2, 2, 80)]
+)
+def test_single_queries_equal_attention_written_out(
+    heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("HEADS", heads), ("KV_HEADS", kv_heads), ("HEAD_SIZE", head_size)):
+        monkeypatch.setattr(sys.modules[__name__], name, value)
+    torch.set_num_threads(threads)
+    try:
+        for mix in ([(0, 1)], [(40, 1)], MIXES[4]):
+            case = Case(mix, dtype)
+            backend = CpuAttention(case.pool, heads)
+            assert backend._singles is not None
+            close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+            torch.testing.assert_close(case.run(backend, 1).double(), case.expected(1), **close)
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_compiled_kernel
+def test_large_scores_do_not_overflow() -> None:
+    case = Case([(100, 1), (0, 1)])
+    case.qkv[:, :HEADS] *= 1000
+    torch.testing.assert_close(
+        case.run(CpuAttention(case.pool, HEADS), 0).double(), case.expected(0), rtol=1e-3, atol=1e-3
+    )
+
+
+@needs_compiled_kernel
+def test_head_sizes_that_the_kernel_does_not_take_are_left_to_torch() -> None:
+    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 8), 1)._singles is None
+    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 16, dtype=torch.float16), 1)._singles is None
+
+
 @pytest.mark.parametrize("mix", MIXES, ids=len)
-@pytest.mark.parametrize("make", [CpuAttention, CudaAttention], ids=["cpu", "cuda-reference"])
-def test_backends_equal_attention_written_out(mix: list[tuple[int, int]], make: type[CpuAttention]) -> None:
+@pytest.mark.parametrize(
+    "make", [CpuAttention, without_compiled_kernel, CudaAttention], ids=["cpu", "cpu-torch", "cuda-reference"]
+)
+def test_backends_equal_attention_written_out(
+    mix: list[tuple[int, int]], make: Callable[[torch.Tensor, int], AttentionBackend]
+) -> None:
     for layer in range(LAYERS):
         case = Case(mix)
         expected = case.expected(layer)

@@ -1,0 +1,105 @@
+"""The compiled kernels for KV in host memory (host.c), where a compiler was at hand when the package was built.
+
+`available()` says so; callers have a torch or numpy form beside. Calls release the GIL.
+"""
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": 0, "bfloat16": 1}
+"""Dtypes that `attend` takes, by torch's name, with their numbers in host.c."""
+
+
+MAX_HEAD_SIZE = 256
+
+
+class AttentionArgs(ctypes.Structure):
+    """host.c's `attention`: what its comments say."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "qkv", "out")),
+        *((name, ctypes.c_void_p) for name in ("q_rows", "out_rows", "seq_lens", "first_blocks", "block_tables")),
+        *((name, ctypes.c_int64) for name in ("n", "heads", "kv_heads", "head_size", "block_size")),
+        *((name, ctypes.c_int64) for name in ("block_stride", "row_stride", "dtype", "num_threads")),
+        ("scale", ctypes.c_double),
+    )
+
+
+class Rows(NamedTuple):
+    """What one piece of a copy is, on both sides: `outer` x `inner` rows; strides and sizes in bytes."""
+
+    outer: int
+    target_outer_stride: int
+    source_outer_stride: int
+    inner: int
+    target_inner_stride: int
+    source_inner_stride: int
+    row_bytes: int
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    for path in sorted(Path(__file__).parent.glob("_host.*")):
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:  # built for another machine, or without its libraries here
+            logger.info("compiled kernels cannot be loaded: %s", error)
+            continue
+        library.pdkv_attend.argtypes = [ctypes.POINTER(AttentionArgs)]
+        library.pdkv_attend.restype = ctypes.c_int
+        pointers, numbers = [ctypes.c_void_p] * 4, [ctypes.c_int64] * 8
+        library.pdkv_copy.argtypes = [*pointers, *numbers]
+        library.pdkv_copy.restype = None
+        return library
+    return None
+
+
+def available() -> bool:
+    """Whether the compiled kernels are there. Import torch first: they share its OpenMP threads."""
+    return _library() is not None
+
+
+def attend(args: AttentionArgs) -> None:
+    """Attention of single queries over paged KV, softmax(q K^T * scale) V; pointers must stay valid meanwhile.
+
+    Head sizes are multiples of 16 up to MAX_HEAD_SIZE, block sizes multiples of 4.
+
+    Raises:
+        MemoryError: no room for the scores.
+    """
+    library = _library()
+    assert library is not None, "ask available() first"
+    status = library.pdkv_attend(ctypes.byref(args))
+    if status:
+        raise MemoryError("no memory for attention scores") if status == 1 else ValueError("head size")
+
+
+def copy_pieces(
+    target: int,
+    source: int,
+    target_offsets: npt.NDArray[np.int64],
+    source_offsets: npt.NDArray[np.int64],
+    rows: Rows | Sequence[int],
+) -> None:
+    """Copy equal pieces between two buffers that do not overlap. The caller has checked all bounds.
+
+    Args:
+        target, source: addresses.
+        target_offsets, source_offsets: (n,) bytes, contiguous.
+        rows: what each piece is.
+    """
+    library = _library()
+    assert library is not None, "ask available() first"
+    assert target_offsets.size == source_offsets.size
+    library.pdkv_copy(
+        target, source, target_offsets.ctypes.data, source_offsets.ctypes.data, target_offsets.size, *rows
+    )
