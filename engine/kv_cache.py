@@ -68,7 +68,7 @@ def check_pool(pool: torch.Tensor, layout: KVLayout, num_blocks: int) -> None:
 
 
 def kv_cache_bytes(model: Decoder, config: EngineConfig, num_tokens: int) -> int:
-    """Bytes for one rank's pool: its part of --kv-cache-memory or, on CPU, of 256 MiB; else what a step leaves of a GPU.
+    """Bytes for one rank's pool: a part of --kv-cache-memory, or of 256 MiB (CPU); else what a step leaves of its GPU.
 
     The step that is measured has `num_tokens` tokens.
 
