@@ -1,7 +1,7 @@
 """Copies between two paged KV pools mapped in this process: few calls that release the GIL, each of a large piece.
 
 Every return from such a call waits for the GIL, which the step thread holds; a copy of many small blocks therefore
-goes in pieces of at least CALL_BYTES, and as plain slices where the blocks are large or adjacent on both sides.
+is one call of the compiled kernel, or without it goes in pieces of at least CALL_BYTES.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.planning import Ids, Segment, merge_runs, run_starts
+from pdkv.kernels import host
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -26,7 +27,7 @@ def copy_blocks(source: Bytes, destination: Bytes, source_ids: Ids, destination_
     Args:
         source: (num_source_blocks, block_bytes), C-contiguous.
         destination: (num_destination_blocks, block_bytes), C-contiguous, another pool.
-        source_ids: in range (the caller has checked: what is out of range is clipped here).
+        source_ids: in range: the caller has checked.
         destination_ids: in range, each at most once.
         staging: a flat private buffer of STAGING_BYTES.
     """
@@ -38,6 +39,11 @@ def copy_blocks(source: Bytes, destination: Bytes, source_ids: Ids, destination_
             destination[run.destination : run.destination + run.num_blocks] = source[
                 run.source : run.source + run.num_blocks
             ]
+        return
+    if host.available():
+        rows = host.Rows(1, 0, 0, 1, 0, 0, block_bytes)
+        to, start = destination_ids * block_bytes, source_ids * block_bytes
+        host.copy_pieces(destination.ctypes.data, source.ctypes.data, to, start, rows)
         return
     order = np.argsort(destination_ids, kind="stable")
     starts = run_starts(destination_ids[order])
