@@ -82,6 +82,7 @@ class SchedulerView(msgspec.Struct, frozen=True):
     finished: Sequence[TransferKey]
     aborted: Sequence[TransferKey]
     waiting_keys: Sequence[Sequence[bytes]]  # block keys of the first waiting requests, for a store to prefetch
+    cancelled: Sequence[TransferKey] = ()  # the engine gave these transfers up: the workers cancel them in this step
 
 
 # --- what a connector answers -------------------------------------------------------------------------------------
@@ -197,8 +198,12 @@ class SchedulerConnector(ABC):
         """A request ended; for kv="handoff" the answer says where its KV can be had."""
         return Finished(hold_blocks=False)
 
+    def resolve_results(self, results: TransferResults) -> TransferResults:
+        """What the engine shall act on, from what all ranks reported. Called with every step's, empty ones too."""
+        return results
+
     def update_connector_output(self, results: TransferResults) -> None:
-        """Results of all ranks, before the engine acts on them."""
+        """Results of all ranks, resolved, before the engine acts on them."""
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
         """The engines now known, this one left out."""
@@ -271,6 +276,11 @@ class KVConnector(ABC):
         """`notify` is thread-safe and wakes the engine's loop. Raises ConfigError for an unknown option."""
         self.config = config
         self.notify = notify
+
+    @classmethod
+    def for_options(cls, options: Mapping[str, str]) -> "type[KVConnector]":
+        """The class whose flags hold with these options. Raises ConfigError for options that cannot be."""
+        return cls
 
     @classmethod
     def orders(cls) -> list[Order]:

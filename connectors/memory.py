@@ -4,7 +4,7 @@ Product code for engines side by side in one process, and the reference implemen
 Options: mode (pull, push, store), fabric (name), load (async, layerwise: store only), transfer_timeout_s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -53,12 +53,12 @@ class MemoryOptions(msgspec.Struct, frozen=True):
     transfer_timeout_s: float = 30.0
 
     @classmethod
-    def parse(cls, config: ConnectorConfig) -> "MemoryOptions":
+    def parse(cls, options: Mapping[str, str]) -> "MemoryOptions":
         """Raises ConfigError for an unknown option or value."""
         known: dict[str, Callable[[str], Any]] = {
             "mode": _mode, "fabric": str, "load": _load_mode, "transfer_timeout_s": float,
         }  # fmt: skip
-        return cls(**parse_options(config.options, known))
+        return cls(**parse_options(options, known))
 
 
 class MemoryConnector(KVConnector):
@@ -69,15 +69,17 @@ class MemoryConnector(KVConnector):
 
     def __new__(cls, config: ConnectorConfig, notify: Callable[[], None]) -> "MemoryConnector":
         """A connector's kind is its class's: each mode is a subclass."""
-        if cls is MemoryConnector:
-            cls = memory_modes()[MemoryOptions.parse(config).mode]
-        return super().__new__(cls)
+        return super().__new__(cls.for_options(config.options))
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
-        self.options = MemoryOptions.parse(config)
+        self.options = MemoryOptions.parse(config.options)
         self.fabric = MemoryFabric.named(self.options.fabric)
         self._table = super().make_block_table()
+
+    @classmethod
+    def for_options(cls, options: Mapping[str, str]) -> "type[MemoryConnector]":
+        return memory_modes()[MemoryOptions.parse(options).mode] if cls is MemoryConnector else cls
 
     def make_block_table(self) -> BlockTable:
         return self._table

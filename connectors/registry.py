@@ -13,6 +13,7 @@ ENTRY_POINT_GROUP = "pdkv.connectors"
 
 SHIPPED: Mapping[str, str] = {
     "memory": "pdkv.connectors.memory:MemoryConnector",
+    "multi": "pdkv.connectors.multi:MultiConnector",
     "shared_memory": "pdkv.connectors.shared_memory:SharedMemoryConnector",
 }
 """name -> "module:Class" of what this distribution ships; the only place that says so. Imported on first use."""

@@ -4,6 +4,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from pdkv.block_keys import root_key
 from pdkv.connectors.base import TransferOutcome
 from pdkv.engine.executor import Executor
@@ -167,6 +169,7 @@ class EngineCore:
     def finish_step(self, output: StepOutput, now: float) -> None:
         """Update: tokens leave, requests end or are handed off, transfers are settled."""
         self.counters.steps += 1
+        output = msgspec.structs.replace(output, transfers=self.external.resolve(output.transfers))
         for confirmed in self.scheduler.update(output):
             self._advance(confirmed, output, now)
         for transfers, ok in ((output.transfers.finished_sending, True), (output.transfers.failed_sending, False)):

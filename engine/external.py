@@ -184,6 +184,7 @@ class ExternalKV:
             finished=news.finished,
             aborted=news.aborted,
             waiting_keys=[r.hash_keys for r in waiting] if self.connector.observes_steps else [],
+            cancelled=cancels,
         )
         meta = self.connector.build_connector_meta(view)
         for hold in meta.holds:
@@ -198,6 +199,10 @@ class ExternalKV:
         assert hold.key not in self._holds
         self._pool.hold(hold.block_ids, Holder.ACTIVE)
         self._holds[hold.key] = hold
+
+    def resolve(self, results: TransferResults) -> TransferResults:
+        """What the engine acts on, from what its ranks reported."""
+        return results if self.connector is None else self.connector.resolve_results(results)
 
     def apply(self, results: TransferResults) -> None:
         """Results of a step: the connector hears of them; I/O holds and quarantines that ended are released."""

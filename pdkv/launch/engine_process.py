@@ -123,7 +123,7 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> int:
 
 def _check_connector(spec: EngineSpec) -> None:
     """Refuse a connector that could never join these engines. Raises ConfigError."""
-    connector = load_connector(spec.handoff.connector)
+    connector = load_connector(spec.handoff.connector).for_options(spec.handoff.connector_config)
     if connector.one_process and spec.num_engines > 1:
         raise ConfigError(
             f"connector {spec.handoff.connector!r} joins engines of one process only, and each of these "

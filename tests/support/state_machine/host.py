@@ -10,10 +10,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdkv.config import HandoffConfig
-from pdkv.connectors.base import ConnectorConfig, WorkerConnector
+from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
 from pdkv.connectors.memory import MemoryConnector
 from pdkv.connectors.memory_fabric import MemoryFabric
+from pdkv.connectors.multi import MultiConnector
+from pdkv.connectors.multi_worker import MultiWorker
 from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.scheduler import SchedulerLimits
@@ -131,13 +135,15 @@ class World:
         def notify() -> None:
             woken[0] = True
 
-        connector = MemoryConnector(config, notify)
+        connector = self.make_connector(config, notify)
+        worker = connector.make_worker_side(0)
         card = EngineCard(
             engine=name,
             epoch=epoch,
             role="any",
             pid=0,
             connector="memory",
+            rank_blobs=[worker.handshake()],
             kind=connector.kind,
             content_addressed=connector.content_addressed,
             orders=connector.orders(),
@@ -148,7 +154,6 @@ class World:
             max_model_len=self.forward.max_model_len,
             max_num_seqs=self.limits.max_num_seqs,
         )
-        worker = connector.make_worker_side(0)
         executor = self.forward.make_executor(
             layout, self.num_blocks, max_num_seqs=self.limits.max_num_seqs, worker=worker
         )
@@ -168,10 +173,26 @@ class World:
         self.forward.watch(executor, core.scheduler.kv.pool)
         core.router_joined("router", "1")
 
+    def make_connector(self, config: ConnectorConfig, notify: Callable[[], None]) -> KVConnector:
+        """The memory connector in one mode, or `multi` of it in several ("store+pull").
+
+        On the fabric the last child stands for its engine: all have the pool, and tables that count alike.
+        """
+        modes = self.mode.split("+")
+        if len(modes) == 1:
+            return MemoryConnector(config, notify)
+        options = {f"{i}.{name}": value for i in range(len(modes)) for name, value in self.options.items()}
+        options |= {f"{i}.mode": mode for i, mode in enumerate(modes)}
+        return MultiConnector(
+            msgspec.structs.replace(config, options={"connectors": "memory," * len(modes), **options}), notify
+        )
+
     def restart(self, name: str) -> None:
         """kill -9 and a new incarnation: queues, blocks and everything under way from it are gone."""
         self.num_restarts += 1
-        self.fabric.unregister(self.engines[name].worker)  # type: ignore[arg-type]
+        worker = self.engines[name].worker
+        for endpoint in worker.workers if isinstance(worker, MultiWorker) else [worker]:
+            self.fabric.unregister(endpoint)  # type: ignore[arg-type]
         self.boot(name)
         for client in self.clients:
             if name in (client.flow.route.prefill, client.flow.route.decode):

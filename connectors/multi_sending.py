@@ -1,0 +1,91 @@
+"""Hand-offs from an engine with several connectors: when all that send one have ended."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from pdkv.connectors.base import BlockHold, TransferKey, TransferOutcome
+
+MAX_EARLY_FAILURES = 1024
+"""Failures of hand-offs that are not known yet (or not any more) that are remembered."""
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A hand-off: the children that have its blocks or will report its end, and what the others reported."""
+
+    waiting: set[int]
+    outcome: TransferOutcome
+
+
+def _merge(first: TransferOutcome, second: TransferOutcome) -> TransferOutcome:
+    """The outcome of both: bytes add up, they run side by side, the first error stands."""
+    return TransferOutcome(
+        first.code or second.code, first.num_bytes + second.num_bytes, max(first.seconds, second.seconds)
+    )
+
+
+class SendingTable:
+    """Blocks of a hand-off come free when all its children have ended; a failure is told then, too.
+
+    A child that never reports (a pulling one: its reader releases the lease) keeps it open until it is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._sendings: dict[TransferKey, _Sending] = {}
+        self._early: OrderedDict[TransferKey, dict[int, TransferOutcome]] = OrderedDict()
+        self._holds: dict[TransferKey, TransferKey] = {}  # a hold's tagged key -> the transfer that it belongs to
+        self._ended: dict[TransferKey, TransferOutcome] = {}
+
+    def __len__(self) -> int:
+        return len(self._sendings)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `take_ended` has something that no result will announce."""
+        return bool(self._ended)
+
+    def add_holds(self, holds: Iterable[BlockHold]) -> None:
+        """Holds that the engine takes, under their tagged keys."""
+        self._holds.update((hold.key, hold.owner) for hold in holds)
+
+    def end_hold(self, tagged: TransferKey) -> TransferKey | None:
+        """The transfer that an ended hold belonged to; None: it is no hold."""
+        return self._holds.pop(tagged, None)
+
+    def begin(self, key: TransferKey, children: Collection[int]) -> None:
+        """A hand-off begins: these children hold its blocks or will report its end."""
+        sending = _Sending(set(children), TransferOutcome())
+        early = self._early.pop(key, {})
+        if not sending.waiting:
+            return
+        self._sendings[key] = sending
+        for child, outcome in early.items():
+            self.end(key, child, outcome)
+
+    def end(self, key: TransferKey, child: int, outcome: TransferOutcome) -> None:
+        """A child's part of a hand-off ended."""
+        sending = self._sendings.get(key)
+        if sending is None:
+            if outcome.code:
+                self._early.setdefault(key, {})[child] = outcome
+                if len(self._early) > MAX_EARLY_FAILURES:
+                    self._early.popitem(last=False)
+            return
+        if child not in sending.waiting:
+            return
+        sending.waiting.remove(child)
+        sending.outcome = _merge(sending.outcome, outcome)
+        if not sending.waiting:
+            self._ended[key] = self._sendings.pop(key).outcome
+
+    def forget(self, key: TransferKey) -> None:
+        """The hand-off was released or given up: nobody wants to hear of it."""
+        self._sendings.pop(key, None)
+        self._early.pop(key, None)
+        self._ended.pop(key, None)
+
+    def take_ended(self) -> dict[TransferKey, TransferOutcome]:
+        """Hand-offs that all children have ended since the last call."""
+        ended, self._ended = self._ended, {}
+        return ended

@@ -1,0 +1,61 @@
+"""What each child of `multi` sees of a request: its own ticket, its own part of the hand-off."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from pdkv.connectors.base import ConfirmedRange, RequestView, ScheduledRange, SchedulerView
+from pdkv.connectors.multi_wire import decode_handoff, decode_ticket
+from pdkv.messages import ConnectorKind
+
+Range = TypeVar("Range", ScheduledRange, ConfirmedRange)
+
+
+class ChildViews:
+    """Views of one engine's requests, by child."""
+
+    def __init__(self, kind: ConnectorKind, kinds: Sequence[ConnectorKind]) -> None:
+        """`kind`: of all together; `kinds`: of each child."""
+        self.num_malformed = 0  # hand-offs and tickets that could not be read
+        self._kind = kind
+        self._kinds = kinds
+
+    def request(self, request: RequestView, child: int) -> RequestView | None:
+        """A request as one child sees it; None: the hand-off has nothing for that child."""
+        kind = self._kinds[child]
+        if self._kind == "push" and kind == "pull" and request.kv != "local":
+            return msgspec.structs.replace(request, kv="local", handoff=None, ticket=None)
+        if request.ticket is None and request.handoff is None:
+            return request
+        view = request
+        if request.ticket is not None:
+            ticket = decode_ticket(request.ticket)
+            self.num_malformed += ticket is None
+            own = ticket.ticket if ticket is not None and ticket.child == child else None
+            view = msgspec.structs.replace(view, ticket=own)
+        if request.handoff is not None:
+            payloads = decode_handoff(request.handoff.payload, len(self._kinds))
+            self.num_malformed += payloads is None
+            if payloads is None or (payload := payloads[child]) is None:
+                return None
+            view = msgspec.structs.replace(view, handoff=msgspec.structs.replace(request.handoff, payload=payload))
+            if kind == "store" and request.kv_ready is None and self._is_leased(payloads):
+                view = msgspec.structs.replace(view, kv_ready=False)  # no word will come: what is there counts
+        return view
+
+    def step(self, view: SchedulerView, child: int) -> SchedulerView:
+        """A step as a child that observes steps sees it."""
+        scheduled, confirmed = self._ranges(view.scheduled, child), self._ranges(view.confirmed, child)
+        return msgspec.structs.replace(view, scheduled=scheduled, confirmed=confirmed)
+
+    def _ranges(self, ranges: Sequence[Range], child: int) -> list[Range]:
+        own = []
+        for item in ranges:
+            request = self.request(item.request, child) or msgspec.structs.replace(item.request, handoff=None)
+            own.append(item if request is item.request else msgspec.structs.replace(item, request=request))
+        return own
+
+    def _is_leased(self, payloads: Sequence[bytes | None]) -> bool:
+        """Whether a pulling child has the hand-off's blocks; its prefill engine then sends no KVReady."""
+        return any(k == "pull" and p is not None for k, p in zip(self._kinds, payloads, strict=True))

@@ -1,0 +1,76 @@
+"""`multi` of memory connectors under the random schedules of the hand-off state machine (F1, F2, F4, F9)."""
+
+import logging
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from state_machine.defects import Pair
+from state_machine.host import run_schedule
+
+from pdkv.connectors.multi_scheduler import MultiScheduler
+
+NUM_SCHEDULES = 2000
+
+PAIRS: list[Pair] = [
+    ("pull+store", "prefill_first", "async"),
+    ("store+pull", "prefill_first", "async"),
+    ("store+pull", "decode_first", "async"),
+    ("store+pull", "prefill_first", "layerwise"),
+    ("store+push", "concurrent", "async"),
+    ("store+push", "needs_peer_first", "async"),
+    ("store+push", "decode_first", "async"),
+]
+"""Every kind of mixture, in the orders that are legal with it."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Expired leases and failed loads are what these schedules are about: no log line each."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_any_schedule_gives_the_right_tokens_and_returns_every_block(pair: Pair) -> None:
+    @settings(
+        max_examples=NUM_SCHEDULES // len(PAIRS),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(seed=st.integers(0, 2**32 - 1), length=st.integers(40, 500))
+    def check(seed: int, length: int) -> None:
+        world = run_schedule(random.Random(seed).randbytes(length), pair)
+        for engine in world.engines.values():
+            scheduler = engine.core.external.connector
+            assert isinstance(scheduler, MultiScheduler)
+            assert not len(scheduler.sending), "a hand-off is kept"
+            assert not scheduler.num_loads, "a load is kept"
+
+    check()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_schedules_reach_what_they_are_about(pair: Pair) -> None:
+    rng = random.Random(7)
+    seen = {"remote": 0, "failed loads": 0, "restarts": 0, "aborts": 0, "finished": 0}
+    num_fallbacks = 0
+    for _ in range(60):
+        world = run_schedule(rng.randbytes(rng.randint(200, 500)), pair)
+        for engine in world.engines.values():
+            load = engine.core._make_load()
+            seen["remote"] += load.sources.remote
+            seen["failed loads"] += load.load_failures
+            assert isinstance(engine.core.external.connector, MultiScheduler)
+            num_fallbacks += engine.core.external.connector.num_fallbacks
+        seen["restarts"] += world.num_restarts
+        seen["aborts"] += sum(client.aborted for client in world.clients)
+        seen["finished"] += sum(client.flow.finish_reason is not None for client in world.clients)
+    assert all(seen.values()), seen
+    if pair == ("store+pull", "prefill_first", "async"):
+        assert num_fallbacks, "no load was taken over"  # the store evicts
