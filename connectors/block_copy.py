@@ -32,6 +32,11 @@ def copy_blocks(source: Bytes, destination: Bytes, source_ids: Ids, destination_
         staging: a flat private buffer of STAGING_BYTES.
     """
     block_bytes = source.shape[1]
+    if host.available():
+        rows = host.Rows(1, 0, 0, 1, 0, 0, block_bytes)
+        to, start = destination_ids * block_bytes, source_ids * block_bytes
+        host.copy_pieces(destination.ctypes.data, source.ctypes.data, to, start, rows)
+        return
     max_calls = max(1, source_ids.size * block_bytes // CALL_BYTES)
     runs = merge_runs(source_ids, destination_ids)
     if len(runs) <= max_calls:
@@ -39,11 +44,6 @@ def copy_blocks(source: Bytes, destination: Bytes, source_ids: Ids, destination_
             destination[run.destination : run.destination + run.num_blocks] = source[
                 run.source : run.source + run.num_blocks
             ]
-        return
-    if host.available():
-        rows = host.Rows(1, 0, 0, 1, 0, 0, block_bytes)
-        to, start = destination_ids * block_bytes, source_ids * block_bytes
-        host.copy_pieces(destination.ctypes.data, source.ctypes.data, to, start, rows)
         return
     order = np.argsort(destination_ids, kind="stable")
     starts = run_starts(destination_ids[order])
