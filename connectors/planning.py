@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.errors import IncompatiblePeers
 
 Ids = npt.NDArray[np.int64]
 
@@ -122,3 +123,153 @@ def unit_index(block_ids: Sequence[int] | Ids, block_size: int, start: int, stop
     units_per_block = block_size // HASH_BLOCK_SIZE
     positions = np.arange(start // HASH_BLOCK_SIZE, -(-stop // HASH_BLOCK_SIZE), dtype=np.int64)
     return as_ids(block_ids)[positions // units_per_block] * units_per_block + positions % units_per_block
+
+
+# --- ranks --------------------------------------------------------------------------------------------------------
+
+
+class HeadPart(NamedTuple):
+    """KV heads that this rank exchanges with one rank of a peer."""
+
+    peer_rank: int
+    first: int  # counted in this rank's pool
+    peer_first: int  # counted in the peer rank's pool
+    num_heads: int
+
+
+class LayerPart(NamedTuple):
+    """Layers that this pipeline stage exchanges with one stage of a peer."""
+
+    peer_stage: int
+    first: int  # counted in this stage's pool
+    peer_first: int  # counted in the peer stage's pool
+    num_layers: int
+
+
+def rank_heads(rank: int, tp: int, num_heads: int) -> range:
+    """The KV heads that a rank holds. With more ranks than heads, tp / num_heads neighbours hold the same one.
+
+    Raises:
+        IncompatiblePeers: neither number divides the other.
+    """
+    if tp < 1 or num_heads < 1 or (num_heads % tp and tp % num_heads):
+        raise IncompatiblePeers(f"{num_heads} KV heads cannot be cut for {tp} tensor parallel ranks")
+    if num_heads >= tp:
+        return range(rank * num_heads // tp, (rank + 1) * num_heads // tp)
+    return range(rank * num_heads // tp, rank * num_heads // tp + 1)
+
+
+def check_ranks(tp: int, peer_tp: int, num_heads: int) -> None:
+    """Check that KV can be exchanged between engines of so many ranks.
+
+    Raises:
+        IncompatiblePeers: one number of ranks is no multiple of the other, or the heads cannot be cut for them.
+    """
+    if tp < 1 or peer_tp < 1 or (tp % peer_tp and peer_tp % tp):
+        raise IncompatiblePeers(f"tensor parallel ranks differ by no integer ratio: {tp} here, {peer_tp} there")
+    rank_heads(0, tp, num_heads)
+    rank_heads(0, peer_tp, num_heads)
+
+
+def reader_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> list[HeadPart]:
+    """What reader `rank` of `tp` takes from the ranks of a peer: each of its heads from one owner.
+
+    Where several of the peer's ranks hold a head, the readers of it are spread over them.
+
+    Raises:
+        IncompatiblePeers: see `check_ranks`.
+    """
+    check_ranks(tp, peer_tp, num_heads)
+    heads = rank_heads(rank, tp, num_heads)
+    readers, owners = max(tp // num_heads, 1), max(peer_tp // num_heads, 1)  # ranks that hold one head
+    parts: list[HeadPart] = []
+    for head in heads:
+        owner = head * peer_tp // num_heads + rank % readers * owners // readers
+        peer_first = head - rank_heads(owner, peer_tp, num_heads).start
+        last = parts[-1] if parts else None
+        if last is not None and last.peer_rank == owner:
+            parts[-1] = last._replace(num_heads=last.num_heads + 1)
+        else:
+            parts.append(HeadPart(owner, head - heads.start, peer_first, 1))
+    return parts
+
+
+def sender_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> list[HeadPart]:
+    """What sender `rank` of `tp` gives to the ranks of a peer: the same exchange, seen from the other side.
+
+    Empty for a rank whose heads all readers take from a neighbour that holds the same.
+
+    Raises:
+        IncompatiblePeers: see `check_ranks`.
+    """
+    return [
+        HeadPart(peer_rank, part.peer_first, part.first, part.num_heads)
+        for peer_rank in range(peer_tp)
+        for part in reader_parts(peer_rank, peer_tp, tp, num_heads)
+        if part.peer_rank == rank
+    ]
+
+
+def stage_layers(stage: int, pp: int, num_layers: int) -> range:
+    """The layers of a pipeline stage; where they cannot be cut evenly, the first stages have one more.
+
+    Raises:
+        IncompatiblePeers: more stages than layers.
+    """
+    if not 0 < pp <= num_layers:
+        raise IncompatiblePeers(f"{num_layers} layers cannot be cut for {pp} pipeline stages")
+    each, rest = divmod(num_layers, pp)
+    first = stage * each + min(stage, rest)
+    return range(first, first + each + (stage < rest))
+
+
+def layer_parts(stage: int, pp: int, peer_pp: int, num_layers: int) -> list[LayerPart]:
+    """What a stage exchanges with the stages of a peer; any two numbers of stages work.
+
+    Raises:
+        IncompatiblePeers: see `stage_layers`.
+    """
+    own = stage_layers(stage, pp, num_layers)
+    parts = []
+    for peer_stage in range(peer_pp):
+        peer = stage_layers(peer_stage, peer_pp, num_layers)
+        first, stop = max(own.start, peer.start), min(own.stop, peer.stop)
+        if first < stop:
+            parts.append(LayerPart(peer_stage, first - own.start, first - peer.start, stop - first))
+    return parts
+
+
+# --- pieces -------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(start: int, stop: int, block_size: int) -> range:
+    """Indices of the blocks that tokens [start, stop) lie in."""
+    return range(start // block_size, -(-stop // block_size)) if stop > start else range(0)
+
+
+class Split(NamedTuple):
+    """Whole blocks, divided into what goes as it lies and what is gathered first."""
+
+    runs: list[Run]  # adjacent on both sides and large; `positions` of the same index say where they begin
+    positions: list[int]
+    rest: Ids  # positions of all other blocks, ascending
+
+
+def split_runs(source: Sequence[int] | Ids, destination: Sequence[int] | Ids, min_blocks: int) -> Split:
+    """Find the runs of at least `min_blocks` blocks that are adjacent on both sides.
+
+    Raises:
+        ValueError: the two sides differ in length.
+    """
+    sources, destinations = as_ids(source), as_ids(destination)
+    runs: list[Run] = []
+    positions: list[int] = []
+    in_run = np.zeros(sources.size, dtype=np.bool_)
+    position = 0
+    for run in merge_runs(sources, destinations):
+        if run.num_blocks >= min_blocks:
+            runs.append(run)
+            positions.append(position)
+            in_run[position : position + run.num_blocks] = True
+        position += run.num_blocks
+    return Split(runs, positions, np.flatnonzero(~in_run).astype(np.int64))

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults, WorkerConnector
 from pdkv.connectors.io_lanes import SHARED_LANE, IOLanes, Lane, LaneConfig
-from pdkv.errors import TransferCancelled, TransferError, TransferTimeout
+from pdkv.errors import PdkvError, TransferCancelled, TransferError, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class TransferWorker(WorkerConnector):
             last: the transfer is complete with this batch.
 
         Returns:
-            The jobs, also those that have failed at once; empty for a transfer that is known and complete.
+            The jobs; none where there is nothing to do, and for a transfer that has failed or is complete.
         """
         now = time.monotonic()
         with self._lock:
@@ -200,6 +200,11 @@ class TransferWorker(WorkerConnector):
                 jobs = self._make_jobs(transfer, group, tasks)
         self._notify_results()
         return [] if code else jobs
+
+    def refuse(self, key: TransferKey, direction: Direction, code: str, *, batch: TransferKey | None = None) -> None:
+        """Answer a batch that cannot even begin: its transfer fails."""
+        for job in self.submit(key, direction, [Task(None, posted=True)], batch=batch, last=False):
+            self.end_job(job, code)
 
     def get_finished(self) -> TransferResults:
         if time.monotonic() >= self._next_deadline:
@@ -237,6 +242,12 @@ class TransferWorker(WorkerConnector):
         self.lanes.shutdown(JOIN_TIMEOUT_S)
 
     # --- any thread -----------------------------------------------------------------------------------------------
+
+    def open_jobs(self, key: TransferKey, direction: Direction) -> list[Job]:
+        """A transfer's jobs that have not ended."""
+        with self._lock:
+            transfer = self._transfers.get((direction, key))
+            return list(transfer.jobs) if transfer is not None else []
 
     def end_job(self, job: Job, code: str = "", num_bytes: int = 0) -> None:
         """A posted job is over: nothing touches its blocks any more. Once ended, a job stays so."""
@@ -398,7 +409,7 @@ class TransferWorker(WorkerConnector):
         try:
             job.check()
             num_bytes = self.run_job(job, scratch)
-        except TransferError as error:
+        except PdkvError as error:
             code = error.code
             logger.debug("%s %s: %s", job.transfer.direction, job.key, error)
         except Exception:  # whatever it was, the thread serves the next job, and the request hears of it

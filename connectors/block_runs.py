@@ -1,0 +1,58 @@
+"""Block ids on the wire: runs of adjacent blocks, which keep tickets and hand-offs small."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+MAX_BLOCKS = 1 << 20
+"""Blocks that one message may name; more is no message of ours."""
+
+
+class BlockRun(NamedTuple):
+    """Blocks [first, first + num_blocks), all of that generation."""
+
+    first: int
+    num_blocks: int
+    generation: int = 0
+
+
+_RUNS = msgspec.msgpack.Decoder(list[BlockRun])
+
+
+def make_runs(block_ids: Sequence[int], generations: Sequence[int] | None = None) -> list[BlockRun]:
+    """Runs of adjacent blocks that have one generation, in the order given.
+
+    Raises:
+        ValueError: not one generation per block.
+    """
+    runs: list[BlockRun] = []
+    versions = [0] * len(block_ids) if generations is None else generations
+    for block_id, generation in zip(block_ids, versions, strict=True):
+        last = runs[-1] if runs else None
+        if last is not None and block_id == last.first + last.num_blocks and generation == last.generation:
+            runs[-1] = last._replace(num_blocks=last.num_blocks + 1)
+        else:
+            runs.append(BlockRun(block_id, 1, generation))
+    return runs
+
+
+def expand_runs(runs: Sequence[BlockRun]) -> tuple[list[int], list[int]] | None:
+    """(block ids, generations); None: no blocks could be meant by that."""
+    if any(run.first < 0 or run.num_blocks < 1 for run in runs) or sum(run.num_blocks for run in runs) > MAX_BLOCKS:
+        return None
+    block_ids = [block_id for run in runs for block_id in range(run.first, run.first + run.num_blocks)]
+    return block_ids, [run.generation for run in runs for _ in range(run.num_blocks)]
+
+
+def encode_blocks(block_ids: Sequence[int], generations: Sequence[int]) -> bytes:
+    """A hand-off's payload: msgpack of the blocks' runs."""
+    return msgspec.msgpack.encode(make_runs(block_ids, generations))
+
+
+def decode_blocks(payload: bytes) -> tuple[list[int], list[int]] | None:
+    """(block ids, generations) of a hand-off's payload; None: it names none."""
+    try:
+        return expand_runs(_RUNS.decode(payload))
+    except msgspec.DecodeError:
+        return None

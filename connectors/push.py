@@ -1,0 +1,367 @@
+"""Push, whatever the transport: decode names the blocks that it has allocated in a ticket, prefill writes into them.
+
+What is confirmed goes out batch by batch while later chunks compute, the tail last. Each rank of the sender gives each
+rank of the receiver the heads that they share; the receiver has a transfer when all its heads of all its tokens are in.
+"""
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pdkv.connectors.base import (
+    NO_MATCH,
+    BlockHold,
+    ConfirmedRange,
+    ConnectorConfig,
+    Finished,
+    KVConnectorMetadata,
+    MatchedTokens,
+    RequestView,
+    SchedulerConnector,
+    SchedulerView,
+    TransferKey,
+    TransferResults,
+)
+from pdkv.connectors.block_runs import BlockRun, expand_runs, make_runs
+from pdkv.connectors.io_lanes import LaneConfig
+from pdkv.connectors.peers import PeerCards
+from pdkv.connectors.planning import HeadPart, blocks_of, sender_parts
+from pdkv.connectors.transfer_worker import Job, Task, TransferWorker
+from pdkv.errors import KVNotFound, PdkvError, PeerGone, TransferError
+from pdkv.messages import MAX_BLOB_BYTES, EngineCard
+
+
+class PushTicket(msgspec.Struct, frozen=True, array_like=True):
+    """Where tokens [start, stop) of a transfer are wanted: in the receiver's blocks, the first one holds `start`."""
+
+    engine: str
+    epoch: str
+    transfer_id: str
+    attempt: int
+    start: int
+    stop: int
+    runs: list[BlockRun]
+
+    @property
+    def key(self) -> TransferKey:
+        """(transfer_id, attempt)."""
+        return (self.transfer_id, self.attempt)
+
+    def block_ids(self, block_size: int) -> list[int]:
+        """The receiver's blocks, whose size its card says.
+
+        Raises:
+            TransferError: they are not as many as the tokens need.
+        """
+        expanded = expand_runs(self.runs)
+        if expanded is None or len(expanded[0]) != len(blocks_of(self.start, self.stop, block_size)):
+            raise TransferError(
+                f"a ticket of engine {self.engine} does not name its blocks", transfer_id=self.transfer_id
+            )
+        return expanded[0]
+
+
+_TICKETS = msgspec.msgpack.Decoder(PushTicket)
+
+
+def decode_ticket(data: bytes) -> PushTicket | None:
+    """A ticket; None: it is none."""
+    try:
+        ticket = _TICKETS.decode(data)
+    except msgspec.DecodeError:
+        return None
+    return ticket if 0 <= ticket.start <= ticket.stop else None
+
+
+class PushSend(msgspec.Struct, frozen=True):
+    """One batch of a transfer: tokens [start, stop), which lie in `block_ids`, the first of which holds `start`."""
+
+    key: TransferKey
+    batch: TransferKey  # names this batch's hold on its source blocks
+    ticket: PushTicket
+    start: int
+    stop: int
+    block_ids: list[int]
+    last: bool  # the ticket's range is complete with it
+
+
+class PushMetadata(KVConnectorMetadata, kw_only=True):
+    """Receives to be registered and sends to be posted in this step."""
+
+    receives: list[PushTicket] = msgspec.field(default_factory=list)
+    refused: list[TransferKey] = msgspec.field(default_factory=list)  # loads for which no ticket could be made
+    unsendable: list[TransferKey] = msgspec.field(default_factory=list)  # sends whose tickets cannot be served
+    sends: list[PushSend] = msgspec.field(default_factory=list)
+    dropped: list[TransferKey] = msgspec.field(default_factory=list)  # sends that nobody waits for any more
+
+
+@dataclass(slots=True)
+class _Sending:
+    """What of a ticket has been given to the worker."""
+
+    ticket: PushTicket | None  # None: what came was no ticket
+    num_sent: int = 0  # tokens [ticket.start, num_sent) are under way or delivered
+    num_batches: int = 0
+    failed: bool = False
+
+
+class PushScheduler(SchedulerConnector):
+    """Scheduler side: tickets for what is wanted here, batches of what is wanted elsewhere."""
+
+    def __init__(self, config: ConnectorConfig, peers: PeerCards) -> None:
+        self.config = config
+        self.block_size = config.layout.block_size
+        self.peers = peers
+        self._receives: list[PushTicket] = []
+        self._refused: list[TransferKey] = []
+        self._unsendable: list[TransferKey] = []
+        self._sending: dict[TransferKey, _Sending] = {}
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
+        if request.kv != "await_peer" or request.kv_ready is False:
+            return NO_MATCH
+        return MatchedTokens(request.num_wanted - num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    ) -> bytes | None:
+        """The ticket. Blocks too scattered to be named within its bound fail the load at once."""
+        if request.kv != "await_peer":
+            return None
+        start, stop = request.num_local_hit, request.num_local_hit + num_external_tokens
+        wanted = blocks_of(start, stop, self.block_size)
+        runs = make_runs(block_ids[wanted.start : wanted.stop])
+        ticket = PushTicket(self.config.engine, self.config.epoch, *request.transfer_key, start, stop, runs)
+        encoded = msgspec.msgpack.encode(ticket)
+        if len(encoded) > MAX_BLOB_BYTES:
+            self._refused.append(request.transfer_key)
+            return None
+        if num_external_tokens:
+            self._receives.append(ticket)
+        return encoded
+
+    def build_connector_meta(self, view: SchedulerView) -> PushMetadata:
+        sends = [send for confirmed in view.confirmed if (send := self._next_batch(confirmed)) is not None]
+        dropped = [key for key in view.aborted if self._sending.pop(key, None) is not None]
+        receives, self._receives = self._receives, []
+        refused, self._refused = self._refused, []
+        unsendable, self._unsendable = self._unsendable, []
+        return PushMetadata(
+            step_id=view.step_id,
+            receives=receives,
+            refused=refused,
+            unsendable=unsendable,
+            sends=sends,
+            dropped=dropped,
+            holds=[BlockHold(send.batch, send.block_ids, send.key) for send in sends],
+        )
+
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+        return Finished(hold_blocks=request.kv == "handoff")
+
+    def update_connector_output(self, results: TransferResults) -> None:
+        for key in results.finished_sending:
+            self._sending.pop(key, None)
+        for key in results.failed_sending:
+            if key in self._sending:
+                self._sending[key].failed = True  # nothing more of it is sent; `aborted` forgets it
+
+    def update_peers(self, cards: Sequence[EngineCard]) -> None:
+        self.peers.replace(cards)
+
+    def shutdown(self) -> None:
+        self.peers.clear()
+        self._sending.clear()
+
+    def _next_batch(self, confirmed: ConfirmedRange) -> PushSend | None:
+        """What of a confirmed range is wanted and has not been sent yet."""
+        request = confirmed.request
+        if request.kv != "handoff" or request.ticket is None:
+            return None
+        key = request.transfer_key
+        sending = self._sending.get(key)
+        if sending is None:
+            ticket = decode_ticket(request.ticket)
+            sending = self._sending[key] = _Sending(ticket, ticket.start if ticket is not None else 0)
+        ticket = sending.ticket
+        if not sending.failed and (ticket is None or (confirmed.last and confirmed.stop < ticket.stop)):
+            sending.failed = True
+            self._unsendable.append(key)  # it wants what will never be here
+        ready = confirmed.stop if confirmed.last else confirmed.stop // self.block_size * self.block_size
+        if ticket is None or sending.failed or (stop := min(ready, ticket.stop)) <= sending.num_sent:
+            return None
+        start, sending.num_sent = sending.num_sent, stop
+        sending.num_batches += 1
+        batch = (f"{key[0]}/{sending.num_batches}", key[1])
+        blocks = blocks_of(start, stop, self.block_size)
+        block_ids = list(confirmed.block_ids[blocks.start : blocks.stop])
+        return PushSend(key, batch, ticket, start, stop, block_ids, stop == ticket.stop)
+
+
+# --- worker side --------------------------------------------------------------------------------------------------
+
+
+class PushPiece(NamedTuple):
+    """What one job sends: some heads of a batch, to one rank of the receiver."""
+
+    send: PushSend
+    card: EngineCard  # the receiver's
+    heads: HeadPart
+
+
+class Incoming:
+    """A transfer to this rank: where its tokens go, and which heads of which of them are in."""
+
+    def __init__(self, ticket: PushTicket, block_size: int, num_heads: int) -> None:
+        """Raises a TransferError for a ticket that names too few blocks."""
+        self.ticket = ticket
+        self.block_ids = ticket.block_ids(block_size)  # the first one holds token ticket.start
+        self.num_bytes = 0
+        self._lock = threading.Lock()
+        self._arrived = np.zeros((num_heads, ticket.stop - ticket.start), dtype=np.bool_)
+
+    def check_range(self, first_head: int, num_heads: int, start: int, stop: int) -> None:
+        """Check what a peer says that it sends.
+
+        Raises:
+            TransferError: it is not within what is wanted here.
+        """
+        ticket = self.ticket
+        inside = 0 <= first_head < first_head + num_heads <= len(self._arrived)
+        if not inside or not ticket.start <= start < stop <= ticket.stop:
+            raise TransferError(f"heads {first_head} + {num_heads}, tokens [{start}, {stop}) are not wanted")
+
+    def arrived(self, first_head: int, num_heads: int, start: int, stop: int, num_bytes: int) -> bool:
+        """Tokens [start, stop) of these heads are in their blocks; once more changes nothing. True: all is in."""
+        first = self.ticket.start
+        with self._lock:
+            part = self._arrived[first_head : first_head + num_heads, start - first : stop - first]
+            if not part.all():
+                self.num_bytes += num_bytes
+                part[:] = True
+            return bool(self._arrived.all())
+
+
+class PushWorker(TransferWorker):
+    """Worker side above a transport: one job per batch and peer rank that is sent, one posted job that is received.
+
+    A transport says how a piece is sent (`send`). What comes in calls `find_incoming`, writes between `enter` and
+    `leave`, or without them where the peer writes by itself, and then calls `landed`.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        notify: Callable[[], None],
+        peers: PeerCards,
+        *,
+        timeout_s: float,
+        lanes: LaneConfig,
+    ) -> None:
+        super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
+        self.config = config
+        self.peers = peers
+
+    @abstractmethod
+    def send(self, job: Job, piece: PushPiece, scratch: Any) -> int | None:
+        """Deliver a piece, on an I/O thread. Returns the bytes, or None: posted; raises a TransferError."""
+
+    def register(self, job: Job, incoming: Incoming) -> None:
+        """A receive is registered: what the peer sends for it may land from now on."""
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        if not isinstance(meta, PushMetadata):
+            return
+        for key in meta.dropped:
+            self.drop(key)
+        for key in meta.refused:
+            self.refuse(key, "receive", TransferError.code)
+        for key in meta.unsendable:
+            self.refuse(key, "send", KVNotFound.code)
+        for ticket in meta.receives:
+            self._receive(ticket)
+        for send in meta.sends:
+            self._send(send)
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        """Sends to an incarnation that is gone fail; who else gets something is not touched."""
+        for card in removed:
+            self.peers.remove(card.engine, card.epoch)
+        for card in added:
+            self.peers.add(card)
+        gone = {(card.engine, card.epoch) for card in removed}
+        if gone:
+            self.stop_jobs(lambda job: _receiver(job) in gone, PeerGone.code)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.peers.clear()
+
+    def run_job(self, job: Job, scratch: Any) -> int | None:
+        piece: PushPiece = job.order
+        self.peers.card(piece.card.engine, piece.card.epoch)  # it may have gone while the job waited
+        return self.send(job, piece, scratch)
+
+    def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Any:
+        """The lane of a peer's rank: by default one of its own."""
+        return (engine, epoch, peer_rank)
+
+    # --- what comes in --------------------------------------------------------------------------------------------
+
+    def find_incoming(self, key: TransferKey) -> tuple[Job, Incoming]:
+        """The registered receive of a transfer.
+
+        Raises:
+            KVNotFound: none is registered (yet, or any more): what comes for it is refused.
+        """
+        for job in self.open_jobs(key, "receive"):
+            if isinstance(job.order, Incoming):
+                return job, job.order
+        raise KVNotFound("no such transfer is expected", transfer_id=key[0], attempt=key[1])
+
+    def landed(self, job: Job, first_head: int, num_heads: int, start: int, stop: int, num_bytes: int) -> None:
+        """Tokens [start, stop) of these heads of this rank are in; ends the receive with the last of them."""
+        incoming: Incoming = job.order
+        if incoming.arrived(first_head, num_heads, start, stop, num_bytes):
+            self.end_job(job, num_bytes=incoming.num_bytes)
+
+    # --- orders ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, ticket: PushTicket) -> None:
+        layout = self.config.layout
+        try:
+            incoming = Incoming(ticket, layout.block_size, layout.num_kv_heads)
+        except TransferError as error:
+            self.refuse(ticket.key, "receive", error.code)
+            return
+        for job in self.submit(ticket.key, "receive", [Task(incoming, posted=True)]):
+            self.register(job, incoming)
+
+    def _send(self, send: PushSend) -> None:
+        try:
+            tasks = list(self._pieces(send))
+        except PdkvError as error:
+            self.refuse(send.key, "send", error.code, batch=send.batch)
+            return
+        self.submit(send.key, "send", tasks, batch=send.batch, last=send.last)
+
+    def _pieces(self, send: PushSend) -> Iterable[Task]:
+        """One job per rank of the receiver that takes something from this one."""
+        ticket = send.ticket
+        card = self.peers.card(ticket.engine, ticket.epoch)
+        if (ticket.transfer_id, ticket.attempt) != send.key:
+            raise TransferError("the ticket is another transfer's", transfer_id=send.key[0], attempt=send.key[1])
+        heads = self.config.layout.kv_heads_of_all_ranks
+        for part in sender_parts(self.config.rank, self.config.tp, card.tp, heads):
+            lane = self.lane_of(card.engine, card.epoch, part.peer_rank)
+            yield Task(PushPiece(send, card, part), lane=lane)
+
+
+def _receiver(job: Job) -> tuple[str, str] | None:
+    """The incarnation that a job sends to."""
+    return (job.order.card.engine, job.order.card.epoch) if isinstance(job.order, PushPiece) else None
