@@ -11,7 +11,10 @@ class KVStore(ABC):
     """Thread-safe. Methods may block up to the store's timeout, so they are called on a connector's threads only.
 
     Any method may raise StoreError (StoreUnavailable, StoreTimeout, StoreFull) and nothing else; after that the store
-    can be used again: it reconnects by itself.
+    can be used again: it reconnects by itself. What a call that failed had done by then stays done.
+
+    Keys of a batch come in the order of their prompt, first blocks first; a store that evicts drops the last of a
+    batch before the first, since a prefix is of no use without its beginning.
     """
 
     @abstractmethod
@@ -40,4 +43,4 @@ class KVStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give connections, threads and files back. Idempotent."""
+        """Give connections, threads and files back. Idempotent; other methods then raise StoreUnavailable."""

@@ -1,0 +1,210 @@
+"""Sockets to a store's server: every wait ends at a deadline, bytes land where they belong, a lost one is replaced."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from pdkv.errors import StoreTimeout, StoreUnavailable
+from pdkv.kv_store.base import Buffer
+
+T = TypeVar("T")
+
+_LINE_BUFFER_BYTES = 16 * 1024  # what is read ahead of a value is copied once more: small beside a value
+_SKIP_BYTES = 1 << 20
+_MAX_BUFFERS_PER_CALL = 512  # of sendmsg; the kernel takes 1024
+
+
+class Deadline:
+    """A point in time that all waits of one call share."""
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._end = time.monotonic() + seconds
+        self._message = f"{what}: no answer within {seconds:g} s"
+
+    def remaining(self) -> float:
+        """Seconds left, more than 0.
+
+        Raises:
+            StoreTimeout: none.
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise StoreTimeout(self._message)
+        return left
+
+
+class Channel:
+    """One connected socket. Not thread-safe; after an error it is of no use.
+
+    All methods raise StoreTimeout at the deadline and StoreUnavailable when the connection is gone.
+    """
+
+    def __init__(self, sock: socket.socket, what: str, owner: object = None) -> None:
+        """`what` names the server in messages; `owner` is kept alive as long as the channel."""
+        self.deadline = Deadline(0, what)
+        self._sock = sock
+        self._what = what
+        self._owner = owner
+        self._ahead = memoryview(bytearray(_LINE_BUFFER_BYTES))
+        self._start = self._stop = 0  # what was read ahead: _ahead[_start:_stop]
+
+    def send(self, buffers: Sequence[bytes | Buffer]) -> None:
+        """Send buffers one behind the other, without joining them."""
+        pending = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        first = 0
+        while first < len(pending):
+            sent = self._wait(lambda: self._sock.sendmsg(pending[first : first + _MAX_BUFFERS_PER_CALL]))  # noqa: B023
+            while first < len(pending) and sent >= len(pending[first]):
+                sent -= len(pending[first])
+                first += 1
+            if sent:
+                pending[first] = pending[first][sent:]
+
+    def read_line(self) -> bytes:
+        """The next line, without its CR LF."""
+        while True:
+            line, newline, _ = bytes(self._ahead[self._start : self._stop]).partition(b"\n")
+            if newline:
+                self._start += len(line) + 1
+                return line.rstrip(b"\r")
+            if len(line) == _LINE_BUFFER_BYTES:
+                raise StoreUnavailable(f"{self._what}: its answer is no line")
+            self._read_ahead()
+
+    def read_exactly(self, size: int) -> bytes:
+        """The next `size` bytes."""
+        buffer = bytearray(size)
+        self.read_into(memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, out: Buffer) -> None:
+        """Fill `out` with the next bytes; all but those read ahead come from the socket without a copy."""
+        done = min(self._stop - self._start, len(out))
+        out[:done] = self._ahead[self._start : self._start + done]
+        self._start += done
+        while done < len(out):
+            done += self._receive(out[done:])
+
+    def skip(self, size: int) -> None:
+        """Throw the next `size` bytes away."""
+        ahead = min(self._stop - self._start, size)
+        self._start += ahead
+        size -= ahead
+        scratch = memoryview(bytearray(min(size, _SKIP_BYTES)))
+        while size:
+            size -= self._receive(scratch[:size])
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._sock.close()
+
+    def interrupt(self) -> None:
+        """End the connection from another thread: whoever waits in it gets StoreUnavailable."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is closed or lost already
+
+    def _read_ahead(self) -> None:
+        if self._start:
+            left = self._stop - self._start
+            self._ahead[:left] = self._ahead[self._start : self._stop]
+            self._start, self._stop = 0, left
+        self._stop += self._receive(self._ahead[self._stop :])
+
+    def _receive(self, out: Buffer) -> int:
+        received = self._wait(lambda: self._sock.recv_into(out))
+        if received == 0:
+            raise StoreUnavailable(f"{self._what} closed the connection")
+        return received
+
+    def _wait(self, call: Callable[[], int]) -> int:
+        self._sock.settimeout(self.deadline.remaining())
+        try:
+            return call()
+        except TimeoutError:
+            self.deadline.remaining()  # raises
+            raise StoreTimeout(f"{self._what} did not answer") from None
+        except OSError as error:
+            raise StoreUnavailable(f"{self._what}: {error}") from error
+
+
+class ConnectionPool:
+    """Channels to one server: as many as there are calls at a time."""
+
+    def __init__(self, connect: Callable[[Deadline], Channel], *, what: str, operation_timeout_s: float) -> None:
+        """`connect` opens a channel until the deadline; it raises StoreTimeout or StoreUnavailable."""
+        self._connect = connect
+        self._what = what
+        self._timeout_s = operation_timeout_s
+        self._lock = threading.Lock()
+        self._idle: list[Channel] = []
+        self._busy: set[Channel] = set()
+        self._closed = False
+
+    def run(self, operation: Callable[[Channel], T]) -> T:
+        """Run an idempotent operation on a channel.
+
+        A connection that was lost while it lay idle, as by a restart of the server, is replaced once, unseen.
+
+        Raises:
+            StoreTimeout: it is not done after `operation_timeout_s`.
+            StoreUnavailable: no connection, a lost one, or the pool is closed.
+        """
+        deadline = Deadline(self._timeout_s, self._what)
+        channel = self._take_idle()
+        if channel is not None:
+            try:
+                return self._run_on(channel, operation, deadline)
+            except StoreUnavailable:
+                self._drop_idle()  # what ended this one ended the others too
+        with self._lock:
+            self._check_open()
+        return self._run_on(self._connect(deadline), operation, deadline)
+
+    def close(self) -> None:
+        """Close all channels; calls under way raise StoreUnavailable. Idempotent."""
+        with self._lock:
+            self._closed = True
+            busy = list(self._busy)
+        for channel in busy:
+            channel.interrupt()
+        self._drop_idle()
+
+    def _take_idle(self) -> Channel | None:
+        with self._lock:
+            self._check_open()
+            return self._idle.pop() if self._idle else None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable(f"{self._what}: the store is closed")
+
+    def _run_on(self, channel: Channel, operation: Callable[[Channel], T], deadline: Deadline) -> T:
+        with self._lock:
+            self._busy.add(channel)
+            closed = self._closed
+        channel.deadline = deadline
+        usable = False
+        try:
+            if closed:
+                self._check_open()
+            result = operation(channel)
+            usable = True
+            return result
+        finally:
+            with self._lock:
+                self._busy.remove(channel)
+                usable = usable and not self._closed
+                if usable:
+                    self._idle.append(channel)
+            if not usable:
+                channel.close()
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()

@@ -1,0 +1,227 @@
+"""Values as safetensors files in a directory that several processes share."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
+from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.connections import Deadline
+from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.value_file import read_value, write_value
+
+_SUFFIX = ".safetensors"
+_TEMPORARY_SUFFIX = ".tmp"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SCANS_PER_CAPACITY = 16
+
+
+class FileStore(KVStore):
+    """A value is one file, named after its key's digest; the directory is the truth, whoever writes it.
+
+    - A file is written under a temporary name and renamed: it is there whole or not at all. Nothing is synced: what a
+      crash of the machine tears is found by its checksum, removed, and was a miss.
+    - A writer holds a lock on its temporary file. One without a lock is a dead writer's; the next start removes it.
+    - With a capacity the least recently used files go first, by their time of modification, which a hit renews. Each
+      process counts what it writes and looks at the directory again after every 1/16 of the capacity: n processes
+      exceed it by at most n/16.
+
+    The deadline is looked at between files; a file system that hangs holds the calling thread.
+    """
+
+    def __init__(self, directory: str | Path, options: StoreOptions | None = None) -> None:
+        """The directory is made (mode 0700) where it is missing, and swept.
+
+        Raises:
+            ConfigError: it cannot be made, read or written.
+        """
+        self._options = options or StoreOptions()
+        self._directory = str(directory)
+        self._capacity = self._options.capacity
+        self._lock = threading.Lock()
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # with a capacity: files, least recently used first
+        self._num_bytes = 0
+        self._written_since_scan = 0
+        self._closed = False
+        self.num_damaged = 0
+        self.num_evicted = 0
+        try:
+            os.makedirs(self._directory, mode=0o700, exist_ok=True)
+            if not os.access(self._directory, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "no permission to read and write")
+            self._sweep()
+            if self._capacity is not None:
+                self._scan()
+        except OSError as error:
+            raise ConfigError(f"file store {self._directory}: {error.strerror}") from error
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._io():
+            return [os.path.exists(self._path(_file_name(key))) for key in keys]
+
+    def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        with self._io() as deadline:
+            now = time.time_ns()
+            found: list[bool] = []
+            for index, (key, buffer) in enumerate(zip(keys, out, strict=True)):
+                deadline.remaining()
+                found.append(self._read(key, buffer, now - index))
+            self._touch([key for key, is_found in zip(keys, found, strict=True) if is_found])
+            return found
+
+    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        with self._io() as deadline:
+            now = time.time_ns()
+            for index, (key, value) in enumerate(items):
+                deadline.remaining()
+                if not os.path.exists(self._path(_file_name(key))):
+                    self._write(key, value, now - index)
+            self._touch([key for key, _ in items])
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        with self._io():
+            for key in keys:
+                self._remove(_file_name(key))
+
+    def close(self) -> None:
+        self._closed = True
+
+    @contextlib.contextmanager
+    def _io(self) -> Iterator[Deadline]:
+        """A call's deadline; what the system refuses becomes a StoreError."""
+        where = f"file store {self._directory}"
+        if self._closed:
+            raise StoreUnavailable(f"{where} is closed")
+        try:
+            yield Deadline(self._options.operation_timeout_s, where)
+        except OSError as error:
+            kind = StoreFull if error.errno in _FULL else StoreUnavailable
+            raise kind(f"{where}: {error.strerror}") from error
+
+    def _path(self, name: str) -> str:
+        return f"{self._directory}/{name}"
+
+    def _read(self, key: bytes, out: Buffer, used_ns: int) -> bool:
+        name = _file_name(key)
+        try:
+            fd = os.open(self._path(name), os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            result = read_value(fd, key, out)
+            if result == "whole" and self._capacity is not None:
+                with contextlib.suppress(PermissionError):  # another user's file: that user's processes renew it
+                    os.utime(fd, ns=(used_ns, used_ns))
+        finally:
+            os.close(fd)
+        if result == "damaged":
+            self._remove(name)
+            with self._lock:
+                self.num_damaged += 1
+        return result == "whole"
+
+    def _write(self, key: bytes, value: Buffer, used_ns: int) -> None:
+        self._make_room(len(value))
+        name = _file_name(key)
+        fd, temporary = self._open_temporary()
+        try:
+            write_value(fd, key, value)
+            os.utime(fd, ns=(used_ns, used_ns))
+            size = os.fstat(fd).st_size
+            os.rename(temporary, self._path(name))
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+        finally:
+            os.close(fd)
+        if self._capacity is not None:
+            with self._lock:
+                self._written_since_scan += size
+                self._num_bytes += size - self._sizes.pop(name, 0)
+                self._sizes[name] = size
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """A batch was used: its first file goes last."""
+        with self._lock:
+            for name in map(_file_name, reversed(keys)):
+                if name in self._sizes:
+                    self._sizes.move_to_end(name)
+
+    def _open_temporary(self) -> tuple[int, str]:
+        """A new file that is locked as long as it is open: its descriptor and path."""
+        while True:
+            path = self._path(f".{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}")
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_nlink:
+                    return fd, path
+            except BlockingIOError:
+                pass  # a sweep was faster: it takes the file for a dead writer's
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _sweep(self) -> None:
+        """Remove the temporary files of writers that are gone."""
+        with os.scandir(self._directory) as entries:
+            names = [entry.name for entry in entries if entry.name.endswith(_TEMPORARY_SUFFIX)]
+        for name in names:
+            with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
+                fd = os.open(self._path(name), os.O_WRONLY)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(self._path(name))
+                finally:
+                    os.close(fd)
+
+    def _scan(self) -> None:
+        """Count the directory again: other processes write and remove too."""
+        files: list[tuple[int, str, int]] = []
+        with self._lock, os.scandir(self._directory) as entries:
+            for entry in entries:
+                if entry.name.endswith(_SUFFIX):
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat()
+                        files.append((status.st_mtime_ns, entry.name, status.st_size))
+            self._sizes = OrderedDict((name, size) for _, name, size in sorted(files))
+            self._num_bytes = sum(self._sizes.values())
+            self._written_since_scan = 0
+
+    def _make_room(self, size: int) -> None:
+        """Remove least recently used files until `size` more bytes and a header fit."""
+        if self._capacity is None:
+            return
+        size += 1024
+        if size > self._capacity:
+            raise StoreFull(f"file store {self._directory}: {size} bytes do not fit into {self._capacity}")
+        if self._written_since_scan > self._capacity // _SCANS_PER_CAPACITY:
+            self._scan()
+        while (name := self._oldest_beyond(self._capacity - size)) is not None:
+            self._remove(name)
+            with self._lock:
+                self.num_evicted += 1
+
+    def _oldest_beyond(self, limit: int) -> str | None:
+        with self._lock:
+            return next(iter(self._sizes)) if self._sizes and self._num_bytes > limit else None
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+        with self._lock:
+            self._num_bytes -= self._sizes.pop(name, 0)
+
+
+def _file_name(key: bytes) -> str:
+    return hashlib.blake2b(key, digest_size=20).hexdigest() + _SUFFIX

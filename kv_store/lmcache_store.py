@@ -1,0 +1,185 @@
+"""Values in an LMCache server (`python -m lmcache.v1.server HOST PORT`), spoken to in its own protocol.
+
+A request is a header of nine integers and a key of 150 bytes, behind it the value of a PUT; an answer is nine integers,
+behind them the value of a GET. The server answers no PUT, evicts nothing, deletes nothing and, when a client goes away
+in the middle of a value, keeps a broken one. Hence:
+
+- Each value has a marker, an empty value under a key of its own that is put behind it: only with it is the value there.
+- The EXIST that follows a PUT is answered when the PUT is done.
+- `delete` overwrites with empty values, which gives the memory back.
+- Our connections end by reset, never in the middle of a value by what looks like its end.
+"""
+
+import hashlib
+import socket
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pdkv.errors import StoreFull, StoreTimeout, StoreUnavailable
+from pdkv.kv_store.base import Buffer
+from pdkv.kv_store.connections import Channel
+from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.pipeline import Command
+from pdkv.kv_store.server_store import ServerStore
+
+# lmcache.v1.protocol; a test compares
+PUT, GET, EXIST = 1, 2, 3
+SUCCESS, FAIL = 200, 400
+FORMAT_BINARY = 4
+DTYPE_UINT8 = 6
+LOCATION_ANY = 0
+_REQUEST = struct.Struct("9i150s")  # command, length, format, dtype, location, shape x 4, key
+_ANSWER = struct.Struct("9i")  # code, length, format, dtype, shape x 4, location
+
+MAX_VALUE_BYTES = 2**31 - 1  # the length is a signed 32-bit integer
+
+Shape = tuple[int, int, int, int]
+_NOTHING: Shape = (0, 0, 0, 0)
+_DELETED: Shape = (0, 0, 0, 1)
+_COMMITTED: Shape = (1, 0, 0, 0)
+
+
+class Answer(NamedTuple):
+    """The header of an answer."""
+
+    code: int
+    length: int
+    shape: Shape
+
+
+def encode_request(command: int, name: str, length: int = 0, shape: Shape = _NOTHING) -> bytes:
+    """The header of a request."""
+    key = name.encode().ljust(150)
+    return _REQUEST.pack(command, length, FORMAT_BINARY, DTYPE_UINT8, LOCATION_ANY, *shape, key)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """The header of an answer."""
+    code, length, _, _, *shape, _ = _ANSWER.unpack(data)
+    return Answer(code, length, (shape[0], shape[1], shape[2], shape[3]))
+
+
+def _digest(key: bytes) -> str:
+    return hashlib.blake2b(key, digest_size=32).hexdigest()
+
+
+def value_name(key: bytes) -> str:
+    """Where a value lies, in the form model@world_size@worker@hash@dtype."""
+    return f"pdkv@1@0@{_digest(key)}@uint8"
+
+
+def marker_name(key: bytes) -> str:
+    """Where its marker lies."""
+    return f"pdkv-marker@1@0@{_digest(key)}@uint8"
+
+
+class LMCacheStore(ServerStore):
+    """Nothing is ever evicted: the server's memory is the bound."""
+
+    def __init__(self, host: str, port: int, options: StoreOptions | None = None) -> None:
+        """Connects on first use."""
+        super().__init__(f"LMCache at {host}:{port}", options)
+        self._address = (host, port)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [False] * len(keys)
+
+        def receive(channel: Channel, index: int) -> None:
+            answer = self._read_answer(channel)
+            channel.skip(answer.length)
+            found[index] = answer.shape == _COMMITTED
+
+        self._run([Command([encode_request(GET, marker_name(key))]) for key in keys], receive)
+        return found
+
+    def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        found = [False] * len(keys)
+        start = 0
+        while start < len(keys):  # once, but for broken values: the server ends the connection at each
+            start = self._get_from(start, keys, out, found)
+        return found
+
+    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        for _, value in items:
+            if len(value) > MAX_VALUE_BYTES:
+                raise StoreFull(f"{self.what}: a value of {len(value)} bytes; {MAX_VALUE_BYTES} are possible")
+        present = self.contains([key for key, _ in items])  # spares the way of what is there
+        missing = [item for item, found in zip(items, present, strict=True) if not found]
+        commands = [
+            Command(
+                [
+                    encode_request(PUT, value_name(key), len(value), (len(value), 0, 0, 0)),
+                    value,
+                    encode_request(PUT, marker_name(key), 0, _COMMITTED),
+                    encode_request(EXIST, marker_name(key)),
+                ],
+                len(value),
+            )
+            for key, value in missing
+        ]
+        self._run(commands, self._read_done)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        present = self.contains(keys)  # otherwise an absent key would begin to take room
+        commands = [
+            Command(
+                [
+                    encode_request(PUT, marker_name(key), 0, _DELETED),
+                    encode_request(PUT, value_name(key), 0, _DELETED),
+                    encode_request(EXIST, marker_name(key)),
+                ]
+            )
+            for key, found in zip(keys, present, strict=True)
+            if found
+        ]
+        self._run(commands, self._read_done)
+
+    def connect(self, timeout_s: float) -> Channel:
+        try:
+            sock = socket.create_connection(self._address, timeout_s)
+        except TimeoutError as error:
+            raise StoreTimeout(f"{self.what}: no connection within {timeout_s:g} s") from error
+        except OSError as error:
+            raise StoreUnavailable(f"{self.what}: {error}") from error
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close is a reset
+        return Channel(sock, self.what)
+
+    def _get_from(self, start: int, keys: Sequence[bytes], out: Sequence[Buffer], found: list[bool]) -> int:
+        """Get values from `start` on; returns where to go on, behind one that is broken."""
+        commands = [
+            Command([encode_request(GET, value_name(key))], len(buffer))
+            for key, buffer in zip(keys[start:], out[start:], strict=True)
+        ]
+        in_value: int | None = None
+
+        def receive(channel: Channel, index: int) -> None:
+            nonlocal in_value
+            answer = self._read_answer(channel)
+            in_value = index
+            size = len(out[start + index])
+            if answer.code == SUCCESS and answer.shape == (size, 0, 0, 0) and answer.length == size:
+                channel.read_into(out[start + index])
+                found[start + index] = True
+            else:
+                channel.skip(answer.length)
+            in_value = None
+
+        try:
+            self._run(commands, receive)
+        except StoreUnavailable:
+            if in_value is None:
+                raise
+            return start + in_value + 1
+        return len(keys)
+
+    def _read_answer(self, channel: Channel) -> Answer:
+        answer = decode_answer(channel.read_exactly(_ANSWER.size))
+        if answer.code not in (SUCCESS, FAIL) or answer.length < 0:
+            raise StoreUnavailable(f"{self.what}: {answer} is no answer of LMCache")
+        return answer
+
+    def _read_done(self, channel: Channel, _index: int) -> None:
+        if self._read_answer(channel).code != SUCCESS:
+            raise StoreUnavailable(f"{self.what} did not keep a value")

@@ -1,0 +1,146 @@
+"""Values in this process's memory, shared by name, least recently used first out."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
+from pdkv.kv_store.base import Buffer, KVStore
+
+DEFAULT_CAPACITY = 1 << 30
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _as_array(buffer: Buffer) -> Bytes:
+    array: npt.NDArray[Any] = np.asarray(buffer)
+    return array
+
+
+class _Shelf:
+    """The values that all stores of one name share."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.num_users = 0
+        self.num_bytes = 0
+        self.num_evicted = 0
+        self.lock = threading.Lock()
+        self._values: OrderedDict[bytes, Bytes] = OrderedDict()  # least recently used first
+
+    def find(self, keys: Sequence[bytes]) -> list[Bytes | None]:
+        """Values by key. What is found becomes the most recently used, the batch's first key last."""
+        with self.lock:
+            for key in reversed(keys):
+                if key in self._values:
+                    self._values.move_to_end(key)
+            return [self._values.get(key) for key in keys]
+
+    def insert(self, key: bytes, value: Bytes) -> None:
+        """Add a value, at the cost of the least recently used ones."""
+        with self.lock:
+            if key in self._values:
+                return
+            while self.num_bytes + value.nbytes > self.capacity:
+                _, evicted = self._values.popitem(last=False)
+                self.num_bytes -= evicted.nbytes
+                self.num_evicted += 1
+            self._values[key] = value
+            self.num_bytes += value.nbytes
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Drop keys, where they exist."""
+        with self.lock:
+            for key in keys:
+                value = self._values.pop(key, None)
+                if value is not None:
+                    self.num_bytes -= value.nbytes
+
+    def check_integrity(self) -> None:
+        """Recount the bytes."""
+        with self.lock:
+            assert self.num_bytes == sum(value.nbytes for value in self._values.values()) <= self.capacity
+
+
+_SHELVES: dict[str, _Shelf] = {}
+_SHELVES_LOCK = threading.Lock()
+
+
+class MemoryStore(KVStore):
+    """Stores of one name see the same values; the last `close` drops them.
+
+    Copies run outside the lock and without the interpreter lock.
+    """
+
+    def __init__(self, name: str = "", capacity: int | None = None) -> None:
+        """`capacity` in bytes, 1 GiB by default.
+
+        Raises:
+            ConfigError: the name is in use with another capacity.
+        """
+        with _SHELVES_LOCK:
+            shelf = _SHELVES.get(name) or _Shelf(name, capacity or DEFAULT_CAPACITY)
+            if capacity not in (None, shelf.capacity):
+                raise ConfigError(f"memory://{name} is open with capacity {shelf.capacity}, now asked for {capacity}")
+            shelf.num_users += 1
+            self._shelf = _SHELVES[name] = shelf
+        self._closed = False
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return [value is not None for value in self._open_shelf().find(keys)]
+
+    def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        return [
+            self._copy_out(value, buffer)
+            for value, buffer in zip(self._open_shelf().find(keys), out, strict=True)
+        ]  # fmt: skip
+
+    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        shelf = self._open_shelf()
+        for (key, buffer), found in zip(reversed(items), reversed(self._find_items(items)), strict=True):
+            if found is not None:
+                continue
+            if buffer.nbytes > shelf.capacity:
+                raise StoreFull(f"memory://{shelf.name}: {buffer.nbytes} bytes do not fit into {shelf.capacity}")
+            shelf.insert(key, _as_array(buffer).copy())
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self._open_shelf().remove(keys)
+
+    def close(self) -> None:
+        with _SHELVES_LOCK:
+            if self._closed:
+                return
+            self._closed = True
+            self._shelf.num_users -= 1
+            if self._shelf.num_users == 0:
+                del _SHELVES[self._shelf.name]
+
+    @property
+    def num_evicted(self) -> int:
+        """Values that made room for others so far."""
+        return self._shelf.num_evicted
+
+    def check_integrity(self) -> None:
+        """Assert that the bytes counted are those stored."""
+        self._shelf.check_integrity()
+
+    def _open_shelf(self) -> _Shelf:
+        if self._closed:
+            raise StoreUnavailable(f"memory://{self._shelf.name} is closed")
+        return self._shelf
+
+    def _find_items(self, items: Sequence[tuple[bytes, Buffer]]) -> list[Bytes | None]:
+        return self._open_shelf().find([key for key, _ in items])
+
+    @staticmethod
+    def _copy_out(value: Bytes | None, buffer: Buffer) -> bool:
+        if value is None or value.nbytes != buffer.nbytes:
+            return False
+        np.copyto(_as_array(buffer), value)
+        return True

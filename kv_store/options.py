@@ -1,0 +1,62 @@
+"""Options of stores, as texts from a URL's query or a connector's configuration."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdkv.config import parse_size
+from pdkv.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """Options of one store; each store reads its own, see registry.py."""
+
+    capacity: int | None = None  # bytes kept at most (memory: 1 GiB by default; file: no bound)
+    connect_timeout_s: float = 2.0
+    operation_timeout_s: float = 10.0  # one call, whatever the size of its batch
+    ttl_s: float | None = None  # a value's life from its put on
+    max_bytes_in_flight: int = 16 << 20  # asked for and not yet read, over all calls: what a server must buffer for us
+    pipeline: int = 64  # most commands of one call ahead of their replies
+    retry_after_s: float = 1.0  # tiers: how long one that failed is left alone
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError("a positive number of seconds was expected")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("a positive number was expected")
+    return value
+
+
+CONVERTERS: Mapping[str, Callable[[str], Any]] = {
+    "capacity": parse_size,
+    "connect_timeout_s": _seconds,
+    "operation_timeout_s": _seconds,
+    "ttl_s": _seconds,
+    "max_bytes_in_flight": parse_size,
+    "pipeline": _count,
+    "retry_after_s": _seconds,
+}
+
+
+def convert_options(texts: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Values of options whose names are known.
+
+    Raises:
+        ConfigError: a value that its converter refuses; `where` is named.
+    """
+    values: dict[str, Any] = {}
+    for name, text in texts.items():
+        try:
+            values[name] = CONVERTERS[name](text)
+        except (ValueError, ConfigError) as error:
+            raise ConfigError(f"{where}: option {name}={text!r}: {error}") from None
+    return values

@@ -1,0 +1,123 @@
+"""Stores by URL. A scheme's module is imported when it is used."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from pdkv.errors import ConfigError
+from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.options import CONVERTERS, StoreOptions, convert_options
+
+_NEXT_URL = re.compile(r",(?=[a-z+]+://)")  # a path may have commas of its own
+_TIER_OPTIONS = frozenset({"retry_after_s"})
+_SERVER_OPTIONS = frozenset({"connect_timeout_s", "operation_timeout_s", "max_bytes_in_flight", "pipeline"})
+
+
+class _Scheme(NamedTuple):
+    open: Callable[[SplitResult, StoreOptions], KVStore]
+    options: frozenset[str]
+
+
+def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
+    """The store that a URL names; several URLs, separated by commas, make a TieredStore, fastest first.
+
+    memory://[name], file:///directory, redis://[user:password@]host:port/db, unix:///socket (or redis+unix://),
+    lmcache://host:port. Options stand in `options`, for all URLs that know them, or in a URL's query.
+
+    Raises:
+        ConfigError: an unknown scheme or option, a value that is none, or a package that is not installed.
+    """
+    common = dict(options or {})
+    urls = _NEXT_URL.split(url)
+    schemes = [_scheme_of(part) for part in urls]
+    known = frozenset[str]().union(*(scheme.options for scheme in schemes), _TIER_OPTIONS if len(urls) > 1 else ())
+    for name in common:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r} of {_without_secret(url)}; known: {', '.join(sorted(known))}")
+    tier_options = StoreOptions(**convert_options({k: v for k, v in common.items() if k in _TIER_OPTIONS}, url))
+    stores: list[KVStore] = []
+    try:
+        for part, scheme in zip(urls, schemes, strict=True):
+            stores.append(_open_one(part, scheme, common))
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
+    if len(stores) == 1:
+        return stores[0]
+    from pdkv.kv_store.tiers import TieredStore
+
+    return TieredStore(stores, tier_options.retry_after_s)
+
+
+def _open_one(url: str, scheme: _Scheme, common: Mapping[str, str]) -> KVStore:
+    where = _without_secret(url)
+    parts = urlsplit(url)
+    texts = {name: text for name, text in common.items() if name in scheme.options}
+    try:
+        query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        parts.port  # noqa: B018  raises ValueError
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for name, text in query:
+        if name not in scheme.options:
+            raise ConfigError(f"{where}: unknown option {name!r}; known: {', '.join(sorted(scheme.options))}")
+        texts[name] = text
+    return scheme.open(parts, StoreOptions(**convert_options(texts, where)))
+
+
+def _scheme_of(url: str) -> _Scheme:
+    name, separator, _ = url.partition("://")
+    if separator and name in _SCHEMES:
+        return _SCHEMES[name]
+    raise ConfigError(f"no store {_without_secret(url)!r}; known: {', '.join(f'{name}://' for name in _SCHEMES)}")
+
+
+def _without_secret(url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//***@", url)
+
+
+def _open_memory(parts: SplitResult, options: StoreOptions) -> KVStore:
+    from pdkv.kv_store.memory_store import MemoryStore
+
+    return MemoryStore(parts.netloc + parts.path, options.capacity)
+
+
+def _open_file(parts: SplitResult, options: StoreOptions) -> KVStore:
+    from pdkv.kv_store.file_store import FileStore
+
+    if parts.netloc or not parts.path.strip("/"):
+        raise ConfigError(f"file://{parts.netloc}{parts.path}: an absolute path was expected: file:///directory")
+    return FileStore(unquote(parts.path), options)
+
+
+def _open_redis(parts: SplitResult, options: StoreOptions) -> KVStore:
+    from pdkv.kv_store.redis_store import RedisStore
+
+    return RedisStore(parts._replace(query="").geturl(), options)
+
+
+def _open_redis_socket(parts: SplitResult, options: StoreOptions) -> KVStore:
+    from pdkv.kv_store.redis_store import RedisStore
+
+    return RedisStore(parts._replace(scheme="unix", query="").geturl(), options)
+
+
+def _open_lmcache(parts: SplitResult, options: StoreOptions) -> KVStore:
+    from pdkv.kv_store.lmcache_store import LMCacheStore
+
+    if not parts.hostname or parts.port is None or parts.path.strip("/"):
+        raise ConfigError(f"lmcache://{parts.netloc}{parts.path}: lmcache://host:port was expected")
+    return LMCacheStore(parts.hostname, parts.port, options)
+
+
+_SCHEMES: Mapping[str, _Scheme] = {
+    "memory": _Scheme(_open_memory, frozenset({"capacity"})),
+    "file": _Scheme(_open_file, frozenset({"capacity", "operation_timeout_s"})),
+    "redis": _Scheme(_open_redis, _SERVER_OPTIONS | {"ttl_s"}),
+    "redis+unix": _Scheme(_open_redis_socket, _SERVER_OPTIONS | {"ttl_s"}),
+    "unix": _Scheme(_open_redis_socket, _SERVER_OPTIONS | {"ttl_s"}),
+    "lmcache": _Scheme(_open_lmcache, _SERVER_OPTIONS),
+}
+assert all(scheme.options <= CONVERTERS.keys() for scheme in _SCHEMES.values())

@@ -1,0 +1,54 @@
+"""What stores behind a server share: connections, and batches of commands on one of them."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.connections import Channel, ConnectionPool, Deadline
+from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.pipeline import ByteBudget, Command, run_pipeline
+
+Receive = Callable[[Channel, int], None]
+"""Reads the reply to the command of that index."""
+
+
+class ServerStore(KVStore):
+    """Commands of a batch are pipelined within `pipeline` and, over all calls, `max_bytes_in_flight`."""
+
+    def __init__(self, what: str, options: StoreOptions | None) -> None:
+        """`what` names the server in messages. Connects on first use."""
+        self.what = what
+        self.options = options or StoreOptions()
+        self._budget = ByteBudget(self.options.max_bytes_in_flight)
+        self._pool = ConnectionPool(self._open, what=what, operation_timeout_s=self.options.operation_timeout_s)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    @abstractmethod
+    def connect(self, timeout_s: float) -> Channel:
+        """A new connection.
+
+        Raises:
+            StoreTimeout: not within `timeout_s`.
+            StoreUnavailable: it was refused.
+        """
+
+    def _run(self, commands: Sequence[Command], receive: Receive) -> None:
+        """Send a batch and read its replies. It may run twice, when the first connection turns out to be lost."""
+        if not commands:
+            return
+
+        def operation(channel: Channel) -> None:
+            run_pipeline(
+                channel,
+                commands,
+                lambda index: receive(channel, index),
+                budget=self._budget,
+                max_commands=self.options.pipeline,
+            )
+
+        self._pool.run(operation)
+
+    def _open(self, deadline: Deadline) -> Channel:
+        return self.connect(min(self.options.connect_timeout_s, deadline.remaining()))

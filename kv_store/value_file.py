@@ -1,0 +1,75 @@
+"""One value in one safetensors file: 8 bytes of header length, a JSON header padded with blanks, the value.
+
+The header has the key, size and CRC-32 of the value and nothing else: a file is whole if its header is, byte for byte,
+the one that follows from the key and from the value that was read.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pdkv.kv_store.base import Buffer
+
+_ALIGNMENT = 512  # of the value in the file
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 1 << 20
+
+ReadResult = Literal["whole", "other_size", "damaged"]
+
+
+def encode_header(key: bytes, size: int, crc: int) -> bytes:
+    """What stands before the value in its file."""
+    header = {
+        "__metadata__": {"format": "pdkv", "key": key.hex(), "crc32": f"{crc:08x}"},
+        "value": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    length = -(-(_LENGTH_BYTES + len(text)) // _ALIGNMENT) * _ALIGNMENT - _LENGTH_BYTES
+    return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
+
+
+def write_value(fd: int, key: bytes, value: Buffer) -> None:
+    """Write a value's file from its start. Raises OSError."""
+    _transfer(os.pwritev, fd, [memoryview(encode_header(key, len(value), zlib.crc32(value))), value])
+
+
+def read_value(fd: int, key: bytes, out: Buffer) -> ReadResult:
+    """Read a value's file into `out`, without a copy besides the kernel's. Raises OSError."""
+    header = memoryview(bytearray(len(encode_header(key, len(out), 0))))
+    if os.fstat(fd).st_size != len(header) + len(out):
+        return "other_size" if _describes_itself(fd, key) else "damaged"
+    if not _transfer(os.preadv, fd, [header, out]):
+        return "damaged"
+    return "whole" if header == encode_header(key, len(out), zlib.crc32(out)) else "damaged"
+
+
+def _transfer(call: Any, fd: int, buffers: Sequence[Buffer]) -> bool:
+    """preadv or pwritev until all buffers are done; False at the end of the file."""
+    offset = 0
+    pending = [buffer for buffer in buffers if len(buffer)]
+    while pending:
+        done: int = call(fd, pending, offset)
+        if done == 0:
+            return False
+        offset += done
+        while pending and done >= len(pending[0]):
+            done -= len(pending.pop(0))
+        if pending:
+            pending[0] = pending[0][done:]
+    return True
+
+
+def _describes_itself(fd: int, key: bytes) -> bool:
+    """Whether the header fits the file's size: a whole value, but not of the size that was asked for."""
+    length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
+    if not 0 < length <= _MAX_HEADER_BYTES:
+        return False
+    try:
+        header = json.loads(os.pread(fd, length, _LENGTH_BYTES))
+        size = header["value"]["shape"][0]
+        named: str = header["__metadata__"]["key"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        return False
+    return named == key.hex() and os.fstat(fd).st_size == _LENGTH_BYTES + length + size
