@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import signal
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -22,3 +24,8 @@ def set_process_name(name: str) -> None:
 def become_subreaper() -> None:
     """Orphaned descendants become children of this process, which can then wait for them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+
+
+def die_with_parent() -> None:
+    """This process is killed when the thread that forked it ends, even if it is stopped then."""
+    _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))

@@ -1,0 +1,81 @@
+"""Who holds which block of an engine that the kit plays, and the results of its ranks put together."""
+
+import random
+from collections.abc import Iterable, Sequence
+
+from pdkv.connectors.base import TransferKey, TransferOutcome
+from pdkv.connectors.conformance import protocol as p
+
+
+class Books:
+    """Reference counts of blocks. Free blocks are handed out in random order, so that no block table is contiguous."""
+
+    def __init__(self, num_blocks: int, seed: int) -> None:
+        self._holders = [0] * num_blocks
+        self._random = random.Random(seed)
+        self._dirty: set[int] = set()  # came free and hold what nobody may read any more
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds."""
+        return sum(holders > 0 for holders in self._holders)
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take free blocks."""
+        free = [block for block, holders in enumerate(self._holders) if not holders]
+        assert len(free) >= num_blocks, f"the kit's pool has no {num_blocks} free blocks"
+        chosen = self._random.sample(free, num_blocks)
+        self.hold(chosen)
+        self._dirty.difference_update(chosen)
+        return chosen
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Add a holder to each."""
+        for block in block_ids:
+            self._holders[block] += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Take a holder from each; the last one gone, the content is void."""
+        for block in block_ids:
+            assert self._holders[block] > 0, f"block {block} has no holder"
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._dirty.add(block)
+
+    def take_dirty(self) -> list[int]:
+        """Blocks that came free since the last call and are free still: somebody else writes them now."""
+        dirty, self._dirty = sorted(self._dirty), set()
+        return dirty
+
+
+class Aggregator:
+    """Results of all ranks: a transfer has finished when every rank says so, failed when none touches it any more."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._open: dict[tuple[bool, TransferKey], list[TransferOutcome]] = {}
+
+    def merge(self, reports: Sequence[p.Results]) -> p.Results:
+        """What has ended on all ranks with these reports, one per rank."""
+        merged = p.Results([], [], [], [])
+        for report in reports:
+            for sending, outcomes in (
+                (True, (*report.finished_sending, *report.failed_sending)),
+                (False, (*report.finished_receiving, *report.failed_receiving)),
+            ):
+                for key, outcome in outcomes:
+                    self._add(merged, sending, key, outcome)
+        return merged
+
+    def _add(self, merged: p.Results, sending: bool, key: TransferKey, outcome: TransferOutcome) -> None:
+        outcomes = self._open.setdefault((sending, key), [])
+        outcomes.append(outcome)
+        if len(outcomes) < self._num_ranks:
+            return
+        del self._open[sending, key]
+        code = next((o.code for o in outcomes if o.code), "")
+        total = TransferOutcome(code, sum(o.num_bytes for o in outcomes), max(o.seconds for o in outcomes))
+        if sending:
+            (merged.failed_sending if code else merged.finished_sending).append((key, total))
+        else:
+            (merged.failed_receiving if code else merged.finished_receiving).append((key, total))

@@ -1,0 +1,353 @@
+"""One engine, played by the kit: what the real one does with a connector, in the same order, without a model.
+
+Blocks that come free are overwritten at once by "another request", as under load: whoever still reads them reads
+garbage, and their generations have changed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import (
+    BlockHold,
+    ConfirmedRange,
+    ConnectorConfig,
+    ScheduledRange,
+    SchedulerView,
+    TransferKey,
+    TransferOutcome,
+)
+from pdkv.connectors.conformance import protocol as p
+from pdkv.connectors.conformance.books import Aggregator, Books
+from pdkv.connectors.conformance.processes import HostProcess
+from pdkv.connectors.conformance.request import Request
+from pdkv.messages import EngineCard, KVHandoff, KVLayout
+
+TRANSFER_POLL_S = 0.5
+"""As in the engine: so often it looks for results that nobody has announced."""
+
+Wanted = TypeVar("Wanted", bound=p.Answer)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step that is planned and not executed yet."""
+
+    step_id: int
+    meta: bytes | None
+    cancels: list[TransferKey]
+    writes: list[p.TokenRange]
+    garbage: list[int]
+
+
+@dataclass
+class _News:
+    """What the next view tells the connector."""
+
+    confirmed: list[ConfirmedRange] = field(default_factory=list)
+    preempted: list[TransferKey] = field(default_factory=list)
+    finished: list[TransferKey] = field(default_factory=list)
+    aborted: list[TransferKey] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.confirmed or self.preempted or self.finished or self.aborted)
+
+
+class Engine:
+    """An engine of one incarnation; `hosts` has one process per rank."""
+
+    def __init__(
+        self,
+        name: str,
+        epoch: str,
+        hosts: Sequence[HostProcess],
+        *,
+        connector: str,
+        options: dict[str, str],
+        layout: KVLayout,
+        num_blocks: int,
+        kv_shards: int,
+        timeout_s: float,
+    ) -> None:
+        """Build all ranks. Raises ConfigError where the connector refuses the shape."""
+        self.name = name
+        self.epoch = epoch
+        self.hosts = hosts
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.books = Books(num_blocks, seed=len(name))  # the same after a restart: stale names fit new blocks
+        self.received: dict[TransferKey, TransferOutcome] = {}
+        self.sent: dict[TransferKey, TransferOutcome] = {}
+        self.wrong: dict[TransferKey, str] = {}  # finished loads whose content is not what it must be
+        self.leases: dict[TransferKey, list[int]] = {}
+        self.loading: dict[TransferKey, Sequence[int]] = {}  # blocks that a load may write
+        self.quarantine: dict[TransferKey, Sequence[int]] = {}
+        self.on_sent: list[Callable[[TransferKey, bool], None]] = []  # KVReady leaves
+        self._holds: dict[TransferKey, BlockHold] = {}
+        self._news = _News()
+        self._cancels: list[TransferKey] = []
+        self._kept: list[list[int]] = []
+        self._aggregator = Aggregator(len(hosts))
+        self._peers: list[EngineCard] = []
+        self._next_step_id = 0
+        self._last_step = 0.0
+        self._timeout_s = timeout_s
+        built = []
+        for rank, host in enumerate(hosts):
+            config = ConnectorConfig(
+                engine=name, epoch=epoch, layout=layout, num_blocks=num_blocks, options=options, model="conformance",
+                rank=rank, tp=len(hosts), kv_shards=kv_shards,
+            )  # fmt: skip
+            built.append(host.ask(name, p.Build(connector, config), p.Built, timeout_s))
+        self.built = built[0]
+        self.card = EngineCard(
+            engine=name, epoch=epoch, role="any", pid=hosts[0].pid, connector=connector, kind=self.built.kind,
+            content_addressed=self.built.content_addressed, orders=self.built.orders, model="conformance",
+            layout=layout, hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks, max_model_len=1 << 20,
+            max_num_seqs=256, tp=len(hosts), rank_blobs=[rank.blob for rank in built],
+        )  # fmt: skip
+
+    # --- where it stands ------------------------------------------------------------------------------------------
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it can run a step: no rank is stopped or dead."""
+        return not any(host.stopped or host.dead for host in self.hosts)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no load, hold, lease or quarantine is left, and nothing is to be told."""
+        return not (self.loading or self.quarantine or self._holds or self.leases or self._news or self._cancels)
+
+    def describe_rest(self) -> str:
+        """What is left, in words."""
+        return (
+            f"engine {self.name}: loading {list(self.loading)}, quarantined {list(self.quarantine)}, "
+            f"I/O holds {list(self._holds)}, leases {list(self.leases)}, {self.books.num_held} blocks held"
+        )
+
+    def ask(self, command: p.AnyCommand, wanted: type[Wanted], *, rank: int = 0) -> Wanted:
+        """A command to one rank."""
+        return self.hosts[rank].ask(self.name, command, wanted, self._timeout_s)
+
+    def ask_all(self, command: p.AnyCommand, wanted: type[Wanted]) -> list[Wanted]:
+        """A command to all ranks at once."""
+        for host in self.hosts:
+            host.send(self.name, command)
+        return [host.receive(wanted, self._timeout_s) for host in self.hosts]
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def step_if_needed(self) -> None:
+        """An empty step, when the engine's loop would run one."""
+        woken = [host.take_woken(self.name) for host in self.hosts]
+        due = time.monotonic() >= self._last_step + TRANSFER_POLL_S and not self.is_idle
+        if any(woken) or due or self._news or self._cancels or self.ask(p.IsPending(), p.Truth).value:
+            self.step()
+
+    def step(self, *scheduled: tuple[Request, int, int]) -> None:
+        """Schedule (request, start, stop), execute, update."""
+        self.execute(self.plan(*scheduled))
+
+    def plan(self, *scheduled: tuple[Request, int, int]) -> StepPlan:
+        """Build the view and the metadata; holds are taken before finished requests let go."""
+        step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
+        garbage = self.books.take_dirty()
+        if garbage:
+            self.ask(p.Reuse(garbage), p.Done)
+        news, self._news = self._news, _News()
+        cancels, self._cancels = self._cancels, []
+        observed = self.built.observes_steps
+        view = SchedulerView(
+            step_id=step_id,
+            scheduled=[ScheduledRange(r.view(), a, b, list(r.block_ids)) for r, a, b in scheduled if observed],
+            confirmed=news.confirmed,
+            preempted=news.preempted,
+            finished=news.finished,
+            aborted=news.aborted,
+            waiting_keys=[],
+            cancelled=cancels,
+        )
+        planned = self.ask(p.Plan(view, len(self.hosts) > 1), p.Planned)
+        for key, block_ids, owner in planned.holds:
+            assert key not in self._holds, f"the hold {key} is taken twice"
+            self.books.hold(block_ids)
+            self._holds[key] = BlockHold(key, block_ids, owner)
+        kept, self._kept = self._kept, []
+        for block_ids in kept:
+            self.books.release(block_ids)
+        writes = [p.TokenRange(list(r.text), a, b, list(r.block_ids)) for r, a, b in scheduled]
+        return StepPlan(step_id, planned.meta, cancels, writes, garbage)
+
+    def execute(self, plan: StepPlan) -> None:
+        """Run a planned step on all ranks, and act on its results."""
+        self.run_part(plan)
+
+    def run_part(
+        self, plan: StepPlan, *, begin: bool = True, layers: tuple[int, int] | None = None, end: bool = True
+    ) -> None:
+        """A part of a step, so that something else can happen in the middle of a forward pass."""
+        self._last_step = time.monotonic()
+        for rank, host in enumerate(self.hosts):
+            step = p.Execute(
+                step_id=plan.step_id, meta=plan.meta if rank and begin else None, cancels=plan.cancels,
+                writes=plan.writes, garbage=plan.garbage, begin=begin, layers=layers, end=end,
+            )  # fmt: skip
+            host.send(self.name, step)
+        executed = [host.receive(p.Executed, self._timeout_s) for host in self.hosts]
+        for rank in executed:
+            self.wrong.update(rank.wrong)
+        if end:
+            self._settle(self._aggregator.merge([rank.results for rank in executed]))
+
+    def _settle(self, results: p.Results) -> None:
+        """The connector hears of the results; holds, quarantines and leases that ended are released."""
+        results = self.ask(p.Settle(results), p.Settled).results
+        for key, outcome in (*results.finished_sending, *results.failed_sending):
+            self.sent[key] = outcome
+            hold = self._holds.pop(key, None)
+            if hold is not None:
+                self.books.release(hold.block_ids)
+            self._sending_ended(key, not outcome.code)
+        for key, outcome in (*results.finished_receiving, *results.failed_receiving):
+            assert key not in self.received, f"the load {key} has ended twice"
+            self.received[key] = outcome
+            self.loading.pop(key, None)
+            self.books.release(self.quarantine.pop(key, ()))
+
+    # --- a prompt that is handed off ------------------------------------------------------------------------------
+
+    def confirm(self, request: Request, *, last: bool = False, again: bool = False) -> None:
+        """Tokens up to num_confirmed are in their blocks for good."""
+        blocks = request.take_full_blocks()
+        if blocks:
+            self.ask(p.Publish(blocks), p.Done)
+        if self.built.observes_steps:
+            start = 0 if again else request.num_reported
+            request.num_reported = request.num_confirmed
+            range_ = ConfirmedRange(request.view(), start, request.num_confirmed, list(request.block_ids), last)
+            self._news.confirmed.append(range_)
+
+    def hand_off(self, request: Request) -> KVHandoff:
+        """The prompt is confirmed and ends here: its blocks pass to a lease."""
+        self.confirm(request, last=True)
+        self._news.finished.append(request.transfer_key)
+        if self.built.observes_steps:
+            self.books.hold(request.block_ids)
+            self._kept.append(list(request.block_ids))
+        ended = self.ask(p.FinishRequest(request.view(), list(request.block_ids)), p.RequestEnded)
+        leased = list(request.block_ids) if ended.hold_blocks else []
+        self.books.hold(leased)
+        self.leases[request.transfer_key] = leased
+        self.free(request)
+        known = self.sent.get(request.transfer_key)
+        if known is not None:
+            self._sending_ended(request.transfer_key, not known.code)
+        return KVHandoff(
+            request_id=request.request_id, attempt=request.attempt, transfer_id=request.transfer_id, engine=self.name,
+            epoch=self.epoch, num_tokens=request.num_confirmed, payload=ended.payload or b"",
+        )  # fmt: skip
+
+    def late_ticket(self, request: Request, block_ids: Sequence[int]) -> None:
+        """A ticket that came after the hand-off: the leased blocks are shown once more."""
+        range_ = ConfirmedRange(request.view(), 0, request.num_confirmed, list(block_ids), True)
+        self._news.confirmed.append(range_)
+
+    def release(self, key: TransferKey) -> None:
+        """Release: the lease ends, whatever reads it is cancelled."""
+        if key in self.leases:
+            self.books.release(self.leases.pop(key))
+            self.tell_aborted(key)
+
+    def abort(self, request: Request) -> None:
+        """The request is given up, wherever it stands."""
+        self.end_load(request)
+        self.tell_aborted(request.transfer_key)
+        self.free(request)
+
+    def preempt(self, request: Request) -> None:
+        """The request loses its blocks and will come again."""
+        self._retract(request.transfer_key)
+        self._news.preempted.append(request.transfer_key)
+        self.free(request)
+
+    def tell_aborted(self, key: TransferKey) -> None:
+        """The next view says so; a transfer from here is cancelled."""
+        self._retract(key)
+        self._news.aborted.append(key)
+        if any(hold.owner == key for hold in self._holds.values()):
+            self.cancel(key)
+
+    def free(self, request: Request) -> None:
+        """The request gives up its blocks."""
+        self.books.release(request.block_ids)
+        request.lose_blocks()
+
+    def _retract(self, key: TransferKey) -> None:
+        self._news.confirmed = [c for c in self._news.confirmed if c.request.transfer_key != key]
+
+    def _sending_ended(self, key: TransferKey, ok: bool) -> None:
+        lease = self.leases.get(key)
+        if lease is None:
+            return
+        if lease or not ok:
+            self.books.release(self.leases.pop(key))
+        for listener in self.on_sent:
+            listener(key, ok)
+        if not ok:
+            self.tell_aborted(key)
+
+    # --- a load ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, request: Request, num_tokens: int, *, hit: Sequence[int] = ()) -> None:
+        """Blocks for the first tokens of a request, `hit` being its first ones."""
+        new = self.books.allocate(-(-num_tokens // self.block_size) - len(hit))
+        if new:
+            self.ask(p.Reuse(new), p.Done)
+        self.books.hold(hit)
+        request.block_ids = [*hit, *new]
+        request.num_local_hit = len(hit) * self.block_size
+
+    def start_load(self, request: Request, num_external: int, *, check: bool = True) -> bytes | None:
+        """The load begins with the next step; returns the ticket."""
+        start = request.num_local_hit
+        key = request.transfer_key
+        exposed = request.block_ids[start // self.block_size :]
+        if num_external:
+            wanted = p.TokenRange(list(request.text), start, start + num_external, list(request.block_ids))
+            self.ask_all(p.Expect(key, list(exposed), wanted if check else None), p.Done)
+            self.loading[key] = exposed
+            self.received.pop(key, None)
+        command = p.Allocate(request.view(), list(request.block_ids), num_external)
+        return self.ask(command, p.Ticket).ticket
+
+    def end_load(self, request: Request) -> None:
+        """The load is given up: what may still be written is quarantined until its end is reported."""
+        key = request.transfer_key
+        exposed = self.loading.pop(key, None)
+        if exposed is not None:
+            self.books.hold(exposed)
+            self.quarantine[key] = exposed
+            self.cancel(key)
+
+    def cancel(self, key: TransferKey) -> None:
+        """The workers are told to cancel; for keys that the engine has no load of, too."""
+        if key not in self._cancels:
+            self._cancels.append(key)
+
+    # --- peers ----------------------------------------------------------------------------------------------------
+
+    def update_peers(self, cards: Sequence[EngineCard]) -> list[str]:
+        """Tell all ranks; returns refusals that were logged. Raises IncompatiblePeers where they are raised."""
+        others = [card for card in cards if card.engine != self.name]
+        added = [card for card in others if card not in self._peers]
+        removed = [card for card in self._peers if card not in others]
+        self._peers = others
+        answers = self.ask_all(p.UpdatePeers(others, added, removed), p.Refusals)
+        return [message for answer in answers for message in answer.messages]
+
+    def foreign_writes(self) -> list[int]:
+        """Blocks of any rank that were written from outside although no load had them."""
+        return sorted({block for rank in self.ask_all(p.ForeignWrites(), p.Blocks) for block in rank.block_ids})

@@ -1,0 +1,316 @@
+"""Messages between the kit and the processes that host a connector: msgpack, one decoder on each side."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from pdkv.connectors.base import ConnectorConfig, LoadMode, RequestView, SchedulerView, TransferKey, TransferOutcome
+from pdkv.connectors.conformance.content import Piece
+from pdkv.messages import ConnectorKind, EngineCard, Order
+
+
+class Command(msgspec.Struct, frozen=True, tag=True):
+    """Base of what the kit asks of a host; each is answered by one Reply."""
+
+
+class TokenRange(msgspec.Struct, frozen=True):
+    """Tokens [start, stop) of a text, and the block table that they lie in."""
+
+    text: list[Piece]
+    start: int
+    stop: int
+    block_ids: list[int]
+
+
+# --- life of an engine --------------------------------------------------------------------------------------------
+
+
+class Build(Command, frozen=True):
+    """Make a connector and its sides for one rank, and a pool."""
+
+    connector: str
+    config: ConnectorConfig
+
+
+class Close(Command, frozen=True):
+    """Shut both sides and the connector down, twice: shutdown is idempotent."""
+
+
+class Drop(Command, frozen=True):
+    """Forget an engine without a word, as far as a process can that goes on living (`one_process` only)."""
+
+
+class UpdatePeers(Command, frozen=True):
+    """Tell both sides who is there."""
+
+    cards: list[EngineCard]
+    added: list[EngineCard]
+    removed: list[EngineCard]
+
+
+# --- scheduler side -----------------------------------------------------------------------------------------------
+
+
+class Match(Command, frozen=True):
+    """get_num_new_matched_tokens."""
+
+    request: RequestView
+    num_computed: int
+
+
+class Allocate(Command, frozen=True):
+    """update_state_after_alloc."""
+
+    request: RequestView
+    block_ids: list[int]
+    num_external: int
+
+
+class Plan(Command, frozen=True):
+    """build_connector_meta. `encode`: other ranks will need it."""
+
+    view: SchedulerView
+    encode: bool
+
+
+class FinishRequest(Command, frozen=True):
+    """request_finished."""
+
+    request: RequestView
+    block_ids: list[int]
+
+
+class Results(msgspec.Struct, frozen=True):
+    """TransferResults on the wire."""
+
+    finished_sending: list[tuple[TransferKey, TransferOutcome]] = []
+    failed_sending: list[tuple[TransferKey, TransferOutcome]] = []
+    finished_receiving: list[tuple[TransferKey, TransferOutcome]] = []
+    failed_receiving: list[tuple[TransferKey, TransferOutcome]] = []
+
+
+class Settle(Command, frozen=True):
+    """resolve_results, then update_connector_output with what it said; answered by Settled."""
+
+    results: Results
+
+
+class IsPending(Command, frozen=True):
+    """has_pending_work."""
+
+
+class Reuse(Command, frozen=True):
+    """The block table: the content of these blocks ends now."""
+
+    block_ids: list[int]
+
+
+class Publish(Command, frozen=True):
+    """The block table: these blocks are full; keys per block."""
+
+    blocks: list[tuple[int, list[bytes]]]
+
+
+# --- worker side --------------------------------------------------------------------------------------------------
+
+
+class Execute(Command, frozen=True, kw_only=True):
+    """One step of one rank, or a part of it: `begin` (cancels, start_load_kv), layers, `end` (the rest)."""
+
+    step_id: int
+    meta: bytes | None = None  # None: this rank's process has planned it
+    cancels: list[TransferKey] = []
+    writes: list[TokenRange] = []
+    garbage: list[int] = []  # blocks of other requests, written with the first layer
+    begin: bool = True
+    layers: tuple[int, int] | None = None  # None: all
+    end: bool = True
+
+
+class Expect(Command, frozen=True):
+    """A load begins: these blocks may be written from outside until its end is reported, `range` must be right then."""
+
+    key: TransferKey
+    block_ids: list[int]
+    range: TokenRange | None
+
+
+# --- what the kit looks at ----------------------------------------------------------------------------------------
+
+
+class Fill(Command, frozen=True):
+    """Write tokens, or (text empty) garbage, into blocks outside any step."""
+
+    range: TokenRange
+
+
+class ForeignWrites(Command, frozen=True):
+    """Blocks that somebody else has written although no load had them."""
+
+
+class TakeCalls(Command, frozen=True):
+    """Records of the connector calls since the last TakeCalls."""
+
+
+class CopyCost(Command, frozen=True):
+    """CPU seconds that a plain copy of these blocks takes on one thread."""
+
+    block_ids: list[int]
+
+
+class GetUsage(Command, frozen=True):
+    """What the process holds."""
+
+
+class Exit(Command, frozen=True):
+    """End the process."""
+
+
+AnyCommand = (
+    Build | Close | Drop | UpdatePeers | Match | Allocate | Plan | FinishRequest | Settle | IsPending | Reuse | Publish
+    | Execute | Expect | Fill | ForeignWrites | TakeCalls | CopyCost | GetUsage | Exit
+)  # fmt: skip
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A command for one engine of a host."""
+
+    engine: str
+    command: AnyCommand
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """Base of what a host sends."""
+
+
+class Done(Answer, frozen=True):
+    """It was done."""
+
+
+class Raised(Answer, frozen=True):
+    """It raised. `kind` is the type's name; `incompatible` an IncompatiblePeers, `config` another ConfigError."""
+
+    kind: str
+    message: str
+    trace: str
+    incompatible: bool
+    config: bool
+
+
+class Built(Answer, frozen=True):
+    """What the connector says of itself."""
+
+    kind: ConnectorKind
+    orders: list[Order]
+    content_addressed: bool
+    one_process: bool
+    observes_steps: bool
+    blob: bytes
+    error_codes: list[str]  # of all subclasses of TransferError known there
+
+
+class Refusals(Answer, frozen=True):
+    """IncompatiblePeers that were logged instead of raised while peers were updated."""
+
+    messages: list[str]
+
+
+class Matched(Answer, frozen=True):
+    """MatchedTokens."""
+
+    num_tokens: int
+    mode: LoadMode
+    ask_again: bool
+
+
+class Ticket(Answer, frozen=True):
+    """What update_state_after_alloc returned."""
+
+    ticket: bytes | None
+
+
+class Planned(Answer, frozen=True):
+    """Metadata; the object itself stays with the rank that made it."""
+
+    holds: list[tuple[TransferKey, list[int], TransferKey]]
+    meta: bytes | None
+
+
+class RequestEnded(Answer, frozen=True):
+    """What request_finished returned."""
+
+    hold_blocks: bool
+    payload: bytes | None
+
+
+class Executed(Answer, frozen=True):
+    """What a step reported; `wrong` says of finished loads what is wrong with their content."""
+
+    results: Results
+    wrong: list[tuple[TransferKey, str]]
+
+
+class Settled(Answer, frozen=True):
+    """What the engine acts on."""
+
+    results: Results
+
+
+class Truth(Answer, frozen=True):
+    """A yes or no."""
+
+    value: bool
+
+
+class Blocks(Answer, frozen=True):
+    """Block ids."""
+
+    block_ids: list[int]
+
+
+class CallRecord(NamedTuple):
+    """One connector call on the step thread."""
+
+    name: str
+    blocked_s: float  # neither running nor waiting for a processor
+    cpu_s: float
+    entered: list[str]  # calls into a transport, and waits
+
+
+class Calls(Answer, frozen=True):
+    """Connector calls in order."""
+
+    records: list[CallRecord]
+
+
+class Seconds(Answer, frozen=True):
+    """A duration."""
+
+    seconds: float
+
+
+class Usage(Answer, frozen=True):
+    """Open descriptors by what they are, names of threads, resident bytes that belong to no file."""
+
+    descriptors: list[str]
+    threads: list[str]
+    resident_bytes: int
+
+
+class Woken(Answer, frozen=True):
+    """The connector has called notify; answers nothing."""
+
+    engine: str
+
+
+AnyAnswer = (
+    Done | Raised | Built | Refusals | Matched | Ticket | Planned | RequestEnded | Executed | Settled | Truth | Blocks
+    | Calls | Seconds | Usage | Woken
+)  # fmt: skip
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Asked).decode
+decode_answer = msgspec.msgpack.Decoder(AnyAnswer).decode
