@@ -15,6 +15,8 @@ SHIPPED: Mapping[str, str] = {
     "memory": "pdkv.connectors.memory:MemoryConnector",
     "multi": "pdkv.connectors.multi:MultiConnector",
     "shared_memory": "pdkv.connectors.shared_memory:SharedMemoryConnector",
+    "shared_storage": "pdkv.connectors.shared_storage:SharedStorageConnector",
+    "store": "pdkv.connectors.store:StoreUrlConnector",
 }
 """name -> "module:Class" of what this distribution ships; the only place that says so. Imported on first use."""
 

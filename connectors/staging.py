@@ -1,0 +1,63 @@
+"""Staging buffers: allocated once, bounded, lent to one job at a time."""
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.errors import TransferTimeout
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class StagingBuffers:
+    """`count` buffers of `size_bytes`. Thread-safe; who finds none waits, with a deadline.
+
+    Args:
+        pinned: page-locked, for copies from and to a GPU.
+    """
+
+    def __init__(self, count: int, size_bytes: int, *, pinned: bool = False) -> None:
+        self.count = count
+        self.size_bytes = size_bytes
+        self._free: queue.LifoQueue[Bytes] = queue.LifoQueue()  # the last one used is in the processor's cache
+        self._pinned: list[torch.Tensor] = []
+        for _ in range(count):
+            self._free.put(self._allocate(pinned))
+
+    @property
+    def num_free(self) -> int:
+        """Buffers that nobody has."""
+        return self._free.qsize()
+
+    @contextmanager
+    def take(self, timeout_s: float) -> Iterator[Bytes]:
+        """Borrow a buffer, (size_bytes,).
+
+        Raises:
+            TransferTimeout: all are in use for so long.
+        """
+        try:
+            buffer = self._free.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TransferTimeout(f"no staging buffer came free within {timeout_s:g} s") from None
+        try:
+            yield buffer
+        finally:
+            self._free.put(buffer)
+
+    def _allocate(self, pinned: bool) -> Bytes:
+        if not pinned:
+            return np.zeros(self.size_bytes, dtype=np.uint8)
+        import torch
+
+        tensor = torch.zeros(self.size_bytes, dtype=torch.uint8, pin_memory=True)
+        self._pinned.append(tensor)
+        buffer: Bytes = tensor.numpy()
+        return buffer

@@ -1,0 +1,127 @@
+"""StoreConnector: any KVStore becomes a connector. A subclass says how its store is opened, and no more.
+
+Every engine saves the KV that it has computed, in values of several units under content keys, and finds what any
+engine has saved; a hand-off is a lookup whose answer is known. No call of a store runs on the step thread.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, get_args
+
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    KVConnector,
+    KVConnectorMetadata,
+    LoadMode,
+    SchedulerConnector,
+    WorkerConnector,
+    parse_options,
+)
+from pdkv.connectors.store_lookup import KeyLookups
+from pdkv.connectors.store_plan import StoreCut, StoreMetadata
+from pdkv.connectors.store_scheduler import StoreScheduler, TransferOptions
+from pdkv.connectors.store_worker import StoreWorker
+from pdkv.kv_store.base import KVStore
+from pdkv.messages import ConnectorKind
+
+LAYERWISE_GROUPS = 4
+
+
+def _parse_count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError("at least 1 was expected")
+    return value
+
+
+def _parse_natural(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise ValueError("0 or more was expected")
+    return value
+
+
+def _parse_seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise ValueError("a number of seconds above 0 was expected")
+    return value
+
+
+def _parse_load(text: str) -> str:
+    if text not in get_args(LoadMode):
+        raise ValueError("async or layerwise was expected")
+    return text
+
+
+_COMMON: Mapping[str, Callable[[str], Any]] = {
+    "tokens_per_value": _parse_count,
+    "layer_groups": _parse_natural,
+    "load": _parse_load,
+    "min_hit_tokens": _parse_natural,
+    "lookup_timeout_s": _parse_seconds,
+    "transfer_timeout_s": _parse_seconds,
+    "layer_timeout_s": _parse_seconds,
+    "io_threads": _parse_count,
+    "save_threads": _parse_count,
+    "staging_bytes": _parse_count,
+    "max_save_bytes": _parse_count,
+}
+assert set(_COMMON) == set(TransferOptions.__struct_fields__)
+
+
+class StoreConnector(KVConnector):
+    """Public base class of connectors over a KVStore.
+
+    `option_types` names the subclass's own options, beside those of TransferOptions, with their converters; None:
+    whatever is left over is passed on as text. Their values are in `store_options` when `open_store` is called.
+    """
+
+    kind: ClassVar[ConnectorKind] = "store"
+    content_addressed: ClassVar[bool] = True
+    metadata_type: ClassVar[type[KVConnectorMetadata]] = StoreMetadata
+    option_types: ClassVar[Mapping[str, Callable[[str], Any]] | None] = {}
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        super().__init__(config, notify)
+        options = parse_options(config.options, self._known_options())
+        common = {name: options.pop(name) for name in list(options) if name in _COMMON}
+        self.options = TransferOptions(**common)
+        self.store_options: Mapping[str, Any] = options
+        groups = self.options.layer_groups
+        if not groups:
+            groups = min(LAYERWISE_GROUPS, config.layout.num_layers) if self.options.load == "layerwise" else 1
+        self.cut = StoreCut(config, tokens_per_value=self.options.tokens_per_value, layer_groups=groups)
+        self._store: KVStore | None = None
+
+    @abstractmethod
+    def open_store(self) -> KVStore:
+        """The store, whose methods may block: they are called on I/O threads. Called once in each process, at start.
+
+        Raises:
+            ConfigError: a wrong option, or a package that is missing.
+            StoreError: it cannot be opened.
+        """
+
+    @property
+    def store(self) -> KVStore:
+        """What both sides in this process share; opened when first used."""
+        if self._store is None:
+            self._store = self.open_store()
+        return self._store
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        lookups = KeyLookups(
+            self.store, self.cut.suffixes, self.notify, timeout_s=self.options.lookup_timeout_s
+        )  # fmt: skip
+        return StoreScheduler(self.config, self.options, self.cut, lookups)
+
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        return StoreWorker(self.config, self.options, self.cut, self.store, self.notify)
+
+    def shutdown(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _known_options(self) -> Mapping[str, Callable[[str], Any]]:
+        if self.option_types is None:
+            return {**dict.fromkeys(self.config.options, str), **_COMMON}
+        return {**self.option_types, **_COMMON}

@@ -1,0 +1,228 @@
+"""What is known of a store's content: answers from memory, lookups on a thread, a deadline for each.
+
+A chain of keys is looked up from its first key that nobody knows; the answer is how many keys in a row are there.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from pdkv.errors import TransferError
+from pdkv.kv_store.base import KVStore
+
+logger = logging.getLogger(__name__)
+
+MAX_KNOWN_KEYS = 1 << 16
+MAX_LOOKUPS = 1024
+"""Lookups that are queued; beyond that the answer is a miss."""
+
+MISS_VALID_S = 1.0
+"""So long a miss is believed without asking again; the answer to a lookup is given once, however late."""
+
+JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class _Lookup:
+    """Keys of a chain; answered is the one that nobody knew, the first."""
+
+    keys: list[bytes]
+    deadline: float
+    wanted: bool  # somebody waits for it
+    answered: bool = False
+
+
+@dataclass(slots=True)
+class _Miss:
+    """A key that the store does not have, as of `time`."""
+
+    time: float
+    told: bool = False
+
+
+class KeyLookups:
+    """Which values a store has. The step thread asks and never waits; `close` ends the threads.
+
+    Args:
+        suffixes: every value consists of one part for each; one that lacks a part is a miss.
+        notify: wakes the engine when an answer is there.
+        timeout_s: deadline of a lookup; after it the answer is a miss.
+    """
+
+    def __init__(
+        self, store: KVStore, suffixes: Sequence[bytes], notify: Callable[[], None], *, timeout_s: float
+    ) -> None:
+        self.num_lookups = 0
+        self.num_failed = 0  # the store said so
+        self.num_timeouts = 0
+        self.num_refused = 0  # too many at once, or the store is known not to answer: counted as misses
+        self._store = store
+        self._suffixes = list(suffixes)
+        self._notify = notify
+        self._timeout_s = timeout_s
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # step thread and lookups, under the lock
+        self._misses: OrderedDict[bytes, _Miss] = OrderedDict()
+        self._pending: OrderedDict[bytes, _Lookup] = OrderedDict()  # by first key, in order of their deadlines
+        self._queue: list[_Lookup] = []
+        self._failing = False  # the last lookup failed: until one succeeds there is one at a time
+        self._stopping = False
+        self._changed = threading.Condition()  # its lock guards all of this
+        self._threads = [
+            threading.Thread(target=self._serve, name="pdkv-lookup", daemon=True),
+            threading.Thread(target=self._watch, name="pdkv-lookup-deadline", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- the step thread ------------------------------------------------------------------------------------------
+
+    def num_found(self, keys: Sequence[bytes], *, wanted: bool = True) -> int | None:
+        """How many of the first keys are stored; None: it is being looked up, and `notify` will tell.
+
+        Args:
+            wanted: False: only begin to look, the answer is asked for later.
+        """
+        now = time.monotonic()
+        with self._changed:
+            first = next((i for i, key in enumerate(keys) if key not in self._known), len(keys))
+            if first == len(keys):
+                return first
+            key = keys[first]
+            miss = self._misses.get(key)
+            if miss is not None and (not miss.told or now - miss.time < MISS_VALID_S):
+                miss.told = miss.told or wanted
+                return first
+            lookup = self._pending.get(key)
+            if lookup is not None:
+                lookup.wanted = lookup.wanted or wanted
+                return None
+            if len(self._pending) >= (1 if self._failing else MAX_LOOKUPS):
+                self.num_refused += wanted
+                return first
+            lookup = self._pending[key] = _Lookup(list(keys[first:]), now + self._timeout_s, wanted)
+            self._queue.append(lookup)
+            self._changed.notify_all()
+            return None
+
+    def is_known(self, key: bytes) -> bool:
+        """Whether the value is believed to be stored."""
+        return key in self._known
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """These values are stored now."""
+        with self._changed:
+            self._add(keys)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """A load did not find them."""
+        with self._changed:
+            for key in keys:
+                self._known.pop(key, None)
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(JOIN_TIMEOUT_S)
+            if thread.is_alive():
+                logger.error("thread %s does not end", thread.name)
+
+    # --- under the lock -------------------------------------------------------------------------------------------
+
+    def _add(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._known[key] = None
+            self._known.move_to_end(key)
+            self._misses.pop(key, None)
+        while len(self._known) > MAX_KNOWN_KEYS:
+            self._known.popitem(last=False)
+
+    def _missed(self, key: bytes) -> None:
+        self._misses[key] = _Miss(time.monotonic())
+        self._misses.move_to_end(key)
+        while len(self._misses) > MAX_KNOWN_KEYS:
+            self._misses.popitem(last=False)
+
+    def _answer(self, lookup: _Lookup, num_found: int) -> None:
+        """The first `num_found` keys are there and the next one is not; a late answer corrects the miss."""
+        self._add(lookup.keys[:num_found])
+        if num_found < len(lookup.keys) and not (lookup.answered and not num_found):
+            self._missed(lookup.keys[num_found])
+        if not lookup.answered:
+            lookup.answered = True
+            del self._pending[lookup.keys[0]]
+
+    def _failed(self, what: str) -> None:
+        if not self._failing:
+            logger.warning("KV store: %s; what is not found is computed (told again after the next success)", what)
+        self._failing = True
+
+    # --- threads --------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._stopping:
+                    self._changed.wait()
+                if self._stopping:
+                    return
+                lookups, self._queue = self._queue, []
+                keys = list(dict.fromkeys(key for lookup in lookups for key in lookup.keys))
+                self.num_lookups += len(lookups)
+            error = ""
+            stored: set[bytes] = set()
+            try:
+                stored = self._look_up(keys)
+            except TransferError as failure:
+                error = f"a lookup failed ({failure.code}: {failure})"
+            except Exception as failure:  # the thread goes on, and whoever asked hears of a miss
+                logger.exception("KV store lookup")
+                error = f"a lookup failed ({failure!r})"
+            with self._changed:
+                for lookup in lookups:
+                    found = next((i for i, key in enumerate(lookup.keys) if key not in stored), len(lookup.keys))
+                    self._answer(lookup, found)
+                if error:
+                    self.num_failed += len(lookups)
+                    self._failed(error)
+                else:
+                    self._failing = False
+                wanted = any(lookup.wanted for lookup in lookups)
+            if wanted:
+                self._notify()
+
+    def _look_up(self, keys: list[bytes]) -> set[bytes]:
+        """Which values are stored with all their parts: first one part of each, then the others of those found."""
+        first, *others = self._suffixes
+        found = [
+            key for key, there in zip(keys, self._store.contains([key + first for key in keys]), strict=True) if there
+        ]
+        if not others or not found:
+            return set(found)
+        there = self._store.contains([key + suffix for key, suffix in product(found, others)])
+        size = len(others)
+        return {key for i, key in enumerate(found) if all(there[i * size : (i + 1) * size])}
+
+    def _watch(self) -> None:
+        """Answer lookups past their deadline."""
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                late = [lookup for lookup in self._pending.values() if lookup.deadline <= now]
+                for lookup in late:
+                    self._answer(lookup, 0)
+                    self.num_timeouts += 1
+                    self._failed(f"no answer to a lookup within {self._timeout_s:g} s")
+                if not late:
+                    if self._stopping:
+                        return
+                    first = next(iter(self._pending.values()), None)
+                    self._changed.wait(None if first is None else max(first.deadline - now, 0.0))
+                    continue
+            self._notify()
