@@ -19,8 +19,9 @@ import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.pull import BlockLoad, PullMetadata
 from pdkv.connectors.shared_arena import Arena
-from pdkv.connectors.shared_memory_worker import BlockLoad, SharedMemoryMetadata, SharedMemoryWorker
+from pdkv.connectors.shared_memory_worker import SharedMemoryWorker
 from pdkv.messages import EngineCard, KVLayout
 
 MODELS = {
@@ -70,7 +71,7 @@ class Reader:
         load = BlockLoad(
             (str(self._number), 1), "owner", "1", 0, len(source) * size, size, source, [0] * len(source), destination
         )
-        self.worker.start_load_kv(SharedMemoryMetadata(step_id=self._number, loads=[load]))
+        self.worker.start_load_kv(PullMetadata(step_id=self._number, loads=[load]))
         while busy and not self._done.is_set():
             sum(range(200))
         if not self._done.wait(TIMEOUT_S):

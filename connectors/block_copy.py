@@ -85,15 +85,16 @@ def copy_segments(
     """Copy ranges of tokens between pools of unequal block size.
 
     Args:
-        source: (num_source_blocks, rows, source_block_size, token_bytes); rows = layers * 2 * KV heads.
-        destination: (num_blocks, rows, block_size, token_bytes).
+        source: (num_source_blocks, …, source_block_size, token_bytes); between them layers * 2 and KV heads.
+        destination: (num_blocks, …, block_size, token_bytes).
         source_units: what a segment's source_index names: block * units_per_block + position in the block.
         destination_ids: what a segment's destination_index names.
     """
-    unit_tokens = source.shape[2] // units_per_block
+    unit_tokens = source.shape[-2] // units_per_block
     for segment in segments:
         block, position = divmod(source_units[segment.source_index], units_per_block)
         first = position * unit_tokens + segment.source_offset
-        tokens = source[block, :, first : first + segment.num_tokens]
+        tokens = source[block, ..., first : first + segment.num_tokens, :]
         target = destination[destination_ids[segment.destination_index]]
-        target[:, segment.destination_offset : segment.destination_offset + segment.num_tokens] = tokens
+        offset = segment.destination_offset
+        target[..., offset : offset + segment.num_tokens, :] = tokens

@@ -117,12 +117,12 @@ class PullScheduler(SchedulerConnector):
         match = self._found.pop(key, None)
         if num_external_tokens <= 0 or key in self._loading:
             return None
-        start, stop = request.num_local_hit, request.num_local_hit + num_external_tokens
+        start = request.num_local_hit
         if request.handoff is not None:
-            match = self._match_handoff(request.handoff, start, stop)
+            match = self._match_handoff(request.handoff, start, start + num_external_tokens)
         if match is None:  # nothing was found: a load without a source fails with a reason
-            match = Match("", "", start, stop, self.block_size, [], [])
-        stop = min(stop, match.stop)
+            match = Match("", "", start, start + num_external_tokens, self.block_size, [], [])
+        stop = min(match.start + num_external_tokens, match.stop)
         num_sources = -(-stop // match.unit) - match.start // match.unit
         own = blocks_of(match.start, stop, self.block_size)
         self._queued[key] = BlockLoad(
@@ -191,6 +191,11 @@ class PullPiece(NamedTuple):
     card: EngineCard
     heads: HeadPart
 
+    @property
+    def blocks(self) -> Ids:
+        """The peer's block of each source entry."""
+        return as_ids(self.load.source) // (self.card.layout.block_size // self.load.unit)
+
 
 class PullWorker(TransferWorker):
     """Worker side above a transport: one job per load and peer rank, in that rank's lane.
@@ -237,21 +242,29 @@ class PullWorker(TransferWorker):
     def run_job(self, job: Job, scratch: Any) -> int | None:
         """Read, then check that nothing was reused meanwhile."""
         piece: PullPiece = job.order
-        load = piece.load
-        blocks = as_ids(load.source) // (piece.card.layout.block_size // load.unit)
-        expected = as_ids(load.generations)
-        if not blocks.size or blocks.size != expected.size or blocks.min() < 0 or blocks.max() >= piece.card.num_blocks:
-            raise KVNotFound(f"engine {load.engine} has no such blocks")
+        blocks = piece.blocks
+        num_known = len(piece.load.generations)
+        if not blocks.size or blocks.size != num_known or blocks.min() < 0 or blocks.max() >= piece.card.num_blocks:
+            raise KVNotFound(f"engine {piece.load.engine} has no such blocks")
         num_bytes = self.read(job, piece, scratch)
-        stale = np.flatnonzero(self.generations(job, piece, blocks, scratch) != expected)
+        self.check_generations(job, piece, scratch)
+        job.check()
+        return num_bytes
+
+    def check_generations(self, job: Job, piece: PullPiece, scratch: Any) -> None:
+        """Compare the peer's generations with those that were promised.
+
+        Raises:
+            StaleGeneration: it has reused a block.
+        """
+        load, blocks = piece.load, piece.blocks
+        stale = np.flatnonzero(self.generations(job, piece, blocks, scratch) != as_ids(load.generations))
         if stale.size:
             raise StaleGeneration(
                 f"engine {load.engine} reused {stale.size} of {blocks.size} blocks, the first {blocks[stale[0]]}",
                 transfer_id=load.key[0],
                 attempt=load.key[1],
             )
-        job.check()
-        return num_bytes
 
     def _start(self, load: BlockLoad) -> None:
         """One job per rank of the peer that has something for this one."""

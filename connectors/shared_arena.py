@@ -198,14 +198,14 @@ class PeerArena:
         return True
 
     def tokens(self) -> Bytes:
-        """The KV pool as (num_blocks, layers * 2 * KV heads, block_size, bytes of one head's token)."""
+        """The KV pool as (num_blocks, layers * 2, KV heads, block_size, bytes of one head's token)."""
         return token_view(self.data, self.header.layout)
 
 
 def token_view(data: Bytes, layout: KVLayout) -> Bytes:
-    """A pool of (num_blocks, block_bytes) as (num_blocks, layers * 2 * KV heads, block_size, token_bytes)."""
-    rows = layout.num_layers * 2 * layout.num_kv_heads
-    return data.reshape(len(data), rows, layout.block_size, layout.head_size * layout.dtype_bytes)
+    """A pool of (num_blocks, block_bytes) as (num_blocks, layers * 2, KV heads, block_size, token_bytes)."""
+    token_bytes = layout.head_size * layout.dtype_bytes
+    return data.reshape(len(data), layout.num_layers * 2, layout.num_kv_heads, layout.block_size, token_bytes)
 
 
 def open_peer_arena(address: ArenaAddress, *, engine: str, epoch: str) -> PeerArena:

@@ -8,8 +8,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import ConnectorConfig, KVConnector, SchedulerConnector, WorkerConnector, parse_options
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    KVConnector,
+    KVConnectorMetadata,
+    SchedulerConnector,
+    WorkerConnector,
+    parse_options,
+)
 from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.pull import PullMetadata
 from pdkv.connectors.shared_arena import Arena
 from pdkv.connectors.shared_block_table import SharedBlockTable
 from pdkv.connectors.shared_memory_scheduler import SharedMemoryOptions, SharedMemoryScheduler
@@ -53,6 +61,7 @@ class SharedMemoryConnector(KVConnector):
 
     kind: ClassVar[ConnectorKind] = "pull"
     content_addressed: ClassVar[bool] = True
+    metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
@@ -83,13 +92,8 @@ class SharedMemoryConnector(KVConnector):
         return SharedMemoryScheduler(self.config, self._table, self.options, self._peers)
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
-        """The only rank's side.
-
-        Raises:
-            ConfigError: another rank than 0.
-        """
-        if rank != 0:
-            raise ConfigError(f"connector shared_memory serves engines of one rank, this is rank {rank}")
+        """This process' rank's side; `rank` is the one that the connector was built for."""
+        assert rank == self.config.rank, "a connector is built for one rank"
         return SharedMemoryWorker(
             self.config,
             self._arena,

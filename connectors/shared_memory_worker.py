@@ -1,21 +1,22 @@
 """The worker side of `shared_memory`: I/O threads copy blocks out of peers' arenas and verify what they have read."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferKey
+from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_copy import STAGING_BYTES, Bytes, copy_blocks, copy_segments
-from pdkv.connectors.io_lanes import Lane, LaneConfig
-from pdkv.connectors.planning import Ids, as_ids, token_segments
+from pdkv.connectors.io_lanes import SHARED_LANE, Lane, LaneConfig
+from pdkv.connectors.planning import HeadPart, Ids, as_ids, token_segments
+from pdkv.connectors.pull import BlockLoad, PullPiece, PullWorker
 from pdkv.connectors.shared_arena import Arena, PeerArena, token_view
-from pdkv.connectors.shared_block_table import fence
+from pdkv.connectors.shared_block_table import BlockTableReader, fence
 from pdkv.connectors.shared_peers import PeerArenas
-from pdkv.connectors.transfer_worker import Job, Task, TransferWorker
-from pdkv.errors import ConfigError, KVNotFound, StaleGeneration
-from pdkv.messages import EngineCard
+from pdkv.connectors.transfer_worker import Job
+from pdkv.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -24,29 +25,19 @@ PIECE_BYTES = 16 * 1024 * 1024
 """Between two pieces of a copy a cancel, the deadline and a shutdown are seen."""
 
 
-class BlockLoad(msgspec.Struct, frozen=True):
-    """Copy tokens [start, stop) of a request from a peer's pool into `block_ids`."""
+@dataclass(slots=True)
+class _Scratch:
+    """What an I/O thread keeps for itself."""
 
-    key: TransferKey
-    engine: str
-    epoch: str
-    start: int
-    stop: int
-    unit: int  # tokens per source entry: the peer's block size, or the hash block size
-    source: Sequence[int]  # block * (peer's block size / unit) + position; the first one holds token `start`
-    generations: Sequence[int]  # of each entry's block when it was promised
-    block_ids: Sequence[int]  # the first one holds token `start`
-    is_handoff: bool = True  # else it was found by its content
+    staging: Bytes
+    table: BlockTableReader | None = None  # the generations of the load that it runs
 
 
-class SharedMemoryMetadata(KVConnectorMetadata, kw_only=True):
-    """The loads that begin with a step."""
+class SharedMemoryWorker(PullWorker):
+    """Loads of one rank. Saves need no work: the pool that the engine writes is what its peers read.
 
-    loads: Sequence[BlockLoad] = ()
-
-
-class SharedMemoryWorker(TransferWorker):
-    """Loads of one engine. Saves need no work: the pool that the engine writes is what its peers read."""
+    The KV of a rank's heads is in that rank's arena; the generations of an engine's blocks are in its first rank's.
+    """
 
     def __init__(
         self,
@@ -59,15 +50,12 @@ class SharedMemoryWorker(TransferWorker):
         peers: PeerArenas | None = None,
     ) -> None:
         """`peers`: those of the scheduler's side where it is in this process."""
-        super().__init__(
-            notify,
-            timeout_s=load_timeout_s,
-            lanes=LaneConfig(num_shared=io_threads, thread_name="pdkv-load"),
-        )
+        self._arenas = PeerArenas(config) if peers is None else peers
+        lanes = LaneConfig(num_shared=io_threads, thread_name="pdkv-load")
+        super().__init__(config, notify, self._arenas, timeout_s=load_timeout_s, lanes=lanes)
         self._layout = config.layout
         self._arena = arena
         self._pool: Bytes | None = arena.data()
-        self._peers = PeerArenas(config) if peers is None else peers
         self.start_threads()
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
@@ -88,52 +76,47 @@ class SharedMemoryWorker(TransferWorker):
     def handshake(self) -> bytes:
         return msgspec.msgpack.encode(self._arena.address)
 
-    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
-        if isinstance(meta, SharedMemoryMetadata):
-            for load in meta.loads:
-                self.submit(load.key, "receive", [Task(load)])
-
-    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
-        for card in removed:
-            self._peers.remove(card.engine, card.epoch)
-        for card in added:
-            self._peers.add(card)
-
     def shutdown(self) -> None:
         super().shutdown()
-        self._peers.clear()
         self._pool = None
+
+    def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Lane:
+        return SHARED_LANE
 
     # --- I/O threads ----------------------------------------------------------------------------------------------
 
-    def make_scratch(self, lane: Lane) -> Bytes:
-        return np.empty(STAGING_BYTES, dtype=np.uint8)
+    def make_scratch(self, lane: Lane) -> _Scratch:
+        return _Scratch(np.empty(STAGING_BYTES, dtype=np.uint8))
 
     def do_idle_work(self) -> bool:
         """With nothing to copy, peers' pools are mapped ahead, bit by bit."""
-        return self._peers.map_ahead()
+        return self._arenas.map_ahead()
 
-    def run_job(self, job: Job, scratch: Any) -> int:
-        """Copy, then check that nothing was reused meanwhile."""
-        load: BlockLoad = job.order
-        if not load.source:
-            raise KVNotFound("no engine was found to have the blocks")
-        peer = self._peers.get(load.engine, load.epoch)
+    def run_job(self, job: Job, scratch: _Scratch) -> int | None:
+        try:
+            return super().run_job(job, scratch)
+        finally:
+            scratch.table = None  # or it would keep the peer mapped
+
+    def read(self, job: Job, piece: PullPiece, scratch: _Scratch) -> int:
+        load = piece.load
+        peer = self._arenas.get(load.engine, load.epoch, piece.heads.peer_rank)
         peer.is_source = peer.is_source or load.is_handoff
-        units_per_block = peer.header.layout.block_size // load.unit
-        blocks = as_ids(load.source) // units_per_block
-        expected = as_ids(load.generations)
-        if blocks.size != expected.size or blocks.min() < 0 or blocks.max() >= len(peer.data):
-            raise KVNotFound(f"engine {load.engine} has no such blocks")
-        self._verify(peer, blocks, expected, load)
-        if load.unit == peer.header.layout.block_size == self._layout.block_size and load.start % load.unit == 0:
-            num_bytes = self._copy_whole(job, load, peer, scratch)
+        scratch.table = self._arenas.get(load.engine, load.epoch).table
+        theirs = peer.header.layout
+        self.check_generations(job, piece, scratch)  # what is stale already is not worth a copy
+        same_heads = theirs.num_kv_heads == self._layout.num_kv_heads == piece.heads.num_heads
+        same_blocks = load.unit == theirs.block_size == self._layout.block_size and load.start % load.unit == 0
+        if same_heads and same_blocks:
+            num_bytes = self._copy_whole(job, load, peer, scratch.staging)
         else:
-            num_bytes = self._copy_tokens(job, load, peer, units_per_block)
+            num_bytes = self._copy_tokens(job, load, piece.heads, peer)
         fence()  # the generations are read after the data
-        self._verify(peer, blocks, expected, load)
-        job.check()
         return num_bytes
+
+    def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: _Scratch) -> Ids:
+        assert scratch.table is not None, "read comes first"
+        return scratch.table.generations(blocks)
 
     def _copy_whole(self, job: Job, load: BlockLoad, peer: PeerArena, staging: Bytes) -> int:
         pool = self._pool
@@ -146,24 +129,18 @@ class SharedMemoryWorker(TransferWorker):
             copy_blocks(peer.data, pool, source[piece], target[piece], staging)
         return int(source.size * pool.shape[1])
 
-    def _copy_tokens(self, job: Job, load: BlockLoad, peer: PeerArena, units_per_block: int) -> int:
-        pool = self._pool
+    def _copy_tokens(self, job: Job, load: BlockLoad, heads: HeadPart, peer: PeerArena) -> int:
+        """Copy some heads, or tokens between blocks of unequal size."""
+        pool, layout = self._pool, self._layout
         assert pool is not None
-        segments = token_segments(load.start, load.stop, load.unit, self._layout.block_size)
-        tokens = token_view(pool, self._layout)
-        token_bytes = self._layout.block_bytes // self._layout.block_size
+        segments = token_segments(load.start, load.stop, load.unit, layout.block_size)
+        source = peer.tokens()[:, :, heads.peer_first : heads.peer_first + heads.num_heads]
+        target = token_view(pool, layout)[:, :, heads.first : heads.first + heads.num_heads]
+        token_bytes = layout.block_bytes // layout.block_size // layout.num_kv_heads * heads.num_heads
+        units_per_block = peer.header.layout.block_size // load.unit
         count = max(1, PIECE_BYTES // (load.unit * token_bytes))
         for first in range(0, len(segments), count):
             job.check()
             piece = segments[first : first + count]
-            copy_segments(peer.tokens(), tokens, load.source, units_per_block, load.block_ids, piece)
+            copy_segments(source, target, load.source, units_per_block, load.block_ids, piece)
         return (load.stop - load.start) * token_bytes
-
-    def _verify(self, peer: PeerArena, blocks: Ids, expected: Ids, load: BlockLoad) -> None:
-        stale = np.flatnonzero(peer.table.generations(blocks) != expected)
-        if stale.size:
-            raise StaleGeneration(
-                f"engine {load.engine} reused {stale.size} of {blocks.size} blocks, the first {blocks[stale[0]]}",
-                transfer_id=load.key[0],
-                attempt=load.key[1],
-            )

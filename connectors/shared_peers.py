@@ -1,108 +1,48 @@
 """Which peers' arenas can be used: cards in, mappings out, opened when they are asked for first."""
 
 import logging
-import threading
-from collections.abc import Sequence
 
 import msgspec
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.peers import Incarnation, PeerCards
 from pdkv.connectors.shared_arena import ArenaAddress, PeerArena, open_peer_arena
-from pdkv.errors import IncompatiblePeers, PdkvError, PeerGone, StaleEpoch
+from pdkv.errors import IncompatiblePeers, PdkvError
 from pdkv.messages import EngineCard
 
 logger = logging.getLogger(__name__)
 
-Incarnation = tuple[str, str]
-"""(engine, epoch)."""
 
-
-def check_compatible(config: ConnectorConfig, card: EngineCard) -> ArenaAddress:
-    """Check that this engine can read that one's KV; block sizes may differ. Returns where its arena is.
+def arena_addresses(card: EngineCard) -> list[ArenaAddress]:
+    """Where the arenas of a peer's ranks are.
 
     Raises:
-        IncompatiblePeers: they cannot exchange KV; the message has both sides' values.
+        IncompatiblePeers: its card does not say.
     """
-    own, peer = config.layout, card.layout
-    pairs: list[tuple[str, object, object]] = [
-        ("KV layout", own.identity, peer.identity),
-        ("KV heads", own.num_kv_heads, peer.num_kv_heads),
-        ("bytes per value", own.dtype_bytes, peer.dtype_bytes),
-        ("hash block size", HASH_BLOCK_SIZE, card.hash_block_size),
-        ("tensor and pipeline parallel ranks", (1, 1), (card.tp, card.pp)),
-    ]
-    if config.model:
-        pairs.append(("model", config.model, card.model))
-    for what, ours, theirs in pairs:
-        if ours != theirs:
-            raise IncompatiblePeers(
-                f"{what} differs: {ours!r} in engine {config.engine}, {theirs!r} in engine {card.engine}"
-            )
-    if peer.block_size % HASH_BLOCK_SIZE or peer.block_size < HASH_BLOCK_SIZE:
-        raise IncompatiblePeers(f"engine {card.engine} has blocks of {peer.block_size} tokens")
     try:
-        return msgspec.msgpack.decode(card.rank_blobs[0], type=ArenaAddress)
-    except (IndexError, msgspec.DecodeError) as error:
+        addresses = [msgspec.msgpack.decode(blob, type=ArenaAddress) for blob in card.rank_blobs]
+    except msgspec.DecodeError as error:
         raise IncompatiblePeers(
             f"engine {card.engine} (connector {card.connector}): its card names no arena: {error}"
         ) from error
+    if len(addresses) != card.tp:
+        raise IncompatiblePeers(
+            f"engine {card.engine} (connector {card.connector}): its card names no arena: "
+            f"{len(addresses)} addresses of {card.tp} ranks"
+        )
+    return addresses
 
 
-class PeerArenas:
+class PeerArenas(PeerCards):
     """The peers of one side of the connector. Thread-safe."""
 
     def __init__(self, config: ConnectorConfig) -> None:
-        self._config = config
-        self._lock = threading.Lock()
-        self._cards: dict[Incarnation, EngineCard] = {}
-        self._usable: dict[Incarnation, ArenaAddress] = {}
-        self._open: dict[Incarnation, PeerArena] = {}
-        self._errors: dict[Incarnation, PdkvError] = {}
+        super().__init__(config)
+        self._addresses: dict[Incarnation, list[ArenaAddress]] = {}
+        self._open: dict[Incarnation, dict[int, PeerArena]] = {}  # by rank; lives on while a copy uses it
 
-    def replace(self, cards: Sequence[EngineCard]) -> None:
-        """These peers are known and no others."""
-        known = {(card.engine, card.epoch): card for card in cards}
-        with self._lock:
-            gone = [peer for peer in self._cards if peer not in known]
-            new = [card for peer, card in known.items() if self._cards.get(peer) != card]
-        for engine, epoch in gone:
-            self.remove(engine, epoch)
-        for card in new:
-            self.add(card)
-
-    def add(self, card: EngineCard) -> None:
-        """A peer appeared. One that is not compatible is logged once and never used."""
-        if card.engine == self._config.engine:
-            return
-        peer = (card.engine, card.epoch)
-        with self._lock:
-            if self._cards.get(peer) == card:
-                return
-            self._cards[peer] = card
-            self._open.pop(peer, None)
-            self._errors.pop(peer, None)
-            try:
-                self._usable[peer] = check_compatible(self._config, card)
-            except IncompatiblePeers as error:
-                self._usable.pop(peer, None)
-                self._errors[peer] = error
-                logger.warning("no KV from engine %s: %s", card.engine, error)
-
-    def remove(self, engine: str, epoch: str) -> None:
-        """A peer's incarnation is gone: drop its mapping, which lives on only while a copy uses it."""
-        peer = (engine, epoch)
-        with self._lock:
-            for known in (self._cards, self._usable, self._open, self._errors):
-                known.pop(peer, None)
-
-    def incarnations(self) -> list[Incarnation]:
-        """Peers that may be usable."""
-        with self._lock:
-            return [peer for peer in self._usable if peer not in self._errors]
-
-    def get(self, engine: str, epoch: str) -> PeerArena:
-        """The arena of one incarnation.
+    def get(self, engine: str, epoch: str, rank: int = 0) -> PeerArena:
+        """The arena of one rank of one incarnation.
 
         Raises:
             StaleEpoch: another incarnation of that engine is known, or lies behind the address.
@@ -111,32 +51,30 @@ class PeerArenas:
         """
         peer = (engine, epoch)
         with self._lock:
-            arena = self._open.get(peer)
+            arena = self._open.get(peer, {}).get(rank)
             if arena is not None:
                 return arena
-            if peer in self._errors:
-                raise self._errors[peer].with_traceback(None)
-            if peer not in self._usable:
-                if any(name == engine for name, _ in self._cards):
-                    raise StaleEpoch(f"engine {engine} has another epoch than {epoch} now")
-                raise PeerGone(f"engine {engine} is not known")
+            self._find(peer)
             try:
-                arena = open_peer_arena(self._usable[peer], engine=engine, epoch=epoch)
+                arena = open_peer_arena(self._addresses[peer][rank], engine=engine, epoch=epoch)
             except PdkvError as error:
                 self._errors[peer] = error
                 logger.warning("no KV from engine %s: %s", engine, error)
                 raise
-            self._open[peer] = arena
+            self._open.setdefault(peer, {})[rank] = arena
             return arena
 
     def map_ahead(self) -> bool:
         """Map some more of a source's pool; False: nothing is left to do."""
         with self._lock:
-            arenas = [arena for arena in self._open.values() if arena.is_source]
+            arenas = [arena for ranks in self._open.values() for arena in ranks.values() if arena.is_source]
         return any(arena.map_ahead() for arena in arenas)
 
-    def clear(self) -> None:
-        """Forget all peers. Idempotent."""
-        with self._lock:
-            for known in (self._cards, self._usable, self._open, self._errors):
-                known.clear()
+    def _accept(self, peer: Incarnation, card: EngineCard) -> None:
+        super()._accept(peer, card)
+        self._addresses[peer] = arena_addresses(card)
+
+    def _forget(self, peer: Incarnation) -> None:
+        super()._forget(peer)
+        self._addresses.pop(peer, None)
+        self._open.pop(peer, None)

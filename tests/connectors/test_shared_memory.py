@@ -8,7 +8,7 @@ import torch
 from shared_memory_rig import Engines, Gate, chain, closing_engines, make_layout, view
 
 from pdkv.connectors.base import ASK_AGAIN, NO_MATCH
-from pdkv.connectors.shared_memory_scheduler import decode_blocks, encode_blocks
+from pdkv.connectors.block_runs import decode_blocks, encode_blocks
 from pdkv.messages import MAX_BLOB_BYTES
 
 torch.set_num_threads(1)

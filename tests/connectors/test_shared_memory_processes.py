@@ -19,9 +19,10 @@ import shared_memory_peer
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, TransferOutcome
+from pdkv.connectors.pull import BlockLoad, PullMetadata
 from pdkv.connectors.shared_arena import Arena, ArenaAddress, ArenaShape, PeerArena, open_peer_arena
 from pdkv.connectors.shared_block_table import key_words
-from pdkv.connectors.shared_memory_worker import BlockLoad, SharedMemoryMetadata, SharedMemoryWorker
+from pdkv.connectors.shared_memory_worker import SharedMemoryWorker
 from pdkv.errors import IncompatiblePeers, PdkvError, PeerGone, StaleEpoch
 from pdkv.messages import EngineCard, KVLayout
 
@@ -99,7 +100,7 @@ class Reader:
         load = BlockLoad(
             key, peer.card.engine, peer.card.epoch, 0, stop, LAYOUT.block_size, source, generations, range(len(source))
         )
-        self.worker.start_load_kv(SharedMemoryMetadata(step_id=self.num_loads, loads=[load]))
+        self.worker.start_load_kv(PullMetadata(step_id=self.num_loads, loads=[load]))
         while not (results := self.worker.get_finished()):
             assert self._woken.acquire(timeout=_WAIT_S)
         outcome = {**results.finished_receiving, **results.failed_receiving}[key]

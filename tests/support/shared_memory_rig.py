@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -66,6 +67,7 @@ class Engine:
 
     def start(self, request: RequestView, block_ids: Sequence[int], num_computed: int) -> int:
         """Ask, allocate, hand the orders to the worker; returns the number of tokens under way."""
+        request = msgspec.structs.replace(request, num_local_hit=num_computed)
         num_tokens = self.scheduler.get_num_new_matched_tokens(request, num_computed).num_tokens
         self.scheduler.update_state_after_alloc(request, block_ids, num_tokens)
         self.step()
