@@ -10,16 +10,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from pdkv.connectors.base import (
-    ASK_AGAIN,
-    NO_MATCH,
     ConnectorConfig,
-    Finished,
     KVConnector,
     KVConnectorMetadata,
-    MatchedTokens,
-    RequestView,
     SchedulerConnector,
-    SchedulerView,
     TransferKey,
     TransferOutcome,
     TransferResults,
@@ -28,6 +22,8 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory_fabric import Content, MemoryFabric, Operation, copy_in, copy_out
+from pdkv.connectors.peers import PeerCards
+from pdkv.connectors.pull import BlockLoad, PullMetadata, PullScheduler
 from pdkv.errors import ConfigError, IncompatiblePeers, StaleGeneration, TransferCancelled, TransferError
 from pdkv.messages import ConnectorKind, EngineCard
 
@@ -85,12 +81,12 @@ class MemoryConnector(KVConnector):
         return self._table
 
     def make_scheduler_side(self) -> SchedulerConnector:
-        return PullScheduler(self)
+        return MemoryPullScheduler(self)
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
         if rank:
             raise ConfigError(f"the memory connector serves engines of one rank, got rank {rank}")
-        return PullWorker(self)
+        return MemoryPullWorker(self)
 
 
 def memory_modes() -> dict[str, type[MemoryConnector]]:
@@ -143,6 +139,7 @@ class MemoryWorker(WorkerConnector):
         self.fabric = connector.fabric
         self.options = connector.options
         self.table = connector.make_block_table()
+        self.block_size = connector.config.layout.block_size
         self.pool: Content = None
         self._block_bytes = connector.config.layout.block_bytes
         self._results: tuple[dict[TransferKey, TransferOutcome], ...] = ({}, {}, {}, {})
@@ -179,86 +176,23 @@ class MemoryWorker(WorkerConnector):
 # --- pull ---------------------------------------------------------------------------------------------------------
 
 
-class PullPayload(msgspec.Struct, array_like=True):
-    """A pull hand-off: the leased blocks and their generations."""
-
-    block_ids: list[int]
-    generations: list[int]
-
-
-class PullLoad(msgspec.Struct, frozen=True):
-    """Read whole blocks of a peer."""
-
-    key: TransferKey
-    engine: str
-    epoch: str
-    source: list[int]
-    generations: list[int]
-    target: list[int]
-
-
-class PullMetadata(KVConnectorMetadata, kw_only=True):
-    """Loads that begin in this step."""
-
-    loads: list[PullLoad] = msgspec.field(default_factory=list)
-
-
-class PullScheduler(MemoryScheduler):
-    """Scheduler side of pull: a hand-off names blocks and generations."""
-
-    observes_steps = False
+class MemoryPullScheduler(MemoryScheduler, PullScheduler):
+    """Scheduler side of pull."""
 
     def __init__(self, connector: MemoryConnector) -> None:
-        super().__init__(connector)
-        self._table = connector.make_block_table()
-        self._loads: list[PullLoad] = []
+        MemoryScheduler.__init__(self, connector)
+        PullScheduler.__init__(self, connector.config, connector.make_block_table(), PeerCards(connector.config))
 
-    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
-        handoff = request.handoff
-        if request.kv != "await_peer":
-            return NO_MATCH
-        if handoff is None:
-            return ASK_AGAIN
-        if self.epochs.get(handoff.engine) != handoff.epoch:
-            return NO_MATCH
-        return MatchedTokens(max(min(handoff.num_tokens, request.num_wanted) - num_computed_tokens, 0))
-
-    def update_state_after_alloc(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
-    ) -> bytes | None:
-        if num_external_tokens == 0 or request.handoff is None:
-            return None
-        payload = msgspec.msgpack.decode(request.handoff.payload, type=PullPayload)
-        first = request.num_local_hit // self.block_size
-        blocks = slice(first, -(-(request.num_local_hit + num_external_tokens) // self.block_size))
-        load = PullLoad(
-            request.transfer_key,
-            request.handoff.engine,
-            request.handoff.epoch,
-            payload.block_ids[blocks],
-            payload.generations[blocks],
-            list(block_ids[blocks]),
-        )
-        self._loads.append(load)
-        return None
-
-    def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
-        loads, self._loads = self._loads, []
-        return PullMetadata(step_id=view.step_id, loads=loads)
-
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
-        if request.kv != "handoff":
-            return Finished(hold_blocks=False)
-        payload = PullPayload(list(block_ids), [self._table.generation(b) for b in block_ids])
-        return Finished(hold_blocks=True, payload=msgspec.msgpack.encode(payload))
+    def source_block_size(self, engine: str, epoch: str) -> int | None:
+        return self.block_size if self.epochs.get(engine) == epoch else None
 
 
-class PullWorker(MemoryWorker):
+class MemoryPullWorker(MemoryWorker):
     """Worker side of pull: reads land in private blocks and count only if the generations stayed."""
 
     def __init__(self, connector: MemoryConnector) -> None:
         super().__init__(connector)
-        self._active: dict[TransferKey, PullLoad] = {}
+        self._active: dict[TransferKey, BlockLoad] = {}
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         assert isinstance(meta, PullMetadata)
@@ -269,16 +203,16 @@ class PullWorker(MemoryWorker):
     def cancel(self, key: TransferKey) -> None:
         self.fabric.post(CancelRead(self, key))
 
-    def is_active(self, load: PullLoad) -> bool:
+    def is_active(self, load: BlockLoad) -> bool:
         """Whether the transfer still waits for this read; what lands later is refused."""
         return self._active.get(load.key) is load
 
-    def end(self, load: PullLoad, error: TransferError | None) -> None:
+    def end(self, load: BlockLoad, error: TransferError | None) -> None:
         """The read is over."""
         if self._active.get(load.key) is load:
             del self._active[load.key]
             if error is None:
-                self.received(load.key, len(load.target))
+                self.received(load.key, len(load.block_ids))
             else:
                 self.receive_failed(load.key, error.code)
 
@@ -288,7 +222,7 @@ class PullWorker(MemoryWorker):
         if load is not None:
             self.end(load, TransferCancelled("cancelled"))
 
-    def check_generations(self, table: BlockTable, load: PullLoad) -> None:
+    def check_generations(self, table: BlockTable, load: BlockLoad) -> None:
         """Re-read after the data.
 
         Raises:
@@ -302,7 +236,7 @@ class PullWorker(MemoryWorker):
 class Read(Operation):
     """Two stages: the data leaves the source, the data lands."""
 
-    def __init__(self, worker: PullWorker, load: PullLoad) -> None:
+    def __init__(self, worker: MemoryPullWorker, load: BlockLoad) -> None:
         self.worker = worker
         self.load = load
         self.content: Content = None
@@ -317,7 +251,7 @@ class Read(Operation):
             if not worker.is_active(load):
                 worker.fabric.num_refused += 1
                 return None
-            copy_in(worker.pool, load.target, self.content)
+            copy_in(worker.pool, load.block_ids, self.content)
             worker.check_generations(source.table, load)
         except TransferError as error:
             worker.end(load, error)
@@ -329,7 +263,7 @@ class Read(Operation):
 class CancelRead(Operation):
     """The confirmation of a cancel."""
 
-    def __init__(self, worker: PullWorker, key: TransferKey) -> None:
+    def __init__(self, worker: MemoryPullWorker, key: TransferKey) -> None:
         self.worker = worker
         self.key = key
 

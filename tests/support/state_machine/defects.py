@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from pdkv.connectors.base import Finished, RequestView, TransferKey
-from pdkv.connectors.memory import PullScheduler, PullWorker
+from pdkv.connectors.memory import MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory_fabric import Endpoint, MemoryFabric
-from pdkv.connectors.memory_push import PushWorker
+from pdkv.connectors.memory_push import MemoryPushWorker
 from pdkv.connectors.memory_store import StoreMetadata, StoreScheduler, StoreWorker
 from pdkv.engine.block_pool import Holder
 from pdkv.engine.external import ExternalKV
@@ -32,8 +32,10 @@ def lease_freed_early(patch: Patch) -> None:
     """The lease is on the books, but its blocks are free."""
     grant = LeaseTable.grant
 
-    def broken(self: LeaseTable, request: Request, block_ids: Sequence[int], deadline: float) -> None:
-        grant(self, request, [], deadline)
+    def broken(
+        self: LeaseTable, request: Request, block_ids: Sequence[int], deadline: float, *, until_release: bool
+    ) -> None:
+        grant(self, request, [], deadline, until_release=until_release)
 
     patch.setattr(LeaseTable, "grant", broken)
 
@@ -54,7 +56,7 @@ def quarantine_skipped(patch: Patch) -> None:
 
 def generation_not_reread(patch: Patch) -> None:
     """What was read counts, whether or not its source was reused."""
-    patch.setattr(PullWorker, "check_generations", lambda *_: None)
+    patch.setattr(MemoryPullWorker, "check_generations", lambda *_: None)
 
 
 def tail_indexed(patch: Patch) -> None:
@@ -75,15 +77,15 @@ def attempt_ignored(patch: Patch) -> None:
 
 def late_write_admitted(patch: Patch) -> None:
     """A write lands although the transfer has ended here."""
-    stop_receiving = PushWorker.stop_receiving
+    stop_receiving = MemoryPushWorker.stop_receiving
 
-    def broken(self: PushWorker, key: TransferKey) -> None:
+    def broken(self: MemoryPushWorker, key: TransferKey) -> None:
         incoming = self._incoming.get(key)
         stop_receiving(self, key)
         if incoming is not None:
             self._incoming[key] = incoming
 
-    patch.setattr(PushWorker, "stop_receiving", broken)
+    patch.setattr(MemoryPushWorker, "stop_receiving", broken)
 
 
 def duplicate_release_frees_twice(patch: Patch) -> None:
@@ -112,15 +114,15 @@ def old_epoch_accepted(patch: Patch) -> None:
             raise PeerGone(engine)
         return self._endpoints[engine]
 
-    matched = PullScheduler.get_num_new_matched_tokens
+    matched = MemoryPullScheduler.get_num_new_matched_tokens
 
-    def broken(self: PullScheduler, request: RequestView, num_computed_tokens: int) -> Any:
+    def broken(self: MemoryPullScheduler, request: RequestView, num_computed_tokens: int) -> Any:
         if request.handoff is not None:
             self.epochs = {**self.epochs, request.handoff.engine: request.handoff.epoch}
         return matched(self, request, num_computed_tokens)
 
     patch.setattr(MemoryFabric, "endpoint", endpoint)
-    patch.setattr(PullScheduler, "get_num_new_matched_tokens", broken)
+    patch.setattr(MemoryPullScheduler, "get_num_new_matched_tokens", broken)
 
 
 def save_committed_after_failed_load(patch: Patch) -> None:
@@ -137,11 +139,15 @@ def save_committed_after_failed_load(patch: Patch) -> None:
 
 def decode_writes_into_its_own_hit(patch: Patch) -> None:
     """The loaded range begins at 0 instead of behind the local hit."""
-    for side in (PullScheduler,):
+    for side in (MemoryPullScheduler,):
         original = side.update_state_after_alloc
 
         def broken(
-            self: PullScheduler, request: RequestView, block_ids: Sequence[int], num: int, original: Any = original
+            self: MemoryPullScheduler,
+            request: RequestView,
+            block_ids: Sequence[int],
+            num: int,
+            original: Any = original,
         ) -> Any:
             if num:
                 num += request.num_local_hit
