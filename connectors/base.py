@@ -124,6 +124,7 @@ class Finished(NamedTuple):
 
     hold_blocks: bool  # True: a lease keeps them until Release (pull) or the end of the transfer (push)
     payload: bytes | None = None  # of the KVHandoff, where the request is handed off
+    until_release: bool = False  # the end of a sending is told, and does not end the lease
 
 
 class TransferOutcome(NamedTuple):

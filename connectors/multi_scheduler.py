@@ -137,6 +137,8 @@ class MultiScheduler(SchedulerConnector):
             view = self.views.request(request, index)
             if index == load.child or child.connector.kind == "push" or view is None:
                 continue  # a push would need a ticket, and the peer has one already
+            if view.kv_ready is None:
+                view = msgspec.structs.replace(view, kv_ready=True)  # no time to wait for a word: what is there counts
             matched = scheduler.get_num_new_matched_tokens(view, request.num_local_hit)
             if matched.ask_again or matched.mode != "async" or matched.num_tokens < load.num_tokens:
                 continue
@@ -215,9 +217,11 @@ class MultiScheduler(SchedulerConnector):
             ]
         )
         holding = [i for i, answer in enumerate(answers) if answer.hold_blocks and payloads[i] is not None]
-        if self.observes_steps:  # else nobody reports
-            self.sending.begin(key, {*holding, *(i for i, kind in enumerate(kinds) if kind == "store")})
-        return Finished(hold_blocks=bool(holding), payload=encode_handoff(payloads))
+        is_leased = any(kinds[i] == "pull" for i in holding)  # until its reader releases it
+        senders = {i for i, kind in enumerate(kinds) if kind == "store" or (kind == "push" and i in holding)}
+        if self.observes_steps:
+            self.sending.begin(key, senders, tells_failure=not is_leased)
+        return Finished(bool(holding), encode_handoff(payloads), until_release=is_leased)
 
     # --- results --------------------------------------------------------------------------------------------------
 

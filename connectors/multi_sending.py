@@ -12,9 +12,10 @@ MAX_EARLY_FAILURES = 1024
 
 @dataclass(slots=True)
 class _Sending:
-    """A hand-off: the children that have its blocks or will report its end, and what the others reported."""
+    """A hand-off: the children that will report its end, and what the others reported."""
 
     waiting: set[int]
+    tells_failure: bool
     outcome: TransferOutcome
 
 
@@ -26,10 +27,7 @@ def _merge(first: TransferOutcome, second: TransferOutcome) -> TransferOutcome:
 
 
 class SendingTable:
-    """Blocks of a hand-off come free when all its children have ended; a failure is told then, too.
-
-    A child that never reports (a pulling one: its reader releases the lease) keeps it open until it is forgotten.
-    """
+    """A hand-off has been sent, or has failed, when all the children that send it have ended."""
 
     def __init__(self) -> None:
         self._sendings: dict[TransferKey, _Sending] = {}
@@ -53,9 +51,13 @@ class SendingTable:
         """The transfer that an ended hold belonged to; None: it is no hold."""
         return self._holds.pop(tagged, None)
 
-    def begin(self, key: TransferKey, children: Collection[int]) -> None:
-        """A hand-off begins: these children hold its blocks or will report its end."""
-        sending = _Sending(set(children), TransferOutcome())
+    def begin(self, key: TransferKey, children: Collection[int], *, tells_failure: bool) -> None:
+        """A hand-off begins, whose end these children will report.
+
+        Args:
+            tells_failure: False: others hand it off, too, and the reader shall only know that no more will come.
+        """
+        sending = _Sending(set(children), tells_failure, TransferOutcome())
         early = self._early.pop(key, {})
         if not sending.waiting:
             return
@@ -77,7 +79,8 @@ class SendingTable:
         sending.waiting.remove(child)
         sending.outcome = _merge(sending.outcome, outcome)
         if not sending.waiting:
-            self._ended[key] = self._sendings.pop(key).outcome
+            del self._sendings[key]
+            self._ended[key] = sending.outcome if sending.tells_failure else sending.outcome._replace(code="")
 
     def forget(self, key: TransferKey) -> None:
         """The hand-off was released or given up: nobody wants to hear of it."""

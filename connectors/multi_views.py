@@ -40,8 +40,6 @@ class ChildViews:
             if payloads is None or (payload := payloads[child]) is None:
                 return None
             view = msgspec.structs.replace(view, handoff=msgspec.structs.replace(request.handoff, payload=payload))
-            if kind == "store" and request.kv_ready is None and self._is_leased(payloads):
-                view = msgspec.structs.replace(view, kv_ready=False)  # no word will come: what is there counts
         return view
 
     def step(self, view: SchedulerView, child: int) -> SchedulerView:
@@ -55,7 +53,3 @@ class ChildViews:
             request = self.request(item.request, child) or msgspec.structs.replace(item.request, handoff=None)
             own.append(item if request is item.request else msgspec.structs.replace(item, request=request))
         return own
-
-    def _is_leased(self, payloads: Sequence[bytes | None]) -> bool:
-        """Whether a pulling child has the hand-off's blocks; its prefill engine then sends no KVReady."""
-        return any(k == "pull" and p is not None for k, p in zip(self._kinds, payloads, strict=True))

@@ -15,6 +15,7 @@ class Lease:
     request: Request
     block_ids: Sequence[int]
     deadline: float
+    until_release: bool = False  # not even the end of its transfer ends it
 
 
 class LeaseTable:
@@ -32,10 +33,12 @@ class LeaseTable:
         """The live lease of a transfer."""
         return self._leases.get(key)
 
-    def grant(self, request: Request, block_ids: Sequence[int], deadline: float) -> None:
+    def grant(
+        self, request: Request, block_ids: Sequence[int], deadline: float, *, until_release: bool = False
+    ) -> None:
         """Keep the blocks for the transfer's reader."""
         self._pool.hold(block_ids, Holder.LEASE)
-        self._leases[request.transfer_key] = Lease(request, list(block_ids), deadline)
+        self._leases[request.transfer_key] = Lease(request, list(block_ids), deadline, until_release)
         self.num_blocks += len(block_ids)
 
     def end(self, key: TransferKey) -> Lease | None:

@@ -58,7 +58,8 @@ class PrefillRole:
 
     def handed_off(self, request: Request, block_ids: Sequence[int], finished: Finished, now: float) -> None:
         """Lease the blocks and send the hand-off."""
-        self.leases.grant(request, block_ids if finished.hold_blocks else [], now + self._lease_timeout_s)
+        leased = block_ids if finished.hold_blocks else []
+        self.leases.grant(request, leased, now + self._lease_timeout_s, until_release=finished.until_release)
         submit = request.submit
         handoff = KVHandoff(
             request_id=submit.request_id,
@@ -82,7 +83,8 @@ class PrefillRole:
             if not ok:
                 self._remember_failure(key, outcome)
             return
-        if lease.block_ids or not ok:  # else a store has its own copy, whose tail goes with the Release
+        # A store has its own copy, whose tail goes with the Release.
+        if (lease.block_ids and not lease.until_release) or not ok:
             self.leases.end(key)
         submit = lease.request.submit
         self._send(lease.request.router_id, KVReady(submit.request_id, submit.attempt, ok, outcome.code))

@@ -12,7 +12,7 @@ from state_machine.host import run_schedule
 
 from pdkv.connectors.multi_scheduler import MultiScheduler
 
-NUM_SCHEDULES = 2000
+NUM_SCHEDULES = 1400
 
 PAIRS: list[Pair] = [
     ("pull+store", "prefill_first", "async"),
