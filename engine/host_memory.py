@@ -4,6 +4,8 @@ import ctypes
 import logging
 import os
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD = -1
@@ -34,3 +36,11 @@ def bound_kernel_caches() -> None:
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_COMPILED_KERNELS))
     os.environ.setdefault("LRU_CACHE_CAPACITY", str(_COMPILED_KERNELS))
+
+
+def take_step_memory(num_bytes: int) -> None:
+    """Take the memory of the largest step now: touched, freed, and kept by `keep_freed_memory` for the steps to come.
+
+    So a process has its full size from the start, instead of growing whenever a step is larger than all before.
+    """
+    torch.empty(num_bytes, dtype=torch.uint8).zero_()

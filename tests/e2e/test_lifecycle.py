@@ -86,7 +86,6 @@ class Soak:
                 self.ends[ask.end] += 1
 
 
-@pytest.mark.slow  # not met yet: an engine grows by up to 1.03x with its largest batch
 def test_500_requests_with_aborts_disconnects_and_tiny_deadlines(deployment: Running) -> None:
     soak = Soak(deployment)
     soak.run(100 - NUM_PROMPTS, at_once=AT_ONCE)
