@@ -1,21 +1,25 @@
-"""Executors run the steps of an engine on its ranks. In-process: one rank, on the thread that schedules."""
+"""Executors run the steps of an engine on its ranks. In-process: one rank, on the thread that calls."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import WorkerConnector
-from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory
+from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
 from pdkv.engine.kv_cache import allocate_pool, check_pool, kv_cache_bytes, make_layout, num_blocks_that_fit
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.runner import ModelRunner
 from pdkv.engine.threads import StepThreads
 from pdkv.errors import ConfigError
-from pdkv.messages import EngineCard
+from pdkv.messages import EngineCard, KVLayout
 from pdkv.model_config import ModelConfig, resolve_max_model_len
 from pdkv.models.loader import load_decoder
+from pdkv.models.parallel import ALONE, TensorParallel
+from pdkv.models.shard import WHOLE, Shard
 
 
 class Executor(ABC):
@@ -34,33 +38,71 @@ class Executor(ABC):
         """Stop the ranks and give everything back. Idempotent."""
 
 
-def resolve_device(config: EngineConfig) -> torch.device:
-    """The device that the engine computes on.
+class RankInfo(NamedTuple):
+    """One rank of an engine, as its card names it."""
+
+    pid: int
+    blob: bytes  # the handshake of its worker side; empty without a connector
+
+
+class ModelExecutor(Executor):
+    """Runs a real model. Two phases, since a connector may own the KV pool and needs to know its size first.
+
+    When it is made, `layout` (of one rank) and `num_blocks` are known and the connector can be built. `attach` takes
+    the pool and the connector's worker side; after it steps can run.
+    """
+
+    layout: KVLayout
+    num_blocks: int
+    max_model_len: int
+
+    @abstractmethod
+    def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
+        """Take this rank's pool from the connector (None: allocate one) and its worker side; warm up. By rank.
+
+        Raises:
+            ConfigError: the pool has another shape or dtype than `layout` and `num_blocks` say.
+        """
+
+
+def resolve_device(config: EngineConfig, shard: Shard = WHOLE) -> torch.device:
+    """The device that a rank computes on.
 
     Raises:
-        ConfigError: CUDA was asked for and there is none.
+        ConfigError: CUDA was asked for and there is none, or not one for each rank.
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ConfigError("device cuda was asked for, but torch finds no CUDA device")
-    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+    if not available or config.device == "cpu":
+        return torch.device("cpu")
+    if shard.size == 1:
+        return torch.device("cuda")
+    if shard.size > torch.cuda.device_count():
+        raise ConfigError(f"tp {shard.size} needs as many CUDA devices, torch finds {torch.cuda.device_count()}")
+    return torch.device("cuda", shard.rank)
 
 
-class InProcessExecutor(Executor):
-    """One rank in this process. Two phases, since a connector may own the KV pool and needs to know its size first.
+class InProcessExecutor(ModelExecutor):
+    """One rank in this process: the only one, or one that takes its part in the forward passes of several."""
 
-    The constructor loads the model and sizes the pool: `layout` and `num_blocks` are then known, the connector can be
-    built. `attach` takes the pool and the connector's worker side; after it steps can run.
-    """
-
-    def __init__(self, model_config: ModelConfig, config: EngineConfig, *, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        *,
+        max_num_batched_tokens: int,
+        parallel: TensorParallel = ALONE,
+    ) -> None:
         """Load the weights; on CUDA also run `max_num_batched_tokens` tokens to measure the memory that a step takes.
 
         Raises:
             ModelError: the weights are missing or broken.
             ConfigError: no such device, or no room for a single KV block.
+            RankError: another rank failed.
         """
-        self.device = resolve_device(config)
+        shard = self.shard = parallel.shard
+        self.device = resolve_device(config, shard)
         if self.device.type == "cpu":
             keep_freed_memory()
             bound_kernel_caches()
@@ -68,28 +110,29 @@ class InProcessExecutor(Executor):
             torch.set_num_threads(config.threads)
         dtype = model_config.dtype if config.dtype == "auto" else config.dtype
         self.max_model_len = resolve_max_model_len(model_config, config.max_model_len)
-        self.layout = make_layout(model_config, block_size=config.block_size, dtype=dtype)
+        self.layout = make_layout(model_config, block_size=config.block_size, dtype=dtype, shard=shard)
         self._max_num_seqs = config.max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._rank_timeout_s = config.rank_timeout_s
+        self._parallel = parallel
         self._model = load_decoder(
             config.model,
             model_config,
             dtype=getattr(torch, dtype),
             device=self.device,
             max_model_len=self.max_model_len,
+            parallel=parallel,
         )
         self.num_blocks = num_blocks_that_fit(
             self.layout, kv_cache_bytes(self._model, config, min(max_num_batched_tokens, self.max_model_len))
         )
-        self._threads = StepThreads(model_config, dtype, torch.get_num_threads()) if self.device.type == "cpu" else None
+        self._threads: StepThreads | None = None
+        if self.device.type == "cpu":
+            self._threads = StepThreads(model_config, dtype, torch.get_num_threads(), shard.size)
         self._runner: ModelRunner | None = None
         self._worker: WorkerConnector | None = None
 
-    def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> None:
-        """Take the connector's pool (None: allocate one) and worker side, and register the one with the other.
-
-        Raises:
-            ConfigError: the pool has another shape or dtype than `layout` and `num_blocks` say.
-        """
+    def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
         if kv_pool is None:
             kv_pool = allocate_pool(self.layout, self.num_blocks, self.device)
         check_pool(kv_pool, self.layout, self.num_blocks)
@@ -97,15 +140,29 @@ class InProcessExecutor(Executor):
             worker.register_kv_caches(kv_pool)
         self._worker = worker
         self._runner = ModelRunner(
-            self._model, kv_pool, max_num_seqs=self._max_num_seqs, max_model_len=self.max_model_len, worker=worker
+            self._model,
+            kv_pool,
+            max_num_seqs=self._max_num_seqs,
+            max_model_len=self.max_model_len,
+            worker=worker,
+            draws=self.shard.rank == 0,
         )
         self._runner.warm_up()
+        if self.device.type == "cpu":
+            take_step_memory(self._model.step_bytes(self._max_num_batched_tokens, self._max_num_seqs))
+        self._parallel.set_timeout(self._rank_timeout_s)  # until here ranks start, each at its own pace
+        return [RankInfo(os.getpid(), worker.handshake() if worker is not None else b"")]
 
     def execute(self, plan: StepPlan) -> StepOutput:
         assert self._runner is not None, "attach comes first"
         if self._threads is not None:
             self._threads.use_for(plan.num_tokens)
         return self._runner.execute(plan)
+
+    def take_drawn(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """What rank 0 drew in the last step, in that step's order: for the other ranks, before the next one."""
+        assert self._runner is not None, "attach comes first"
+        self._runner.take_drawn(token_ids)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         if self._worker is not None:
@@ -115,3 +172,4 @@ class InProcessExecutor(Executor):
         worker, self._worker, self._runner = self._worker, None, None
         if worker is not None:
             worker.shutdown()
+        self._parallel.close()

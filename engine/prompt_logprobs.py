@@ -18,7 +18,9 @@ _LOGITS_ROWS = 256
 class PromptLogprobs:
     """By batch slot. A request that resumes with output has had its prompt's logprobs before and gets none."""
 
-    def __init__(self, model: Decoder, sampling: SamplingState) -> None:
+    def __init__(self, model: Decoder, sampling: SamplingState, *, collects: bool = True) -> None:
+        """`collects` False: this rank only takes its part in the model's logits, and every entry stays None."""
+        self._collects = collects
         self._model = model
         self._sampling = sampling
         self._requests: dict[int, NewRequest] = {}
@@ -62,6 +64,8 @@ class PromptLogprobs:
                 targets = np.array(request.prompt_token_ids[target : target + len(piece)], dtype=np.int64)
                 index = to_tensor(pad(np.searchsorted(rows, piece), round_rows(len(piece))), hidden.device)
                 logits = self._model.logits(hidden.index_select(0, index))[: len(piece)]
+                if not self._collects:
+                    continue
                 logprobs = self._sampling.prompt_logprobs(logits, targets, request.params.prompt_logprobs or 0)
                 self._logprobs[slot][target : target + len(piece)] = logprobs
 

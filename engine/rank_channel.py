@@ -46,7 +46,11 @@ class RankChannel:
         """The next message; `timeout_s` None: whenever it comes. Raises as `send` does."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (size,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size, deadline))
-        return self._receive_exactly(size, deadline)
+        try:
+            return self._receive_exactly(size, deadline)
+        except RankTimeout:
+            self.close()  # what comes next would be the rest of this message
+            raise
 
     def send_fds(self, fds: Sequence[int]) -> None:
         """Give the other rank copies of descriptors; a lone first message. Raises RankGone."""

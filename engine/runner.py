@@ -1,5 +1,7 @@
 """The model runner of one rank: a step plan in, sampled tokens out, with the connector's hooks around each layer."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -28,7 +30,11 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         worker: WorkerConnector | None = None,
+        draws: bool = True,
     ) -> None:
+        """`draws` False: another rank draws the tokens, and `take_drawn` brings them."""
+        self._draws = draws
+        self._undrawn: tuple[IntArray, IntArray] | None = None  # slots and positions of the last step's tokens
         self._model = model
         self._kv_pool = kv_pool
         self._worker = worker
@@ -37,7 +43,7 @@ class ModelRunner:
         self._attention = make_backend(kv_pool, model.num_heads)
         config = model.config
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, model.device, config.eos_token_ids)
-        self._prompt_logprobs = PromptLogprobs(model, self._sampling)
+        self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=draws)
 
     def warm_up(self) -> None:
         """A prompt and then decodes of 1, 2, 3 … requests, in blocks that nobody uses yet.
@@ -58,7 +64,7 @@ class ModelRunner:
             decodes = [ScheduledRequest(key, num_tokens - 1, 1, [], True) for key in keys[:count]]
             self.execute(StepPlan(count, [], decodes, []))
         self.execute(StepPlan(len(keys) + 1, [], [], keys))
-        self._worker = worker
+        self._worker, self._undrawn = worker, None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -78,6 +84,12 @@ class ModelRunner:
             worker.wait_for_save()
         transfers = NO_TRANSFERS if worker is None else worker.get_finished()
         return StepOutput(plan.step_id, sampled, prompt_logprobs, transfers)
+
+    def take_drawn(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """What rank 0 drew in the last step, in that step's order; before the next one."""
+        if self._undrawn is not None:
+            self._batch.append_tokens(*self._undrawn, token_ids)
+            self._undrawn = None
 
     def _update_batch(self, plan: StepPlan) -> None:
         for key in plan.ended:
@@ -121,14 +133,17 @@ class ModelRunner:
             hidden = hidden.index_select(0, to_tensor(wanted, hidden.device))
         logits = self._model.logits(hidden)[: len(last_rows)]
         slots, seq_lens = inputs.slots[sampling], inputs.seq_lens[sampling]
-        tokens = self._sampling.sample(logits, slots, self._batch.token_ids, seq_lens)
-        self._batch.append_tokens(slots, seq_lens, [t.token_ids for t in tokens])
         keys = [scheduled[i].key for i in sampling.tolist()]
         finished_prompts = {
             key: self._prompt_logprobs.take(slot)
             for key, slot in zip(keys, slots.tolist(), strict=True)
             if slot in self._prompt_logprobs
         }
+        if not self._draws:
+            self._undrawn = (slots, seq_lens)
+            return {}, {}
+        tokens = self._sampling.sample(logits, slots, self._batch.token_ids, seq_lens)
+        self._batch.append_tokens(slots, seq_lens, [t.token_ids for t in tokens])
         return dict(zip(keys, tokens, strict=True)), finished_prompts
 
     def _forward(self, inputs: StepInputs, rows: IntArray, attend: Attend) -> torch.Tensor:

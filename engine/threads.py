@@ -14,9 +14,10 @@ _SHARED_BYTES = 8 << 20
 class StepThreads:
     """Sets torch's threads before each step. A function of the step's size alone: equal steps run equally."""
 
-    def __init__(self, config: ModelConfig, dtype: str, num_threads: int) -> None:
+    def __init__(self, config: ModelConfig, dtype: str, num_threads: int, num_ranks: int = 1) -> None:
+        """`num_threads` at most, on a rank that has one part of `num_ranks`."""
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
-        num_weights = config.hidden_size * (heads + 3 * config.intermediate_size)
+        num_weights = config.hidden_size * (heads + 3 * config.intermediate_size) // num_ranks
         self._num_threads = num_threads
         self._least_tokens = -(-_SHARED_FLOPS // (2 * num_weights))
         if num_weights * DTYPE_BYTES[dtype] >= _SHARED_BYTES:

@@ -31,6 +31,9 @@ class TensorParallel:
         """All ranks' x (n, k) side by side, (n, size * k), on each of them. Raises as `all_reduce` does."""
         return x
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """From now on, no rank waits longer than this for another."""
+
     def close(self) -> None:
         """Leave the group. Idempotent."""
 
@@ -62,6 +65,9 @@ class RankGroup(TensorParallel):
             raise _rank_error(error, self.shard) from None
         return parts.transpose(0, 1).reshape(rows, size * columns)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self._group._set_default_timeout(timedelta(seconds=timeout_s))
+
     def close(self) -> None:
         self._group = None
 
@@ -70,7 +76,7 @@ def join_ranks(store: "Store", shard: Shard, device: torch.device, timeout_s: fl
     """Meet the other ranks through `store`: NCCL on CUDA, Gloo over the loopback interface on CPU.
 
     Args:
-        timeout_s: bound of this meeting and of every later wait for another rank.
+        timeout_s: bound of this meeting and, until `set_timeout`, of every later wait for another rank.
 
     Raises:
         RankTimeout, RankGone: not all came.

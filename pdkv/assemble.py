@@ -1,26 +1,73 @@
-"""From configuration to a running engine: model, connector, executor, core."""
+"""From configuration to a running engine: model, connector, executor, core; or to one more rank of an engine."""
 
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.config import EngineConfig, HandoffConfig
-from pdkv.connectors.base import ConnectorConfig, KVConnector, SchedulerConnector, WorkerConnector
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    KVConnector,
+    KVConnectorMetadata,
+    SchedulerConnector,
+    WorkerConnector,
+)
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.registry import load_connector
 from pdkv.engine.core import EngineCore
-from pdkv.engine.executor import InProcessExecutor, resolve_device
+from pdkv.engine.executor import Executor, InProcessExecutor, ModelExecutor, resolve_device
+from pdkv.engine.executor_multi import MultiProcessExecutor, OtherRanks
+from pdkv.engine.rank_follower import FirstRank
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.errors import ConfigError, RankError
 from pdkv.messages import EngineCard
 from pdkv.model_config import ModelConfig, load_model_config, model_identity
+from pdkv.models.parallel import ALONE, TensorParallel, join_ranks, open_store
+from pdkv.models.shard import Shard
 from pdkv.wiring import wire_core
 
 CPU_STEP_TOKENS = 2048
 GPU_STEP_TOKENS = 8192
 
 
+class RankPlace(NamedTuple):
+    """Where one rank of an engine finds the others."""
+
+    rank: int
+    sockets: Sequence[socket.socket]  # rank 0: one to each other rank, in order; another: one to rank 0
+    store: Path  # a file that the ranks make, in a private directory
+    start_timeout_s: float  # bound of each wait before the engine is ready
+    wake_fd: int = -1  # rank 0: a byte written here wakes the engine's loop
+
+
 def _nothing(*_: object) -> None:
     """Nobody listens."""
+
+
+class _Plan(NamedTuple):
+    """What all parts of an engine are made from, the same on each of its ranks."""
+
+    config: EngineConfig
+    handoff: HandoffConfig | None
+    name: str
+    epoch: str
+    kv_shards: int
+    model: ModelConfig
+    identity: str
+    limits: SchedulerLimits
+
+    @classmethod
+    def read(
+        cls, config: EngineConfig, handoff: HandoffConfig | None, name: str, epoch: str, kv_shards: int
+    ) -> "_Plan":
+        """Raises ModelError for a model directory that is missing, broken or not supported."""
+        model, identity = load_model_config(config.model), model_identity(config.model)
+        return cls(
+            config, handoff, name, epoch, kv_shards, model, identity, _limits(config, handoff or HandoffConfig())
+        )
 
 
 def build_engine(
@@ -30,31 +77,81 @@ def build_engine(
     name: str,
     epoch: str,
     role: str = "any",
+    kv_shards: int = 1,
+    place: RankPlace | None = None,
     notify: Callable[[], None] = _nothing,
     on_progress: Callable[[str], None] = _nothing,
 ) -> EngineCore:
-    """Load the model and make an engine of one rank around it, in this process.
+    """Load the model and make an engine around it, in this process; with config.tp > 1, its rank 0.
 
     Args:
         handoff: None: an engine without a connector.
+        kv_shards: parts that stored KV heads are cut into, the same in all engines.
+        place: where the other ranks are, for config.tp > 1.
         notify: thread-safe; the connector wakes the engine's loop with it.
         on_progress: is told what takes time.
 
     Raises:
         ConfigError: a wrong value, model directory or connector.
+        RankError: another rank failed.
     """
-    model_config = load_model_config(config.model)
-    identity = model_identity(config.model)
-    limits = _limits(config, handoff or HandoffConfig())
+    plan = _Plan.read(config, handoff, name, epoch, kv_shards)
+    if config.tp > 1 and place is None:
+        raise ConfigError(f"tp {config.tp} needs a process per rank, which `pd launch` starts; here is only this one")
     on_progress("loading weights")
-    executor = InProcessExecutor(model_config, config, max_num_batched_tokens=limits.max_num_batched_tokens)
+    executor = _make_executor(plan, place)
     on_progress(f"allocating {executor.num_blocks} KV blocks")
-    connector = None if handoff is None else _make_connector(handoff, executor, identity, name, epoch, notify)
+    connector: KVConnector | None = None
     try:
-        return _connect(connector, executor, model_config, identity, handoff, limits, name=name, epoch=epoch, role=role)
+        connector = _make_connector(plan, executor, notify)
+        return _connect(plan, role, connector, executor)
     except BaseException:
         _shut_down(executor, connector)
         raise
+
+
+def run_rank(
+    config: EngineConfig,
+    handoff: HandoffConfig | None = None,
+    *,
+    name: str,
+    epoch: str,
+    kv_shards: int = 1,
+    place: RankPlace,
+    on_progress: Callable[[str], None] = _nothing,
+    on_ready: Callable[[], None] = _nothing,
+) -> None:
+    """Be one more rank of an engine, whose rank 0 `build_engine` makes elsewhere; returns when that one stops.
+
+    Args:
+        on_ready: called when this rank can run steps.
+
+    Raises:
+        ConfigError: a wrong value, model directory or connector.
+        RankError: another rank failed.
+    """
+    rank = place.rank
+    first = FirstRank(place.sockets[0], rank, timeout_s=config.rank_timeout_s, start_timeout_s=place.start_timeout_s)
+    executor: InProcessExecutor | None = None
+    connector: KVConnector | None = None
+    try:
+        plan = _Plan.read(config, handoff, name, epoch, kv_shards)
+        executor = _load_rank(plan, _join(config, place))
+        executor.num_blocks = first.wait_to_attach(executor.num_blocks)
+        on_progress(f"allocating {executor.num_blocks} KV blocks")
+        connector = _make_connector(plan, executor, first.notify, rank=rank)
+        worker = connector.make_worker_side(rank) if connector is not None else None
+        (info,) = executor.attach(connector.allocate_kv_cache() if connector is not None else None, worker)
+        first.attached(info)
+        on_ready()
+        first.follow(executor, KVConnectorMetadata if connector is None else connector.metadata_type)
+    except Exception as error:
+        first.give_up(error)
+        raise
+    finally:
+        if executor is not None:
+            _shut_down(executor, connector)
+        first.close()
 
 
 def _limits(config: EngineConfig, handoff: HandoffConfig) -> SchedulerLimits:
@@ -67,37 +164,54 @@ def _limits(config: EngineConfig, handoff: HandoffConfig) -> SchedulerLimits:
     )
 
 
+def _make_executor(plan: _Plan, place: RankPlace | None) -> ModelExecutor:
+    """The engine's only rank, or its first one with the others."""
+    if place is None or plan.config.tp == 1:
+        return _load_rank(plan, ALONE)
+    others = OtherRanks(place.sockets, wake_fd=place.wake_fd, start_timeout_s=place.start_timeout_s)
+    try:
+        local = _load_rank(plan, _join(plan.config, place))
+        return MultiProcessExecutor(local, others, timeout_s=plan.config.rank_timeout_s)
+    except RankError as error:
+        raise others.why(error) from None
+    except BaseException:
+        others.close()
+        raise
+
+
+def _join(config: EngineConfig, place: RankPlace) -> TensorParallel:
+    shard = Shard(place.rank, config.tp)
+    device = resolve_device(config, shard)
+    return join_ranks(open_store(place.store, config.tp), shard, device, place.start_timeout_s)
+
+
+def _load_rank(plan: _Plan, parallel: TensorParallel) -> InProcessExecutor:
+    return InProcessExecutor(
+        plan.model, plan.config, max_num_batched_tokens=plan.limits.max_num_batched_tokens, parallel=parallel
+    )
+
+
 def _make_connector(
-    handoff: HandoffConfig,
-    executor: InProcessExecutor,
-    identity: str,
-    name: str,
-    epoch: str,
-    notify: Callable[[], None],
-) -> KVConnector:
+    plan: _Plan, executor: ModelExecutor, notify: Callable[[], None], *, rank: int = 0
+) -> KVConnector | None:
+    """One rank's connector; None for an engine without."""
+    if plan.handoff is None:
+        return None
     connector_config = ConnectorConfig(
-        engine=name,
-        epoch=epoch,
+        engine=plan.name,
+        epoch=plan.epoch,
         layout=executor.layout,
         num_blocks=executor.num_blocks,
-        options=handoff.connector_config,
-        model=identity,
+        options=plan.handoff.connector_config,
+        model=plan.identity,
+        rank=rank,
+        tp=plan.config.tp,
+        kv_shards=plan.kv_shards,
     )
-    return load_connector(handoff.connector)(connector_config, notify)
+    return load_connector(plan.handoff.connector)(connector_config, notify)
 
 
-def _connect(
-    connector: KVConnector | None,
-    executor: InProcessExecutor,
-    model_config: ModelConfig,
-    identity: str,
-    handoff: HandoffConfig | None,
-    limits: SchedulerLimits,
-    *,
-    name: str,
-    epoch: str,
-    role: str,
-) -> EngineCore:
+def _connect(plan: _Plan, role: str, connector: KVConnector | None, executor: ModelExecutor) -> EngineCore:
     """Give the executor its pool and the core its card."""
     block_table: BlockTable = LocalBlockTable(executor.num_blocks)
     scheduler_side: SchedulerConnector | None = None
@@ -106,39 +220,41 @@ def _connect(
         block_table = connector.make_block_table()
         scheduler_side = connector.make_scheduler_side()
         worker = connector.make_worker_side(0)
-    executor.attach(connector.allocate_kv_cache() if connector is not None else None, worker)
+    ranks = executor.attach(connector.allocate_kv_cache() if connector is not None else None, worker)
     card = EngineCard(
-        engine=name,
-        epoch=epoch,
+        engine=plan.name,
+        epoch=plan.epoch,
         role=role,
         pid=os.getpid(),
-        connector=handoff.connector if handoff is not None else "none",
+        connector=plan.handoff.connector if plan.handoff is not None else "none",
         kind=connector.kind if connector is not None else "store",
         content_addressed=connector.content_addressed if connector is not None else False,
         orders=connector.orders() if connector is not None else [],
-        model=identity,
+        model=plan.identity,
         layout=executor.layout,
         hash_block_size=HASH_BLOCK_SIZE,
         num_blocks=executor.num_blocks,
         max_model_len=executor.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        rank_blobs=[worker.handshake()] if worker is not None else [],
+        max_num_seqs=plan.limits.max_num_seqs,
+        tp=plan.config.tp,
+        rank_blobs=[rank.blob for rank in ranks] if worker is not None else [],
+        rank_pids=[rank.pid for rank in ranks],
     )
     return wire_core(
         card=card,
         executor=executor,
         connector=scheduler_side,
         block_table=block_table,
-        handoff=handoff or HandoffConfig(),
-        limits=limits,
-        eos_token_ids=model_config.eos_token_ids,
-        vocab_size=model_config.vocab_size,
+        handoff=plan.handoff or HandoffConfig(),
+        limits=plan.limits,
+        eos_token_ids=plan.model.eos_token_ids,
+        vocab_size=plan.model.vocab_size,
         shutdown=lambda: _shut_down(executor, connector, scheduler_side),
     )
 
 
 def _shut_down(
-    executor: InProcessExecutor, connector: KVConnector | None, scheduler_side: SchedulerConnector | None = None
+    executor: Executor, connector: KVConnector | None, scheduler_side: SchedulerConnector | None = None
 ) -> None:
     """Worker side, scheduler side, then what both shared."""
     executor.shutdown()

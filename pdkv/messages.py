@@ -72,6 +72,7 @@ class EngineCard(Message, frozen=True):
     tp: int = 1
     pp: int = 1
     rank_blobs: list[bytes] = []  # per rank: what the connector's worker side needs to be reached
+    rank_pids: list[int] = []  # per rank; the first is `pid`
 
 
 class KVHandoff(Message, frozen=True):

@@ -138,7 +138,7 @@ class Dispatcher:
         ]
 
     def topology(self) -> dict[str, Any]:
-        """The engines as JSON-ready data: {"engines": [{name, role, pid, state, waiting, running, blocks}]}."""
+        """The engines as JSON-ready data: {"engines": [EngineState.describe() of each]}."""
         return {"engines": [e.describe() for e in self.fleet.engines.values()]}
 
     @property

@@ -80,12 +80,13 @@ class EngineState:
         return self.card.pid if self.card is not None and self.life == "ready" else None
 
     def describe(self) -> dict[str, Any]:
-        """JSON-ready: {name, role, pid, state, waiting, running, blocks}, the last three as the engine said last."""
+        """JSON-ready: {name, role, pid, ranks, state, waiting, running, blocks}; the last three as it said last."""
         load = self.load
         return {
             "name": self.name,
             "role": self.role,
             "pid": self.pid,
+            "ranks": list(self.card.rank_pids) if self.card is not None and self.life == "ready" else [],
             "state": self.life,
             "waiting": load.waiting if load is not None else 0,
             "running": load.running if load is not None else 0,

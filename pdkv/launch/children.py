@@ -67,6 +67,28 @@ def describe_exit(status: int) -> str:
         return f"killed by signal {-status}"
 
 
+class RankLinks:
+    """The sockets between rank 0 of an engine and each of its other ranks. Their end says that a rank is gone."""
+
+    def __init__(self, num_ranks: int) -> None:
+        pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
+        self._sockets = [[first for first, _ in pairs], *([other] for _, other in pairs)]
+
+    def fds(self, rank: int) -> list[int]:
+        """What the process of that rank inherits."""
+        return [sock.fileno() for sock in self._sockets[rank]]
+
+    def handed_over(self, rank: int) -> None:
+        """The rank's process has its copies. Idempotent."""
+        for sock in self._sockets[rank]:
+            sock.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        for rank in range(len(self._sockets)):
+            self.handed_over(rank)
+
+
 class AckPipe:
     """The pipe on which a starting child reports."""
 
@@ -140,11 +162,11 @@ def _spawn(module: str, arguments: Sequence[str], fds: Sequence[int]) -> subproc
     )
 
 
-def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> Child:
-    """Start an engine as a fresh interpreter: the fallback where the fork server does not work."""
-    arguments = [encode(spec).decode(), str(ack_fd), str(lifeline_fd)]
-    popen = _spawn("pdkv.launch.engine_process", arguments, [ack_fd, lifeline_fd])
-    return Child(spec.name, popen.pid, popen)
+def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequence[int] = ()) -> Child:
+    """Start a rank of an engine as a fresh interpreter: the fallback where the fork server does not work."""
+    arguments = [encode(spec).decode(), *map(str, (ack_fd, lifeline_fd, *rank_fds))]
+    popen = _spawn("pdkv.launch.engine_process", arguments, [ack_fd, lifeline_fd, *rank_fds])
+    return Child(spec.process_name, popen.pid, popen)
 
 
 def spawn_router(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> Child:
@@ -190,8 +212,8 @@ class ForkServer:
         """Whether it can still fork."""
         return self._control.fileno() >= 0
 
-    async def fork_engine(self, spec: EngineSpec, ack_fd: int) -> Child:
-        """Fork an engine.
+    async def fork_engine(self, spec: EngineSpec, ack_fd: int, rank_fds: Sequence[int] = ()) -> Child:
+        """Fork a rank of an engine.
 
         Raises:
             StartupError: the fork server is gone, or goes before it has answered.
@@ -199,8 +221,8 @@ class ForkServer:
         await asyncio.shield(self._ready)
         if not self.usable:
             raise StartupError("the fork server died")
-        socket.send_fds(self._control, [encode(spec)], [ack_fd])
-        return Child(spec.name, int(await self._expect_answer()))
+        socket.send_fds(self._control, [encode(spec)], [ack_fd, *rank_fds])
+        return Child(spec.process_name, int(await self._expect_answer()))
 
     def close(self) -> None:
         """Ends it (its engines live on) and fails what still waits for an answer. Idempotent."""

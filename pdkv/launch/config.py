@@ -1,5 +1,6 @@
 """What one launch is made of: the options of `pd launch` beside those of the engines and the hand-off."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,9 +52,25 @@ class Deployment:
     decode: EngineConfig
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that compute."""
+        return self.launch.prefill * self.prefill.tp + self.launch.decode * self.decode.tp
+
+    @property
+    def kv_shards(self) -> int:
+        """Parts that stored KV heads are cut into: the least common multiple of all engines' ranks."""
+        return math.lcm(self.decode.tp, self.prefill.tp) if self.launch.prefill else self.decode.tp
+
+    @property
     def shape(self) -> str:
         """The topology in words, such as "2 prefill, 4 decode, connector shared_memory"."""
-        engines = f"{self.launch.prefill} prefill, {self.launch.decode} decode"
+        engines = (
+            f"{self.launch.prefill} prefill{_ranks(self.prefill)}, {self.launch.decode} decode{_ranks(self.decode)}"
+        )
         if self.launch.prefill == 0:
-            engines = f"{self.launch.decode} aggregated"
+            engines = f"{self.launch.decode} aggregated{_ranks(self.decode)}"
         return f"{engines}, connector {self.handoff.connector}"
+
+
+def _ranks(config: EngineConfig) -> str:
+    return f" (tp {config.tp})" if config.tp > 1 else ""

@@ -11,9 +11,9 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def default_threads(num_engines: int) -> int:
-    """Threads per engine where none are asked for: the CPUs shared out, at least one."""
-    return max(1, available_cpus() // num_engines)
+def default_threads(num_ranks: int) -> int:
+    """Threads per rank where none are asked for: the CPUs shared out, at least one."""
+    return max(1, available_cpus() // num_ranks)
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

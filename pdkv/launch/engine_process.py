@@ -1,21 +1,23 @@
-"""An engine as a process: build it, then poll, handle, step, send until told to stop."""
+"""An engine as a process: build it, then poll, handle, step, send until told to stop. Or one more rank of an engine."""
 
 import contextlib
 import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 
-from pdkv.assemble import build_engine
+from pdkv.assemble import RankPlace, build_engine, run_rank
 from pdkv.connectors.registry import load_connector
 from pdkv.engine.core import EngineCore
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, RankError
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, watch_lifeline
 from pdkv.launch.linux import set_process_name
@@ -34,13 +36,13 @@ class Notifier:
     """A pipe in the engine's poll set; `notify` wakes the loop from any thread or signal handler."""
 
     def __init__(self) -> None:
-        self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.fd, self.write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopping = threading.Event()
 
     def notify(self) -> None:
         """Wake the loop. Thread-safe."""
         with contextlib.suppress(BlockingIOError):  # full: the loop will wake anyway
-            os.write(self._write_fd, b"\0")
+            os.write(self.write_fd, b"\0")
 
     def drain(self) -> bool:
         """Forget the notifications so far; returns whether there was one."""
@@ -55,7 +57,7 @@ class Notifier:
         Python runs a handler between bytecodes only: a signal that comes while ZeroMQ is on its way into its poll would
         wait there with it. So the signal itself writes into the pipe.
         """
-        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.write_fd, warn_on_full_buffer=False)
         signal.signal(number, lambda *_: self.stop())
 
     def stop(self) -> None:
@@ -69,11 +71,32 @@ class Notifier:
         return self._stopping.is_set()
 
 
-def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> int:
-    """Run one engine in this process; returns its exit status: 0 after SIGTERM, 1 after an error."""
-    configure_logging(spec.name, spec.log_level)
-    set_process_name(f"pd {spec.name}")
+def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequence[int] = ()) -> int:
+    """Run one rank of an engine in this process; returns its exit status: 0 after SIGTERM, 1 after an error.
+
+    Args:
+        rank_fds: sockets; rank 0's to each of the others, another one's to rank 0.
+    """
+    configure_logging(spec.process_name, spec.log_level)
+    set_process_name(f"pd {spec.process_name}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ack = Acknowledger(ack_fd)
+    try:
+        _check_connector(spec)
+        if spec.cpus is not None:
+            os.sched_setaffinity(0, spec.cpus)
+        torch.set_num_threads(spec.config.threads or 1)
+    except Exception as error:
+        ack.failed(error)
+        return 1
+    sockets = [socket.socket(fileno=fd) for fd in rank_fds]
+    for sock in sockets:
+        sock.set_inheritable(False)
+    return (_run_other_rank if spec.rank else _run_first_rank)(spec, ack, lifeline_fd, sockets)
+
+
+def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, sockets: Sequence[socket.socket]) -> int:
+    """The engine itself, or that part of it which schedules, samples and speaks with routers."""
     notifier = Notifier()
     serving = threading.Event()
     watch_lifeline(
@@ -81,18 +104,15 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> int:
         lambda: notifier.stop() if serving.is_set() else os._exit(EXIT_LAUNCHER_GONE),
         grace_s=_LIFELINE_GRACE_S,
     )
-    ack = Acknowledger(ack_fd)
     try:
-        _check_connector(spec)
-        if spec.cpus is not None:
-            os.sched_setaffinity(0, spec.cpus)
-        torch.set_num_threads(spec.config.threads or 1)
         core = build_engine(
             spec.config,
             spec.handoff,
             name=spec.name,
             role=spec.role,
             epoch=spec.epoch,
+            kv_shards=spec.kv_shards,
+            place=_place(spec, sockets, notifier.write_fd),
             notify=notifier.notify,
             on_progress=ack.progress,
         )
@@ -102,15 +122,16 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> int:
     except Exception as error:
         ack.failed(error)
         return 1
-    # What was built stays: later collections need not look at it.
-    gc.collect()
-    gc.freeze()
+    _freeze()
     serving.set()
     notifier.stop_on(signal.SIGTERM)
     try:
         ack.ready()
         serve(core, server, notifier)
     except StartGivenUp:
+        return 1
+    except RankError as error:
+        logger.error("the engine stops: %s", error)
         return 1
     except Exception:
         logger.exception("the engine stops after an error")
@@ -119,6 +140,54 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> int:
         server.close()
         core.shutdown()
     return 0
+
+
+def _run_other_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, sockets: Sequence[socket.socket]) -> int:
+    """A rank that rank 0 steps. It stops when that one says so or is gone: a SIGTERM for all must not come between."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    watch_lifeline(lifeline_fd, lambda: None, grace_s=_LIFELINE_GRACE_S)  # rank 0 sees it, too, and says stop
+    place = _place(spec, sockets)
+    assert place is not None, spec
+
+    def on_ready() -> None:
+        _freeze()
+        ack.ready()
+
+    try:
+        run_rank(
+            spec.config,
+            spec.handoff,
+            name=spec.name,
+            epoch=spec.epoch,
+            kv_shards=spec.kv_shards,
+            place=place,
+            on_progress=ack.progress,
+            on_ready=on_ready,
+        )
+    except StartGivenUp:
+        return 1
+    except Exception as error:
+        if not ack.answered:
+            ack.failed(error)
+        elif isinstance(error, RankError):
+            logger.error("rank %d stops: %s", spec.rank, error)
+        else:
+            logger.exception("rank %d stops after an error", spec.rank)
+        return 1
+    return 0
+
+
+def _place(spec: EngineSpec, sockets: Sequence[socket.socket], wake_fd: int = -1) -> RankPlace | None:
+    """Where this rank finds the others; None where it is alone."""
+    if spec.store is None:
+        return None
+    return RankPlace(spec.rank, sockets, spec.store, spec.start_timeout_s, wake_fd)
+
+
+def _freeze() -> None:
+    """What was built stays: later collections need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _check_connector(spec: EngineSpec) -> None:
@@ -162,4 +231,5 @@ def _poll_timeout(core: EngineCore) -> float | None:
 
 
 if __name__ == "__main__":  # the start without a fork server
-    sys.exit(run_engine(decode_engine_spec(sys.argv[1].encode()), int(sys.argv[2]), int(sys.argv[3])))
+    ack_fd, lifeline_fd, *rank_fds = map(int, sys.argv[2:])
+    sys.exit(run_engine(decode_engine_spec(sys.argv[1].encode()), ack_fd, lifeline_fd, rank_fds))

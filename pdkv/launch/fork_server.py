@@ -20,6 +20,7 @@ from pdkv.launch.specs import decode_engine_spec
 
 PRELOADED = ("torch", "pdkv.assemble", "pdkv.launch.engine_process")
 MAX_SPEC_BYTES = 64 * 1024
+MAX_FDS = 250  # of one request; the kernel takes 253
 ENVIRONMENT = {
     # Idle OpenMP threads sleep: engines share the cores. Must be set before torch is imported.
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -54,7 +55,7 @@ def _preload(connector_target: str) -> None:
 
 
 def _serve(control: socket.socket, lifeline_fd: int) -> None:
-    """A request is one datagram: an engine spec, and the descriptor on which the engine acknowledges.
+    """A request is one datagram: an engine spec, the descriptor on which the engine acknowledges, its ranks' sockets.
 
     The answer is the engine's pid as text; the first answer, "ready", says that the imports are done.
     """
@@ -65,16 +66,16 @@ def _serve(control: socket.socket, lifeline_fd: int) -> None:
     while True:
         if lifeline_fd in {fd for fd, _ in poll.poll()}:
             return
-        data, fds, _, _ = socket.recv_fds(control, MAX_SPEC_BYTES, 1)
+        data, fds, _, _ = socket.recv_fds(control, MAX_SPEC_BYTES, MAX_FDS)
         if not data:
             return
-        (ack_fd,) = fds
-        pid = _fork_engine(data, control, ack_fd, lifeline_fd)
-        os.close(ack_fd)
+        pid = _fork_engine(data, control, fds, lifeline_fd)
+        for fd in fds:
+            os.close(fd)
         control.send(str(pid).encode())
 
 
-def _fork_engine(spec: bytes, control: socket.socket, ack_fd: int, lifeline_fd: int) -> int:
+def _fork_engine(spec: bytes, control: socket.socket, fds: list[int], lifeline_fd: int) -> int:
     """Fork an engine and return its pid; it is nobody's child but the subreaper's when this returns."""
     read_fd, write_fd = os.pipe()
     middle = os.fork()
@@ -86,21 +87,22 @@ def _fork_engine(spec: bytes, control: socket.socket, ack_fd: int, lifeline_fd: 
         os.close(read_fd)
         os.close(write_fd)
         control.close()
-        _engine(spec, ack_fd, lifeline_fd)
+        _engine(spec, fds, lifeline_fd)
     os.close(write_fd)
     os.waitpid(middle, 0)
     with os.fdopen(read_fd) as reader:
         return int(reader.read())
 
 
-def _engine(spec: bytes, ack_fd: int, lifeline_fd: int) -> None:
+def _engine(spec: bytes, fds: list[int], lifeline_fd: int) -> None:
     """The life of a forked engine; never returns into the server's frames."""
     code = 1
     try:
         from pdkv.launch.engine_process import run_engine
 
         os.setsid()
-        code = run_engine(decode_engine_spec(spec), ack_fd, lifeline_fd)
+        ack_fd, *rank_fds = fds
+        code = run_engine(decode_engine_spec(spec), ack_fd, lifeline_fd, rank_fds)
     except BaseException:  # the process ends here: nobody above could report it
         traceback.print_exc()
     finally:

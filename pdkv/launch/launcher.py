@@ -118,7 +118,8 @@ def _plan_engines(
     launch = deployment.launch
     specs = []
     for index, cpus in enumerate(split_cpu_bind(config.cpu_bind, count)):
-        threads = config.threads or (len(cpus) if cpus else default_threads(launch.num_engines))
+        own_cpus = max(1, len(cpus) // config.tp) if cpus else None
+        threads = config.threads or own_cpus or default_threads(deployment.num_ranks)
         specs.append(
             EngineSpec(
                 name=f"{prefix}-{index}",
@@ -130,6 +131,9 @@ def _plan_engines(
                 num_engines=launch.num_engines,
                 log_level=launch.log_level,
                 cpus=sorted(cpus) if cpus else None,
+                kv_shards=deployment.kv_shards,
+                store=run_dir.path / f"{prefix}-{index}.ranks" if config.tp > 1 else None,
+                start_timeout_s=launch.start_timeout_s,
             )
         )
     return specs

@@ -11,7 +11,7 @@ Role = Literal["prefill", "decode", "any"]
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One incarnation of one engine. `config.threads` is set."""
+    """One incarnation of one rank of an engine. `config.threads` is set."""
 
     name: str  # unique in the deployment, such as "prefill-0"
     role: Role
@@ -22,6 +22,15 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_engines: int  # of the whole deployment
     log_level: str = "info"
     cpus: list[int] | None = None  # CPUs to pin to
+    rank: int = 0  # of config.tp
+    kv_shards: int = 1  # the least common multiple of all engines' ranks
+    store: Path | None = None  # where the ranks of this incarnation find each other; None: one rank
+    start_timeout_s: float = 120.0  # bound of a rank's waits before the engine is ready
+
+    @property
+    def process_name(self) -> str:
+        """Of the rank's process, such as "decode-0" for rank 0 and "decode-0.1" for rank 1."""
+        return f"{self.name}.{self.rank}" if self.rank else self.name
 
 
 class EngineAddress(msgspec.Struct, frozen=True):

@@ -6,11 +6,12 @@ import logging
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
 
 import msgspec
 
-from pdkv.errors import PdkvError, StartupError
-from pdkv.launch.children import AckPipe, Child, ForkServer, describe_exit, spawn_engine, spawn_router
+from pdkv.errors import ConfigError, PdkvError, StartupError
+from pdkv.launch.children import AckPipe, Child, ForkServer, RankLinks, describe_exit, spawn_engine, spawn_router
 from pdkv.launch.specs import EngineSpec, RouterSpec
 
 _FIRST_BACKOFF_S = 0.1
@@ -67,18 +68,21 @@ class Supervisor:
         ]
         await asyncio.gather(*first_ready)
 
-    def _keep_running(self, name: str, start: Callable[[], Awaitable[Child]]) -> asyncio.Future[None]:
+    def _keep_running(self, name: str, start: Callable[[], Awaitable[list[Child]]]) -> asyncio.Future[None]:
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks.append(asyncio.create_task(self._keep(name, start, ready), name=name))
         return ready
 
-    async def _keep(self, name: str, start: Callable[[], Awaitable[Child]], ready: asyncio.Future[None]) -> None:
-        """Start a child again whenever it dies. Only a failure of the very first start is final."""
+    async def _keep(self, name: str, start: Callable[[], Awaitable[list[Child]]], ready: asyncio.Future[None]) -> None:
+        """Start a router or all ranks of an engine again whenever one of them dies, which ends the others.
+
+        Only a failure of the very first start is final.
+        """
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
             try:
-                child = await start()
+                children = await start()
             except Exception as error:
                 if not ready.done():
                     ready.set_exception(error)
@@ -90,14 +94,15 @@ class Supervisor:
                 if not ready.done():
                     ready.set_result(None)
                 self._on_ready(name)
+                child = await _first_death(children)
                 status = await child.wait()
-                self._children.discard(child)
+                await self._kill(children)
                 failures = 0 if loop.time() - began > _STABLE_S else failures
-                logger.error("%s (pid %d) %s; it is started again", name, child.pid, describe_exit(status))
+                logger.error("%s (pid %d) %s; %s is started again", child.name, child.pid, describe_exit(status), name)
             await asyncio.sleep(backoff_s(failures))
             failures += 1
 
-    async def _start_router(self) -> Child:
+    async def _start_router(self) -> list[Child]:
         spec = self._fleet.router
         if self._router is not None:  # a second one must not wait for an engine that cannot start
             spec = msgspec.structs.replace(spec, await_all=False)
@@ -106,11 +111,44 @@ class Supervisor:
             self._router = spawn_router(spec, self._listen_fd, ack_fd, self._lifeline_fd)
             return self._router
 
-        return await self._start_child("router", spawn)
+        return [await self._start_child("router", spawn)]
 
-    async def _start_engine(self, spec: EngineSpec) -> Child:
-        spec = msgspec.structs.replace(spec, epoch=secrets.token_hex(8))
-        return await self._start_child(spec.name, lambda ack_fd: self._make_engine(spec, ack_fd))
+    async def _start_engine(self, spec: EngineSpec) -> list[Child]:
+        """Start all ranks of an engine; returns when each is ready. If one fails, none is left."""
+        epoch = secrets.token_hex(8)
+        store = _fresh_store(spec.store, epoch) if spec.store is not None else None
+        links = RankLinks(spec.config.tp)
+        ranks: list[Child] = []
+
+        async def start_rank(rank: int) -> Child:
+            own = msgspec.structs.replace(spec, epoch=epoch, store=store, rank=rank)
+
+            async def spawn(ack_fd: int) -> Child:
+                ranks.append(await self._make_engine(own, ack_fd, links.fds(rank)))
+                links.handed_over(rank)
+                return ranks[-1]
+
+            return await self._start_child(own.process_name, spawn)
+
+        starts = [asyncio.ensure_future(start_rank(rank)) for rank in range(spec.config.tp)]
+        try:
+            return await asyncio.gather(*starts)
+        except Exception as error:
+            links.close()  # a rank that is being forked finds nobody
+            await self._kill(ranks)
+            failures = await asyncio.gather(*starts, return_exceptions=True)
+            await self._kill(ranks)
+            raise next((e for e in failures if isinstance(e, ConfigError)), error) from None
+        finally:
+            links.close()
+
+    async def _kill(self, children: Collection[Child]) -> None:
+        """End children at once, also those that have ended; returns when they have."""
+        for child in children:
+            child.send_signal(signal.SIGKILL)
+        for child in children:
+            await child.wait()
+        self._children.difference_update(children)
 
     async def _start_child(self, name: str, spawn: Callable[[int], Awaitable[Child]]) -> Child:
         """Spawn a child and wait for its ack. One that does not become ready is killed."""
@@ -122,9 +160,7 @@ class Supervisor:
             try:
                 await pipe.wait_ready(name, self._fleet.start_timeout_s, lambda text: logger.info("%s: %s", name, text))
             except Exception:
-                child.send_signal(signal.SIGKILL)
-                await child.wait()
-                self._children.discard(child)
+                await self._kill([child])
                 raise
             return child
         finally:
@@ -133,19 +169,19 @@ class Supervisor:
     def _new_fork_server(self) -> ForkServer:
         return ForkServer(self._fleet.connector_target, self._lifeline_fd)
 
-    async def _make_engine(self, spec: EngineSpec, ack_fd: int) -> Child:
-        """Fork an engine, from a second fork server if the first is gone; spawn it if that fails too."""
+    async def _make_engine(self, spec: EngineSpec, ack_fd: int, rank_fds: Sequence[int]) -> Child:
+        """Fork a rank of an engine, from a second fork server if the first is gone; spawn it if that fails too."""
         if not self._fleet.use_fork_server:
-            return spawn_engine(spec, ack_fd, self._lifeline_fd)
+            return spawn_engine(spec, ack_fd, self._lifeline_fd, rank_fds)
         for _ in range(2):
             if self._forks is None or not self._forks.usable:
                 self._forks = self._new_fork_server()
             try:
-                return await self._forks.fork_engine(spec, ack_fd)
+                return await self._forks.fork_engine(spec, ack_fd, rank_fds)
             except StartupError as error:
-                logger.warning("%s: %s", spec.name, error)
-        logger.warning("%s is started without the fork server", spec.name)
-        return spawn_engine(spec, ack_fd, self._lifeline_fd)
+                logger.warning("%s: %s", spec.process_name, error)
+        logger.warning("%s is started without the fork server", spec.process_name)
+        return spawn_engine(spec, ack_fd, self._lifeline_fd, rank_fds)
 
     async def stop(self) -> None:
         """End all children: first the router, then the engines; who does not go in time is killed."""
@@ -164,6 +200,24 @@ class Supervisor:
         """Kill all children at once, for whoever does not want to wait for `stop`."""
         for child in self._children:
             child.send_signal(signal.SIGKILL)
+
+
+def _fresh_store(path: Path, epoch: str) -> Path:
+    """Where the ranks of one incarnation meet; what those before left is deleted."""
+    for old in path.parent.glob(f"{path.name}-*"):
+        old.unlink(missing_ok=True)
+    return path.with_name(f"{path.name}-{epoch}")
+
+
+async def _first_death(children: Sequence[Child]) -> Child:
+    """Waits until one of them has ended, and returns it."""
+    waits = {asyncio.ensure_future(child.wait()): child for child in children}
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return next(child for wait, child in waits.items() if wait in done)
 
 
 async def _end(children: Collection[Child], grace_s: float) -> None:

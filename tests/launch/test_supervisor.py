@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ class Deck:
         self.behaviour: dict[str, str] = {}
         self.started: list[Child] = []
         self.epochs: list[str] = []
+        self.rank_fds: list[tuple[int, int]] = []  # of each start: rank, inherited sockets
         self.routers: list[RouterSpec] = []
         self.ready: asyncio.Queue[str] = asyncio.Queue()
         self.failed: asyncio.Queue[str] = asyncio.Queue()
@@ -37,9 +38,10 @@ class Deck:
                 self.failed.put_nowait(name)
             return child
 
-        def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int) -> Child:
+        def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequence[int]) -> Child:
             self.epochs.append(spec.epoch)
-            return start(spec.name, ack_fd)
+            self.rank_fds.append((spec.rank, len(rank_fds)))
+            return start(spec.process_name, ack_fd)
 
         def spawn_router(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> Child:
             self.routers.append(spec)

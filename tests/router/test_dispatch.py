@@ -487,6 +487,7 @@ def test_topology_and_snapshots_show_what_engines_said_last() -> None:
             "name": "decode-0",
             "role": "decode",
             "pid": 1,
+            "ranks": [],
             "state": "ready",
             "waiting": 1,
             "running": 2,

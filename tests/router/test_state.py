@@ -47,6 +47,7 @@ def test_description_is_the_topology_entry() -> None:
         "name": "decode-0",
         "role": "decode",
         "pid": 1,
+        "ranks": [],
         "state": "ready",
         "waiting": 1,
         "running": 2,
