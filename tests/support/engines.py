@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from state_machine.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
 
 from pdkv.config import HandoffConfig
-from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.base import ConnectorConfig, KVConnector
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.memory import MemoryConnector
 from pdkv.engine.core import EngineCore
@@ -25,15 +25,17 @@ def make_core(
     limits: SchedulerLimits | None = None,
     options: Mapping[str, str] | None = None,
     handoff: HandoffConfig | None = None,
+    connector_type: type[KVConnector] = MemoryConnector,
 ) -> EngineCore:
-    """An engine with router "r"; `options`: those of its memory connector, None: no connector."""
+    """An engine with router "r"; `options`: those of its (memory) connector, None: no connector."""
     handoff = handoff or HandoffConfig(connector="memory")
     limits = limits or SchedulerLimits(8, 64, kv_load_timeout_s=handoff.kv_load_timeout_s)
     layout = KVLayout(NUM_LAYERS, 1, 1, block_size, "int64", 8)
     connector = None
     if options is not None:
         config = ConnectorConfig(engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, options=options)
-        connector = MemoryConnector(config, lambda: None)
+        connector = connector_type(config, lambda: None)
+    worker = connector.make_worker_side(0) if connector else None
     card = EngineCard(
         engine=name,
         epoch=f"{name}.0",
@@ -49,8 +51,9 @@ def make_core(
         num_blocks=num_blocks,
         max_model_len=num_blocks * block_size,
         max_num_seqs=limits.max_num_seqs,
+        rank_blobs=[worker.handshake()] if worker else [],
     )
-    executor = StandInExecutor(num_blocks, block_size, connector.make_worker_side(0) if connector else None)
+    executor = StandInExecutor(num_blocks, block_size, worker)
     core = wire_core(
         card=card,
         executor=executor,
