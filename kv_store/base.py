@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 Buffer = memoryview
 """Contiguous bytes (format "B"); a store fills or reads it in place."""
@@ -44,3 +45,9 @@ class KVStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give connections, threads and files back. Idempotent; other methods then raise StoreUnavailable."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

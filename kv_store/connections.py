@@ -41,12 +41,16 @@ class Channel:
     All methods raise StoreTimeout at the deadline and StoreUnavailable when the connection is gone.
     """
 
-    def __init__(self, sock: socket.socket, what: str, owner: object = None) -> None:
-        """`what` names the server in messages; `owner` is kept alive as long as the channel."""
+    def __init__(self, sock: socket.socket, what: str, *, owner: object = None, quick_ack: bool = False) -> None:
+        """`what` names the server in messages; `owner` is kept alive as long as the channel.
+
+        `quick_ack`: for a TCP server that leaves Nagle's algorithm on; it would wait 40 ms for a delayed one.
+        """
         self.deadline = Deadline(0, what)
         self._sock = sock
         self._what = what
         self._owner = owner
+        self._quick_ack = quick_ack
         self._ahead = memoryview(bytearray(_LINE_BUFFER_BYTES))
         self._start = self._stop = 0  # what was read ahead: _ahead[_start:_stop]
 
@@ -118,6 +122,8 @@ class Channel:
         received = self._wait(lambda: self._sock.recv_into(out))
         if received == 0:
             raise StoreUnavailable(f"{self._what} closed the connection")
+        if self._quick_ack:  # the kernel falls back by itself
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         return received
 
     def _wait(self, call: Callable[[], int]) -> int:
@@ -134,26 +140,24 @@ class Channel:
 class ConnectionPool:
     """Channels to one server: as many as there are calls at a time."""
 
-    def __init__(self, connect: Callable[[Deadline], Channel], *, what: str, operation_timeout_s: float) -> None:
+    def __init__(self, connect: Callable[[Deadline], Channel], what: str) -> None:
         """`connect` opens a channel until the deadline; it raises StoreTimeout or StoreUnavailable."""
         self._connect = connect
         self._what = what
-        self._timeout_s = operation_timeout_s
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         self._busy: set[Channel] = set()
         self._closed = False
 
-    def run(self, operation: Callable[[Channel], T]) -> T:
+    def run(self, operation: Callable[[Channel], T], deadline: Deadline) -> T:
         """Run an idempotent operation on a channel.
 
         A connection that was lost while it lay idle, as by a restart of the server, is replaced once, unseen.
 
         Raises:
-            StoreTimeout: it is not done after `operation_timeout_s`.
+            StoreTimeout: it is not done by the deadline.
             StoreUnavailable: no connection, a lost one, or the pool is closed.
         """
-        deadline = Deadline(self._timeout_s, self._what)
         channel = self._take_idle()
         if channel is not None:
             try:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pdkv.errors import StoreFull, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Buffer
-from pdkv.kv_store.connections import Channel
+from pdkv.kv_store.connections import Channel, Deadline
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.pipeline import Command
 from pdkv.kv_store.server_store import ServerStore
@@ -83,28 +83,27 @@ class LMCacheStore(ServerStore):
         self._address = (host, port)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        found = [False] * len(keys)
-
-        def receive(channel: Channel, index: int) -> None:
-            answer = self._read_answer(channel)
-            channel.skip(answer.length)
-            found[index] = answer.shape == _COMMITTED
-
-        self._run([Command([encode_request(GET, marker_name(key))]) for key in keys], receive)
-        return found
+        return self._contains(keys, self._deadline())
 
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        deadline = self._deadline()
         found = [False] * len(keys)
-        start = 0
-        while start < len(keys):  # once, but for broken values: the server ends the connection at each
-            start = self._get_from(start, keys, out, found)
+        try:
+            self._read(keys, out, found, deadline, indices=range(len(keys)))
+        except StoreUnavailable:  # also what a broken value looks like: the server ends the connection
+            present = self._contains(keys, deadline)
+            found[:] = [False] * len(keys)
+            self._read(
+                keys, out, found, deadline, indices=[index for index, is_there in enumerate(present) if is_there]
+            )
         return found
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         for _, value in items:
             if len(value) > MAX_VALUE_BYTES:
                 raise StoreFull(f"{self.what}: a value of {len(value)} bytes; {MAX_VALUE_BYTES} are possible")
-        present = self.contains([key for key, _ in items])  # spares the way of what is there
+        deadline = self._deadline()
+        present = self._contains([key for key, _ in items], deadline)  # spares the way of what is there
         missing = [item for item, found in zip(items, present, strict=True) if not found]
         commands = [
             Command(
@@ -118,10 +117,11 @@ class LMCacheStore(ServerStore):
             )
             for key, value in missing
         ]
-        self._run(commands, self._read_done)
+        self._run(commands, self._read_done, deadline)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        present = self.contains(keys)  # otherwise an absent key would begin to take room
+        deadline = self._deadline()
+        present = self._contains(keys, deadline)  # otherwise an absent key would begin to take room
         commands = [
             Command(
                 [
@@ -133,7 +133,7 @@ class LMCacheStore(ServerStore):
             for key, found in zip(keys, present, strict=True)
             if found
         ]
-        self._run(commands, self._read_done)
+        self._run(commands, self._read_done, deadline)
 
     def connect(self, timeout_s: float) -> Channel:
         try:
@@ -144,35 +144,42 @@ class LMCacheStore(ServerStore):
             raise StoreUnavailable(f"{self.what}: {error}") from error
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close is a reset
-        return Channel(sock, self.what)
+        return Channel(sock, self.what, quick_ack=True)
 
-    def _get_from(self, start: int, keys: Sequence[bytes], out: Sequence[Buffer], found: list[bool]) -> int:
-        """Get values from `start` on; returns where to go on, behind one that is broken."""
-        commands = [
-            Command([encode_request(GET, value_name(key))], len(buffer))
-            for key, buffer in zip(keys[start:], out[start:], strict=True)
-        ]
-        in_value: int | None = None
+    def _contains(self, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
+        found = [False] * len(keys)
 
         def receive(channel: Channel, index: int) -> None:
-            nonlocal in_value
             answer = self._read_answer(channel)
-            in_value = index
-            size = len(out[start + index])
-            if answer.code == SUCCESS and answer.shape == (size, 0, 0, 0) and answer.length == size:
-                channel.read_into(out[start + index])
-                found[start + index] = True
+            channel.skip(answer.length)
+            found[index] = answer.shape == _COMMITTED
+
+        self._run([Command([encode_request(GET, marker_name(key))]) for key in keys], receive, deadline)
+        return found
+
+    def _read(
+        self,
+        keys: Sequence[bytes],
+        out: Sequence[Buffer],
+        found: list[bool],
+        deadline: Deadline,
+        *,
+        indices: Sequence[int],
+    ) -> None:
+        """Get the values of some of the keys, whether or not they have a marker."""
+
+        def receive(channel: Channel, number: int) -> None:
+            index = indices[number]
+            answer = self._read_answer(channel)
+            size = len(out[index])
+            found[index] = answer.code == SUCCESS and answer.shape == (size, 0, 0, 0) and answer.length == size
+            if found[index]:
+                channel.read_into(out[index])
             else:
                 channel.skip(answer.length)
-            in_value = None
 
-        try:
-            self._run(commands, receive)
-        except StoreUnavailable:
-            if in_value is None:
-                raise
-            return start + in_value + 1
-        return len(keys)
+        commands = [Command([encode_request(GET, value_name(keys[index]))], len(out[index])) for index in indices]
+        self._run(commands, receive, deadline)
 
     def _read_answer(self, channel: Channel) -> Answer:
         answer = decode_answer(channel.read_exactly(_ANSWER.size))

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pdkv.errors import ConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Buffer
-from pdkv.kv_store.connections import Channel
+from pdkv.kv_store.connections import Channel, Deadline
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.pipeline import Command
 from pdkv.kv_store.server_store import ServerStore
@@ -93,13 +93,7 @@ class RedisStore(ServerStore):
         self._connection_class = self._arguments.pop("connection_class", Connection)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        found = [False] * len(keys)
-
-        def receive(reply: _Reply, index: int) -> None:
-            found[index] = reply.kind == b":" and int(reply.text) == 1
-
-        self._run_commands([Command([_encode(b"EXISTS", _name(key))]) for key in keys], receive)
-        return found
+        return self._contains(keys, self._deadline())
 
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
         found = [False] * len(keys)
@@ -110,19 +104,20 @@ class RedisStore(ServerStore):
         def receive(reply: _Reply, index: int) -> None:
             found[index] = reply.kind == b"$" and _read_value(reply, out[index])
 
-        self._run_commands(commands, receive)
+        self._run_commands(commands, self._deadline(), receive)
         return found
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        present = self.contains([key for key, _ in items])  # spares the way of what is there
+        deadline = self._deadline()
+        present = self._contains([key for key, _ in items], deadline)  # spares the way of what is there
         missing = [item for item, found in zip(items, present, strict=True) if not found]
         for _, value in missing:
             if len(value) > MAX_VALUE_BYTES:
                 raise StoreFull(f"{self.what}: a value of {len(value)} bytes; {MAX_VALUE_BYTES} are possible")
-        self._run_commands([self._set(key, value) for key, value in missing])
+        self._run_commands([self._set(key, value) for key, value in missing], deadline)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        self._run_commands([Command([_encode(b"UNLINK", _name(key))]) for key in keys])
+        self._run_commands([Command([_encode(b"UNLINK", _name(key))]) for key in keys], self._deadline())
 
     def connect(self, timeout_s: float) -> Channel:
         import redis
@@ -146,6 +141,15 @@ class RedisStore(ServerStore):
         assert isinstance(sock, socket.socket)
         return Channel(sock, self.what, owner=connection)
 
+    def _contains(self, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
+        found = [False] * len(keys)
+
+        def receive(reply: _Reply, index: int) -> None:
+            found[index] = reply.kind == b":" and int(reply.text) == 1
+
+        self._run_commands([Command([_encode(b"EXISTS", _name(key))]) for key in keys], deadline, receive)
+        return found
+
     def _set(self, key: bytes, value: Buffer) -> Command:
         options = [b"NX"]
         if self.options.ttl_s is not None:
@@ -156,7 +160,10 @@ class RedisStore(ServerStore):
         return Command([head, value, tail], len(value))
 
     def _run_commands(
-        self, commands: Sequence[Command], receive: Callable[[_Reply, int], None] = lambda reply, index: None
+        self,
+        commands: Sequence[Command],
+        deadline: Deadline,
+        receive: Callable[[_Reply, int], None] = lambda reply, index: None,
     ) -> None:
         """Run a batch to its end, then raise the first error that a reply told: the connection stays in step."""
         errors: dict[int, StoreError] = {}
@@ -169,6 +176,6 @@ class RedisStore(ServerStore):
             else:
                 receive(reply, index)
 
-        self._run(commands, receive_one)
+        self._run(commands, receive_one, deadline)
         if errors:
             raise errors[min(errors)]

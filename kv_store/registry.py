@@ -95,6 +95,8 @@ def _open_file(parts: SplitResult, options: StoreOptions) -> KVStore:
 def _open_redis(parts: SplitResult, options: StoreOptions) -> KVStore:
     from pdkv.kv_store.redis_store import RedisStore
 
+    if not re.fullmatch(r"/?|/\d+", parts.path):  # redis-py would take database 0
+        raise ConfigError(f"redis://…{parts.path}: redis://host:port/db was expected, db a number")
     return RedisStore(parts._replace(query="").geturl(), options)
 
 

@@ -20,7 +20,7 @@ class ServerStore(KVStore):
         self.what = what
         self.options = options or StoreOptions()
         self._budget = ByteBudget(self.options.max_bytes_in_flight)
-        self._pool = ConnectionPool(self._open, what=what, operation_timeout_s=self.options.operation_timeout_s)
+        self._pool = ConnectionPool(self._open, what)
 
     def close(self) -> None:
         self._pool.close()
@@ -34,7 +34,11 @@ class ServerStore(KVStore):
             StoreUnavailable: it was refused.
         """
 
-    def _run(self, commands: Sequence[Command], receive: Receive) -> None:
+    def _deadline(self) -> Deadline:
+        """That of a call which begins now."""
+        return Deadline(self.options.operation_timeout_s, self.what)
+
+    def _run(self, commands: Sequence[Command], receive: Receive, deadline: Deadline) -> None:
         """Send a batch and read its replies. It may run twice, when the first connection turns out to be lost."""
         if not commands:
             return
@@ -48,7 +52,7 @@ class ServerStore(KVStore):
                 max_commands=self.options.pipeline,
             )
 
-        self._pool.run(operation)
+        self._pool.run(operation, deadline)
 
     def _open(self, deadline: Deadline) -> Channel:
         return self.connect(min(self.options.connect_timeout_s, deadline.remaining()))

@@ -108,6 +108,18 @@ class RedisServer(StoreServer):
         shutil.rmtree(self._directory)
 
 
+# LMCache's server as it is, but for its port: as it is, it cannot be bound again for a minute after a kill.
+_LMCACHE = """
+import runpy, socket
+bind = socket.socket.bind
+def bind_again(self, address):
+    self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return bind(self, address)
+socket.socket.bind = bind_again
+runpy.run_module("lmcache.v1.server", run_name="__main__")
+"""
+
+
 class LMCacheServer(StoreServer):
     """`python -m lmcache.v1.server`."""
 
@@ -115,8 +127,7 @@ class LMCacheServer(StoreServer):
         if importlib.util.find_spec("lmcache") is None:
             pytest.skip("lmcache is not installed")
         port = free_port()
-        # Its packages are outside this project: nothing of ours, and no warning filter, goes into that process.
-        command = [sys.executable, "-P", "-m", "lmcache.v1.server", "127.0.0.1", str(port)]
+        command = [sys.executable, "-P", "-c", _LMCACHE, "127.0.0.1", str(port)]
         super().__init__(f"lmcache://127.0.0.1:{port}", command, "Server started at")
 
 

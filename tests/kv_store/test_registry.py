@@ -1,0 +1,109 @@
+"""Stores by URL, and the ways that a URL or an option can be wrong."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdkv.errors import ConfigError
+from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.file_store import FileStore
+from pdkv.kv_store.lmcache_store import LMCacheStore
+from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.kv_store.redis_store import RedisStore
+from pdkv.kv_store.registry import open_store
+from pdkv.kv_store.tiers import TieredStore
+
+Open = Callable[..., KVStore]
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("memory://", MemoryStore),
+        ("memory://name?capacity=1MiB", MemoryStore),
+        ("redis://localhost:1/0", RedisStore),
+        ("redis://user:secret@localhost:1/0", RedisStore),
+        ("redis+unix:///tmp/none", RedisStore),
+        ("unix:///tmp/none", RedisStore),
+        ("lmcache://localhost:1", LMCacheStore),
+        ("lmcache://[::1]:1?operation_timeout_s=0.5", LMCacheStore),
+        ("memory://,redis://localhost:1,lmcache://localhost:1", TieredStore),
+    ],
+)
+def test_a_url_names_a_store_and_connects_later(url: str, kind: type[KVStore], open_: Open) -> None:
+    assert type(open_(url)) is kind
+
+
+def test_a_directory_may_have_blanks_and_commas(tmp_path: Path, open_: Open) -> None:
+    assert type(open_(f"file://{tmp_path}/a%20b,c?capacity=1GiB")) is FileStore
+    assert (tmp_path / "a b,c").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nope://x", r"no store 'nope://x'; known: memory://, file://, redis://, redis\+unix://, unix://, lmcache://"),
+        ("/tmp/x", "no store '/tmp/x'; known: memory://"),
+        ("", "no store ''; known"),
+        ("memory://,nope://x", "no store 'nope://x'"),
+        ("memory://?size=1MiB", "unknown option 'size'; known: capacity"),
+        ("memory://?capacity=lots", "option capacity='lots': a size such as 512MiB"),
+        ("memory://?capacity", "bad query field"),
+        ("memory://?ttl_s=5", "unknown option 'ttl_s'"),
+        ("redis://localhost:1?ttl_s=0", "option ttl_s='0': a positive number of seconds"),
+        ("redis://localhost:1?ttl_s=nan", "option ttl_s='nan': a positive number of seconds"),
+        ("redis://localhost:1?pipeline=0", "option pipeline='0': a positive number"),
+        ("redis://localhost:1?pipeline=x", "option pipeline='x': invalid literal"),
+        ("redis://localhost:1/x", "redis://host:port/db was expected"),
+        ("redis://localhost:hundred/0", "Port could not be cast"),
+        ("lmcache://localhost", "lmcache://host:port was expected"),
+        ("lmcache://localhost:1/x", "lmcache://host:port was expected"),
+        ("file://relative/x", "an absolute path was expected"),
+        ("file://", "an absolute path was expected"),
+    ],
+)
+def test_a_wrong_url_is_a_configuration_error_that_says_what_is_known(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_store(url)
+
+
+def test_options_are_for_every_url_that_knows_them(tmp_path: Path, open_: Open) -> None:
+    store = open_(f"memory://,file://{tmp_path},redis://localhost:1", ttl_s="5", operation_timeout_s="2")
+    assert isinstance(store, TieredStore)
+    redis = store.tiers[2].store
+    assert isinstance(redis, RedisStore)
+    assert (redis.options.ttl_s, redis.options.operation_timeout_s) == (5, 2)
+
+
+def test_an_option_that_no_url_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'ttl_s' of memory://; known: capacity"):
+        open_store("memory://", {"ttl_s": "5"})
+    with pytest.raises(ConfigError, match="unknown option 'retry_after_s'"):
+        open_store("redis://localhost:1", {"retry_after_s": "5"})
+
+
+def test_a_query_wins_over_the_common_options(open_: Open) -> None:
+    store = open_("redis://localhost:1?operation_timeout_s=3", operation_timeout_s="2")
+    assert isinstance(store, RedisStore)
+    assert store.options.operation_timeout_s == 3
+
+
+def test_messages_do_not_tell_passwords() -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store("redis://user:secret@localhost:1?nope=1")
+    assert "secret" not in str(caught.value)
+
+
+def test_what_a_failing_open_had_opened_is_closed() -> None:
+    with pytest.raises(ConfigError):
+        open_store("memory://leak?capacity=1MiB,file://relative/x")
+    open_store("memory://leak?capacity=2MiB").close()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.setitem(sys.modules, "redis.connection", None)
+    with pytest.raises(ConfigError, match="needs the package redis: pip install"):
+        open_store("redis://localhost:1")
