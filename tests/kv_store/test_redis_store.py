@@ -1,0 +1,117 @@
+"""What is Redis's own: memory limits, times to live, passwords, errors in the middle of a batch."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+from store_servers import RedisServer
+
+from pdkv.errors import StoreError, StoreFull, StoreUnavailable
+from pdkv.kv_store.base import KVStore
+
+Open = Callable[..., KVStore]
+MIB = 1 << 20
+
+
+def items(*names: bytes, size: int = MIB) -> list[tuple[bytes, memoryview]]:
+    return [(name, memoryview(name.ljust(size, b"."))) for name in names]
+
+
+def get(store: KVStore, *names: bytes, size: int = MIB) -> list[bool]:
+    out = [memoryview(bytearray(size)) for _ in names]
+    found = store.get(names, out)
+    assert all(buffer == name.ljust(size, b".") for name, buffer, is_in in zip(names, out, found, strict=True) if is_in)
+    return found
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+
+
+def test_a_full_server_is_told_and_what_it_took_stays(open_: Open) -> None:
+    """F7, F10: no room is an answer; values that were taken before are whole, and the connection goes on."""
+    with RedisServer("--maxmemory", "8mb", "--maxmemory-policy", "noeviction") as server:
+        store = open_(server.url)
+        names = [b"%d" % number for number in range(20)]
+        with pytest.raises(StoreFull, match="OOM command not allowed"):
+            store.put(items(*names))
+        found = store.contains(names)
+        assert 0 < sum(found) < 20
+        assert get(store, *names) == found
+        store.delete(names)
+        store.put(items(*names[:3]))
+        assert get(store, *names[:3]) == [True] * 3
+
+
+def test_what_the_server_evicts_is_a_miss(open_: Open) -> None:
+    with RedisServer("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru") as server:
+        store = open_(server.url)
+        names = [b"%d" % number for number in range(20)]
+        for name in names:
+            store.put(items(name))
+        assert 0 < sum(get(store, *names)) < 20
+
+
+def test_a_time_to_live_goes_with_every_value(redis_url: str, client: redis.Redis, open_: Open) -> None:
+    open_(redis_url, ttl_s="100").put(items(b"mortal", b"mortal too", size=10))
+    open_(redis_url).put(items(b"immortal", size=10))
+    assert 0 < client.pttl(b"pdkv:mortal") <= 100_000
+    assert 0 < client.pttl(b"pdkv:mortal too") <= 100_000
+    assert client.pttl(b"pdkv:immortal") == -1
+
+
+def test_a_value_whose_time_is_over_is_a_miss_and_can_be_put_again(
+    redis_url: str, client: redis.Redis, open_: Open
+) -> None:
+    store = open_(redis_url, ttl_s="100")
+    store.put(items(b"over", size=10))
+    client.pexpire(b"pdkv:over", 0)
+    assert get(store, b"over", size=10) == [False]
+    store.put(items(b"over", size=10))
+    assert get(store, b"over", size=10) == [True]
+
+
+def test_a_key_of_another_kind_is_an_error_of_that_call(redis_url: str, client: redis.Redis, open_: Open) -> None:
+    store = open_(redis_url)
+    client.rpush(b"pdkv:list", b"x")
+    store.put(items(b"beside", size=10))
+    with pytest.raises(StoreError, match="WRONGTYPE"):
+        get(store, b"beside", b"list", b"beside", size=10)
+    assert get(store, b"beside", size=10) == [True]
+    client.delete(b"pdkv:list")
+
+
+def test_a_password_is_given_and_never_told(open_: Open) -> None:
+    with RedisServer("--requirepass", "right") as server:
+        address = server.url.removeprefix("unix://")
+        store = open_(f"unix://:right@{address}")
+        store.put(items(b"a", size=10))
+        assert get(store, b"a", size=10) == [True]
+        for url in (f"unix://:wrong@{address}", server.url):
+            with pytest.raises(StoreUnavailable) as caught:
+                get(open_(url), b"a")
+            assert "wrong" not in str(caught.value)
+
+
+def test_a_database_is_a_number_in_the_url(open_: Open) -> None:
+    with RedisServer(tcp=True) as server:
+        zero, five = open_(server.url), open_(server.url.removesuffix("/0") + "/5")
+        zero.put(items(b"a", size=10))
+        assert get(five, b"a", size=10) == [False]
+        with pytest.raises(StoreUnavailable, match="DB index"):
+            get(open_(server.url.removesuffix("/0") + "/99"), b"a")
+
+
+def test_only_so_many_bytes_are_asked_for_at_a_time(redis_url: str, client: redis.Redis, open_: Open) -> None:
+    """F22: what the server must buffer for one slow reader is bounded, however large the batch."""
+    store = open_(redis_url, max_bytes_in_flight="2MiB")
+    names = [b"bounded %d" % number for number in range(50)]
+    store.put(items(*names))
+    client.config_set("client-output-buffer-limit", "normal 4mb 0 0")  # whoever has more to come is cut off
+    try:
+        assert get(store, *names) == [True] * 50
+    finally:
+        client.config_set("client-output-buffer-limit", "normal 0 0 0")
+        store.delete(names)

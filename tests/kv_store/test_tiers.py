@@ -1,0 +1,136 @@
+"""Several stores as one: what a slower one had, what a failing one costs."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_servers import RedisServer
+
+from pdkv.errors import StoreTimeout, StoreUnavailable
+from pdkv.kv_store.file_store import FileStore
+from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.redis_store import RedisStore
+from pdkv.kv_store.tiers import TieredStore
+
+SIZE = 1000
+KEYS = [b"a", b"b", b"c"]
+
+
+def items(*keys: bytes) -> list[tuple[bytes, memoryview]]:
+    return [(key, memoryview(key * SIZE)) for key in keys]
+
+
+def get(store: TieredStore, *keys: bytes) -> list[bool]:
+    out = [memoryview(bytearray(SIZE)) for _ in keys]
+    found = store.get(keys, out)
+    assert all(buffer == key * SIZE for key, buffer, is_in in zip(keys, out, found, strict=True) if is_in)
+    return found
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def tiers(server: RedisServer, tmp_path: Path) -> Iterator[TieredStore]:
+    """Memory, Redis, files. What failed rests until the end of the test."""
+    redis = RedisStore(server.url, StoreOptions(operation_timeout_s=0.3, connect_timeout_s=0.3))
+    with TieredStore([MemoryStore("tiers"), redis, FileStore(tmp_path)], retry_after_s=1000) as store:
+        yield store
+
+
+def test_a_put_goes_to_all_tiers(tiers: TieredStore) -> None:
+    tiers.put(items(*KEYS))
+    assert [tier.store.contains(KEYS) for tier in tiers.tiers] == [[True] * 3] * 3
+
+
+def test_each_tier_is_asked_for_what_is_still_missing(tiers: TieredStore) -> None:
+    memory, redis, files = (tier.store for tier in tiers.tiers)
+    memory.put(items(b"a"))
+    redis.put(items(b"a", b"b"))
+    files.put(items(b"c"))
+    assert tiers.contains([*KEYS, b"d"]) == [True, True, True, False]
+    assert get(tiers, *KEYS, b"d") == [True, True, True, False]
+    assert [tier.num_hits for tier in tiers.tiers] == [1, 1, 1]
+
+
+def test_a_hit_in_a_slower_tier_is_copied_into_the_faster_ones(tiers: TieredStore) -> None:
+    tiers.tiers[2].store.put(items(*KEYS))
+    assert get(tiers, b"a", b"c") == [True, True]
+    assert [tier.store.contains(KEYS) for tier in tiers.tiers[:2]] == [[True, False, True]] * 2
+    assert [tier.num_promoted for tier in tiers.tiers] == [2, 2, 0]
+    assert get(tiers, b"a", b"c") == [True, True]
+    assert [tier.num_hits for tier in tiers.tiers] == [2, 0, 2]
+
+
+def test_a_full_fast_tier_does_not_hinder(tmp_path: Path) -> None:
+    """F7: a value that one tier has no room for is in the next."""
+    with TieredStore([MemoryStore("small", SIZE - 1), FileStore(tmp_path)]) as store:
+        store.put(items(*KEYS))
+        assert get(store, *KEYS) == [True] * 3
+        assert store.tiers[0].failures == {"store_full": 2}  # the put, and the promotion
+        assert store.tiers[0].num_promoted == 0
+
+
+def test_a_dead_tier_costs_nobody_a_hit_and_is_counted(tiers: TieredStore, server: RedisServer) -> None:
+    """F13: what is lost with a tier is counted, not hidden."""
+    server.kill()
+    tiers.put(items(*KEYS))
+    tiers.tiers[0].store.delete(KEYS)
+    assert get(tiers, *KEYS) == [True] * 3
+    assert tiers.tiers[1].failures["store_unavailable"] == 1
+    assert tiers.tiers[1].failures["skipped"] > 0
+
+
+def test_a_stopped_tier_is_waited_for_once(tiers: TieredStore, server: RedisServer) -> None:
+    server.send(signal.SIGSTOP)
+    try:
+        for _ in range(20):
+            assert get(tiers, b"a") == [False]
+    finally:
+        server.send(signal.SIGCONT)
+    assert tiers.tiers[1].failures["store_timeout"] == 1
+    assert tiers.tiers[1].failures["skipped"] == 19
+
+
+def test_a_tier_that_is_back_is_used_again(server: RedisServer, tmp_path: Path) -> None:
+    with TieredStore([FileStore(tmp_path), RedisStore(server.url)], retry_after_s=1e-9) as store:
+        server.kill()
+        store.put(items(b"a"))
+        server.start()
+        store.put(items(b"b"))
+        assert store.tiers[1].store.contains([b"a", b"b"]) == [False, True]
+        assert store.tiers[1].failures == {"store_unavailable": 1}
+
+
+def test_if_all_tiers_fail_the_error_is_told(server: RedisServer) -> None:
+    options = StoreOptions(operation_timeout_s=0.2, connect_timeout_s=0.2)
+    with TieredStore([RedisStore(server.url, options), RedisStore(server.url, options)]) as store:
+        server.send(signal.SIGSTOP)
+        try:
+            for _ in range(2):  # also while all of them rest
+                with pytest.raises(StoreTimeout):
+                    get(store, b"a")
+        finally:
+            server.send(signal.SIGCONT)
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            store.put(items(b"a"))
+        with pytest.raises(StoreUnavailable):
+            store.contains([b"a"])
+        server.start()
+
+
+def test_a_delete_that_a_tier_missed_is_told(tiers: TieredStore, server: RedisServer) -> None:
+    tiers.put(items(*KEYS))
+    server.kill()
+    for message in ("No such file|refused", "was not asked to delete"):
+        with pytest.raises(StoreUnavailable, match=message):
+            tiers.delete(KEYS)
+        assert tiers.tiers[0].store.contains(KEYS) == [False] * 3
+        assert tiers.tiers[2].store.contains(KEYS) == [False] * 3
+    server.start()
