@@ -100,11 +100,13 @@ class Decoder:
         return self._lm_head(hidden).float()
 
     def step_bytes(self, num_tokens: int, num_logits: int) -> int:
-        """About how much memory a step's temporaries take at their peak: a layer's activations, or float32 logits."""
+        """About how much memory steps' temporaries take: a layer's activations, twice since steps of other sizes leave
+        gaps between them, and float32 logits.
+        """
         config = self.config
         qkv = (self.num_heads + 2 * self.num_kv_heads) * config.head_size
         layer = 3 * config.hidden_size + qkv + 2 * config.intermediate_size
-        return num_tokens * layer * self.dtype.itemsize + num_logits * config.vocab_size * 2 * 4
+        return 2 * num_tokens * layer * self.dtype.itemsize + num_logits * config.vocab_size * 2 * 4
 
     def _qkv(self, layer: DecoderLayer, x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
         """Queries, keys (both normalised where the model does and rotated) and values of one layer, in one tensor."""
