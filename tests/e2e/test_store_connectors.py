@@ -1,25 +1,35 @@
 """Engines that share a KV store: the tokens are transformers', decode computes no prompt token, turns are found."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from deployments import Running
 from equality import (
     CHUNKED,
+    PREEMPTING,
     Workload,
     check_decode_computed_nothing,
+    check_preempted,
+    check_replies,
     check_undisturbed,
     deployed,
     greedy_workload,
     run_all,
 )
+from serving_checks import Books, complete_all, read_books, settled_books
+from store_servers import RedisServer, lmcache_server, redis_server
 
 TOPOLOGIES = {"1P1D": ("--prefill", "1", "--decode", "1"), "2P2D": ("--prefill", "2", "--decode", "2")}
-BLOCK_SIZES = {
+BLOCK_SIZES: dict[str, tuple[str, ...]] = {
     "16-16": (),
     "16-32": ("--decode-block-size", "32"),
     "32-16": ("--prefill-block-size", "32"),
 }
+LAYERWISE = "load=layerwise"
 
 
 @pytest.fixture(scope="module")
@@ -27,28 +37,161 @@ def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("llama"))
 
 
-def flags(url: str, **options: str) -> tuple[str, ...]:
-    """`--connector store` on a URL."""
-    pairs = {"url": url, **options}
-    return ("--connector", "store", *(x for k, v in pairs.items() for x in ("--connector-config", f"{k}={v}")))
+@pytest.fixture
+def urls(tmp_path: Path) -> Iterator[Callable[[str], str]]:
+    """Makes the URL of a store by its kind; servers end with the test."""
+    with ExitStack() as stack:
+        servers = {"redis": redis_server, "lmcache": lmcache_server}
+
+        def make(kind: str) -> str:
+            return f"file://{tmp_path}/kv" if kind == "file" else stack.enter_context(servers[kind]())
+
+        yield make
 
 
-@pytest.mark.parametrize(
-    ("topology", "blocks", "load"),
-    [
-        ("1P1D", "16-16", "async"),
-        ("2P2D", "16-32", "async"),
-        ("2P2D", "32-16", "layerwise"),
-        ("1P1D", "16-16", "layerwise"),
-    ],
-)
-def test_first_pass_and_replay_over_files(
-    workload: Workload, tmp_path: Path, topology: str, blocks: str, load: str
-) -> None:
-    """F8, F9, F10: the replay reads what the first pass has saved."""
-    sizes, store = BLOCK_SIZES[blocks], flags(f"file://{tmp_path}/kv", load=load)
-    with deployed(workload, *TOPOLOGIES[topology], *sizes, *CHUNKED, *store) as deployment:
+def over(connector: str, *options: str) -> list[str]:
+    """Flags for a connector and its options."""
+    return ["--connector", connector, *(x for option in options for x in ("--connector-config", option))]
+
+
+def check_both_passes(workload: Workload, flags: Sequence[str]) -> None:
+    """Forty prompts twice: corruption would hit the second pass, which reads what the first has saved."""
+    with deployed(workload, *flags) as deployment:
         for _ in range(2):
             books = run_all(deployment, workload)
             check_decode_computed_nothing(books)
             check_undisturbed(books)
+
+
+@pytest.mark.parametrize(
+    ("topology", "blocks", "options"),
+    [
+        ("1P1D", "16-16", ()),
+        ("2P2D", "16-32", ()),
+        ("2P2D", "32-16", (LAYERWISE,)),
+        ("1P1D", "16-16", (LAYERWISE, "tokens_per_value=16")),
+    ],
+)
+def test_tokens_over_files(
+    workload: Workload, urls: Callable[[str], str], topology: str, blocks: str, options: Sequence[str]
+) -> None:
+    """F8, F9, F10."""
+    flags = over("store", f"url={urls('file')}", *options)
+    check_both_passes(workload, [*TOPOLOGIES[topology], *BLOCK_SIZES[blocks], *CHUNKED, *flags])
+
+
+@pytest.mark.parametrize(("kind", "topology"), [("redis", "1P1D"), ("redis", "2P2D"), ("lmcache", "1P1D")])
+def test_tokens_over_servers(workload: Workload, urls: Callable[[str], str], kind: str, topology: str) -> None:
+    """F22: real servers, several units per value."""
+    check_both_passes(workload, [*TOPOLOGIES[topology], *CHUNKED, *over("store", f"url={urls(kind)}")])
+
+
+def test_tokens_over_tiers(workload: Workload, urls: Callable[[str], str]) -> None:
+    tiers = over("store", f"url=memory://tier,{urls('file')}", "capacity=64MiB")
+    check_both_passes(workload, [*TOPOLOGIES["1P1D"], *tiers])
+
+
+def test_tokens_over_shared_storage(workload: Workload, tmp_path: Path) -> None:
+    storage = over("shared_storage", f"path={tmp_path}/kv", "capacity=64MiB")
+    check_both_passes(workload, [*TOPOLOGIES["2P2D"], *storage])
+
+
+def test_preempted_requests_say_the_right_tokens(workload: Workload, urls: Callable[[str], str]) -> None:
+    """F9, F12."""
+    flags = [*TOPOLOGIES["1P1D"], *PREEMPTING, *over("store", f"url={urls('file')}")]
+    with deployed(workload, *flags) as deployment:
+        check_preempted(run_all(deployment, workload), run_all(deployment, workload))
+
+
+# --- what is found ------------------------------------------------------------------------------------------------
+
+
+def run_one(deployment: Running, expected: Sequence[int] | None = None, **body: Any) -> tuple[list[int], Books]:
+    """One request: its tokens, and what it cost."""
+    before = read_books(deployment)
+    [reply] = complete_all(deployment, [{"temperature": 0, "ignore_eos": True, **body}])
+    length = len(body["prompt"])
+    books = settled_books(deployment, lambda now: (now - before).total("prefill") >= length) - before
+    tokens: list[int] = reply["choices"][0]["token_ids"]
+    assert expected is None or tokens == expected
+    return tokens, books
+
+
+def test_the_next_turn_finds_what_decode_has_generated(workload: Workload, urls: Callable[[str], str]) -> None:
+    flags = [*TOPOLOGIES["1P1D"], *over("store", f"url={urls('file')}", "min_hit_tokens=16")]
+    prompt = workload.expected[0].prompt[:100]
+    with deployed(workload, *flags) as deployment:
+        output, _ = run_one(deployment, prompt=prompt, max_tokens=160)
+        turn = [*prompt, *output, *workload.expected[1].prompt, 7, 8, 9]
+        _, books = run_one(deployment, prompt=turn, max_tokens=4)
+    assert books.sources("prefill")["local_hit"] == 96
+    assert books.sources("prefill")["store"] == 256 - 96  # whole values of 259 tokens, the last one not cached
+    check_decode_computed_nothing(books)
+
+
+def test_another_prefill_engine_finds_it_but_not_with_another_salt(
+    workload: Workload, urls: Callable[[str], str]
+) -> None:
+    """F8, F23."""
+    flags = ["--prefill", "2", "--decode", "1", "--policy", "round_robin", *over("store", f"url={urls('file')}")]
+    prompt = workload.expected[2].prompt[:300]
+    with deployed(workload, *flags) as deployment:
+        output, first = run_one(deployment, prompt=prompt, max_tokens=4)
+        _, second = run_one(deployment, output, prompt=prompt, max_tokens=4)
+        _, salted = run_one(deployment, output, prompt=prompt, max_tokens=4, cache_salt="tenant")
+    assert first.sources("prefill")["computed"] == salted.sources("prefill")["computed"] == len(prompt)
+    assert second.sources("prefill")["store"] == 256
+
+
+def test_the_store_outlives_the_engines_and_damaged_files_are_computed_again(
+    workload: Workload, tmp_path: Path
+) -> None:
+    """F4, F10, F13: in the end every file is cut short, and all of it is computed and saved again, counted."""
+    flags = [*TOPOLOGIES["1P1D"], *over("shared_storage", f"path={tmp_path}/kv")]
+    whole = [e for e in workload.expected if len(e.prompt) >= 200]
+    bodies = [{"prompt": e.prompt, "max_tokens": len(e.output), "ignore_eos": True, "temperature": 0} for e in whole]
+
+    def run() -> dict[str, int]:
+        with deployed(workload, *flags) as deployment:
+            check_replies(complete_all(deployment, bodies), whole)
+            books = settled_books(deployment, lambda now: True)
+        check_decode_computed_nothing(books)
+        return {**books.sources("prefill"), "failures": books.of("kv_load_failures", "prefill")}
+
+    first, second = run(), run()
+    assert second["store"] > 0.7 * first["computed"]
+    for path in (tmp_path / "kv").rglob("*.safetensors"):
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - 1)
+    third, fourth = run(), run()
+    assert first["failures"] == second["failures"] == fourth["failures"] == 0
+    assert third["failures"] > 0
+    assert third["store"] == 0
+    assert third["recomputed"] > 0
+    assert fourth["store"] == second["store"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_store_that_does_not_answer_costs_hits_and_nothing_else(workload: Workload, number: signal.Signals) -> None:
+    """F7, F13: its hand-offs are computed by decode, loudly, within the deadlines."""
+    short = workload.expected[-6:]
+    bodies = [{"prompt": e.prompt, "max_tokens": len(e.output), "ignore_eos": True, "temperature": 0} for e in short]
+    deadlines = ("lookup_timeout_s=0.2", "transfer_timeout_s=0.5", "operation_timeout_s=0.5", "connect_timeout_s=0.5")
+    with RedisServer() as server:
+        flags = [*TOPOLOGIES["1P1D"], *over("store", f"url={server.url}", *deadlines)]
+        with deployed(workload, *flags) as deployment:
+            check_replies(complete_all(deployment, bodies), short)
+            server.send(number)
+            changed = [{**body, "cache_salt": "other"} for body in bodies]
+            check_replies(complete_all(deployment, changed), short)
+            books = settled_books(deployment, lambda now: True)
+            assert books.of("kv_load_failures", "decode") > 0, books
+            if number == signal.SIGSTOP:
+                server.send(signal.SIGCONT)
+            else:
+                server.restart()
+            before = read_books(deployment)
+            again = [{**body, "cache_salt": "third"} for body in bodies]
+            for _ in range(3):  # the first ones may meet a connection that is still broken
+                check_replies(complete_all(deployment, again), short)
+            assert (settled_books(deployment, lambda now: True) - before).sources("decode")["remote"] > 0
