@@ -1,0 +1,251 @@
+"""Engines of several ranks, each a thread of its own: the same tokens, common results, and errors with a type."""
+
+import contextlib
+import os
+import queue
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from engines import of_type, output_of, submit
+from rank_connector import RankConnector, RankWorker
+
+from pdkv.assemble import RankPlace, build_engine, run_rank
+from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.engine.core import EngineCore
+from pdkv.errors import ConfigError, RankError, RankGone, RankTimeout
+from pdkv.messages import EngineToRouter, Peers, Tokens
+from pdkv.sampling_params import SamplingParams
+from tests.conftest import HFModel
+
+torch.set_num_threads(1)
+
+PROMPTS = [[5, 6, 7], list(range(2, 60)), list(range(100, 117)), [9]]
+
+
+class Ranked:
+    """An engine whose other ranks are threads. `ended` gets what each of them ended with."""
+
+    def __init__(self, model: Path, tp: int, directory: Path, **fields: Any) -> None:
+        self.ended: queue.Queue[BaseException | None] = queue.Queue()
+        self.wake_fd, wake_write_fd = os.pipe2(os.O_NONBLOCK)
+        self._wake_write_fd = wake_write_fd
+        config = EngineConfig(
+            model=model, device="cpu", kv_cache_memory=8 << 20, threads=1, tp=tp,
+            **{"max_num_seqs": 8, "rank_timeout_s": 20.0, **fields},
+        )  # fmt: skip
+        handoff = HandoffConfig(connector="rank_connector:RankConnector")
+        self.pairs = [socket.socketpair() for _ in range(tp - 1)]
+        store = directory / "store"
+        self.threads = [
+            threading.Thread(target=self._follow, args=(config, handoff, rank, store)) for rank in range(1, tp)
+        ]
+        for thread in self.threads:
+            thread.start()
+        ours = [first for first, _ in self.pairs]
+        try:
+            self.core = build_engine(
+                config, handoff, name=f"tp{tp}", epoch="1", kv_shards=4,
+                place=RankPlace(0, ours, store, 30.0, wake_write_fd),
+            )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+        self.core.router_joined("r", "1")
+
+    def _follow(self, config: EngineConfig, handoff: HandoffConfig, rank: int, store: Path) -> None:
+        error: BaseException | None = None
+        try:
+            place = RankPlace(rank, [self.pairs[rank - 1][1]], store, 30.0)
+            run_rank(config, handoff, name=f"tp{config.tp}", epoch="1", kv_shards=4, place=place)
+        except BaseException as raised:
+            error = raised
+        self.ended.put(error)
+
+    def worker(self, rank: int) -> RankWorker:
+        return self.connector(rank).worker
+
+    def connector(self, rank: int) -> RankConnector:
+        return RankConnector.made[self.core.card.engine, rank]
+
+    def close(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self.core.shutdown()
+        for ours, _ in self.pairs:
+            ours.close()
+        for thread in self.threads:
+            thread.join()
+        for fd in (self.wake_fd, self._wake_write_fd):
+            os.close(fd)
+
+
+MakeEngine = Callable[..., Ranked]
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
+    made: list[Ranked] = []
+
+    def make(model: Path, tp: int, **fields: Any) -> Ranked:
+        directory = tmp_path / str(len(made))
+        directory.mkdir()
+        made.append(Ranked(model, tp, directory, **fields))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def run(core: EngineCore, params: list[SamplingParams] | None = None, *, name: str = "a") -> list[EngineToRouter]:
+    """All prompts at once, until all have ended; request i is called {name}{i}."""
+    for i, prompt in enumerate(PROMPTS):
+        request = submit(prompt, request_id=f"{name}{i}", max_tokens=12)
+        if params is not None:
+            request = msgspec.structs.replace(request, params=params[i])
+        core.handle("r", request, 1.0)
+    messages: list[EngineToRouter] = []
+    while core.requests:
+        core.step(1.0)
+        for _, sent in core.take_messages(1.0):
+            messages += sent
+    core.scheduler.kv.pool.check_integrity()
+    return messages
+
+
+@pytest.mark.parametrize("fields", [{}, {"long_prefill_token_threshold": 20}], ids=["whole", "chunked"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_tokens_are_those_of_one_rank(
+    hf_model: HFModel, make_engine: MakeEngine, tp: int, fields: dict[str, int]
+) -> None:
+    model = hf_model("llama", initializer_range=0.2)
+    expected = run(make_engine(model, 1).core)
+    engine = make_engine(model, tp, **fields)
+    for name in ("a", "b"):  # the second time from the prefix cache of every rank
+        messages = run(engine.core, name=name)
+        for i in range(len(PROMPTS)):
+            assert output_of(messages, f"{name}{i}") == output_of(expected, f"a{i}")
+    engine.core.shutdown()
+    assert [engine.ended.get(timeout=10) for _ in range(tp - 1)] == [None] * (tp - 1)
+
+
+def test_seeds_penalties_and_logprobs_are_those_of_one_rank(hf_model: HFModel, make_engine: MakeEngine) -> None:
+    params = [
+        SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, prompt_logprobs=1),
+        SamplingParams(temperature=1.0, seed=3, top_k=5, repetition_penalty=1.3, max_tokens=7, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={5: 30.0}),
+    ]
+    one, two = (run(make_engine(hf_model("qwen3", initializer_range=0.2), tp).core, params) for tp in (1, 2))
+    for i in range(len(PROMPTS)):
+        assert output_of(two, f"a{i}") == output_of(one, f"a{i}")
+    for a, b in zip(of_type(one, Tokens), of_type(two, Tokens), strict=True):
+        assert isinstance(a, Tokens)
+        assert isinstance(b, Tokens)
+        for entries, others in ((a.logprobs, b.logprobs), (a.prompt_logprobs, b.prompt_logprobs)):
+            assert (entries is None) == (others is None)
+            for entry, other in zip(entries or [], others or [], strict=True):
+                assert (entry is None) == (other is None)
+                if entry is not None and other is not None:
+                    assert other.token_id == entry.token_id
+                    assert other.logprob == pytest.approx(entry.logprob, abs=1e-3)
+
+
+def test_the_card_names_every_rank(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    card = make_engine(tiny_model_dir, 4).core.card
+    assert card.tp == 4
+    assert card.rank_blobs == [f"{rank} of 4, 4 shards".encode() for rank in range(4)]
+    assert card.rank_pids == [os.getpid()] * 4
+    assert (card.layout.num_kv_heads, card.layout.total_kv_heads) == (1, 2)
+
+
+def test_an_engines_memory_is_shared_out(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    one, two, four = (make_engine(tiny_model_dir, tp).core.card for tp in (1, 2, 4))
+    assert two.num_blocks == one.num_blocks
+    assert four.num_blocks == one.num_blocks // 2  # two KV heads: each is held twice
+
+
+def test_every_rank_gets_the_connectors_own_metadata_and_the_peers(
+    tiny_model_dir: Path, make_engine: MakeEngine
+) -> None:
+    engine = make_engine(tiny_model_dir, 2)
+    run(engine.core)
+    assert engine.worker(0).notes[:2] == ["step 0", "step 1"]
+    assert engine.worker(1).notes == engine.worker(0).notes
+    peer = make_engine(tiny_model_dir, 1)
+    engine.core.handle("r", Peers([engine.core.card, peer.core.card]), 1.0)
+    engine.core.step(1.0)
+    assert [engine.worker(rank).peers for rank in range(2)] == [["tp1"]] * 2
+
+
+def test_a_transfer_ends_when_every_rank_has_ended_it(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    """F20."""
+    engine = make_engine(tiny_model_dir, 2)
+    executor, scheduler = engine.core.executor, engine.core.scheduler
+    engine.worker(1).report(("t", 0), 5)
+    assert not executor.execute(scheduler.schedule(1.0)).transfers
+    engine.worker(0).report(("t", 0), 4)
+    (outcome,) = executor.execute(scheduler.schedule(1.0)).transfers.finished_sending.values()
+    assert outcome.num_bytes == 9
+
+
+def test_a_rank_with_news_wakes_the_engine(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    """F19: nobody else would."""
+    engine = make_engine(tiny_model_dir, 2)
+    engine.connector(1).notify()
+    poll = select.poll()
+    poll.register(engine.wake_fd, select.POLLIN)
+    assert poll.poll(10_000)
+
+
+def test_what_a_rank_raises_is_the_engines_error(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    engine = make_engine(tiny_model_dir, 2)
+    engine.worker(1).error = ValueError("no such lane")
+    engine.core.handle("r", submit([5, 6]), 1.0)
+    with pytest.raises(RankError, match="rank 1 failed: ValueError: no such lane"):
+        engine.core.step(1.0)
+    assert isinstance(engine.ended.get(timeout=10), ValueError)
+
+
+def test_a_rank_that_hangs_is_a_timeout(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    engine = make_engine(tiny_model_dir, 2, rank_timeout_s=0.3)
+    worker = engine.worker(1)
+    worker.hangs = True
+    engine.core.handle("r", submit([5, 6]), 1.0)
+    with pytest.raises(RankTimeout):
+        engine.core.step(1.0)
+    worker.stopped.set()
+
+
+def test_a_rank_that_hangs_in_an_empty_step_is_a_timeout(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    engine = make_engine(tiny_model_dir, 2, rank_timeout_s=0.3)
+    worker = engine.worker(1)
+    worker.hangs = True
+    with pytest.raises(RankTimeout, match="rank 1"):
+        engine.core.step(1.0)
+    worker.stopped.set()
+
+
+def test_the_others_end_when_rank_0_is_gone(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    engine = make_engine(tiny_model_dir, 2)
+    for ours, _ in engine.pairs:
+        ours.shutdown(socket.SHUT_RDWR)
+    assert isinstance(engine.ended.get(timeout=10), RankGone)
+    with pytest.raises(RankGone, match="rank 1"):
+        engine.core.step(1.0)
+
+
+def test_ranks_without_processes_are_refused(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="tp 2 needs a process per rank"):
+        build_engine(EngineConfig(model=tiny_model_dir, tp=2), name="e", epoch="1")
+
+
+def test_heads_that_cannot_be_divided_are_refused_by_every_rank(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3 ranks"):
+        Ranked(tiny_model_dir, 3, tmp_path)

@@ -1,0 +1,90 @@
+"""A connector for engines of several ranks that moves nothing: its worker sides do what their options say.
+
+As "rank_connector:RankConnector" it can be named in a configuration. Each step's metadata carries a text in a field of
+its own type, which every worker side writes down; a transfer that a rank was told to report is reported once.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from pdkv.connectors.base import (
+    NO_TRANSFERS,
+    ConnectorConfig,
+    KVConnector,
+    KVConnectorMetadata,
+    SchedulerConnector,
+    SchedulerView,
+    TransferOutcome,
+    TransferResults,
+    WorkerConnector,
+)
+from pdkv.messages import ConnectorKind, EngineCard
+
+
+class Note(KVConnectorMetadata, kw_only=True):
+    """Metadata with a field that the base class lacks."""
+
+    text: str
+
+
+class Notes(SchedulerConnector):
+    """Numbers the steps."""
+
+    def build_connector_meta(self, view: SchedulerView) -> Note:
+        return Note(step_id=view.step_id, text=f"step {view.step_id}")
+
+
+class RankWorker(WorkerConnector):
+    """Writes down what it is told."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self.config = config
+        self.notes: list[str] = []
+        self.peers: list[str] = []
+        self.to_report = NO_TRANSFERS
+        self.error: Exception | None = None  # raised in the next step
+        self.stopped = threading.Event()  # the next step waits for it where `hangs`
+        self.hangs = False
+
+    def handshake(self) -> bytes:
+        return f"{self.config.rank} of {self.config.tp}, {self.config.kv_shards} shards".encode()
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        assert isinstance(meta, Note), meta
+        self.notes.append(meta.text)
+        if self.error is not None:
+            raise self.error
+        if self.hangs:
+            self.stopped.wait(30)
+
+    def get_finished(self) -> TransferResults:
+        results, self.to_report = self.to_report, NO_TRANSFERS
+        return results
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        self.peers = [card.engine for card in added]
+
+    def report(self, key: tuple[str, int], num_bytes: int) -> None:
+        """With the next step: the transfer was sent."""
+        self.to_report = NO_TRANSFERS._replace(finished_sending={key: TransferOutcome("", num_bytes)})
+
+
+class RankConnector(KVConnector):
+    """Found by (engine, rank) in `made`, for tests whose ranks are threads."""
+
+    kind: ClassVar[ConnectorKind] = "store"
+    metadata_type: ClassVar[type[KVConnectorMetadata]] = Note
+    made: ClassVar[dict[tuple[str, int], "RankConnector"]] = {}
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        super().__init__(config, notify)
+        self.worker = RankWorker(config)
+        self.made[config.engine, config.rank] = self
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        return Notes()
+
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        assert rank == self.config.rank
+        return self.worker
