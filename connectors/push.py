@@ -206,6 +206,11 @@ class PushScheduler(SchedulerConnector):
 # --- worker side --------------------------------------------------------------------------------------------------
 
 
+RECEIVE_TIMEOUT_S = 3600.0
+"""A registered receive ends by its data or by a cancel: the engine's own deadline is the one that counts, since it
+knows whether prefill has begun. This is only the last resort."""
+
+
 class PushPiece(NamedTuple):
     """What one job sends: some heads of a batch, to one rank of the receiver."""
 
@@ -262,8 +267,10 @@ class PushWorker(TransferWorker):
         *,
         timeout_s: float,
         lanes: LaneConfig,
+        receive_timeout_s: float = RECEIVE_TIMEOUT_S,
     ) -> None:
         super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
+        self._receive_timeout_s = receive_timeout_s
         self.config = config
         self.peers = peers
 
@@ -339,7 +346,7 @@ class PushWorker(TransferWorker):
         except TransferError as error:
             self.refuse(ticket.key, "receive", error.code)
             return
-        for job in self.submit(ticket.key, "receive", [Task(incoming, posted=True)]):
+        for job in self.submit(ticket.key, "receive", [Task(incoming, posted=True, timeout_s=self._receive_timeout_s)]):
             self.register(job, incoming)
 
     def _send(self, send: PushSend) -> None:

@@ -33,7 +33,8 @@ class Task(NamedTuple):
 
     order: Any  # for run_job
     lane: Lane = SHARED_LANE  # jobs of one lane run one after the other
-    posted: bool = False  # no thread runs it: `end_job` does
+    posted: bool = False  # no thread runs it: `end_job` ends it
+    timeout_s: float | None = None  # None: the worker's
 
 
 @dataclass(eq=False, slots=True)
@@ -103,7 +104,7 @@ class TransferWorker(WorkerConnector):
     """Base class of worker sides. Subclasses turn orders into tasks and say how a job runs.
 
     Args:
-        timeout_s: a job's deadline, from its submission on.
+        timeout_s: a job's deadline, from its submission on, where its task says nothing else.
         lanes: how many threads there are, and for how long.
     """
 
@@ -257,9 +258,12 @@ class TransferWorker(WorkerConnector):
         self._notify_results()
 
     def enter(self, job: Job) -> bool:
-        """Begin to write a posted job's blocks; False: it has ended or has to stop, and nothing may."""
+        """Begin to use a posted job's blocks; False: it has ended or has to stop, and nothing may.
+
+        A running one is about to be posted: what it started may be faster than its return.
+        """
         with self._lock:
-            if job.state != "posted" or job.stop_code:
+            if job.state not in ("running", "posted") or job.stop_code:
                 return False
             job.num_users += 1
             return True
@@ -303,13 +307,21 @@ class TransferWorker(WorkerConnector):
         """Hand new jobs to their lanes."""
         now = group.started
         jobs = [
-            Job(t.order, t.lane, transfer, group, now, now + self.timeout_s, "posted" if t.posted else "queued")
-            for t in tasks
+            Job(
+                task.order,
+                task.lane,
+                transfer,
+                group,
+                now,
+                now + (self.timeout_s if task.timeout_s is None else task.timeout_s),
+                "posted" if task.posted else "queued",
+            )
+            for task in tasks
         ]
         group.num_open = len(jobs)
         transfer.jobs.update(jobs)
         if jobs:
-            self._next_deadline = min(self._next_deadline, now + self.timeout_s)
+            self._next_deadline = min(self._next_deadline, *(job.deadline for job in jobs))
         else:
             self._report_batch(transfer.direction, group, "")
             self._settle(transfer)
@@ -417,6 +429,8 @@ class TransferWorker(WorkerConnector):
             self.num_unexpected_errors += 1
             logger.exception("%s %s", job.transfer.direction, job.key)
         with self._lock:
+            if job not in job.transfer.jobs:  # `end_job` was faster than the return of run_job
+                return
             if num_bytes is None and not code and not job.stop_code:
                 job.state = "posted"
                 return
