@@ -87,6 +87,10 @@ class _Peer:
         self.num_active = 0
         self.broken = False
 
+    def is_usable(self) -> bool:
+        """Whether a transfer may begin."""
+        return not self.broken
+
 
 def load_bindings() -> ModuleType:
     """NIXL's own module, with its environment set where the user has not set it.
@@ -130,6 +134,7 @@ class NixlAgent:
         self._registered: list[Any] = []
         self._errors = _error_types(self._bindings)
         self._failures: tuple[type[Exception], ...] = (RuntimeError, *self._errors)
+        self._bad_messages: tuple[type[Exception], ...] = (UnicodeDecodeError, *self._failures)  # a name is no text
         config = self._bindings.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = _PROGRESS_DELAY_US
@@ -266,7 +271,7 @@ class NixlAgent:
                 return []
             try:
                 received = self._agent.getNotifs({}, [])
-            except (*self._failures, UnicodeDecodeError) as error:  # a name that is no text
+            except self._bad_messages as error:
                 self.num_bad_messages += 1
                 logger.debug("agent %s cannot receive: %s", self.name, error)
                 return []
@@ -295,7 +300,7 @@ class NixlAgent:
         """Use a connection; the last one to leave a broken one closes it."""
         with self._lock:
             connection = self._peers.get(peer)
-            if connection is None or connection.broken or self._closing.is_set():
+            if connection is None or not connection.is_usable() or self._closing.is_set():
                 raise PeerGone(f"agent {peer} is not connected")
             connection.num_active += 1
         try:

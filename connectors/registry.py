@@ -14,6 +14,7 @@ ENTRY_POINT_GROUP = "pdkv.connectors"
 SHIPPED: Mapping[str, str] = {
     "memory": "pdkv.connectors.memory:MemoryConnector",
     "multi": "pdkv.connectors.multi:MultiConnector",
+    "nixl": "pdkv.connectors.nixl:NixlConnector",
     "shared_memory": "pdkv.connectors.shared_memory:SharedMemoryConnector",
     "shared_storage": "pdkv.connectors.shared_storage:SharedStorageConnector",
     "store": "pdkv.connectors.store:StoreUrlConnector",

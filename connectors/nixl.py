@@ -1,0 +1,83 @@
+"""The `nixl` connector: engines exchange KV by NIXL over UCX, within a host or between hosts, from CPU or GPU memory.
+
+mode=pull: decode reads the blocks that prefill keeps under lease. mode=push: prefill writes into the blocks that
+decode has allocated. Either way small or differently cut pieces are gathered by their source and read by their
+receiver (nixl_gather.py).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from pdkv.connectors.base import ConnectorConfig, KVConnector, SchedulerConnector, WorkerConnector
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.nixl_endpoint import GenerationTable, NixlEndpoint
+from pdkv.connectors.nixl_options import NixlOptions
+from pdkv.connectors.nixl_peers import NixlPeers
+from pdkv.messages import ConnectorKind
+
+
+class NixlConnector(KVConnector):
+    """The option `mode` chooses the subclass."""
+
+    kind: ClassVar[ConnectorKind] = "pull"
+
+    def __new__(cls, config: ConnectorConfig, notify: Callable[[], None]) -> "NixlConnector":
+        """A connector's kind is its class's: each mode is a subclass."""
+        return super().__new__(cls.for_options(config.options))
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        super().__init__(config, notify)
+        self.options = NixlOptions.parse(config.options)
+        self._table = GenerationTable(config.num_blocks)
+        self._peers = NixlPeers(config, self.options.mode)
+
+    @classmethod
+    def for_options(cls, options: Mapping[str, str]) -> "type[NixlConnector]":
+        if cls is not NixlConnector:
+            return cls
+        return NixlPushConnector if NixlOptions.parse(options).mode == "push" else NixlPullConnector
+
+    def make_block_table(self) -> BlockTable:
+        return self._table
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        raise NotImplementedError("a mode's class does")
+
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        raise NotImplementedError("a mode's class does")
+
+    def _make_endpoint(self) -> NixlEndpoint:
+        """Raises ConfigError where NIXL is missing."""
+        options = self.options
+        return NixlEndpoint(self.config, self._peers, options.mode, slots=options.slots, slot_bytes=options.slot_bytes)
+
+
+class NixlPullConnector(NixlConnector):
+    """Decode reads."""
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        from pdkv.connectors.pull import PullScheduler
+
+        return PullScheduler(self.config, self._table, NixlPeers(self.config, self.options.mode))
+
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        from pdkv.connectors.nixl_pull import NixlPullWorker
+
+        return NixlPullWorker(self.config, self.notify, self._peers, self._make_endpoint(), self._table, self.options)
+
+
+class NixlPushConnector(NixlConnector):
+    """Prefill writes."""
+
+    kind: ClassVar[ConnectorKind] = "push"
+    concurrent: ClassVar[bool] = True
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        from pdkv.connectors.push import PushScheduler
+
+        return PushScheduler(self.config, NixlPeers(self.config, self.options.mode))
+
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        from pdkv.connectors.nixl_push import NixlPushWorker
+
+        return NixlPushWorker(self.config, self.notify, self._peers, self._make_endpoint(), self.options)

@@ -1,0 +1,361 @@
+"""One rank's end of the `nixl` connector: its agent, its registered memory, its peers, and the thread for messages."""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.nixl_agent import Memory, Message, NixlAgent
+from pdkv.connectors.nixl_doorbell import Doorbell
+from pdkv.connectors.nixl_peers import NixlPeers, agent_name
+from pdkv.connectors.nixl_wire import BLOB_VERSION, Mode, RankBlob, Reset, Wire, decode, encode, encode_blob
+from pdkv.connectors.staging import StagingBuffers
+from pdkv.errors import PdkvError, PeerGone
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+M = TypeVar("M", bound=Wire)
+
+MAX_EARLY_MESSAGES = 1024
+_EARLY_S = 5.0
+"""Messages of agents whose card has not come yet are kept, so many for so long."""
+
+_HOT_S = 0.002
+"""So long after a ring a message is due any moment."""
+
+_HOT_PAUSE_S = 0.00005
+_IDLE_PAUSE_S = 0.02
+"""For rings that got lost and peers on other hosts, which cannot ring."""
+
+_TICK_S = 0.2
+_JOIN_TIMEOUT_S = 5.0
+
+
+class GenerationTable(BlockTable):
+    """Generations in memory that peers read: one int64 per block, written by the engine's block pool only."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.values = np.zeros(num_blocks, dtype=np.int64)
+        self._view = memoryview(self.values.data)  # for single values ten times as fast as numpy
+
+    def generation(self, block_id: int) -> int:
+        return self._view[block_id]
+
+    def reuse(self, block_id: int) -> None:
+        self._view[block_id] += 1
+
+    def publish(self, block_id: int, keys: list[bytes]) -> None:
+        """Peers find blocks by hand-offs only: nothing to do."""
+
+
+class RegisteredBuffers(StagingBuffers):
+    """Staging buffers that lie in one region."""
+
+    _next = 0
+
+    def _allocate(self, pinned: bool) -> Bytes:
+        if not self._next:
+            self.memory: Bytes = np.zeros(self.count * self.size_bytes, dtype=np.uint8)
+        self._next += self.size_bytes
+        return self.memory[self._next - self.size_bytes : self._next]
+
+
+class NixlEndpoint:
+    """Thread-safe. Nothing here may be called on a step thread but `post`, `register`, `blob` and `close`."""
+
+    def __init__(self, config: ConnectorConfig, peers: NixlPeers, mode: Mode, *, slots: int, slot_bytes: int) -> None:
+        """Raises ConfigError where NIXL is missing."""
+        self.config = config
+        self.peers = peers
+        self.num_bad_messages = 0  # that no decoder or handler wants
+        self.num_unknown_agents = 0  # messages of agents that nobody has a card of
+        self.slot_bytes = slot_bytes
+        self._mode = mode
+        self._agent = NixlAgent(agent_name(config.engine, config.epoch, config.rank))
+        self._doorbell = Doorbell()
+        self.slots = np.zeros(slots * slot_bytes, dtype=np.uint8)
+        self.buffers = RegisteredBuffers(max(slots // 2, 2), slot_bytes)  # what is read from peers' slots
+        self._buffer_region = self._agent.register(_touched(self.buffers.memory))
+        self._slot_region = self._agent.register(_touched(self.slots))
+        self.pool: Memory | None = None
+        self._table: Memory | None = None
+        self._handlers: dict[type, Callable[[RankBlob, Any], None]] = {}
+        self._workers: list[Callable[[], bool]] = []
+        self._ticks: list[Callable[[], None]] = []
+        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._early: deque[tuple[float, Message]] = deque(maxlen=MAX_EARLY_MESSAGES)
+        self._open_requests: Callable[[str], list[int]] = lambda agent: []
+        self._connecting = threading.Lock()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="pdkv-nixl", daemon=True)
+
+    # --- set up -----------------------------------------------------------------------------------------------------
+
+    def register(self, kv_cache: "torch.Tensor", table: GenerationTable | None) -> None:
+        """Register the pool, and rank 0's table of generations. Raises ConfigError."""
+        kind, device = ("DRAM", 0) if kv_cache.device.type == "cpu" else ("VRAM", kv_cache.device.index or 0)
+        self.pool = self._agent.register(Memory(kv_cache.data_ptr(), kv_cache.nbytes, kind, device))  # type: ignore[arg-type]
+        if table is not None:
+            self._table = self._agent.register(Memory(table.values.ctypes.data, table.values.nbytes))
+
+    def handle(self, kind: type[M], handler: Callable[[RankBlob, M], None]) -> None:
+        """Messages of that kind go there, on the message thread."""
+        self._handlers[kind] = handler
+
+    def add_work(self, work: Callable[[], bool]) -> None:
+        """A little work for the message thread; False: there is none now."""
+        self._workers.append(work)
+
+    def add_tick(self, tick: Callable[[], None]) -> None:
+        """Called on the message thread a few times a second."""
+        self._ticks.append(tick)
+
+    def report_open_requests(self, report: Callable[[str], list[int]]) -> None:
+        """Who knows which requests to an agent are open."""
+        self._open_requests = report
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._thread.start()
+
+    def blob(self) -> bytes:
+        """This rank's part of the engine's card."""
+        assert self.pool is not None, "register comes first"
+        blob = RankBlob(
+            version=BLOB_VERSION,
+            mode=self._mode,
+            agent=self._agent.name,
+            metadata=self._agent.metadata(),
+            host=host_id(),
+            doorbell=self._doorbell.name,
+            pool=self.pool,
+            block_bytes=self.config.layout.block_bytes,
+            slots=self._slot_region,
+            slot_bytes=self.slot_bytes,
+            generations=self._table,
+        )
+        return encode_blob(blob)
+
+    # --- transfers and messages -------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        blob: RankBlob,
+        local: tuple[Memory, npt.NDArray[np.int64]],
+        remote: tuple[Memory, npt.NDArray[np.int64]],
+        sizes: npt.NDArray[np.int64] | int,
+        *,
+        deadline: float,
+        check: Callable[[], None],
+    ) -> None:
+        """Read pieces of a peer's region, given as (region, offsets), into an own one. Raises TransferError."""
+        self._reach(blob)
+        self._agent.transfer(
+            "READ",
+            blob.agent,
+            local[0].pieces(local[1], sizes),
+            remote[0].pieces(remote[1], sizes),
+            deadline=deadline,
+            kinds=(local[0].kind, remote[0].kind),
+            check=check,
+        )
+
+    def write(
+        self,
+        blob: RankBlob,
+        local: npt.NDArray[np.int64],
+        remote: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64] | int,
+        *,
+        deadline: float,
+        check: Callable[[], None],
+        notice: Wire | None = None,
+    ) -> None:
+        """Write pieces of the own pool into a peer's; `notice` arrives behind the data. Raises TransferError."""
+        assert self.pool is not None
+        self._reach(blob)
+        self._agent.transfer(
+            "WRITE",
+            blob.agent,
+            self.pool.pieces(local, sizes),
+            blob.pool.pieces(remote, sizes),
+            deadline=deadline,
+            kinds=(self.pool.kind, blob.pool.kind),
+            notification=b"" if notice is None else encode(notice),
+            check=check,
+        )
+        if notice is not None:
+            self._ring(blob)
+
+    def send(self, blob: RankBlob, message: Wire) -> None:
+        """Send a message, which arrives soon or never. Raises TransferError."""
+        self._reach(blob)
+        self._agent.send(blob.agent, encode(message))
+        self._ring(blob)
+
+    def try_send(self, blob: RankBlob, message: Wire) -> bool:
+        """Send where the peer is to be had. For messages that a peer's deadline makes up for."""
+        try:
+            self.send(blob, message)
+        except PdkvError as error:
+            logger.debug("no message to %s: %s", blob.agent, error)
+            return False
+        return True
+
+    def buffer_offset(self, buffer: Bytes) -> int:
+        """Where one of `buffers` lies in their region."""
+        return int(buffer.ctypes.data) - self._buffer_region.address
+
+    @property
+    def buffer_region(self) -> Memory:
+        """The region of `buffers`."""
+        return self._buffer_region
+
+    # --- the step thread --------------------------------------------------------------------------------------------
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run something on the message thread. Never blocks."""
+        self._posted.put(call)
+        self._doorbell.wake()
+
+    def meet(self, agents: list[str]) -> None:
+        """Peers have come: connect, soon, so that the first transfer need not wait for it."""
+
+        def connect() -> None:
+            for agent in agents:
+                if (blob := self.peers.agent(agent)) is not None:
+                    with contextlib.suppress(PdkvError):  # whoever needs it will hear why
+                        self._reach(blob)
+
+        self.post(connect)
+
+    def forget(self, agents: list[str]) -> None:
+        """Peers are gone: tear their connections down, soon."""
+
+        def disconnect() -> None:
+            for agent in agents:
+                self._agent.disconnect(agent)
+
+        self.post(disconnect)
+
+    def close(self) -> None:
+        """End the thread and the agent. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._doorbell.wake()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error("thread %s does not end", self._thread.name)
+        self._agent.close()
+        self._doorbell.close()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _reach(self, blob: RankBlob) -> None:
+        """Be connected to a peer. Raises PeerGone for one that is not known any more."""
+        if self._agent.is_connected(blob.agent):
+            return
+        with self._connecting:
+            if self._stopping or self.peers.agent(blob.agent) != blob:
+                raise PeerGone(f"agent {blob.agent} is not known")
+            if self._agent.is_connected(blob.agent):
+                return
+            self._agent.disconnect(blob.agent)
+            self._agent.connect(blob.agent, blob.metadata)
+            self._agent.send(blob.agent, encode(Reset(self._open_requests(blob.agent))))
+        if self.peers.agent(blob.agent) is None:  # removed meanwhile
+            self._agent.disconnect(blob.agent)
+
+    def _ring(self, blob: RankBlob) -> None:
+        if blob.host == host_id():
+            self._doorbell.ring(blob.doorbell)
+
+    def _run(self) -> None:
+        """The message thread."""
+        hot_until = next_tick = 0.0
+        while not self._stopping:
+            try:
+                busy = self._receive()
+                while not self._posted.empty():
+                    self._posted.get()()
+                for work in self._workers:
+                    busy = work() or busy
+                if (now := time.monotonic()) >= next_tick:
+                    next_tick = now + _TICK_S
+                    for tick in self._ticks:
+                        tick()
+            except Exception:  # whatever it was, the next message is served
+                self.num_bad_messages += 1
+                logger.exception("agent %s", self._agent.name)
+                continue
+            if busy:
+                hot_until = time.monotonic() + _HOT_S
+                continue
+            hot = time.monotonic() < hot_until
+            if self._doorbell.wait(_HOT_PAUSE_S if hot else _IDLE_PAUSE_S):
+                hot_until = time.monotonic() + _HOT_S
+
+    def _receive(self) -> bool:
+        messages = self._agent.receive()
+        early, now = list(self._early), time.monotonic()
+        self._early.clear()
+        for since, message in [*early, *((now, message) for message in messages)]:
+            blob = self.peers.agent(message.peer)
+            if blob is not None:
+                self._dispatch(blob, message.data)
+            elif now - since < _EARLY_S:
+                self._early.append((since, message))
+            else:
+                self.num_unknown_agents += 1
+        return bool(messages)
+
+    def _dispatch(self, blob: RankBlob, data: bytes) -> None:
+        try:
+            message = decode(data)
+        except msgspec.DecodeError as error:
+            self.num_bad_messages += 1
+            logger.debug("a message of %s that is none of ours: %s", blob.agent, error)
+            return
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            self.num_bad_messages += 1
+            return
+        try:
+            handler(blob, message)
+        except (PdkvError, ValueError) as error:
+            self.num_bad_messages += 1
+            logger.debug("%s of %s: %s", type(message).__name__, blob.agent, error)
+
+
+def _touched(array: Bytes) -> Memory:
+    """The region of an array, its pages written: a transfer would pay for each with a fault."""
+    array.fill(0)
+    return Memory(array.ctypes.data, array.nbytes)
+
+
+def host_id() -> str:
+    """The boot's id: only processes of one host can ring at each other's doors."""
+    global _host_id
+    if not _host_id:
+        _host_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return _host_id
+
+
+_host_id = ""

@@ -1,0 +1,70 @@
+"""--connector-config of the `nixl` connector."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pdkv.connectors.base import parse_options
+from pdkv.connectors.io_lanes import LaneConfig
+from pdkv.connectors.nixl_wire import Mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class NixlOptions:
+    """Options, with their defaults."""
+
+    mode: Mode = "pull"
+    transfer_timeout_s: float = 10.0  # deadline of one transfer on one rank, from its start on
+    gather_below: int = 32 * 1024  # bytes of a run of blocks, below which it is gathered with others
+    gather_min_pieces: int = 64  # where there are fewer of those, they go one by one
+    slots: int = 8  # buffers in which units are gathered
+    slot_bytes: int = 1024 * 1024
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> "NixlOptions":
+        """Raises ConfigError for an unknown option or value."""
+        return cls(**parse_options(options, _CONVERTERS))
+
+    @property
+    def lanes(self) -> LaneConfig:
+        """One thread per peer rank that something is exchanged with."""
+        return LaneConfig(thread_name="pdkv-nixl-io")
+
+
+def _mode(text: str) -> str:
+    if text not in ("pull", "push"):
+        raise ValueError("pull or push was expected")
+    return text
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError("at least 1 was expected")
+    return value
+
+
+def _size(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise ValueError("a number of bytes was expected")
+    return value
+
+
+def _slot_size(text: str) -> int:
+    if (value := int(text)) < 4096 or value % 4096:
+        raise ValueError("a multiple of 4096 bytes was expected")
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise ValueError("a number of seconds above 0 was expected")
+    return value
+
+
+_CONVERTERS: dict[str, Callable[[str], object]] = {
+    "mode": _mode,
+    "transfer_timeout_s": _seconds,
+    "gather_below": _size,
+    "gather_min_pieces": _count,
+    "slots": _count,
+    "slot_bytes": _slot_size,
+}
