@@ -14,7 +14,11 @@ from equality import (
     run_all,
 )
 
-TOPOLOGIES = {"1P1D": ("--prefill", "1", "--decode", "1"), "2P2D": ("--prefill", "2", "--decode", "2")}
+TOPOLOGIES = {
+    "1P1D": ("--prefill", "1", "--decode", "1"),
+    "2P2D": ("--prefill", "2", "--decode", "2"),
+    "TP1-TP2": ("--prefill", "1", "--decode", "1", "--decode-tp", "2"),
+}
 
 
 @pytest.fixture(scope="module")
