@@ -1,0 +1,47 @@
+"""Any backend between any engines: the tokens are those of transformers, and decode computes none of the prompt (F20)."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from equality import Workload, check_decode_computed_nothing, check_undisturbed, deployed, greedy_workload, run_all
+from matrix_rows import BACKENDS, Row, all_rows, cover
+
+RESULTS = "PDKV_MATRIX_RESULTS"
+"""Names a file that each passed row is appended to."""
+
+
+@pytest.fixture(scope="session")
+def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    """Four KV heads, so that two ranks of one side share a rank of the other."""
+    model = hf_model("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=16, initializer_range=0.2)
+    return greedy_workload(model, tmp_path_factory.mktemp("matrix"))
+
+
+def check_row(row: Row, workload: Workload, directory: Path) -> None:
+    """First pass and replay."""
+    started = time.monotonic()
+    with (
+        BACKENDS[row.backend](directory=directory) as connector,
+        deployed(workload, *row.flags, *connector) as deployment,
+    ):
+        first, replay = (run_all(deployment, workload) for _ in range(2))
+    for books in (first, replay):
+        check_decode_computed_nothing(books)
+        check_undisturbed(books)
+    if results := os.environ.get(RESULTS):
+        with open(results, "a") as file:
+            file.write(f"{row}: passed in {time.monotonic() - started:.0f} s\n")
+
+
+@pytest.mark.parametrize("row", cover(), ids=str)
+def test_cover(row: Row, workload: Workload, tmp_path: Path) -> None:
+    check_row(row, workload, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in all_rows() if row not in cover()], ids=str)
+def test_whole_matrix(row: Row, workload: Workload, tmp_path: Path) -> None:
+    check_row(row, workload, tmp_path)
