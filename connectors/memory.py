@@ -69,6 +69,8 @@ class MemoryConnector(KVConnector):
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
+        if config.tp > 1:
+            raise ConfigError(f"connector memory serves engines of one rank, this one has {config.tp}")
         self.options = MemoryOptions.parse(config.options)
         self.fabric = MemoryFabric.named(self.options.fabric)
         self._table = super().make_block_table()
@@ -138,6 +140,7 @@ class MemoryWorker(WorkerConnector):
         self.epoch = connector.config.epoch
         self.fabric = connector.fabric
         self.options = connector.options
+        self.notify = connector.notify
         self.table = connector.make_block_table()
         self.block_size = connector.config.layout.block_size
         self.pool: Content = None
@@ -155,19 +158,24 @@ class MemoryWorker(WorkerConnector):
 
     def sent(self, key: TransferKey, num_blocks: int) -> None:
         """Everything of the transfer was delivered."""
-        self._results[0][key] = TransferOutcome(num_bytes=num_blocks * self._block_bytes)
+        self._report(0, key, TransferOutcome(num_bytes=num_blocks * self._block_bytes))
 
     def send_failed(self, key: TransferKey, code: str) -> None:
         """The transfer ended without delivery, and nothing reads its blocks any more."""
-        self._results[1][key] = TransferOutcome(code)
+        self._report(1, key, TransferOutcome(code))
 
     def received(self, key: TransferKey, num_blocks: int) -> None:
         """All blocks are in and checked."""
-        self._results[2][key] = TransferOutcome(num_bytes=num_blocks * self._block_bytes)
+        self._report(2, key, TransferOutcome(num_bytes=num_blocks * self._block_bytes))
 
     def receive_failed(self, key: TransferKey, code: str) -> None:
         """The transfer ended, and nothing writes its blocks any more."""
-        self._results[3][key] = TransferOutcome(code)
+        self._report(3, key, TransferOutcome(code))
+
+    def _report(self, which: int, key: TransferKey, outcome: TransferOutcome) -> None:
+        """Results come while another engine runs its step, too."""
+        self._results[which][key] = outcome
+        self.notify()
 
     def shutdown(self) -> None:
         self.fabric.unregister(self)

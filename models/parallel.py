@@ -1,5 +1,6 @@
 """Tensor parallelism: what the ranks of one model say to each other in the middle of a forward pass."""
 
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,7 @@ def _nccl_group(store: "Store", shard: Shard, device: torch.device, timeout: tim
 
 def _rank_error(error: RuntimeError, shard: Shard) -> RankError:
     """torch names the kind of failure in its text only."""
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    kind = RankTimeout if "timed out" in text.lower() or "timeout" in text.lower() else RankGone
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = re.sub(r"^\[[^]]*:\d+\] ", "", text)  # a source file of Gloo's
+    kind = RankTimeout if re.search("timed out|timeout", text, re.IGNORECASE) else RankGone
     return kind(f"rank {shard.rank} of {shard.size} lost another one: {text}")

@@ -1,0 +1,156 @@
+"""Engines of several ranks as processes: right tokens, one life for all ranks, and nothing left behind."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from deployments import Launch, Running
+from equality import (
+    AMPLE_POOL_BLOCKS,
+    CHUNKED,
+    PREEMPTING,
+    Workload,
+    check_decode_computed_nothing,
+    check_preempted,
+    check_undisturbed,
+    deployed,
+    greedy_workload,
+    run_all,
+)
+
+PROMPT = "Say it once more. " * 4
+
+
+@pytest.fixture(scope="module")
+def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    return greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("tp", ["2", "4"])
+def test_an_aggregated_engine_gives_the_tokens_of_one_rank(workload: Workload, tp: str) -> None:
+    """With 4 ranks and two KV heads each head is held twice, so that it takes twice the memory."""
+    memory = str(2 * AMPLE_POOL_BLOCKS * workload.block_bytes)
+    flags = ("--prefill", "0", "--decode", "1", "--decode-tp", tp, "--decode-kv-cache-memory", memory)
+    with deployed(workload, *flags, *CHUNKED) as deployment:
+        (engine,) = deployment.get("/topology").json()["engines"]
+        assert len(set(engine["ranks"])) == int(tp)
+        assert engine["pid"] == engine["ranks"][0]
+        for _ in range(2):
+            check_undisturbed(run_all(deployment, workload))
+
+
+def test_a_hand_off_between_engines_of_unequal_ranks(workload: Workload) -> None:
+    """F20: decode computes no prompt token, whatever ranks hold the heads; blocks come short on both sides, too."""
+    flags = ("--prefill", "1", "--decode", "1", "--prefill-tp", "2", "--decode-tp", "1")
+    with deployed(workload, *flags, *PREEMPTING) as deployment:
+        passes = [run_all(deployment, workload) for _ in range(2)]
+    for books in passes:
+        check_decode_computed_nothing(books)
+    check_preempted(*passes)
+
+
+@pytest.fixture
+def deployment(launch: Launch) -> Running:
+    return launch("--prefill", "0", "--decode", "1", "--tp", "2", "--rank-timeout-s", "2")
+
+
+def ranks_of(deployment: Running) -> list[int]:
+    (engine,) = deployment.get("/topology").json()["engines"]
+    return list(engine["ranks"])
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, be it that nobody has waited for it yet."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def answer(deployment: Running) -> list[int]:
+    reply = deployment.complete(PROMPT, max_tokens=12, ignore_eos=True, return_token_ids=True)
+    assert reply.status_code == 200, reply.text
+    token_ids: list[int] = reply.json()["choices"][0]["token_ids"]
+    return token_ids
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_engine_which_comes_back(deployment: Running, rank: int) -> None:
+    """F5, F24: a new incarnation of all ranks, and no process of the one before."""
+    expected, before = answer(deployment), ranks_of(deployment)
+    os.kill(before[rank], signal.SIGKILL)
+    deployment.wait_for_line(r"launcher: engine-0 is ready again")
+    deployment.wait_for_line(r"router: engine-0 is ready")
+    after = ranks_of(deployment)
+    assert not set(before) & set(after)
+    assert all(is_gone(pid) for pid in before)
+    assert answer(deployment) == expected
+
+
+def test_a_rank_that_is_stopped_ends_the_engine_at_its_deadline(deployment: Running) -> None:
+    expected, before = answer(deployment), ranks_of(deployment)
+    os.kill(before[1], signal.SIGSTOP)
+    reply = deployment.complete(PROMPT, max_tokens=12)
+    assert reply.status_code in (200, 503), reply.text  # the next incarnation answers it, or it failed clearly
+    deployment.wait_for_line(r"engine-0: the engine stops: .*(Timed out|in time)")
+    deployment.wait_for_line(r"router: engine-0 is ready")
+    assert not set(before) & set(ranks_of(deployment))
+    assert answer(deployment) == expected
+
+
+def test_a_stop_ends_all_ranks_without_a_complaint(deployment: Running) -> None:
+    answer(deployment)
+    assert deployment.stop() == 0
+    assert not [line for line in deployment.lines if "ERROR" in line or "WARNING" in line], deployment.log
+
+
+def test_a_killed_launcher_leaves_no_rank(deployment: Running) -> None:
+    """F24."""
+    ranks = ranks_of(deployment)
+    assert deployment.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert all(is_gone(pid) for pid in ranks)
+
+
+def test_a_killed_launcher_leaves_no_stopped_rank_0(deployment: Running) -> None:
+    """The other rank waits for rank 0's orders, and does not wait for ever."""
+    first, second = ranks_of(deployment)
+    os.kill(first, signal.SIGSTOP)
+    deployment.process.kill()
+    psutil.wait_procs([psutil.Process(second)], timeout=10)
+    assert is_gone(second)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(first, signal.SIGCONT)
+    assert deployment.finish(killed=True) == -signal.SIGKILL
+
+
+@pytest.fixture
+def refused(launch: Launch) -> Callable[..., Running]:
+    def start(*flags: str) -> Running:
+        return launch("--prefill", "0", "--decode", "1", *flags, wait=False)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--tp", "3"), "2 key-value heads cannot be divided among 3 ranks"),
+        (("--tp", "2", "--connector", "memory"), "memory.*one rank"),
+        (("--tp", "0"), "tp must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_the_start(
+    refused: Callable[..., Running], flags: tuple[str, ...], reason: str
+) -> None:
+    deployment = refused(*flags)
+    deployment.wait_for_line(reason)
+    assert deployment.finish() == 2
+
+
+def test_ranks_start_without_a_fork_server(launch: Launch) -> None:
+    deployment = launch("--prefill", "0", "--decode", "1", "--tp", "2", "--start-method", "spawn")
+    assert len(answer(deployment)) == 12
