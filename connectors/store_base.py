@@ -5,7 +5,7 @@ engine has saved; a hand-off is a lookup whose answer is known. No call of a sto
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, get_args
 
 from pdkv.connectors.base import (
@@ -21,10 +21,13 @@ from pdkv.connectors.store_lookup import KeyLookups
 from pdkv.connectors.store_plan import StoreCut, StoreMetadata
 from pdkv.connectors.store_scheduler import StoreScheduler, TransferOptions
 from pdkv.connectors.store_worker import StoreWorker
-from pdkv.kv_store.base import KVStore
+from pdkv.errors import ConfigError
+from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.messages import ConnectorKind
 
 LAYERWISE_GROUPS = 4
+
+__all__ = ["Buffer", "KVStore", "StoreConnector", "TransferOptions"]
 
 
 def _parse_count(text: str) -> int:
@@ -70,21 +73,21 @@ assert set(_COMMON) == set(TransferOptions.__struct_fields__)
 class StoreConnector(KVConnector):
     """Public base class of connectors over a KVStore.
 
-    `option_types` names the subclass's own options, beside those of TransferOptions, with their converters; None:
-    whatever is left over is passed on as text. Their values are in `store_options` when `open_store` is called.
+    `option_names` are the subclass's own --connector-config options, beside those of TransferOptions; None: whatever is
+    left over. Their texts are in `store_options` when `open_store` is called.
     """
 
     kind: ClassVar[ConnectorKind] = "store"
     content_addressed: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = StoreMetadata
-    option_types: ClassVar[Mapping[str, Callable[[str], Any]] | None] = {}
+    option_names: ClassVar[Sequence[str] | None] = ()
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
         options = parse_options(config.options, self._known_options())
         common = {name: options.pop(name) for name in list(options) if name in _COMMON}
         self.options = TransferOptions(**common)
-        self.store_options: Mapping[str, Any] = options
+        self.store_options: Mapping[str, str] = options
         groups = self.options.layer_groups
         if not groups:
             groups = min(LAYERWISE_GROUPS, config.layout.num_layers) if self.options.load == "layerwise" else 1
@@ -99,6 +102,16 @@ class StoreConnector(KVConnector):
             ConfigError: a wrong option, or a package that is missing.
             StoreError: it cannot be opened.
         """
+
+    def required_option(self, name: str) -> str:
+        """The value of an own option.
+
+        Raises:
+            ConfigError: it was not given.
+        """
+        if name not in self.store_options:
+            raise ConfigError(f"{type(self).__name__} needs the option --connector-config {name}=…")
+        return self.store_options[name]
 
     @property
     def store(self) -> KVStore:
@@ -122,6 +135,5 @@ class StoreConnector(KVConnector):
             store.close()
 
     def _known_options(self) -> Mapping[str, Callable[[str], Any]]:
-        if self.option_types is None:
-            return {**dict.fromkeys(self.config.options, str), **_COMMON}
-        return {**self.option_types, **_COMMON}
+        own = self.config.options if self.option_names is None else self.option_names
+        return {**dict.fromkeys(own, str), **_COMMON}

@@ -302,11 +302,12 @@ def test_layerwise_loads_come_in_groups_unless_told_otherwise() -> None:
 
 
 def test_store_and_shared_storage_need_a_place() -> None:
-    with pytest.raises(ConfigError, match="url=URL"):
-        StoreUrlConnector(config(), lambda: None)
-    for options in ({}, {"path": "relative"}):
-        with pytest.raises(ConfigError, match="path=DIRECTORY"):
-            SharedStorageConnector(config(**options), lambda: None)
+    with pytest.raises(ConfigError, match="url="):
+        StoreUrlConnector(config(), lambda: None).open_store()
+    with pytest.raises(ConfigError, match="path="):
+        SharedStorageConnector(config(), lambda: None).open_store()
+    with pytest.raises(ConfigError, match="absolute path, got 'relative'"):
+        SharedStorageConnector(config(path="relative"), lambda: None).open_store()
 
 
 def test_options_of_the_store_are_passed_on() -> None:
