@@ -1,4 +1,4 @@
-"""Any backend between any engines: the tokens are those of transformers, and decode computes none of the prompt (F20)."""
+"""Any backend between any engines: the tokens are those of transformers; decode computes none of the prompt (F20)."""
 
 import os
 import time
