@@ -17,7 +17,7 @@ class StoreOptions:
     connect_timeout_s: float = 2.0
     operation_timeout_s: float = 10.0  # one call, whatever the size of its batch
     ttl_s: float | None = None  # a value's life from its put on
-    max_bytes_in_flight: int = 16 << 20  # asked for and not yet read, over all calls: what a server must buffer for us
+    max_bytes_in_flight: int = 8 << 20  # asked for and not yet read, over all calls: what a server must buffer for us
     pipeline: int = 64  # most commands of one call ahead of their replies
     retry_after_s: float = 1.0  # tiers: how long one that failed is left alone
 

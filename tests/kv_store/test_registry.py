@@ -1,5 +1,6 @@
 """Stores by URL, and the ways that a URL or an option can be wrong."""
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -107,3 +108,14 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis.connection", None)
     with pytest.raises(ConfigError, match="needs the package redis: pip install"):
         open_store("redis://localhost:1")
+
+
+def test_stores_import_neither_torch_nor_connectors() -> None:
+    script = (
+        "import sys, pkgutil, pdkv.kv_store as package\n"
+        "for module in pkgutil.iter_modules(package.__path__): __import__('pdkv.kv_store.' + module.name)\n"
+        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('torch', 'lmcache', 'redis')"
+        " or name.startswith('pdkv.connectors')))"
+    )
+    reply = subprocess.run([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+    assert reply.stdout.strip() == "[]"

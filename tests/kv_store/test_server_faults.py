@@ -1,7 +1,6 @@
 """Redis and LMCache servers that stop, die, come back or talk nonsense; writers that are killed in mid-value."""
 
 import contextlib
-import signal
 import socket
 import struct
 import subprocess
@@ -52,16 +51,6 @@ def store(server: StoreServer, open_: Open) -> KVStore:
     return open_(server.url, operation_timeout_s="0.5", connect_timeout_s="0.3")
 
 
-@contextlib.contextmanager
-def stopped(server: StoreServer) -> Iterator[None]:
-    """The server is SIGSTOPped: its sockets take bytes, and nobody reads them."""
-    server.send(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        server.send(signal.SIGCONT)
-
-
 def put(store: KVStore, key: bytes) -> None:
     store.put([(key, memoryview(key.ljust(SIZE)))])
 
@@ -90,7 +79,7 @@ def test_a_stopped_server_is_a_timeout_and_works_again_when_it_goes_on(
     """F7: every call ends by its deadline, whatever it waits for, and the store stays usable."""
     if connected:
         put(store, b"a")
-    with stopped(server), pytest.raises(StoreTimeout):
+    with server.stopped(), pytest.raises(StoreTimeout):
         CALLS[call](store)
     store.put([(b"after", memoryview(b"x"))])
     assert store.contains([b"after"]) == [True]
@@ -121,7 +110,6 @@ def test_a_dead_server_is_unavailable_until_it_is_back(server: StoreServer, stor
 def test_a_server_that_dies_under_a_call_ends_it(server: StoreServer, open_: Open) -> None:
     store = open_(server.url, operation_timeout_s="20")
     put(store, b"a")
-    server.send(signal.SIGSTOP)
     errors: list[StoreError] = []
 
     def call() -> None:
@@ -131,8 +119,9 @@ def test_a_server_that_dies_under_a_call_ends_it(server: StoreServer, open_: Ope
             errors.append(error)
 
     thread = threading.Thread(target=call)
-    thread.start()
-    server.restart()
+    with server.stopped():
+        thread.start()
+        server.restart()
     thread.join(_WAIT_S)
     assert not thread.is_alive()
     assert all(isinstance(error, StoreUnavailable) for error in errors)  # or it was put again, to the new server
@@ -149,7 +138,7 @@ def test_close_ends_calls_that_wait(server: StoreServer, open_: Open) -> None:
         except StoreError as error:
             errors.append(error)
 
-    with stopped(server):
+    with server.stopped():
         thread = threading.Thread(target=call)
         thread.start()
         store.close()

@@ -1,6 +1,5 @@
 """Several stores as one: what a slower one had, what a failing one costs."""
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,12 +86,9 @@ def test_a_dead_tier_costs_nobody_a_hit_and_is_counted(tiers: TieredStore, serve
 
 
 def test_a_stopped_tier_is_waited_for_once(tiers: TieredStore, server: RedisServer) -> None:
-    server.send(signal.SIGSTOP)
-    try:
+    with server.stopped():
         for _ in range(20):
             assert get(tiers, b"a") == [False]
-    finally:
-        server.send(signal.SIGCONT)
     assert tiers.tiers[1].failures["store_timeout"] == 1
     assert tiers.tiers[1].failures["skipped"] == 19
 
@@ -110,19 +106,15 @@ def test_a_tier_that_is_back_is_used_again(server: RedisServer, tmp_path: Path) 
 def test_if_all_tiers_fail_the_error_is_told(server: RedisServer) -> None:
     options = StoreOptions(operation_timeout_s=0.2, connect_timeout_s=0.2)
     with TieredStore([RedisStore(server.url, options), RedisStore(server.url, options)]) as store:
-        server.send(signal.SIGSTOP)
-        try:
+        with server.stopped():
             for _ in range(2):  # also while all of them rest
                 with pytest.raises(StoreTimeout):
                     get(store, b"a")
-        finally:
-            server.send(signal.SIGCONT)
         server.kill()
         with pytest.raises(StoreUnavailable):
             store.put(items(b"a"))
         with pytest.raises(StoreUnavailable):
             store.contains([b"a"])
-        server.start()
 
 
 def test_a_delete_that_a_tier_missed_is_told(tiers: TieredStore, server: RedisServer) -> None:
@@ -133,4 +125,3 @@ def test_a_delete_that_a_tier_missed_is_told(tiers: TieredStore, server: RedisSe
             tiers.delete(KEYS)
         assert tiers.tiers[0].store.contains(KEYS) == [False] * 3
         assert tiers.tiers[2].store.contains(KEYS) == [False] * 3
-    server.start()

@@ -63,9 +63,20 @@ class StoreServer:
             self._lines.put(line)
         self._lines.put(None)
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal, such as SIGSTOP and SIGCONT."""
+    def send(self, number: int) -> None:
+        """Send a signal. After SIGSTOP all its threads have stopped: its sockets take bytes, and nobody reads them."""
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """SIGSTOPped for the block."""
+        self.send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.send(signal.SIGCONT)
 
     def kill(self) -> None:
         """kill -9. Idempotent."""
