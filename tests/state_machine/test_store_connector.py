@@ -1,0 +1,58 @@
+"""Random schedules of store connectors on a real model: late, lost and failed calls of the store, evictions, aborts,
+restarts. The tokens are those of transformers, and all blocks, buffers and transfers come back (F1, F2, F4, F9, F10).
+"""
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from state_machine.host import run_schedule
+from state_machine.real_model import RealModel
+from state_machine.store_world import StoreWorld
+
+NUM_SCHEDULES_PER_PAIR = 12
+
+PAIRS = [(order, load) for order in ("prefill_first", "decode_first") for load in ("async", "layerwise")]
+
+
+class WholeUnits(RealModel):
+    """A world's hash blocks are its blocks, a store's are units: both have 16 tokens."""
+
+    block_sizes = (16, 16, 16)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Expired leases and failed loads are what these schedules are about: no log line each."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def model(hf_model: Callable[..., Path]) -> WholeUnits:
+    return WholeUnits(hf_model("qwen3", initializer_range=0.2, num_hidden_layers=2, head_dim=16))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_a_store_may_be_late_lose_and_fail_whatever_it_likes(pair: tuple[str, str], model: WholeUnits) -> None:
+    rng = random.Random("-".join(pair))
+    num_finished = num_loaded = num_failed = 0
+    order, load = pair
+    for _ in range(NUM_SCHEDULES_PER_PAIR):
+        world = run_schedule(
+            rng.randbytes(rng.randint(150, 500)),
+            ("store", order, load),  # type: ignore[arg-type]
+            partial(StoreWorld, forward=model),
+        )
+        num_finished += sum(client.flow.finish_reason is not None for client in world.clients)
+        for engine in world.engines.values():
+            report = engine.core._make_load()
+            num_loaded += report.sources.remote + report.sources.store
+            num_failed += report.load_failures
+    assert num_finished
+    assert num_loaded
+    assert num_failed
