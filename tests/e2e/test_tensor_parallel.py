@@ -22,6 +22,7 @@ from equality import (
     run_all,
 )
 
+TWO_RANKS = ("--prefill", "0", "--decode", "1", "--tp", "2")
 PROMPT = "Say it once more. " * 4
 
 
@@ -53,9 +54,10 @@ def test_a_hand_off_between_engines_of_unequal_ranks(workload: Workload) -> None
     check_preempted(*passes)
 
 
-@pytest.fixture
-def deployment(launch: Launch) -> Running:
-    return launch("--prefill", "0", "--decode", "1", "--tp", "2", "--rank-timeout-s", "2")
+@pytest.fixture(scope="module")
+def deployment(module_launch: Launch) -> Running:
+    """Its engine is killed again and again."""
+    return module_launch(*TWO_RANKS, "--rank-timeout-s", "2")
 
 
 def ranks_of(deployment: Running) -> list[int]:
@@ -102,21 +104,25 @@ def test_a_rank_that_is_stopped_ends_the_engine_at_its_deadline(deployment: Runn
     assert answer(deployment) == expected
 
 
-def test_a_stop_ends_all_ranks_without_a_complaint(deployment: Running) -> None:
-    answer(deployment)
+def test_a_stop_ends_all_ranks_without_a_complaint(launch: Launch) -> None:
+    """Ranks that were started one by one, without a fork server."""
+    deployment = launch(*TWO_RANKS, "--start-method", "spawn")
+    assert len(answer(deployment)) == 12
     assert deployment.stop() == 0
     assert not [line for line in deployment.lines if "ERROR" in line or "WARNING" in line], deployment.log
 
 
-def test_a_killed_launcher_leaves_no_rank(deployment: Running) -> None:
+def test_a_killed_launcher_leaves_no_rank(launch: Launch) -> None:
     """F24."""
+    deployment = launch(*TWO_RANKS)
     ranks = ranks_of(deployment)
     assert deployment.stop(signal.SIGKILL) == -signal.SIGKILL
     assert all(is_gone(pid) for pid in ranks)
 
 
-def test_a_killed_launcher_leaves_no_stopped_rank_0(deployment: Running) -> None:
-    """The other rank waits for rank 0's orders, and does not wait for ever."""
+def test_a_killed_launcher_leaves_no_rank_whose_rank_0_is_stopped(launch: Launch) -> None:
+    """F24: the other rank waits for rank 0's orders, and does not wait for ever."""
+    deployment = launch(*TWO_RANKS)
     first, second = ranks_of(deployment)
     os.kill(first, signal.SIGSTOP)
     deployment.process.kill()
@@ -127,30 +133,7 @@ def test_a_killed_launcher_leaves_no_stopped_rank_0(deployment: Running) -> None
     assert deployment.finish(killed=True) == -signal.SIGKILL
 
 
-@pytest.fixture
-def refused(launch: Launch) -> Callable[..., Running]:
-    def start(*flags: str) -> Running:
-        return launch("--prefill", "0", "--decode", "1", *flags, wait=False)
-
-    return start
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--tp", "3"), "2 key-value heads cannot be divided among 3 ranks"),
-        (("--tp", "2", "--connector", "memory"), "memory.*one rank"),
-        (("--tp", "0"), "tp must be at least 1"),
-    ],
-)
-def test_what_cannot_be_is_refused_at_the_start(
-    refused: Callable[..., Running], flags: tuple[str, ...], reason: str
-) -> None:
-    deployment = refused(*flags)
-    deployment.wait_for_line(reason)
+def test_a_connector_that_serves_one_rank_refuses_several(launch: Launch) -> None:
+    deployment = launch(*TWO_RANKS, "--connector", "memory", wait=False)
+    deployment.wait_for_line("connector memory serves engines of one rank, this one has 2")
     assert deployment.finish() == 2
-
-
-def test_ranks_start_without_a_fork_server(launch: Launch) -> None:
-    deployment = launch("--prefill", "0", "--decode", "1", "--tp", "2", "--start-method", "spawn")
-    assert len(answer(deployment)) == 12

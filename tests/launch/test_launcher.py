@@ -57,6 +57,18 @@ def test_roles_have_their_own_options_and_bound_engines_as_many_threads_as_cpus(
         plan(run_dir, launch, EngineConfig(), EngineConfig(cpu_bind="0|1|2"))
 
 
+def test_ranks_share_the_machine_and_every_engine_cuts_stored_heads_alike(run_dir: RunDirectory) -> None:
+    launch = LaunchConfig(prefill=1, decode=2)
+    fleet = plan(run_dir, launch, EngineConfig(tp=4), EngineConfig(tp=6, cpu_bind="0-11|0-2"))
+    prefill, *decodes = fleet.engines
+    assert prefill.config.threads == 1  # 16 ranks, 12 CPUs
+    assert [spec.config.threads for spec in decodes] == [2, 1]
+    assert {spec.kv_shards for spec in fleet.engines} == {12}
+    assert len({spec.store for spec in fleet.engines}) == 3
+    (alone,) = plan(run_dir, LaunchConfig(prefill=0, decode=1), EngineConfig(tp=4), EngineConfig()).engines
+    assert (alone.kv_shards, alone.store, alone.config.threads) == (1, None, 12)
+
+
 def test_the_model_is_served_under_its_directorys_name_unless_told_otherwise(run_dir: RunDirectory) -> None:
     config = EngineConfig(model=Path("some/where/llama-small"))
     assert plan(run_dir, LaunchConfig(), config, config).router.served_model_name == "llama-small"

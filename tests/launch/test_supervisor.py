@@ -21,10 +21,13 @@ FakeChild = Callable[[str, int, str], Child]
 class Deck:
     """A supervisor whose children are stand-ins; `behaviour[name]` is what the next start of `name` does."""
 
-    def __init__(self, fake_child: FakeChild, lifeline: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, fake_child: FakeChild, lifeline: int, monkeypatch: pytest.MonkeyPatch, *, store: Path | None = None
+    ) -> None:
         self.behaviour: dict[str, str] = {}
         self.started: list[Child] = []
         self.epochs: list[str] = []
+        self.stores: list[Path] = []
         self.rank_fds: list[tuple[int, int]] = []  # of each start: rank, inherited sockets
         self.routers: list[RouterSpec] = []
         self.ready: asyncio.Queue[str] = asyncio.Queue()
@@ -40,6 +43,9 @@ class Deck:
 
         def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequence[int]) -> Child:
             self.epochs.append(spec.epoch)
+            if spec.store is not None:
+                spec.store.touch()
+                self.stores.append(spec.store)
             self.rank_fds.append((spec.rank, len(rank_fds)))
             return start(spec.process_name, ack_fd)
 
@@ -51,8 +57,8 @@ class Deck:
         monkeypatch.setattr(module, "spawn_router", spawn_router)
         engines = [
             EngineSpec(
-                name=f"decode-{i}", role="decode", epoch="", config=EngineConfig(), handoff=HandoffConfig(),
-                endpoint=f"ipc://decode-{i}", num_engines=2,
+                name=f"decode-{i}", role="decode", epoch="", config=EngineConfig(tp=2 if i and store else 1),
+                handoff=HandoffConfig(), endpoint=f"ipc://decode-{i}", num_engines=2, store=store if i else None,
             )
             for i in range(2)
         ]  # fmt: skip
@@ -82,6 +88,12 @@ class Deck:
 @pytest.fixture
 def deck(fake_child: FakeChild, lifeline: int, monkeypatch: pytest.MonkeyPatch) -> Deck:
     return Deck(fake_child, lifeline, monkeypatch)
+
+
+@pytest.fixture
+def ranked_deck(fake_child: FakeChild, lifeline: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deck:
+    """decode-1 has two ranks."""
+    return Deck(fake_child, lifeline, monkeypatch, store=tmp_path / "decode-1.ranks")
 
 
 def test_start_returns_when_all_are_ready_and_stop_ends_all(deck: Deck) -> None:
@@ -173,3 +185,55 @@ def test_stop_in_the_middle_of_a_start(deck: Deck) -> None:
 def test_the_backoff_grows_to_a_bound() -> None:
     assert [backoff_s(n) for n in range(4)] == [0.1, 0.2, 0.4, 0.8]
     assert backoff_s(50) == 30.0
+
+
+def test_all_ranks_of_an_engine_start_with_one_epoch_and_a_socket_between_them(ranked_deck: Deck) -> None:
+    deck = ranked_deck
+
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        assert {deck.ready.get_nowait() for _ in range(3)} == {"router", "decode-0", "decode-1"}
+        assert {child.name for child in deck.started} == {"router", "decode-0", "decode-1", "decode-1.1"}
+
+    deck.run(scenario)
+    assert sorted(deck.rank_fds) == [(0, 0), (0, 1), (1, 1)]
+    assert len(set(deck.epochs)) == 2
+    assert len(set(deck.stores)) == 1
+
+
+@pytest.mark.parametrize("victim", ["decode-1", "decode-1.1"])
+def test_with_one_rank_all_ranks_end_and_come_back(ranked_deck: Deck, victim: str) -> None:
+    """F5, F24: the other rank waits for nobody, and nothing of the incarnation is left."""
+    deck = ranked_deck
+
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        for _ in range(3):
+            deck.ready.get_nowait()
+        before = [deck.newest(name) for name in ("decode-1", "decode-1.1")]
+        bystanders = [deck.newest(name) for name in ("router", "decode-0")]
+        os.kill(deck.newest(victim).pid, signal.SIGKILL)
+        assert await deck.ready.get() == "decode-1"
+        assert not any(child.alive for child in before)
+        assert all(child.alive for child in bystanders)
+        assert all(deck.newest(name).alive for name in ("decode-1", "decode-1.1"))
+
+    deck.run(scenario)
+    assert len(set(deck.epochs)) == 3
+    assert [store.exists() for store in dict.fromkeys(deck.stores)] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["decode-1", "decode-1.1"])
+@pytest.mark.parametrize(("behaviour", "error"), [("die", StartupError), ("refuse", ConfigError)])
+def test_a_rank_that_does_not_start_leaves_none_of_its_engine(
+    ranked_deck: Deck, name: str, behaviour: str, error: type[Exception]
+) -> None:
+    deck = ranked_deck
+    deck.behaviour[name] = behaviour
+
+    async def scenario() -> None:
+        with pytest.raises(error):
+            await deck.supervisor.start()
+        assert not any(child.alive for child in deck.started if child.name.startswith("decode-1"))
+
+    deck.run(scenario)
