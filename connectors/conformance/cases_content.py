@@ -4,10 +4,8 @@ import itertools
 
 from pdkv.connectors.conformance import protocol as p
 from pdkv.connectors.conformance.cases import case
-from pdkv.connectors.conformance.engine import TRANSFER_POLL_S
 from pdkv.connectors.conformance.handover import Handover, legal_orders
-from pdkv.connectors.conformance.processes import wait_for_any
-from pdkv.connectors.conformance.world import Setting, Shape, Violation, World, lengths, require
+from pdkv.connectors.conformance.world import TRANSFER_POLL_S, Setting, Shape, World, lengths, require
 from pdkv.errors import IncompatiblePeers
 
 RANK_PAIRS = ((1, 2), (2, 1), (2, 4), (4, 1))
@@ -89,22 +87,12 @@ def wake_up(setting: Setting) -> None:
     with World(setting) as world:
         for order in legal_orders(world):
             transfer = Handover(world, 40, order=order)
-            for step in transfer.steps:
-                step()
-            for _ in range(100):
-                if transfer.ended:
-                    break
-                hosts = [host for engine in world.engines.values() for host in engine.hosts]
-                wait_for_any(hosts, setting.timeout_s if not _is_pending(world) else 0)
-                woken = [e for e in world.engines.values() if any([h.take_woken(e.name) for h in e.hosts])]
-                for engine in woken or [e for e in world.engines.values() if e.ask(p.IsPending(), p.Truth).value]:
-                    engine.step()
-            require(transfer.ended, f"nothing announced the end of the load of {transfer.describe()}")
+            transfer.take()
+            world.poll_s = 2 * world.timeout_s  # no step that nobody has asked for
+            announced = world.runs_until(lambda transfer=transfer: transfer.ended, world.timeout_s / 4)  # type: ignore[misc]
+            world.poll_s = TRANSFER_POLL_S
+            require(announced, f"nothing announced the end of the load of {transfer.describe()}")
             transfer.finish()
-
-
-def _is_pending(world: World) -> bool:
-    return any(engine.ask(p.IsPending(), p.Truth).value for engine in world.engines.values())
 
 
 @case("concurrent_transfers")

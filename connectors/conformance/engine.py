@@ -7,7 +7,7 @@ garbage, and their generations have changed.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import (
@@ -24,9 +24,6 @@ from pdkv.connectors.conformance.books import Aggregator, Books
 from pdkv.connectors.conformance.processes import HostProcess
 from pdkv.connectors.conformance.request import Request
 from pdkv.messages import EngineCard, KVHandoff, KVLayout
-
-TRANSFER_POLL_S = 0.5
-"""As in the engine: so often it looks for results that nobody has announced."""
 
 Wanted = TypeVar("Wanted", bound=p.Answer)
 
@@ -57,6 +54,8 @@ class _News:
 
 class Engine:
     """An engine of one incarnation; `hosts` has one process per rank."""
+
+    timed: ClassVar[bool] = False  # its ranks are made for benchmarks
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class Engine:
                 engine=name, epoch=epoch, layout=layout, num_blocks=num_blocks, options=options, model="conformance",
                 rank=rank, tp=len(hosts), kv_shards=kv_shards,
             )  # fmt: skip
-            built.append(host.ask(name, p.Build(connector, config), p.Built, timeout_s))
+            built.append(host.ask(name, p.Build(connector, config, self.timed), p.Built, timeout_s))
         self.built = built[0]
         self.card = EngineCard(
             engine=name, epoch=epoch, role="any", pid=hosts[0].pid, connector=connector, kind=self.built.kind,
@@ -121,6 +120,10 @@ class Engine:
         """Whether no load, hold, lease or quarantine is left, and nothing is to be told."""
         return not (self.loading or self.quarantine or self._holds or self.leases or self._news or self._cancels)
 
+    def is_read(self, key: TransferKey) -> bool:
+        """Whether a transfer reads the request's blocks: it is no victim then."""
+        return any(hold.owner == key for hold in self._holds.values())
+
     def describe_rest(self) -> str:
         """What is left, in words."""
         return (
@@ -140,10 +143,10 @@ class Engine:
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def step_if_needed(self) -> None:
-        """An empty step, when the engine's loop would run one."""
+    def step_if_needed(self, poll_s: float) -> None:
+        """An empty step, when the engine's loop would run one; while something is open, every `poll_s`."""
         woken = [host.take_woken(self.name) for host in self.hosts]
-        due = time.monotonic() >= self._last_step + TRANSFER_POLL_S and not self.is_idle
+        due = time.monotonic() >= self._last_step + poll_s and not self.is_idle
         if any(woken) or due or self._news or self._cancels or self.ask(p.IsPending(), p.Truth).value:
             self.step()
 
@@ -189,6 +192,13 @@ class Engine:
         self, plan: StepPlan, *, begin: bool = True, layers: tuple[int, int] | None = None, end: bool = True
     ) -> None:
         """A part of a step, so that something else can happen in the middle of a forward pass."""
+        self.send_part(plan, begin=begin, layers=layers, end=end)
+        self.take_executed(settle=end)
+
+    def send_part(
+        self, plan: StepPlan, *, begin: bool = True, layers: tuple[int, int] | None = None, end: bool = True
+    ) -> None:
+        """Give a part of a step to all ranks; `take_executed` must follow."""
         self._last_step = time.monotonic()
         for rank, host in enumerate(self.hosts):
             step = p.Execute(
@@ -196,11 +206,15 @@ class Engine:
                 writes=plan.writes, garbage=plan.garbage, begin=begin, layers=layers, end=end,
             )  # fmt: skip
             host.send(self.name, step)
+
+    def take_executed(self, *, settle: bool = True) -> list[p.Executed]:
+        """What all ranks answer; the engine acts on it."""
         executed = [host.receive(p.Executed, self._timeout_s) for host in self.hosts]
         for rank in executed:
             self.wrong.update(rank.wrong)
-        if end:
+        if settle:
             self._settle(self._aggregator.merge([rank.results for rank in executed]))
+        return executed
 
     def _settle(self, results: p.Results) -> None:
         """The connector hears of the results; holds, quarantines and leases that ended are released."""
@@ -277,7 +291,7 @@ class Engine:
         """The next view says so; a transfer from here is cancelled."""
         self._retract(key)
         self._news.aborted.append(key)
-        if any(hold.owner == key for hold in self._holds.values()):
+        if self.is_read(key):
             self.cancel(key)
 
     def free(self, request: Request) -> None:

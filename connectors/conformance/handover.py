@@ -9,6 +9,7 @@ from pdkv.connectors.conformance.content import Piece, Text
 from pdkv.connectors.conformance.engine import Engine
 from pdkv.connectors.conformance.request import Request
 from pdkv.connectors.conformance.world import World, require
+from pdkv.errors import TransferError
 
 _seeds = itertools.count(1)
 
@@ -16,6 +17,11 @@ _seeds = itertools.count(1)
 def new_text(num_tokens: int) -> list[Piece]:
     """A text that begins like no other one."""
     return [Piece(next(_seeds), num_tokens)]
+
+
+def new_name() -> str:
+    """A transfer id that nobody has had."""
+    return f"t{next(_seeds)}"
 
 
 class Handover:
@@ -51,7 +57,7 @@ class Handover:
         self.chunk = chunk or num_tokens
         self.check = check
         text = new_text(num_tokens + 1) if text is None else text
-        transfer_id = transfer_id or f"t{next(_seeds)}"
+        transfer_id = transfer_id or new_name()
         self.sender = Request(
             text, num_tokens, kv="handoff", transfer_id=transfer_id, attempt=attempt, layout=self.producer.layout
         )
@@ -89,10 +95,21 @@ class Handover:
                 return [*prefill, self.find, self.allocate, self.start, self.bring_ticket]
         raise ValueError(self.order)
 
+    def take(self, *steps: Callable[[], None]) -> None:
+        """Take steps; without arguments all of them."""
+        for step in steps or self.steps:
+            step()
+
+    def prefill(self) -> None:
+        """The producer's part."""
+        self.begin_prefill()
+        for start in range(0, self.num_tokens, self.chunk):
+            self.compute(start)
+        self.hand_off()
+
     def run(self) -> None:
         """Take all steps, wait for the end, and check what came."""
-        for step in self.steps:
-            step()
+        self.take()
         self.finish()
 
     def finish(self) -> None:
@@ -123,6 +140,19 @@ class Handover:
         """The consumer is done: its request ends, and its Release reaches the producer."""
         self.drop_receiver()
         self.release()
+
+    def settle(self) -> TransferOutcome:
+        """The load ends in either way; what came must be right, a failure must have a type of its own."""
+        outcome = self.wait()
+        require(self.wrong == "", f"load of {self.describe()} was reported as finished: {self.wrong}")
+        self.require_typed(outcome)
+        self.end()
+        return outcome
+
+    def require_typed(self, outcome: TransferOutcome) -> None:
+        """A failure's code names a type of errors.py below TransferError (or the connector's own below that)."""
+        codes = set(self.consumer.built.error_codes) - {TransferError.code}
+        require(not outcome.code or outcome.code in codes, f"{outcome.code!r} is no error's code")
 
     def abort(self) -> None:
         """The client went away: both sides give up, as the router tells them."""

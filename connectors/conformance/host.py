@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 from pdkv.connectors.conformance import protocol as p
 from pdkv.connectors.conformance.rank import HostedRank, resource_usage
@@ -17,13 +18,23 @@ STACKS_SIGNAL = signal.SIGUSR1
 """Makes a host write the stacks of its threads to the file that it was given."""
 
 
+class Hosted(Protocol):
+    """What a host has under an engine's name."""
+
+    def run(self, command: p.AnyCommand) -> p.AnyAnswer:
+        """Do what the kit asks."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
 class Host:
     """Answers commands, one at a time, on the main thread: it is every engine's step thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._send_lock = threading.Lock()
-        self._ranks: dict[str, HostedRank] = {}
+        self._ranks: dict[str, Hosted] = {}
 
     def serve(self) -> None:
         """Until Exit, or until the kit is gone."""
@@ -48,8 +59,14 @@ class Host:
     def _run(self, engine: str, command: p.AnyCommand) -> p.AnyAnswer:
         match command:
             case p.Build():
-                self._ranks[engine] = rank = HostedRank(command, self._notifier(engine))
+                rank = _rank_type(command)(command, self._notifier(engine))
+                self._ranks[engine] = rank
                 return rank.built()
+            case p.OpenBare():
+                from pdkv.connectors.bench.bare import BareSide
+
+                self._ranks[engine] = side = BareSide(command)
+                return p.Address(side.address)
             case p.GetUsage():
                 gc.collect()
                 return resource_usage()
@@ -71,6 +88,14 @@ class Host:
         data = p.encode(answer)
         with self._send_lock:
             self._connection.send_bytes(data)
+
+
+def _rank_type(build: p.Build) -> type[HostedRank]:
+    if not build.timed:
+        return HostedRank
+    from pdkv.connectors.bench.timed_rank import TimedRank
+
+    return TimedRank
 
 
 def main(fd: int, stacks_path: str) -> None:

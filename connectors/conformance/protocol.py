@@ -30,6 +30,7 @@ class Build(Command, frozen=True):
 
     connector: str
     config: ConnectorConfig
+    timed: bool = False  # for a benchmark: a TimedRank
 
 
 class Close(Command, frozen=True):
@@ -162,13 +163,60 @@ class GetUsage(Command, frozen=True):
     """What the process holds."""
 
 
+# --- benchmarks ---------------------------------------------------------------------------------------------------
+
+
+class Await(Command, frozen=True):
+    """Collect results until all of these transfers have ended on this rank; no step runs. Answered by Executed."""
+
+    keys: list[TransferKey]
+    timeout_s: float
+
+
+class Digest(Command, frozen=True):
+    """What lies in the tokens' places, for comparisons between engines."""
+
+    range: TokenRange
+
+
+class Forward(Command, frozen=True):
+    """Each layer of a step that writes tokens computes for about so long; always the same work."""
+
+    layer_s: float
+
+
+class Throttle(Command, frozen=True):
+    """The transport moves so many bytes a second; 0: as many as it can."""
+
+    bytes_per_s: float
+
+
+class OpenBare(Command, frozen=True):
+    """One side of a bare transport ("module:Class"); without an address the side that has the data."""
+
+    target: str
+    num_bytes: int  # moved at a time
+    piece_bytes: int
+    value_bytes: int  # of each value, where the transport knows values
+    options: dict[str, str]
+    address: bytes | None = None
+
+
+class MoveBare(Command, frozen=True):
+    """Move once, in one piece or in pieces. Both sides are told; the one that gets the data says how long it took."""
+
+    in_pieces: bool
+    timeout_s: float
+
+
 class Exit(Command, frozen=True):
     """End the process."""
 
 
 AnyCommand = (
     Build | Close | Drop | UpdatePeers | Match | Allocate | Plan | FinishRequest | Settle | IsPending | Reuse | Publish
-    | Execute | Expect | Fill | ForeignWrites | TakeCalls | CopyCost | GetUsage | Exit
+    | Execute | Expect | Fill | ForeignWrites | TakeCalls | CopyCost | GetUsage | Await | Digest | Forward | Throttle
+    | OpenBare | MoveBare | Exit
 )  # fmt: skip
 
 
@@ -251,6 +299,8 @@ class Executed(Answer, frozen=True):
 
     results: Results
     wrong: list[tuple[TransferKey, str]]
+    began: float = 0.0  # of time.monotonic(), by timed ranks
+    ended: float = 0.0
 
 
 class Settled(Answer, frozen=True):
@@ -292,6 +342,18 @@ class Seconds(Answer, frozen=True):
     seconds: float
 
 
+class Digests(Answer, frozen=True):
+    """One number for each of the rank's KV heads."""
+
+    values: list[int]
+
+
+class Address(Answer, frozen=True):
+    """Where a bare transport's other side finds this one."""
+
+    address: bytes
+
+
 class Usage(Answer, frozen=True):
     """Open descriptors by what they are, names of threads, resident bytes that belong to no file."""
 
@@ -308,7 +370,7 @@ class Woken(Answer, frozen=True):
 
 AnyAnswer = (
     Done | Raised | Built | Refusals | Matched | Ticket | Planned | RequestEnded | Executed | Settled | Truth | Blocks
-    | Calls | Seconds | Usage | Woken
+    | Calls | Seconds | Digests | Address | Usage | Woken
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -28,9 +28,10 @@ class HostedRank:
 
     def __init__(self, build: p.Build, notify: Callable[[], None]) -> None:
         config = build.config
+        self._engine, self._rank = config.engine, config.rank
         self._layout = config.layout
         self._heads = rank_heads(config.layout, config.rank, config.tp)
-        self._watch = StepWatch(notify)
+        self._watch = self.make_watch(notify)
         self._metas: dict[int, KVConnectorMetadata] = {}
         self._expected: dict[TransferKey, p.Expect] = {}
         self._connector = connector = load_connector(build.connector)(config, notify)
@@ -40,10 +41,18 @@ class HostedRank:
         pool = connector.allocate_kv_cache()
         self._pool = pool = _new_pool(config.layout, config.num_blocks) if pool is None else pool
         self._view = _tokens_first(pool)
-        self._view[:] = CANARY
-        self._known = self._view.copy()  # the pool as it would be if only this engine and its loads wrote it
+        self._known = self.fill_pool(self._view)  # the pool as it would be if only this engine and its loads wrote it
         self._worker.register_kv_caches(pool)
         self._blob = self._worker.handshake()
+
+    def make_watch(self, notify: Callable[[], None]) -> StepWatch:
+        """What connector calls go through."""
+        return StepWatch(notify)
+
+    def fill_pool(self, pool: Values) -> Values:
+        """Give the pool its first content; returns a copy of it."""
+        pool[:] = CANARY
+        return pool.copy()
 
     def built(self) -> p.Built:
         """What the connector says of itself."""
@@ -114,7 +123,7 @@ class HostedRank:
                 resolved = call("resolve_results", scheduler.resolve_results, _as_maps(results))
                 if resolved:
                     call("update_connector_output", scheduler.update_connector_output, resolved)
-                return p.Settled(_as_lists(resolved))
+                return p.Settled(as_lists(resolved))
             case p.IsPending():
                 return p.Truth(call("has_pending_work", lambda: scheduler.has_pending_work))
             case p.Reuse(block_ids=block_ids):
@@ -179,7 +188,7 @@ class HostedRank:
                 difference = self._difference(expect.range)
                 if difference:
                     wrong.append((key, difference))
-        return p.Executed(_as_lists(results), wrong)
+        return p.Executed(as_lists(results), wrong)
 
     # --- the pool -------------------------------------------------------------------------------------------------
 
@@ -244,7 +253,8 @@ def _as_maps(results: p.Results) -> TransferResults:
     )  # fmt: skip
 
 
-def _as_lists(results: TransferResults) -> p.Results:
+def as_lists(results: TransferResults) -> p.Results:
+    """Results as they are sent."""
     return p.Results(*(list(outcomes.items()) for outcomes in results))
 
 

@@ -19,7 +19,7 @@ from pdkv.errors import ConfigError, PdkvError
 
 Status = Literal["passed", "failed", "refused", "skipped"]
 
-CASE_MODULES = ("cases_content", "cases_order", "cases_failures", "cases_processes", "cases_resources")
+CASE_MODULES = ("cases_content", "cases_ownership", "cases_failures", "cases_process")
 
 
 class CaseReport(msgspec.Struct, frozen=True):

@@ -7,15 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 from pdkv.connectors.conformance import protocol as p
-from pdkv.connectors.conformance.engine import TRANSFER_POLL_S, Engine
+from pdkv.connectors.conformance.engine import Engine
 from pdkv.connectors.conformance.processes import HostProcess, Zygote, wait_for_any
 from pdkv.errors import IncompatiblePeers, PdkvError
 from pdkv.messages import KVLayout
 
 NUM_KV_HEADS = 4
 """Of the model; up to four ranks hold different ones."""
+
+
+TRANSFER_POLL_S = 0.5
+"""As in the engine: so often it looks for results that nobody has announced."""
+
+SHORT_S = 2.0
+"""Deadlines of connectors in cases about deadlines have passed after so long."""
 
 
 class Violation(PdkvError):
@@ -52,6 +60,8 @@ class Shape:
     num_layers: int = 3
     head_size: int = 8
     num_heads: int = NUM_KV_HEADS  # of all ranks
+    dtype: str = "float32"
+    dtype_bytes: int = 4
 
     def layout(self) -> KVLayout:
         """Of one rank."""
@@ -60,8 +70,8 @@ class Shape:
             num_kv_heads=max(self.num_heads // self.tp, 1),
             head_size=self.head_size,
             block_size=self.block_size,
-            dtype="float32",
-            dtype_bytes=4,
+            dtype=self.dtype,
+            dtype_bytes=self.dtype_bytes,
             total_kv_heads=self.num_heads,
         )
 
@@ -84,12 +94,15 @@ class Setting:
 class World:
     """A producer "p" and a consumer "d", and whoever else a case boots. Used as a context manager."""
 
+    engine_type: ClassVar[type[Engine]] = Engine
+
     def __init__(
         self, setting: Setting, producer: Shape | None = None, consumer: Shape | None = None, *, short: bool = False
     ) -> None:
         """`short`: with the short deadlines. Raises Refused where the connector cannot be built in a shape."""
         self.setting = setting
         self.timeout_s = setting.timeout_s
+        self.poll_s = TRANSFER_POLL_S
         self.engines: dict[str, Engine] = {}
         self._shapes: dict[str, Shape] = {}
         self._epochs: dict[str, int] = {}
@@ -137,9 +150,11 @@ class World:
         """Start an engine, or its next incarnation. Others hear of it by `introduce`."""
         self._shapes[name] = shape
         self._epochs[name] = epoch = self._epochs.get(name, -1) + 1
+        if shape.tp > 1 and self.setting.one_process:
+            raise Refused("the ranks of an engine are processes, and this connector serves one")
         hosts = [self._host() for _ in range(shape.tp)]
         try:
-            engine = Engine(
+            engine = self.engine_type(
                 name, f"{name}.{epoch}", hosts,
                 connector=self.setting.connector, options=self._options, layout=shape.layout(),
                 num_blocks=shape.num_blocks, kv_shards=self._kv_shards, timeout_s=self.timeout_s,
@@ -222,7 +237,7 @@ class World:
         deadline = time.monotonic() + timeout_s
         while True:
             for engine in self.live_engines():
-                engine.step_if_needed()
+                engine.step_if_needed(self.poll_s)
             if condition():
                 return True
             left = deadline - time.monotonic()
