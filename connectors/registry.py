@@ -15,6 +15,7 @@ SHIPPED: Mapping[str, str] = {
     "memory": "pdkv.connectors.memory:MemoryConnector",
     "multi": "pdkv.connectors.multi:MultiConnector",
     "nixl": "pdkv.connectors.nixl:NixlConnector",
+    "p2p": "pdkv.connectors.p2p:P2PConnector",
     "shared_memory": "pdkv.connectors.shared_memory:SharedMemoryConnector",
     "shared_storage": "pdkv.connectors.shared_storage:SharedStorageConnector",
     "store": "pdkv.connectors.store:StoreUrlConnector",

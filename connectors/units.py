@@ -113,6 +113,11 @@ class UnitPool:
         rows = self._rows(part)
         self._flat.reshape(-1, rows.row_bytes)[self._row_ids(units, rows)] = source.reshape(-1, rows.row_bytes)
 
+    def row_ids(self, units: Ids, part: UnitPart) -> tuple[int, Ids]:
+        """A part of units as rows of the flat pool: (bytes of a row, numbers of the rows in the images' order)."""
+        rows = self._rows(part)
+        return rows.row_bytes, self._row_ids(units, rows)
+
     # --- rows of the pool -----------------------------------------------------------------------------------------
 
     def _check(self, units: Ids, part: UnitPart, buffer: Bytes) -> None:

@@ -1,0 +1,71 @@
+"""The `p2p` connector: prefill ranks push KV to decode ranks over torch.distributed groups of two, made on demand.
+
+NCCL between GPUs, Gloo between CPUs, by the same code. Peers find each other by the addresses in their cards. Options:
+host (the address at which peers reach this host), timeout_s, handshake_timeout_s, idle_s, max_groups.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    KVConnector,
+    KVConnectorMetadata,
+    SchedulerConnector,
+    WorkerConnector,
+    parse_options,
+)
+from pdkv.connectors.p2p_worker import P2POptions, P2PPeers, P2PWorker
+from pdkv.connectors.push import PushMetadata, PushScheduler
+from pdkv.errors import ConfigError
+from pdkv.messages import ConnectorKind
+
+
+def _parse_seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise ValueError("a number of seconds above 0 was expected")
+    return value
+
+
+def _parse_count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError("at least 1 was expected")
+    return value
+
+
+_CONVERTERS: Mapping[str, Callable[[str], object]] = {
+    "host": str,
+    "timeout_s": _parse_seconds,
+    "handshake_timeout_s": _parse_seconds,
+    "idle_s": _parse_seconds,
+    "max_groups": _parse_count,
+}
+
+
+class P2PConnector(KVConnector):
+    """One rank's end of all groups."""
+
+    kind: ClassVar[ConnectorKind] = "push"
+    concurrent: ClassVar[bool] = True
+    metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        """Raises ConfigError for wrong options or block sizes, or a torch without torch.distributed."""
+        super().__init__(config, notify)
+        self.options = P2POptions(**parse_options(config.options, _CONVERTERS))
+        if config.layout.block_size % HASH_BLOCK_SIZE:
+            raise ConfigError(f"block_size must be a multiple of {HASH_BLOCK_SIZE}, got {config.layout.block_size}")
+        import torch.distributed
+
+        if not torch.distributed.is_available():
+            raise ConfigError("connector p2p needs torch.distributed, which this build of torch lacks: install another")
+        self._peers = P2PPeers(config)  # of both sides
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        return PushScheduler(self.config, self._peers)
+
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        """This process' rank's side; `rank` is the one that the connector was built for."""
+        assert rank == self.config.rank, "a connector is built for one rank"
+        return P2PWorker(self.config, self.notify, self.options, self._peers)

@@ -1,0 +1,187 @@
+"""Engines of any number of ranks over a pushing connector, driven by hand: its sides without an engine around them.
+
+All ranks of an engine live in this process. A request's KV is the same full tensor everywhere; an engine holds each
+rank's heads of it in that rank's blocks.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import (
+    ConfirmedRange,
+    ConnectorConfig,
+    KVConnector,
+    RequestView,
+    SchedulerView,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+    WorkerConnector,
+)
+from pdkv.connectors.planning import rank_heads
+from pdkv.messages import EngineCard, KVLayout
+
+WAIT_S = 20.0
+NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 4, 8
+
+
+def make_layout(tp: int = 1, block_size: int = 16, **changes: Any) -> KVLayout:
+    heads = changes.pop("num_heads", NUM_HEADS)
+    values: dict[str, Any] = {
+        "num_layers": NUM_LAYERS, "num_kv_heads": len(rank_heads(0, tp, heads)), "head_size": HEAD_SIZE,
+        "block_size": block_size, "dtype": "float32", "dtype_bytes": 4, "total_kv_heads": heads,
+    }  # fmt: skip
+    return KVLayout(**(values | changes))
+
+
+def full_kv(num_tokens: int, layout: KVLayout, seed: int = 0) -> torch.Tensor:
+    """KV of a request on all ranks, (tokens, layers, 2, heads, head size)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, layout.num_layers, 2, layout.kv_heads_of_all_ranks, layout.head_size)
+    return torch.randn(shape, generator=generator).to(getattr(torch, layout.dtype))
+
+
+def view(transfer_id: str, *, kv: Any, num_tokens: int, **rest: Any) -> RequestView:
+    """A request of which KV of all `num_tokens` tokens is wanted."""
+    return RequestView(transfer_id, 1, transfer_id, kv, num_tokens, num_tokens, (), **rest)
+
+
+class PushEngine:
+    """One engine; `connector` is the class, `options` its --connector-config."""
+
+    def __init__(
+        self,
+        connector: type[KVConnector],
+        name: str,
+        *,
+        epoch: str = "1",
+        tp: int = 1,
+        layout: KVLayout | None = None,
+        num_blocks: int = 64,
+        model: str = "m",
+        **options: str,
+    ) -> None:
+        self.layout = layout or make_layout(tp)
+        self.tp = tp
+        self.step_id = 0
+        self.woken = threading.Semaphore(0)
+        config = ConnectorConfig(
+            engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, options=options, model=model, tp=tp
+        )
+        configs = [msgspec.structs.replace(config, rank=rank) for rank in range(tp)]
+        self.connectors = [connector(config, self.woken.release) for config in configs]
+        self.scheduler = self.connectors[0].make_scheduler_side()
+        self.workers: list[Any] = [c.make_worker_side(rank) for rank, c in enumerate(self.connectors)]
+        shape = (
+            num_blocks, self.layout.num_layers, 2, self.layout.num_kv_heads, self.layout.block_size,
+            self.layout.head_size,
+        )  # fmt: skip
+        self.pools = [torch.full(shape, -1.0, dtype=getattr(torch, self.layout.dtype)) for _ in range(tp)]
+        for worker, pool in zip(self.workers, self.pools, strict=True):
+            worker.register_kv_caches(pool)
+        self.card = EngineCard(
+            engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="rig", kind="push",
+            content_addressed=False, orders=[], model=model, layout=self.layout, hash_block_size=HASH_BLOCK_SIZE,
+            num_blocks=num_blocks, max_model_len=4096, max_num_seqs=8, tp=tp,
+            rank_blobs=[worker.handshake() for worker in self.workers],
+        )  # fmt: skip
+        self._peers: list[EngineCard] = []
+        self._reports: dict[tuple[str, TransferKey], list[TransferOutcome]] = {}
+
+    def meet(self, *cards: EngineCard) -> None:
+        """These peers are known and no others."""
+        self.scheduler.update_peers(cards)
+        added = [card for card in cards if card not in self._peers]
+        removed = [card for card in self._peers if card not in cards]
+        for worker in self.workers:
+            worker.update_peers(added, removed)
+        self._peers = list(cards)
+
+    def fill(self, block_ids: Sequence[int], kv: torch.Tensor, start: int = 0) -> None:
+        """Put tokens [start, len(kv)) of a request into its blocks on all ranks."""
+        for t in range(start, len(kv)):
+            block, offset = divmod(t, self.layout.block_size)
+            for rank, pool in enumerate(self.pools):
+                heads = rank_heads(rank, self.tp, self.layout.kv_heads_of_all_ranks)
+                pool[block_ids[block], :, :, :, offset] = kv[t, :, :, heads.start : heads.stop]
+
+    def check(self, block_ids: Sequence[int], kv: torch.Tensor, start: int = 0) -> None:
+        """Check that tokens [start, len(kv)) are in the blocks on all ranks."""
+        for rank, pool in enumerate(self.pools):
+            heads = rank_heads(rank, self.tp, self.layout.kv_heads_of_all_ranks)
+            found = pool[list(block_ids)].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[start : len(kv)]
+            assert torch.equal(found, kv[start:, :, :, heads.start : heads.stop]), f"rank {rank}"
+
+    def want(self, request: RequestView, block_ids: Sequence[int], start: int = 0) -> bytes | None:
+        """Allocate for tokens [start, …) and register; returns the ticket."""
+        request = msgspec.structs.replace(request, num_local_hit=start)
+        num_tokens = self.scheduler.get_num_new_matched_tokens(request, start).num_tokens
+        ticket = self.scheduler.update_state_after_alloc(request, block_ids, num_tokens)
+        self.step()
+        return ticket
+
+    def give(self, request: RequestView, block_ids: Sequence[int], stop: int, *, last: bool = True) -> list[Any]:
+        """Tokens [0, stop) are confirmed; returns the holds that were taken."""
+        return self.step(confirmed=[ConfirmedRange(request, 0, stop, list(block_ids), last)])
+
+    def step(self, **news: Any) -> list[Any]:
+        """One step of all ranks; returns the holds."""
+        self.step_id += 1
+        fields: dict[str, Any] = dict.fromkeys(("confirmed", "preempted", "finished", "aborted"), ())
+        meta = self.scheduler.build_connector_meta(
+            SchedulerView(step_id=self.step_id, scheduled=(), waiting_keys=(), **(fields | news))
+        )
+        encoded = msgspec.msgpack.encode(meta)
+        for connector, worker in zip(self.connectors, self.workers, strict=True):
+            worker.start_load_kv(msgspec.msgpack.decode(encoded, type=connector.metadata_type))
+        return meta.holds
+
+    def cancel(self, key: TransferKey) -> None:
+        for worker in self.workers:
+            worker.cancel(key)
+
+    def outcome(self, kind: str, key: TransferKey, timeout_s: float = WAIT_S) -> TransferOutcome:
+        """What all ranks reported about a transfer: `kind` is "sending" or "receiving"."""
+        deadline = time.monotonic() + timeout_s
+        while len(self._reports.get((kind, key), ())) < self.tp:
+            assert time.monotonic() < deadline, f"no outcome of {kind} {key}: {self._reports}"
+            self.collect()
+            self.woken.acquire(timeout=0.02)
+        outcomes = self._reports.pop((kind, key))
+        assert len(outcomes) == self.tp, "a rank reported twice"
+        return next((o for o in outcomes if o.code), TransferOutcome("", sum(o.num_bytes for o in outcomes)))
+
+    def collect(self) -> None:
+        """Take all ranks' results."""
+        for worker in self.workers:
+            results = worker.get_finished()
+            if results:
+                self._note(worker, results)
+
+    def _note(self, worker: WorkerConnector, results: TransferResults) -> None:
+        for name, found in results._asdict().items():
+            for key, outcome in found.items():
+                assert bool(outcome.code) == name.startswith("failed")
+                self._reports.setdefault((name.split("_")[1], key), []).append(outcome)
+        self.scheduler.update_connector_output(results)
+
+    @property
+    def unread(self) -> dict[tuple[str, TransferKey], list[TransferOutcome]]:
+        """Outcomes that nobody asked for."""
+        self.collect()
+        return self._reports
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+            worker.shutdown()
+        for connector in self.connectors:
+            connector.shutdown()
