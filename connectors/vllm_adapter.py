@@ -1,20 +1,17 @@
 """A vLLM KV connector that runs a content-addressed pdkv connector inside vLLM (docs/vllm.md).
 
 vLLM loads `PdkvConnector` by kv_connector_module_path. kv_connector_extra_config: connector (a registry name), config
-(its options), staging_tokens (KV that may be under way), save_wait_s (of a producer: a step ends when what it saved
-can be found, at the latest after so many seconds).
+(its options), staging_tokens (KV that may be under way, or shown to peers), peers_dir (shared_memory: where engines
+find each other), save_wait_s (of a producer: a step ends when what it saved can be found, at the latest after so many
+seconds).
 """
 
-import platform
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
-from pathlib import Path
 from typing import Any
 
 import torch
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -23,20 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import NO_TRANSFERS, ConnectorConfig, KVConnector, TransferResults
-from pdkv.connectors.registry import load_connector
-from pdkv.connectors.store_base import StoreConnector
+from pdkv.connectors.base import NO_TRANSFERS, TransferResults
+from pdkv.connectors.vllm_engine import VllmEngine, layout_identity
 from pdkv.connectors.vllm_scheduler import Identity, ScheduledRequest, VllmScheduler
 from pdkv.connectors.vllm_staging import StepOrders
 from pdkv.connectors.vllm_worker import VllmWorker
-from pdkv.errors import ConfigError
-from pdkv.messages import KVLayout
-from pdkv.model_config import model_identity
-
-_KNOWN = {"connector", "config", "staging_tokens", "save_wait_s"}
-_STAGED_STEPS = 4
-"""Steps of most tokens whose KV may be under way by default."""
 
 
 @dataclass
@@ -64,49 +52,30 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Raises ConfigError for options, models or engines that cannot be served."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        extra = dict(transfer.kv_connector_extra_config)
-        unknown = extra.keys() - _KNOWN
-        if unknown or "connector" not in extra:
-            raise ConfigError(
-                f"kv_connector_extra_config needs connector, and knows {', '.join(sorted(_KNOWN))}; got {sorted(extra)}"
-            )
-        layout = read_layout(vllm_config, kv_cache_config)
-        connector_type, options = choose_connector(str(extra["connector"]), extra.get("config") or {}, layout)
-        num_staging_blocks = _staging_blocks(extra, vllm_config, layout)
-        self._wake = threading.Event()
-        self._connector = connector_type(
-            ConnectorConfig(
-                engine=f"vllm-{transfer.engine_id}",
-                epoch=str(transfer.engine_id),
-                layout=layout,
-                num_blocks=num_staging_blocks,
-                options=options,
-                model=_model(vllm_config),
-            ),
-            self._wake.set,
-        )
+        engine = self._engine = VllmEngine(vllm_config, kv_cache_config)
+        layout, options = engine.layout, engine.options
         self._scheduler: VllmScheduler | None = None
         self._worker: VllmWorker | None = None
+        self._results = NO_TRANSFERS
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = VllmScheduler(
-                self._connector.make_scheduler_side(),
-                Identity(
-                    _model(vllm_config), _layout_identity(vllm_config, kv_cache_config, layout), layout.block_size
-                ),
-                num_staging_blocks=num_staging_blocks,
+                engine.connector.make_scheduler_side(),
+                Identity(engine.model, layout_identity(vllm_config, kv_cache_config, layout), layout.block_size),
+                num_staging_blocks=engine.num_staging_blocks,
                 unit_tokens=lcm(layout.block_size, int(options.get("tokens_per_value", layout.block_size))),
                 saves=transfer.is_kv_producer,
             )
         else:
             only_produces = transfer.is_kv_producer and not transfer.is_kv_consumer
             self._worker = VllmWorker(
-                self._connector.make_worker_side(0),
+                engine.connector.make_worker_side(0),
                 layout,
-                num_staging_blocks=num_staging_blocks,
-                wake=self._wake,
-                save_wait_s=float(extra.get("save_wait_s", 5.0)) if only_produces else 0.0,
+                num_staging_blocks=engine.num_staging_blocks,
+                pool=engine.connector.allocate_kv_cache(),
+                table=engine.table,
+                wake=engine.wake,
+                save_wait_s=float(engine.extra.get("save_wait_s", 5.0)) if only_produces else 0.0,
             )
-        self._results = NO_TRANSFERS
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -121,6 +90,7 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._engine.poll_peers(self._of_scheduler.update_peers)
         self._of_scheduler.add(request)
         found = self._of_scheduler.match(request.request_id, num_computed_tokens)
         return found, bool(found)
@@ -130,7 +100,11 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._of_scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> PdkvMetadata:
-        return PdkvMetadata(self._of_scheduler.step(_scheduled(scheduler_output), scheduler_output.finished_req_ids))
+        self._engine.poll_peers(self._of_scheduler.update_peers)
+        orders = self._of_scheduler.step(
+            _scheduled(scheduler_output), scheduler_output.finished_req_ids, self._engine.take_peer_change()
+        )
+        return PdkvMetadata(orders)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks are free at once: what is saved of them has been copied."""
@@ -150,6 +124,8 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._of_worker.register(kv_caches)
+        if self._engine.peers is not None:
+            self._engine.peers.publish(self._engine.card(self._of_worker.handshake()))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads are asynchronous: they begin behind the forward pass."""
@@ -177,86 +153,11 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return PdkvResults(results) if results else None
 
     def shutdown(self) -> None:
-        for side in (self._worker, self._scheduler, self._connector):
-            if side is not None:
-                side.shutdown()
-
-
-# --- what vLLM's configuration means ------------------------------------------------------------------------------
-
-
-def read_layout(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
-    """The layout of a block image.
-
-    Raises:
-        ConfigError: several ranks or KV groups, another attention than full, or blocks that are no 16-token units.
-    """
-    parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
-    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
-        raise ConfigError("pdkv inside vLLM serves engines of one rank")
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if kinds != ["FullAttentionSpec"]:
-        raise ConfigError(f"pdkv inside vLLM serves models with full attention in all layers, not {kinds}")
-    spec = groups[0].kv_cache_spec
-    layout = KVLayout(
-        num_layers=len(groups[0].layer_names),
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        block_size=spec.block_size,
-        dtype=str(spec.dtype).removeprefix("torch."),
-        dtype_bytes=spec.dtype.itemsize,
-    )
-    if layout.block_bytes != spec.page_size_bytes * layout.num_layers or layout.block_size % HASH_BLOCK_SIZE:
-        raise ConfigError(f"pdkv inside vLLM serves plain KV blocks of a multiple of {HASH_BLOCK_SIZE} tokens")
-    return layout
-
-
-def choose_connector(
-    name: str, config: Mapping[str, Any], layout: KVLayout
-) -> tuple[type[KVConnector], dict[str, str]]:
-    """The connector's class and its options.
-
-    Raises:
-        ConfigError: no such connector, or one that is no store.
-    """
-    options = {key: str(value) for key, value in config.items()}
-    connector = load_connector(name).for_options(options)
-    if not (connector.content_addressed and connector.kind == "store"):
-        raise ConfigError(f"inside vLLM a content-addressed store is needed, connector {name!r} is none")
-    if options.get("load", "async") != "async":
-        raise ConfigError("inside vLLM loads are asynchronous: load=async")
-    if issubclass(connector, StoreConnector):
-        options.setdefault("tokens_per_value", str(layout.block_size))
-    return connector, options
-
-
-def _staging_blocks(extra: Mapping[str, Any], vllm_config: Any, layout: KVLayout) -> int:
-    """Blocks of the staging pool, block 0 among them, which nobody uses."""
-    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    default = _STAGED_STEPS * max(step_tokens, vllm_config.model_config.max_model_len)
-    return -(-int(extra.get("staging_tokens", default)) // layout.block_size) + 1
-
-
-def _model(vllm_config: Any) -> str:
-    """The identity of the weights: of their files where they lie here, else their name and revision."""
-    config = vllm_config.model_config
-    path = Path(config.model)
-    return model_identity(path) if path.is_dir() else f"{config.model}@{config.revision}"
-
-
-def _layout_identity(vllm_config: Any, kv_cache_config: Any, layout: KVLayout) -> str:
-    """All that the bytes of a block depend on, but for the tokens: only like engines find each other's blocks."""
-    facts = {
-        "vllm": vllm.__version__,
-        "device": vllm_config.device_config.device_type,
-        "machine": platform.machine(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "backend": vllm_config.attention_config.backend,
-        "memory": kv_cache_config.kv_cache_layout,
-        "cache": vllm_config.cache_config.cache_dtype,
-        "block": layout.block_size,
-    }
-    return ",".join([layout.identity, *(f"{name}={value}" for name, value in facts.items())])
+        side = self._worker or self._scheduler
+        if side is not None:
+            self._worker = self._scheduler = None
+            side.shutdown()
+            self._engine.shutdown()
 
 
 def _scheduled(output: Any) -> Iterator[ScheduledRequest]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from pdkv.block_keys import extend_keys, root_key
+from pdkv.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
 from pdkv.connectors.base import (
     ConfirmedRange,
     RequestView,
@@ -14,7 +14,8 @@ from pdkv.connectors.base import (
     TransferKey,
     TransferResults,
 )
-from pdkv.connectors.vllm_staging import BlockPairs, StagingBooks, StepOrders
+from pdkv.connectors.vllm_staging import BlockPairs, PeerChange, StagingBooks, StepOrders
+from pdkv.messages import EngineCard
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class VllmScheduler:
         self._loads: dict[TransferKey, _Load] = {}
         self._new_loads: dict[TransferKey, BlockPairs] = {}  # for the next step
         self._finished: list[TransferKey] = []
+        self._copies, self._keys = BlockPairs([], []), list[list[bytes]]()  # of the step in the making
         self._step_id = 0
         self._told_full = False
 
@@ -155,7 +157,7 @@ class VllmScheduler:
         if tracked is None or not num_external_tokens:
             return
         first, count = tracked.num_local_hit // self._block_size, num_external_tokens // self._block_size
-        pairs = BlockPairs(self.books.take(count), list(block_ids[first : first + count]))
+        pairs = BlockPairs([self.books.take() for _ in range(count)], list(block_ids[first : first + count]))
         view = self._view(tracked)
         self._scheduler.update_state_after_alloc(view, [*[0] * first, *pairs.staging], num_external_tokens)
         self._loads[view.transfer_key] = _Load(request_id, pairs)
@@ -165,22 +167,29 @@ class VllmScheduler:
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def step(self, scheduled: Iterable[ScheduledRequest], finished: Iterable[str]) -> StepOrders:
+    def step(
+        self, scheduled: Iterable[ScheduledRequest], finished: Iterable[str], peers: PeerChange | None = None
+    ) -> StepOrders:
         """Orders to the workers. What the step computes is confirmed when they act: they do so behind its forward."""
         for request_id in finished:
             self.finish(request_id)
         self.books.end_step()
-        copies = BlockPairs([], [])
-        confirmed = [r for share in scheduled if (r := self._copy_out(share, copies)) is not None]
+        self._copies, self._keys = BlockPairs([], []), []
+        confirmed = [r for share in scheduled if (r := self._copy_out(share)) is not None]
         self._step_id += 1
         ended, self._finished = self._finished, []
-        meta = self._scheduler.build_connector_meta(SchedulerView(self._step_id, [], confirmed, [], ended, [], []))
+        shown = confirmed if self._scheduler.observes_steps else []
+        meta = self._scheduler.build_connector_meta(SchedulerView(self._step_id, [], shown, [], ended, [], []))
         for hold in meta.holds:
             self.books.hold(hold)
         loads, self._new_loads = self._new_loads, {}
-        return StepOrders(copies, loads, meta)
+        return StepOrders(self._copies, self._keys, loads, meta, peers)
 
-    def _copy_out(self, share: ScheduledRequest, copies: BlockPairs) -> ConfirmedRange | None:
+    def update_peers(self, cards: Sequence[EngineCard]) -> None:
+        """The engines now known, this one left out."""
+        self._scheduler.update_peers(cards)
+
+    def _copy_out(self, share: ScheduledRequest) -> ConfirmedRange | None:
         """Copy the blocks that this step completes, as far as their tokens are known and staging blocks are free."""
         tracked = self._requests.get(share.request_id)
         if tracked is None:
@@ -193,16 +202,30 @@ class VllmScheduler:
         stop = min(share.stop, len(tracked.request.all_token_ids)) // self._unit_tokens * self._unit_tokens
         if not self._saves or stop <= start:
             return None
-        room = self.books.num_free * self._block_size // self._unit_tokens * self._unit_tokens
-        if stop - start > room:
-            self._tell_full(stop - start - room)
-            stop = start + room
-        first, last = start // self._block_size, stop // self._block_size
-        staged = self.books.take_for_step(last - first)
-        copies.staging.extend(staged)
-        copies.vllm.extend(tracked.block_ids[first:last])
-        tracked.num_stored = stop
-        return ConfirmedRange(self._view(tracked), start, stop, [*[0] * first, *staged], False) if staged else None
+        view = self._view(tracked)
+        images = self._images(tracked, start // self._block_size, stop // self._block_size)
+        end = start + len(images) * self._block_size // self._unit_tokens * self._unit_tokens
+        if end < stop:
+            self._tell_full(stop - end)
+        tracked.num_stored = end
+        return ConfirmedRange(view, start, end, [*[0] * (start // self._block_size), *images], False)
+
+    def _images(self, tracked: _Tracked, first: int, last: int) -> list[int]:
+        """Staging blocks of a request's blocks [first, last): those that are images already, and new ones."""
+        per_block = self._block_size // HASH_BLOCK_SIZE
+        images: list[int] = []
+        for index in range(first, last):
+            keys = tracked.keys[index * per_block : (index + 1) * per_block]
+            block_id = self.books.find_for_step(keys[-1])
+            if block_id is None:
+                if not self.books.num_free:
+                    break
+                block_id = self.books.take_for_step(keys[-1])
+                self._copies.staging.append(block_id)
+                self._copies.vllm.append(tracked.block_ids[index])
+                self._keys.append(keys)
+            images.append(block_id)
+        return images
 
     def _tell_full(self, num_tokens: int) -> None:
         self.num_skipped_tokens += num_tokens

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults, WorkerConnector
+from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.vllm_staging import BlockPairs, StepOrders
 from pdkv.errors import ConfigError
 from pdkv.messages import KVLayout
@@ -28,6 +29,8 @@ class VllmWorker:
     """Copies between vLLM's blocks and the staging pool, and the connector's worker side of one rank.
 
     Args:
+        pool: the connector's own staging pool; None: one is made here.
+        table: where the pool's content is published, for a connector whose peers read it.
         wake: set by the connector's notify.
         save_wait_s: a step waits so long until what it saves is visible; 0: it does not wait.
     """
@@ -38,6 +41,8 @@ class VllmWorker:
         layout: KVLayout,
         *,
         num_staging_blocks: int,
+        pool: "torch.Tensor | None",
+        table: BlockTable | None,
         wake: threading.Event,
         save_wait_s: float,
     ) -> None:
@@ -45,6 +50,8 @@ class VllmWorker:
         self._worker = worker
         self._layout = layout
         self._num_staging_blocks = num_staging_blocks
+        self._pool = pool
+        self._table = table
         self._wake = wake
         self._save_wait_s = save_wait_s
         self._caches: list[torch.Tensor] = []  # by layer, (num_blocks, ...)
@@ -69,17 +76,27 @@ class VllmWorker:
                 f"vLLM's KV cache was expected to have {layout.num_layers} layers with blocks of {block_bytes} bytes, "
                 f"it has {len(caches)} with {sorted(found)}"
             )
-        shape = (
-            self._num_staging_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size,
-        )  # fmt: skip
-        pool = torch.zeros(shape, dtype=getattr(torch, layout.dtype))
+        pool = self._pool
+        if pool is None:
+            rows = (layout.num_kv_heads, layout.block_size, layout.head_size)
+            shape = (self._num_staging_blocks, layout.num_layers, 2, *rows)
+            pool = torch.zeros(shape, dtype=getattr(torch, layout.dtype))
         self._caches = caches
         self._staging = pool.view(self._num_staging_blocks, layout.num_layers, -1)
         self._worker.register_kv_caches(pool)
 
     def finish_step(self, orders: StepOrders) -> None:
         """Behind the forward pass: copy out what it completed, and begin the step's transfers."""
+        if orders.peers is not None:
+            self._worker.update_peers(orders.peers.added, orders.peers.removed)
+        if self._table is not None:
+            for pairs in (orders.copies, *orders.loads.values()):
+                for block_id in pairs.staging:
+                    self._table.reuse(block_id)
         self._copy_out(orders.copies)
+        if self._table is not None:
+            for block_id, keys in zip(orders.copies.staging, orders.keys, strict=True):
+                self._table.publish(block_id, keys)
         self._loads.update(orders.loads)
         self._worker.start_load_kv(orders.inner)
         self._worker.wait_for_save()
@@ -133,6 +150,10 @@ class VllmWorker:
         for layer, cache in enumerate(self._caches):
             images = self._staging[source, layer].to(cache.device)
             cache[torch.tensor(pairs.vllm, device=cache.device)] = images.view(len(pairs.vllm), *cache.shape[1:])
+
+    def handshake(self) -> bytes:
+        """What peers need to reach the staging pool."""
+        return self._worker.handshake()
 
     def shutdown(self) -> None:
         """End the connector's side. Idempotent."""
