@@ -34,14 +34,16 @@ def test_one_rank_meets_nobody_and_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [2, 3000])
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_and_sides_are_the_same_on_all_ranks(size: int, dtype: torch.dtype) -> None:
+def test_sums_and_sides_are_the_same_on_all_ranks(size: int, rows: int, dtype: torch.dtype) -> None:
+    """Few rows go directly, many around a ring."""
+    base = (torch.arange(rows * 64) % 50).to(dtype).view(rows, 64)
+
     def run(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
-        rank = parallel.shard.rank
-        x = torch.arange(6, dtype=dtype).view(2, 3) + 10 * rank
+        x = base + 10 * parallel.shard.rank
         return parallel.all_reduce(x.clone()), parallel.all_gather(x)
 
-    base = torch.arange(6, dtype=dtype).view(2, 3)
     for total, sides in on_ranks(size, run):
         assert torch.equal(total, size * base + 10 * sum(range(size)))
         assert torch.equal(sides, torch.cat([base + 10 * rank for rank in range(size)], dim=1))
@@ -146,11 +148,13 @@ def test_a_rank_that_never_comes_is_a_timeout() -> None:
         join_ranks(HashStore(), Shard(0, 2), CPU, 0.2)
 
 
-def test_a_rank_that_is_late_is_a_timeout_and_one_that_left_is_gone() -> None:
-    """The other rank sits the first collective out, then leaves."""
+@pytest.mark.parametrize("rows", [4, 1 << 17])
+def test_a_rank_that_is_late_is_a_timeout_and_one_that_left_an_error(rows: int) -> None:
+    """The other rank sits the first sum out, then leaves; few rows and many, within the bound set last."""
     waited, left = threading.Event(), threading.Event()
 
     def run(parallel: TensorParallel) -> list[RankError]:
+        parallel.set_timeout(0.5)
         if parallel.shard.rank == 1:
             waited.wait(30)
             parallel.close()
@@ -159,12 +163,12 @@ def test_a_rank_that_is_late_is_a_timeout_and_one_that_left_is_gone() -> None:
         errors = []
         for _ in range(2):
             with pytest.raises(RankError) as raised:
-                parallel.all_reduce(torch.ones(4))
+                parallel.all_reduce(torch.ones(rows))
             errors.append(raised.value)
             waited.set()
             left.wait(30)
         return errors
 
-    first, second = on_ranks(2, run, timeout_s=0.5)[0]
+    first, second = on_ranks(2, run)[0]
     assert isinstance(first, RankTimeout)
     assert isinstance(second, RankError)
