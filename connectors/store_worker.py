@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
@@ -281,7 +282,7 @@ class StoreWorker(TransferWorker):
         values = order.values
         if order.check:
             keys = [value.key + part.suffix for value in values for part in parts]
-            there = self._store.contains(keys)
+            there = self._store.contains_for_all(keys)
             values = [value for i, value in enumerate(values) if not all(there[i * len(parts) : (i + 1) * len(parts)])]
         num_bytes = 0
         for pieces in self._pack(values, parts):
@@ -339,15 +340,14 @@ class StoreWorker(TransferWorker):
             yield pieces
 
     def _lay_out(self, pieces: Sequence[_Piece], buffer: Bytes) -> tuple[list[bytes], list[memoryview]]:
-        """Keys of the pieces' values and where in the buffer each has its place."""
-        keys: list[bytes] = []
-        views: list[memoryview] = []
+        """Keys of the pieces' values and where in the buffer each has its place; in the order of their tokens."""
+        places: list[tuple[int, bytes, memoryview]] = []
         memory, offset = memoryview(buffer.data), 0
         for piece in pieces:
             unit_bytes = self._pool.unit_bytes(piece.part.part)
             for value in piece.values:
                 size = value.num_units * unit_bytes
-                keys.append(value.key + piece.part.suffix)
-                views.append(memory[offset : offset + size])
+                places.append((value.start, value.key + piece.part.suffix, memory[offset : offset + size]))
                 offset += size
-        return keys, views
+        places.sort(key=itemgetter(0))
+        return [key for _, key, _ in places], [view for *_, view in places]

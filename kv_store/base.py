@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 Buffer = memoryview
 """Contiguous bytes (format "B"); a store fills or reads it in place."""
@@ -18,9 +18,16 @@ class KVStore(ABC):
     batch before the first, since a prefix is of no use without its beginning.
     """
 
+    is_shared: ClassVar[bool] = True
+    """Whether every process that opens the store sees the same values."""
+
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys have a value now. An answer may be out of date when it arrives: `get` decides."""
+
+    def contains_for_all(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys every process can find: `contains`, without what only this process has."""
+        return self.contains(keys)
 
     @abstractmethod
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:

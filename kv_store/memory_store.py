@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -72,10 +72,12 @@ _SHELVES_LOCK = threading.Lock()
 
 
 class MemoryStore(KVStore):
-    """Stores of one name see the same values; the last `close` drops them.
+    """Stores of one name in a process see the same values; the last `close` drops them.
 
     Copies run outside the lock and without the interpreter lock.
     """
+
+    is_shared: ClassVar[bool] = False
 
     def __init__(self, name: str = "", capacity: int | None = None) -> None:
         """`capacity` in bytes, 1 GiB by default.

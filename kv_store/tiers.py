@@ -27,9 +27,10 @@ class Tier:
 class TieredStore(KVStore):
     """Reads ask the tiers in order, each for what is still missing, and copy a slower tier's hits into the faster ones.
 
-    What is promised: `put` writes to all tiers and succeeds if one of them took the batch; `get` and `contains` succeed
-    if one of them answered; what a failing tier would have had is then a miss. `delete` fails if any tier did: the
-    value may still be there. Failures that no error tells are counted in `tiers`.
+    What is promised: `put` writes to all tiers and succeeds if one of them took the batch that other processes see, too
+    (where there is none, any tier); `get` and `contains` succeed if one of them answered; what a failing tier would
+    have had is then a miss. `delete` fails if any tier did: the value may still be there. Failures that no error tells
+    are counted in `tiers`.
 
     A tier that was unavailable or too slow is left alone for `retry_after_s`, so that its timeout is not paid by each
     call. If all are, all are asked.
@@ -40,10 +41,16 @@ class TieredStore(KVStore):
         self.tiers = [Tier(store) for store in stores]
         self._retry_after_s = retry_after_s
         self._lock = threading.Lock()  # of the tiers' counters
+        self._shared = [tier for tier in self.tiers if tier.store.is_shared] or self.tiers
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         found = [False] * len(keys)
         self._look_up(found, lambda tier, missing: tier.store.contains([keys[i] for i in missing]))
+        return found
+
+    def contains_for_all(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [False] * len(keys)
+        self._look_up(found, lambda tier, missing: tier.store.contains([keys[i] for i in missing]), self._shared)
         return found
 
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
@@ -60,11 +67,13 @@ class TieredStore(KVStore):
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         errors: list[StoreError] = []
-        awake = self._awake()
-        for tier in awake:
+        is_put = False
+        for tier in self._awake():
+            num_errors = len(errors)
             self._try(tier, partial(tier.store.put, items), errors)
-        if len(errors) == len(awake):
-            raise errors[0]
+            is_put = is_put or (len(errors) == num_errors and tier in self._shared)
+        if not is_put:
+            raise errors[0] if errors else StoreUnavailable("the tiers that others see failed a moment ago")
 
     def delete(self, keys: Sequence[bytes]) -> None:
         errors: list[StoreError] = []
@@ -80,11 +89,16 @@ class TieredStore(KVStore):
         for tier in self.tiers:
             tier.store.close()
 
-    def _look_up(self, found: list[bool], ask: Callable[[Tier, list[int]], list[bool]]) -> list[tuple[int, list[int]]]:
-        """Ask tier by tier and note what is found; returns (tier, indices) of each tier's hits."""
+    def _look_up(
+        self,
+        found: list[bool],
+        ask: Callable[[Tier, list[int]], list[bool]],
+        among: Sequence[Tier] | None = None,
+    ) -> list[tuple[int, list[int]]]:
+        """Ask tier by tier (None: all) and note what is found; returns (tier, indices) of each tier's hits."""
         hits_by_tier: list[tuple[int, list[int]]] = []
         errors: list[StoreError] = []
-        awake = self._awake()
+        awake = [tier for tier in self._awake() if among is None or tier in among]
         for tier in awake:
             missing = [i for i, is_found in enumerate(found) if not is_found]
             if not missing:

@@ -125,3 +125,23 @@ def test_a_delete_that_a_tier_missed_is_told(tiers: TieredStore, server: RedisSe
             tiers.delete(KEYS)
         assert tiers.tiers[0].store.contains(KEYS) == [False] * 3
         assert tiers.tiers[2].store.contains(KEYS) == [False] * 3
+
+
+def test_what_only_this_process_has_is_no_successful_put(server: RedisServer) -> None:
+    """F10: a hand-off that no other process can read must not be called stored."""
+    with TieredStore([MemoryStore("own"), RedisStore(server.url)], retry_after_s=1000) as store:
+        store.put(items(*KEYS))
+        server.kill()
+        for _ in range(2):  # the second one leaves the dead tier alone
+            with pytest.raises(StoreUnavailable):
+                store.put(items(b"d"))
+        assert store.contains(KEYS) == [True] * len(KEYS)
+
+
+def test_what_is_there_for_all_is_told_from_what_this_process_has(server: RedisServer) -> None:
+    redis = RedisStore(server.url)
+    with TieredStore([MemoryStore("own"), redis]) as store:
+        store.put(items(*KEYS))
+        redis.delete(KEYS[:1])
+        assert store.contains(KEYS) == [True] * len(KEYS)
+        assert store.contains_for_all(KEYS) == [False] + [True] * (len(KEYS) - 1)
