@@ -1,8 +1,12 @@
-"""`pd connector`: what is known about KV connectors."""
+"""`pd connector`: what is known about KV connectors, and whether they are right."""
 
 import argparse
+import sys
 from typing import Any
 
+import msgspec
+
+from pdkv.cli_options import convert_map
 from pdkv.connectors.registry import connector_targets, load_connector
 from pdkv.errors import ConfigError
 
@@ -14,6 +18,38 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     summary = "list the known connectors with their flags"
     listing = subcommands.add_parser("list", help=summary, description=f"{summary.capitalize()}.")
     listing.set_defaults(run=run_list)
+    add_check(subcommands)
+
+
+def add_check(subcommands: "argparse._SubParsersAction[Any]") -> None:
+    """Add `check` to `pd connector`."""
+    summary = "run the conformance kit over a connector"
+    parser = subcommands.add_parser(
+        "check",
+        help=summary,
+        description=f"{summary.capitalize()}: producer and consumer in processes of their own, without a model. "
+        "Exit code 0: no case failed; 1: some did; 2: no such connector, case or option.",
+    )
+    parser.add_argument("connector", metavar="NAME|module:Class", help="what to check")
+    parser.add_argument(
+        "--connector-config",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help='options of the connector; "{directory}" in a value is a private directory of each case',
+    )
+    parser.add_argument("--case", action="append", default=[], metavar="NAME", help="run this case only (repeatable)")
+    parser.add_argument("--quick", action="store_true", help="fewer lengths and rounds")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="what must happen has happened after so long; above the connector's deadlines (default: 20)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.set_defaults(run=run_check)
 
 
 def run_list(_: argparse.Namespace) -> int:
@@ -33,3 +69,28 @@ def run_list(_: argparse.Namespace) -> int:
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     return int(failed)
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Run `pd connector check`: one line per case, and a line with the totals."""
+    from pdkv.connectors.conformance.report import CaseReport, check, print_case, print_totals
+
+    def show(report: CaseReport) -> None:
+        if not arguments.json:
+            print_case(report, sys.stdout)
+
+    if not 0 < arguments.timeout < float("inf"):
+        raise ConfigError(f"--timeout: a number of seconds above 0 was expected, got {arguments.timeout:g}")
+    report = check(
+        arguments.connector,
+        options=convert_map(arguments.connector_config, "--connector-config"),
+        names=arguments.case,
+        quick=arguments.quick,
+        timeout_s=arguments.timeout,
+        on_case=show,
+    )
+    if arguments.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        print_totals(report, sys.stdout)
+    return int(report.failed > 0)

@@ -191,7 +191,7 @@ def _convert(option: Option, value: Any, where: str) -> Any:
     if value is None and option.optional:
         return None
     if option.is_map:
-        return _convert_map(value, where)
+        return convert_map(value, where)
     if option.size and isinstance(value, str):
         try:
             return parse_size(value)
@@ -221,8 +221,8 @@ def _convert(option: Option, value: Any, where: str) -> Any:
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _convert_map(value: Any, where: str) -> dict[str, str]:
-    """KEY=VALUE texts, or a file's table of scalars."""
+def convert_map(value: Any, where: str) -> dict[str, str]:
+    """KEY=VALUE texts, or a file's table of scalars. Raises ConfigError; `where` says whose they are."""
     if isinstance(value, dict):
         if not all(isinstance(v, str | int | float) for v in value.values()):
             raise ConfigError(f"{where}: a table of plain values was expected, got {value!r}")

@@ -15,13 +15,13 @@ NUM_CONCURRENT = 100
 
 @case("content_identity")
 def content_identity(setting: Setting) -> None:
-    """All lengths, orders, chunks and scattered block tables: what arrives is what was computed, nothing else changes."""
+    """All lengths, orders, chunks and scattered block tables: what arrives is what was computed."""
     with World(setting) as world:
         _hand_over_all(world)
 
 
 def _hand_over_all(world: World, *, num_hit_blocks: int = 0) -> None:
-    """One transfer after the other, of every length in every legal order; chunks of all, and of one block and a half."""
+    """One transfer after the other, of every length in every legal order, in one chunk or several."""
     block_size = world.consumer.block_size
     chunks = itertools.cycle((0, 24))
     for order in legal_orders(world):
@@ -33,7 +33,7 @@ def _hand_over_all(world: World, *, num_hit_blocks: int = 0) -> None:
 
 @case("local_hits")
 def local_hits(setting: Setting) -> None:
-    """Blocks that the consumer has already are never written, and only the rest is loaded; nothing, if nothing is missing."""
+    """Blocks that the consumer has already are never written; only the rest is loaded."""
     with World(setting) as world:
         _hand_over_all(world, num_hit_blocks=1)
         for num_tokens in (33, 64, 95):
@@ -194,5 +194,3 @@ def incompatible_peers(setting: Setting) -> None:
         require(all(value in refusals[0] for value in both), f"the refusal lacks a side's value: {refusals[0]}")
         world.introduce()
         Handover(world, 40).run()
-
-

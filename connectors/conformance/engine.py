@@ -92,7 +92,7 @@ class Engine:
         self._peers: list[EngineCard] = []
         self._next_step_id = 0
         self._last_step = 0.0
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         built = []
         for rank, host in enumerate(hosts):
             config = ConnectorConfig(
@@ -133,13 +133,13 @@ class Engine:
 
     def ask(self, command: p.AnyCommand, wanted: type[Wanted], *, rank: int = 0) -> Wanted:
         """A command to one rank."""
-        return self.hosts[rank].ask(self.name, command, wanted, self._timeout_s)
+        return self.hosts[rank].ask(self.name, command, wanted, self.timeout_s)
 
     def ask_all(self, command: p.AnyCommand, wanted: type[Wanted]) -> list[Wanted]:
         """A command to all ranks at once."""
         for host in self.hosts:
             host.send(self.name, command)
-        return [host.receive(wanted, self._timeout_s) for host in self.hosts]
+        return [host.receive(wanted, self.timeout_s) for host in self.hosts]
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Engine:
         kept, self._kept = self._kept, []
         for block_ids in kept:
             self.books.release(block_ids)
-        writes = [p.TokenRange(list(r.text), a, b, list(r.block_ids)) for r, a, b in scheduled]
+        writes = [p.TokenRange(r.content, a, b, list(r.block_ids)) for r, a, b in scheduled]
         return StepPlan(step_id, planned.meta, cancels, writes, garbage)
 
     def execute(self, plan: StepPlan) -> None:
@@ -209,16 +209,17 @@ class Engine:
 
     def take_executed(self, *, settle: bool = True) -> list[p.Executed]:
         """What all ranks answer; the engine acts on it."""
-        executed = [host.receive(p.Executed, self._timeout_s) for host in self.hosts]
+        executed = [host.receive(p.Executed, self.timeout_s) for host in self.hosts]
         for rank in executed:
             self.wrong.update(rank.wrong)
         if settle:
-            self._settle(self._aggregator.merge([rank.results for rank in executed]))
+            self.settle(executed)
         return executed
 
-    def _settle(self, results: p.Results) -> None:
+    def settle(self, executed: Sequence[p.Executed]) -> None:
         """The connector hears of the results; holds, quarantines and leases that ended are released."""
-        results = self.ask(p.Settle(results), p.Settled).results
+        merged = self._aggregator.merge([rank.results for rank in executed])
+        results = self.ask(p.Settle(merged), p.Settled).results
         for key, outcome in (*results.finished_sending, *results.failed_sending):
             self.sent[key] = outcome
             hold = self._holds.pop(key, None)

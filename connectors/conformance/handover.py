@@ -31,6 +31,7 @@ class Handover:
         order: "prefill_first", "decode_first" (pull, store), "needs_peer_first" or "concurrent" (push).
         num_hit_blocks: blocks that the consumer has already; they hold the kit's own pattern, and must keep it.
         chunk: tokens per step on the producer; 0: all at once.
+        check: whether the producer computes the text's KV and the consumer's is compared with it.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class Handover:
         text = new_text(num_tokens + 1) if text is None else text
         transfer_id = transfer_id or new_name()
         self.sender = Request(
-            text, num_tokens, kv="handoff", transfer_id=transfer_id, attempt=attempt, layout=self.producer.layout
-        )
+            text, num_tokens, kv="handoff", transfer_id=transfer_id, attempt=attempt, layout=self.producer.layout,
+            has_content=check,
+        )  # fmt: skip
         self.receiver = Request(
             text, num_tokens, kv="await_peer", transfer_id=transfer_id, attempt=attempt, layout=self.consumer.layout
         )

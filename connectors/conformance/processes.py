@@ -51,8 +51,13 @@ class Zygote:
         self._directory = directory
         self._num_hosts = 0
         self._control, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "pdkv.connectors.conformance.zygote", str(remote.fileno())]
-        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-P", "-m", "pdkv.connectors.conformance.zygote", str(remote.fileno())]
+        environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": ":".join(filter(None, sys.path)),
+        }
         self._process = subprocess.Popen(command, pass_fds=[remote.fileno()], env=environment)
         remote.close()
         self._control.settimeout(START_TIMEOUT_S)
@@ -202,9 +207,10 @@ class HostProcess:
 
     def _read(self) -> p.AnyAnswer:
         try:
-            return p.decode_answer(self.connection.recv_bytes())
+            answer: p.AnyAnswer = p.decode_answer(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError) as error:
             raise HostFailed(f"host process {self.pid} has died") from error
+        return answer
 
     def _take_stacks(self) -> str:
         """The stacks of all threads, as faulthandler writes them."""

@@ -11,13 +11,26 @@ class Profile(NamedTuple):
     short: Mapping[str, str] = {}
 
 
+_STORE_DEADLINES = {"lookup_timeout_s": "0.8", "transfer_timeout_s": "0.8", "layer_timeout_s": "0.8"}
+
 _PROFILES: Mapping[str, Profile] = {
     "pdkv.connectors.memory": Profile(short={"transfer_timeout_s": "0.8"}),
+    "pdkv.connectors.multi": Profile(
+        {"connectors": "shared_memory,store", "store.url": "file://{directory}"},
+        {"shared_memory.load_timeout_s": "0.8", **{f"store.{k}": v for k, v in _STORE_DEADLINES.items()}},
+    ),
+    "pdkv.connectors.nixl": Profile(short={"transfer_timeout_s": "0.8"}),
+    "pdkv.connectors.p2p": Profile(short={"timeout_s": "0.8", "handshake_timeout_s": "0.8"}),
     "pdkv.connectors.shared_memory": Profile(short={"load_timeout_s": "0.8"}),
+    "pdkv.connectors.shared_storage": Profile({"path": "{directory}"}, _STORE_DEADLINES),
+    "pdkv.connectors.store": Profile({"url": "file://{directory}"}, _STORE_DEADLINES),
 }
 """By module."""
 
 
-def profile_of(target: str, options: Mapping[str, str]) -> Profile:
-    """The profile of a "module:Class"; a third party's options are all on the command line."""
-    return _PROFILES.get(target.partition(":")[0], Profile())
+def profile_of(target: str, given: Mapping[str, str]) -> Profile:
+    """The profile of a "module:Class" with `given` on top; a third party's options are all on the command line."""
+    profile = _PROFILES.get(target.partition(":")[0], Profile())
+    if "connectors" in given:  # other children than those that the options are for
+        return Profile(given)
+    return Profile({**profile.options, **given}, {k: v for k, v in profile.short.items() if k not in given})

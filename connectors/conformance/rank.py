@@ -15,6 +15,7 @@ from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResul
 from pdkv.connectors.conformance import protocol as p
 from pdkv.connectors.conformance.content import CANARY, GARBAGE, Values, describe_difference, kv_values, rank_heads
 from pdkv.connectors.conformance.watch import StepWatch, resident_bytes
+from pdkv.connectors.planning import Ids, as_ids
 from pdkv.connectors.registry import load_connector
 from pdkv.errors import IncompatiblePeers, TransferError
 from pdkv.messages import KVLayout
@@ -170,7 +171,7 @@ class HostedRank:
         if meta.needs_layer_hooks:
             self._watch.call("wait_for_layer_load", self._worker.wait_for_layer_load, layer)
         for tokens in step.writes:
-            self._write(tokens, layer)
+            self._write(tokens, layer, garbage=not tokens.text)
         for pool in (self._view, self._known):
             pool[step.garbage, :, layer] = GARBAGE
         if meta.needs_layer_hooks:
@@ -192,10 +193,10 @@ class HostedRank:
 
     # --- the pool -------------------------------------------------------------------------------------------------
 
-    def _places(self, tokens: p.TokenRange) -> tuple[Values, Values]:
+    def _places(self, tokens: p.TokenRange) -> tuple[Ids, Ids]:
         """Block and offset of each token."""
-        positions = np.arange(tokens.start, tokens.stop)
-        blocks = np.asarray(tokens.block_ids, dtype=np.int64)[positions // self._layout.block_size]
+        positions = np.arange(tokens.start, tokens.stop, dtype=np.int64)
+        blocks = as_ids(tokens.block_ids)[positions // self._layout.block_size]
         return blocks, positions % self._layout.block_size
 
     def _write(self, tokens: p.TokenRange, layer: int | None = None, *, garbage: bool = False) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from pdkv.connectors.conformance.cases import CASES, Case
 from pdkv.connectors.conformance.processes import Zygote
 from pdkv.connectors.conformance.profiles import profile_of
-from pdkv.connectors.conformance.world import NotApplicable, Refused, Setting
+from pdkv.connectors.conformance.world import NotApplicable, Refused, Setting, World
 from pdkv.connectors.registry import connector_target, load_connector
 from pdkv.errors import ConfigError, PdkvError
 
@@ -76,24 +76,31 @@ def check(
         raise ConfigError(f"unknown case {unknown[0]!r}; known: {', '.join(cases)}")
     target = connector_target(connector)
     profile = profile_of(target, options)
-    flags = load_connector(connector).for_options({**profile.options, **options})
+    flags = load_connector(connector).for_options(profile.options)
     reports = []
     with tempfile.TemporaryDirectory(prefix="pdkv-check-") as directory, Zygote(Path(directory)) as zygote:
         setting = Setting(
             zygote=zygote,
             directory=Path(directory),
             connector=connector,
-            options={**profile.options, **options},
-            short_options={name: value for name, value in profile.short.items() if name not in options},
+            options=dict(profile.options),
+            short_options=dict(profile.short),
             one_process=flags.one_process,
             timeout_s=timeout_s,
             quick=quick,
         )
+        _probe(setting)
         for case in [cases[name] for name in names] or cases.values():
             reports.append(_run(case, setting))
             on_case(reports[-1])
     counts = {status: sum(report.status == status for report in reports) for status in ("passed", "failed")}
     return Report(connector, counts["passed"], counts["failed"], reports)
+
+
+def _probe(setting: Setting) -> None:
+    """Build one engine: what is wrong with the options shows here, and not in every case."""
+    with World(setting):
+        pass
 
 
 def _run(case: Case, setting: Setting) -> CaseReport:

@@ -21,9 +21,10 @@ class Request:
         transfer_id: str,
         attempt: int,
         layout: KVLayout,
-        salt: str = "",
+        has_content: bool = True,
     ) -> None:
         self.text = text
+        self.content = list(text) if has_content else []  # what is computed for it; empty: anything, which is faster
         self.num_prompt = num_prompt
         self.kv = kv
         self.transfer_id = transfer_id
@@ -39,7 +40,7 @@ class Request:
         self.num_reported = 0
         self._num_published = 0
         self._block_size = layout.block_size
-        self._root = root_key(model="conformance", layout=layout.identity, cache_salt=salt)
+        self._root = root_key(model="conformance", layout=layout.identity)
         self._keys: list[bytes] = []
 
     @property
@@ -80,8 +81,7 @@ class Request:
         keys = self.keys(num_full * self._block_size)
         per_block = self._block_size // HASH_BLOCK_SIZE
         blocks = [
-            (self.block_ids[i], keys[i * per_block : (i + 1) * per_block])
-            for i in range(self._num_published, num_full)
+            (self.block_ids[i], keys[i * per_block : (i + 1) * per_block]) for i in range(self._num_published, num_full)
         ]
         self._num_published = max(num_full, self._num_published)
         return blocks

@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 STRICT = frozenset(
     {
         "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished",
-        "resolve_results", "update_connector_output", "has_pending_work", "start_load_kv", "save_kv_layer", "wait_for_save",
-        "get_finished", "cancel",
+        "resolve_results", "update_connector_output", "has_pending_work", "start_load_kv", "save_kv_layer",
+        "wait_for_save", "get_finished", "cancel",
     }
 )  # fmt: skip
 """Calls that may neither enter a transport nor wait. `wait_for_layer_load` waits; the others run between steps."""

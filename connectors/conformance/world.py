@@ -146,13 +146,13 @@ class World:
 
     # --- engines come and go --------------------------------------------------------------------------------------
 
-    def boot(self, name: str, shape: Shape) -> Engine:
-        """Start an engine, or its next incarnation. Others hear of it by `introduce`."""
+    def boot(self, name: str, shape: Shape, hosts: Sequence[HostProcess] = ()) -> Engine:
+        """Start an engine, or its next incarnation, in new processes or in `hosts`; `introduce` tells others."""
         self._shapes[name] = shape
         self._epochs[name] = epoch = self._epochs.get(name, -1) + 1
         if shape.tp > 1 and self.setting.one_process:
             raise Refused("the ranks of an engine are processes, and this connector serves one")
-        hosts = [self._host() for _ in range(shape.tp)]
+        hosts = hosts or [self._host() for _ in range(shape.tp)]
         try:
             engine = self.engine_type(
                 name, f"{name}.{epoch}", hosts,
@@ -181,9 +181,24 @@ class World:
     def restart(self, name: str) -> Engine:
         """kill -9 and the next incarnation; the others hear of both at once."""
         self.kill(name)
+        return self.revive(name)
+
+    def revive(self, name: str) -> Engine:
+        """The next incarnation of an engine that was killed; everybody hears of it."""
         engine = self.boot(name, self._shapes[name])
         self.introduce()
         return engine
+
+    def rebuild(self, name: str) -> Engine:
+        """The next incarnation in the same processes, after a shutdown."""
+        hosts = self.engines.pop(name).hosts
+        engine = self.boot(name, self._shapes[name], hosts)
+        self.introduce()
+        return engine
+
+    def shape(self, name: str) -> Shape:
+        """The shape of an engine."""
+        return self._shapes[name]
 
     def kill(self, name: str) -> None:
         """kill -9 all ranks; nobody is told."""
