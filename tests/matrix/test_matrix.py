@@ -24,8 +24,8 @@ def check_row(row: Row, workload: Workload, directory: Path) -> None:
     """First pass and replay."""
     started = time.monotonic()
     with (
-        BACKENDS[row.backend](directory=directory) as connector,
-        deployed(workload, *row.flags, *connector) as deployment,
+        BACKENDS[row.backend](directory=directory) as chosen,
+        deployed(workload, *row.flags, *chosen.flags) as deployment,
     ):
         first, replay = (run_all(deployment, workload) for _ in range(2))
     for books in (first, replay):

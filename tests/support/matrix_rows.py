@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from store_servers import lmcache_server, redis_server
+from store_servers import LMCacheServer, RedisServer, StoreServer
 
 TOPOLOGIES = ("1P1D", "2P2D")
 RANKS = ((1, 1), (1, 2), (2, 1), (2, 4), (4, 1))
@@ -16,7 +16,15 @@ RANKS = ((1, 1), (1, 2), (2, 1), (2, 4), (4, 1))
 BLOCKS = ((16, 16), (16, 32), (32, 16))
 """(block size of prefill, of decode)."""
 
-Flags = contextlib.AbstractContextManager[tuple[str, ...]]
+
+class Chosen(NamedTuple):
+    """A backend that can be launched."""
+
+    flags: tuple[str, ...]
+    server: StoreServer | None = None  # the one that its engines share
+
+
+Choice = contextlib.AbstractContextManager[Chosen]
 
 
 def _connector(name: str, *options: str) -> tuple[str, ...]:
@@ -25,34 +33,28 @@ def _connector(name: str, *options: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _plain(*flags: str, directory: Path) -> Iterator[tuple[str, ...]]:
-    yield _connector(*(flag.format(directory=directory) for flag in flags))
+def _plain(*flags: str, directory: Path) -> Iterator[Chosen]:
+    yield Chosen(_connector(*(flag.format(directory=directory) for flag in flags)))
 
 
 @contextlib.contextmanager
-def _redis(*, directory: Path) -> Iterator[tuple[str, ...]]:
-    with redis_server() as url:
-        yield _connector("store", f"url={url}")
+def _served(server: Callable[[], StoreServer], *, directory: Path) -> Iterator[Chosen]:
+    with server() as running:
+        yield Chosen(_connector("store", f"url={running.url}"), running)
 
 
-@contextlib.contextmanager
-def _lmcache(*, directory: Path) -> Iterator[tuple[str, ...]]:
-    with lmcache_server() as url:
-        yield _connector("store", f"url={url}")
-
-
-BACKENDS: dict[str, Callable[..., Flags]] = {
+BACKENDS: dict[str, Callable[..., Choice]] = {
     "shared_memory": functools.partial(_plain, "shared_memory"),
     "p2p": functools.partial(_plain, "p2p"),
     "nixl pull": functools.partial(_plain, "nixl", "mode=pull"),
     "nixl push": functools.partial(_plain, "nixl", "mode=push"),
     "shared_storage": functools.partial(_plain, "shared_storage", "path={directory}/kv"),
-    "store redis": _redis,
-    "store lmcache": _lmcache,
+    "store redis": functools.partial(_served, RedisServer),
+    "store lmcache": functools.partial(_served, LMCacheServer),
     "store tiers": functools.partial(_plain, "store", "url=memory://,file://{directory}/kv"),
     "multi": functools.partial(_plain, "multi", "connectors=shared_memory,store", "store.url=file://{directory}/kv"),
 }
-"""name -> (directory) -> the flags that choose it, while its servers run."""
+"""name -> (directory) -> the flags that choose it, while its server runs."""
 
 
 class Row(NamedTuple):

@@ -5,8 +5,9 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import httpx
@@ -23,11 +24,12 @@ End = Literal["read", "close", "drop", "deadline"]
 class Ask(NamedTuple):
     """One completion request, seeded (a greedy text repeats itself); `amount` is events before a close, or seconds."""
 
-    prompt: str
+    prompt: str | Sequence[int]
     max_tokens: int
     stream: bool = False
     end: End = "read"
     amount: float = 0.0
+    fields: Mapping[str, Any] = MappingProxyType({})  # of the body, beside or instead of those below
 
     def body(self) -> dict[str, Any]:
         """What is posted."""
@@ -39,6 +41,7 @@ class Ask(NamedTuple):
             "ignore_eos": True,
             "return_token_ids": True,
             "stream": self.stream,
+            **self.fields,
         }
 
 
@@ -51,6 +54,7 @@ class Answer(NamedTuple):
     prefill: str = ""
     decode: str = ""
     broken: bool = False  # the connection ended without an end
+    begun: Sequence[int] = ()  # tokens of a stream whose end was not reached
 
     @property
     def failed_clearly(self) -> bool:
@@ -102,7 +106,7 @@ async def _stream(
         number = 0
         async for line in reply.aiter_lines():
             if ask.end == "close" and number >= ask.amount:
-                return Answer(200, None, None, *_engines(reply))
+                return Answer(200, None, None, *_engines(reply), begun=token_ids)
             if not line:
                 continue
             data = line.removeprefix("data: ")
@@ -110,11 +114,11 @@ async def _stream(
                 return Answer(200, token_ids, None, *_engines(reply))
             event = json.loads(data)
             if "error" in event:
-                return Answer(200, None, event["error"], *_engines(reply))
+                return Answer(200, None, event["error"], *_engines(reply), begun=token_ids)
             token_ids += event["choices"][0]["token_ids"]
             number += 1
             on_event(number)
-        return Answer(200, None, None, *_engines(reply), broken=True)
+        return Answer(200, None, None, *_engines(reply), broken=True, begun=token_ids)
 
 
 def _engines(reply: httpx.Response) -> tuple[str, str]:
