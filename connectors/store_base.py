@@ -6,20 +6,20 @@ engine has saved; a hand-off is a lookup whose answer is known. No call of a sto
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
     KVConnectorMetadata,
-    LoadMode,
     SchedulerConnector,
     WorkerConnector,
     parse_options,
 )
 from pdkv.connectors.store_lookup import KeyLookups
+from pdkv.connectors.store_options import CONVERTERS, TransferOptions
 from pdkv.connectors.store_plan import StoreCut, StoreMetadata
-from pdkv.connectors.store_scheduler import StoreScheduler, TransferOptions
+from pdkv.connectors.store_scheduler import StoreScheduler
 from pdkv.connectors.store_worker import StoreWorker
 from pdkv.errors import ConfigError
 from pdkv.kv_store.base import Buffer, KVStore
@@ -28,46 +28,6 @@ from pdkv.messages import ConnectorKind
 LAYERWISE_GROUPS = 4
 
 __all__ = ["Buffer", "KVStore", "StoreConnector", "TransferOptions"]
-
-
-def _parse_count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError("at least 1 was expected")
-    return value
-
-
-def _parse_natural(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise ValueError("0 or more was expected")
-    return value
-
-
-def _parse_seconds(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise ValueError("a number of seconds above 0 was expected")
-    return value
-
-
-def _parse_load(text: str) -> str:
-    if text not in get_args(LoadMode):
-        raise ValueError("async or layerwise was expected")
-    return text
-
-
-_COMMON: Mapping[str, Callable[[str], Any]] = {
-    "tokens_per_value": _parse_count,
-    "layer_groups": _parse_natural,
-    "load": _parse_load,
-    "min_hit_tokens": _parse_natural,
-    "lookup_timeout_s": _parse_seconds,
-    "transfer_timeout_s": _parse_seconds,
-    "layer_timeout_s": _parse_seconds,
-    "io_threads": _parse_count,
-    "save_threads": _parse_count,
-    "staging_bytes": _parse_count,
-    "max_save_bytes": _parse_count,
-}
-assert set(_COMMON) == set(TransferOptions.__struct_fields__)
 
 
 class StoreConnector(KVConnector):
@@ -85,7 +45,7 @@ class StoreConnector(KVConnector):
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
         options = parse_options(config.options, self._known_options())
-        common = {name: options.pop(name) for name in list(options) if name in _COMMON}
+        common = {name: options.pop(name) for name in list(options) if name in CONVERTERS}
         self.options = TransferOptions(**common)
         self.store_options: Mapping[str, str] = options
         groups = self.options.layer_groups
@@ -136,4 +96,4 @@ class StoreConnector(KVConnector):
 
     def _known_options(self) -> Mapping[str, Callable[[str], Any]]:
         own = self.config.options if self.option_names is None else self.option_names
-        return {**dict.fromkeys(own, str), **_COMMON}
+        return {**dict.fromkeys(own, str), **CONVERTERS}

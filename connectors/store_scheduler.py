@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,6 +27,7 @@ from pdkv.connectors.base import (
     TransferResults,
 )
 from pdkv.connectors.store_lookup import KeyLookups
+from pdkv.connectors.store_options import TransferOptions
 from pdkv.connectors.store_plan import Cut, StoreCut, StoreDrop, StoreLoad, StoreMetadata, StoreSave, Value
 from pdkv.messages import EngineCard, KVHandoff
 
@@ -34,23 +35,6 @@ logger = logging.getLogger(__name__)
 
 MAX_SEEN = 4096
 """Waiting requests that are remembered, so that each is looked up ahead at most once."""
-
-
-class TransferOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """--connector-config that all store connectors have."""
-
-    tokens_per_value: int = 64  # stored together; a multiple of 16, equal on all engines that share
-    layer_groups: int = 0  # parts by layers of what is stored, equal on all engines; 0: 1, or 4 for layerwise loads
-    load: Literal["async", "layerwise"] = "async"  # wait outside the batch, or compute while layers come in
-    min_hit_tokens: int = 64  # a shorter find is computed rather than loaded; hand-offs are always loaded
-    lookup_timeout_s: float = 1.0  # after it what was asked for is a miss
-    transfer_timeout_s: float = 10.0  # deadline of a load or a save, from its start on
-    layer_timeout_s: float = 2.0  # a forward pass waits so long for layerwise loads, all layers together
-    io_threads: int = 2  # that load
-    save_threads: int = 1
-    staging_bytes: int = 4 << 20  # of each thread's buffer; at least one value
-    max_save_bytes: int = 256 << 20  # KV under way to the store, at most a quarter of the pool; beyond it only
-    # hand-offs are saved
 
 
 class _Batch(NamedTuple):

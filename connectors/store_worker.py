@@ -3,9 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
@@ -17,11 +16,12 @@ from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferK
 from pdkv.connectors.io_lanes import Lane, LaneConfig
 from pdkv.connectors.planning import Ids, unit_index
 from pdkv.connectors.staging import Bytes, StagingBuffers
+from pdkv.connectors.store_options import TransferOptions
+from pdkv.connectors.store_pieces import Piece, lay_out, pack
 from pdkv.connectors.store_plan import StoreCut, StoreLoad, StoreMetadata, StoreSave, Value, ValuePart
-from pdkv.connectors.store_scheduler import TransferOptions
 from pdkv.connectors.transfer_worker import Job, Task, TransferWorker
 from pdkv.connectors.units import UnitPool
-from pdkv.errors import ConfigError, KVNotFound, TransferError, TransferTimeout
+from pdkv.errors import ConfigError, KVNotFound, TransferCancelled, TransferError, TransferTimeout
 from pdkv.kv_store.base import KVStore
 
 if TYPE_CHECKING:
@@ -30,19 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class _Piece(NamedTuple):
-    """One part of consecutive values, side by side in a buffer."""
-
-    part: ValuePart
-    values: Sequence[Value]
-    num_bytes: int
-
-
 class _Read(NamedTuple):
     """One buffer's worth of a load."""
 
     load: StoreLoad
-    pieces: list[_Piece]
+    pieces: list[Piece]
 
 
 class _Write(NamedTuple):
@@ -158,7 +150,7 @@ class StoreWorker(TransferWorker):
                 self.submit(name, "send", tasks)
 
     def _start_load(self, load: StoreLoad) -> None:
-        orders = [_Read(load, pieces) for pieces in self._pack(load.values, self._cut.parts, split=load.layerwise)]
+        orders = [_Read(load, pieces) for pieces in self._pieces(load.values, self._cut.parts, split=load.layerwise)]
         if load.layerwise:
             num_jobs = [0] * self._cut.layer_groups
             for order in orders:
@@ -235,6 +227,8 @@ class StoreWorker(TransferWorker):
         """Run a save; log the first failure after a success, and the first success after a failure."""
         try:
             num_bytes = save()
+        except TransferCancelled:
+            raise
         except TransferError as error:
             self.num_failed_saves += 1
             if not self._saves_fail:
@@ -250,7 +244,7 @@ class StoreWorker(TransferWorker):
         layers = self._layer_loads.get(job.key) if order.load.layerwise else None
         try:
             with self._staging.take(job.remaining_s()) as buffer:
-                keys, views = self._lay_out(order.pieces, buffer)
+                keys, views = lay_out(order.pieces, buffer)
                 found = self._store.get(keys, views)
                 if not all(found):
                     raise KVNotFound(f"{len(found) - sum(found)} of {len(found)} values are not there or damaged")
@@ -272,9 +266,8 @@ class StoreWorker(TransferWorker):
             start, stop = max(begin, load.start), min(end, load.stop)
             if start < stop:
                 units = unit_index(load.block_ids, self._block_size, start - load.start, stop - load.start)
-                unit_bytes = self._pool.unit_bytes(piece.part.part)
-                first = offset + (start - begin) // HASH_BLOCK_SIZE * unit_bytes
-                self._pool.scatter(units, piece.part.part, buffer[first : first + units.size * unit_bytes])
+                first = offset + (start - begin) // HASH_BLOCK_SIZE * piece.unit_bytes
+                self._pool.scatter(units, piece.part.part, buffer[first : first + units.size * piece.unit_bytes])
             offset += piece.num_bytes
 
     def _write(self, job: Job, order: _Write) -> int:
@@ -285,16 +278,16 @@ class StoreWorker(TransferWorker):
             there = self._store.contains_for_all(keys)
             values = [value for i, value in enumerate(values) if not all(there[i * len(parts) : (i + 1) * len(parts)])]
         num_bytes = 0
-        for pieces in self._pack(values, parts):
+        for pieces in self._pieces(values, parts):
             with self._staging.take(job.remaining_s()) as buffer:
-                keys, views = self._lay_out(pieces, buffer)
+                keys, views = lay_out(pieces, buffer)
                 self._gather(order.save, pieces, buffer)
                 job.check()
                 self._store.put(list(zip(keys, views, strict=True)))
                 num_bytes += sum(len(view) for view in views)
         return num_bytes
 
-    def _gather(self, save: StoreSave, pieces: Sequence[_Piece], buffer: Bytes) -> None:
+    def _gather(self, save: StoreSave, pieces: Sequence[Piece], buffer: Bytes) -> None:
         offset = 0
         for piece in pieces:
             units = np.concatenate([self._units(save, value) for value in piece.values])
@@ -302,7 +295,7 @@ class StoreWorker(TransferWorker):
             self._pool.gather(units, piece.part.part, image)
             num_used = piece.values[-1].num_tokens % HASH_BLOCK_SIZE
             if num_used:  # what earlier owners of the block left behind the tail stays here
-                last = image[-self._pool.unit_bytes(piece.part.part) :]
+                last = image[-piece.unit_bytes :]
                 rows = piece.part.part.num_layers * 2 * piece.part.part.num_heads
                 last.reshape(rows, HASH_BLOCK_SIZE, -1)[:, num_used:] = 0
             offset += piece.num_bytes
@@ -311,43 +304,8 @@ class StoreWorker(TransferWorker):
         start = value.start - save.first_token
         return unit_index(save.block_ids, self._block_size, start, start + value.num_tokens)
 
-    # --- buffers --------------------------------------------------------------------------------------------------
-
-    def _pack(
-        self, values: Sequence[Value], parts: Iterable[ValuePart], *, split: bool = False
-    ) -> Iterator[list[_Piece]]:
-        """Parts of values, one part after the other, in buffers; `split`: a layer group begins a buffer of its own."""
-        pieces: list[_Piece] = []
-        room = capacity = self._staging.size_bytes
-        for part in parts:
-            unit_bytes = self._pool.unit_bytes(part.part)
-            if split and pieces and pieces[-1].part.group != part.group:
-                yield pieces
-                pieces, room = [], capacity
-            first = 0
-            while first < len(values):
-                stop, num_bytes = first, 0
-                while stop < len(values) and num_bytes + values[stop].num_units * unit_bytes <= room:
-                    num_bytes += values[stop].num_units * unit_bytes
-                    stop += 1
-                if stop > first:
-                    pieces.append(_Piece(part, values[first:stop], num_bytes))
-                    first, room = stop, room - num_bytes
-                if first < len(values):
-                    yield pieces
-                    pieces, room = [], capacity
-        if pieces:
-            yield pieces
-
-    def _lay_out(self, pieces: Sequence[_Piece], buffer: Bytes) -> tuple[list[bytes], list[memoryview]]:
-        """Keys of the pieces' values and where in the buffer each has its place; in the order of their tokens."""
-        places: list[tuple[int, bytes, memoryview]] = []
-        memory, offset = memoryview(buffer.data), 0
-        for piece in pieces:
-            unit_bytes = self._pool.unit_bytes(piece.part.part)
-            for value in piece.values:
-                size = value.num_units * unit_bytes
-                places.append((value.start, value.key + piece.part.suffix, memory[offset : offset + size]))
-                offset += size
-        places.sort(key=itemgetter(0))
-        return [key for _, key, _ in places], [view for *_, view in places]
+    def _pieces(
+        self, values: Sequence[Value], parts: Sequence[ValuePart], *, split: bool = False
+    ) -> Iterator[list[Piece]]:
+        sized = [(part, self._pool.unit_bytes(part.part)) for part in parts]
+        return pack(values, sized, self._staging.size_bytes, split=split)

@@ -328,6 +328,7 @@ def test_queued_saves_of_a_request_that_is_given_up_end_at_once(store: FaultySto
     engine.worker.cancel(request.transfer_key)
     assert engine.wait(hold.key).code == engine.wait(request.transfer_key).code == TransferCancelled.code
     store.let_go("put")
+    assert engine.worker.num_failed_saves == 0, "nothing was wrong with the store"
 
 
 def test_saves_do_not_delay_loads(store: FaultyStore, make: MakeEngine) -> None:
