@@ -1,0 +1,1 @@
+"""Measures a connector: bandwidth, latency and what it costs the steps beside it."""
