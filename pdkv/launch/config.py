@@ -6,6 +6,7 @@ from typing import Literal
 
 from pdkv.config import EngineConfig, HandoffConfig, option
 from pdkv.errors import ConfigError
+from pdkv.messages import Order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,9 @@ class LaunchConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 = any free one")
     policy: str = option("prefix_aware", "how the router chooses engines", metavar="NAME")
+    order: Literal["auto", "prefill_first", "concurrent", "needs_peer_first", "decode_first"] = option(
+        "auto", "which engine is asked first; auto: the router's favourite of those that the connector allows"
+    )
     served_model_name: str | None = option(None, "the model's name in the API (default: its directory's name)")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "least level of the log lines on stderr")
     start_timeout_s: float = option(120.0, "how long a process may take to become ready")
@@ -35,6 +39,11 @@ class LaunchConfig:
             raise ConfigError(f"start_timeout_s must be above 0, got {self.start_timeout_s}")
         if self.served_model_name == "":
             raise ConfigError("served_model_name must not be empty")
+
+    @property
+    def orders(self) -> list[Order]:
+        """The hand-off orders that the router may take; empty: its own choice."""
+        return [] if self.order == "auto" else [self.order]
 
     @property
     def num_engines(self) -> int:

@@ -101,6 +101,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         served_model_name=launch.served_model_name
         or (_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name),
         policy=launch.policy,
+        orders=launch.orders,
         log_level=launch.log_level,
     )
     return Fleet(

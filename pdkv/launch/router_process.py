@@ -8,6 +8,7 @@ from pdkv.launch.linux import set_process_name
 from pdkv.launch.logs import configure_logging
 from pdkv.launch.specs import RouterSpec, decode_router_spec
 from pdkv.router.process import EngineEndpoint, run_router
+from pdkv.router.state import ORDERS
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             model=spec.model,
             served_model_name=spec.served_model_name,
             policy=spec.policy,
+            orders=spec.orders or ORDERS,
             await_all=spec.await_all,
             lifeline_fd=lifeline_fd,
             on_ready=ack.ready,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.messages import Order
 
 Role = Literal["prefill", "decode", "any"]
 
@@ -49,6 +50,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: Path
     served_model_name: str
     policy: str
+    orders: list[Order] = []  # hand-off orders, by preference; empty: the router's own
     await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
     log_level: str = "info"
 
