@@ -48,8 +48,7 @@ class NixlConnector(KVConnector):
 
     def _make_endpoint(self) -> NixlEndpoint:
         """Raises ConfigError where NIXL is missing."""
-        options = self.options
-        return NixlEndpoint(self.config, self._peers, options.mode, slots=options.slots, slot_bytes=options.slot_bytes)
+        return NixlEndpoint(self.config, self._peers, self.options)
 
 
 class NixlPullConnector(NixlConnector):

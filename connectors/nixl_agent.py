@@ -34,7 +34,7 @@ MAX_AGENT_NAME = 256
 
 _BACKEND = "UCX"
 _PROGRESS_DELAY_US = 10_000
-"""How often NIXL's progress thread looks without an event; its Python API says 0, which is a busy loop."""
+"""How often a progress thread looks without an event; NIXL's Python API says 0, which is a busy loop."""
 
 _SPINS = 50
 _WAIT_S = (0.0001, 0.001)
@@ -122,8 +122,13 @@ def _wheels() -> list[str]:
 class NixlAgent:
     """Thread-safe. After a transfer has returned or raised, nothing of it touches memory any more."""
 
-    def __init__(self, name: str) -> None:
-        """Raises ConfigError where NIXL is missing or its UCX backend cannot start."""
+    def __init__(self, name: str, *, progress_thread: bool = False) -> None:
+        """Without a progress thread UCX works only within calls of this agent: somebody has to `receive` again and
+        again. With one it works by itself, and that thread spins on UCX's lock while another one copies.
+
+        Raises:
+            ConfigError: NIXL is missing, or its UCX backend cannot start.
+        """
         self.name = name
         self.num_bad_messages = 0
         self._bindings = load_bindings()
@@ -132,11 +137,12 @@ class NixlAgent:
         self._closing = threading.Event()
         self._peers: dict[str, _Peer] = {}
         self._registered: list[Any] = []
+        self._messages: list[Message] = []
         self._errors = _error_types(self._bindings)
         self._failures: tuple[type[Exception], ...] = (RuntimeError, *self._errors)
         self._bad_messages: tuple[type[Exception], ...] = (UnicodeDecodeError, *self._failures)  # a name is no text
         config = self._bindings.nixlAgentConfig()
-        config.useProgThread = True
+        config.useProgThread = progress_thread
         config.pthrDelay = _PROGRESS_DELAY_US
         try:
             self._agent: Any = self._bindings.nixlAgent(name, config)
@@ -260,6 +266,7 @@ class NixlAgent:
             try:
                 with self._lock:
                     self._agent.genNotif(peer, data)
+                    self._take_messages()  # what UCX could not send at once goes out now, not with the next call
             except self._failures as error:
                 connection.broken = True
                 raise PeerGone(f"no message to agent {peer}: {error}") from error
@@ -269,16 +276,9 @@ class NixlAgent:
         with self._lock:
             if self._closing.is_set():
                 return []
-            try:
-                received = self._agent.getNotifs({}, [])
-            except self._bad_messages as error:
-                self.num_bad_messages += 1
-                logger.debug("agent %s cannot receive: %s", self.name, error)
-                return []
-        messages = [Message(peer, bytes(data)) for peer, batch in received.items() for data in batch]
-        good = [m for m in messages if len(m.data) <= MAX_MESSAGE_BYTES and 0 < len(m.peer) <= MAX_AGENT_NAME]
-        self.num_bad_messages += len(messages) - len(good)
-        return good
+            self._take_messages()
+            messages, self._messages = self._messages, []
+        return messages
 
     def close(self) -> None:
         """End waiting transfers, disconnect, deregister. Idempotent."""
@@ -311,6 +311,21 @@ class NixlAgent:
                 self._idle.notify_all()
             if connection.broken:
                 self.disconnect(peer)
+
+    def _take_messages(self) -> None:
+        """Under the lock: let UCX work, and keep what has come."""
+        try:
+            received = self._agent.getNotifs({}, [])
+        except self._bad_messages as error:
+            self.num_bad_messages += 1
+            logger.debug("agent %s cannot receive: %s", self.name, error)
+            return
+        for peer, batch in received.items():
+            for data in batch:
+                if len(data) > MAX_MESSAGE_BYTES or not 0 < len(peer) <= MAX_AGENT_NAME:
+                    self.num_bad_messages += 1
+                else:
+                    self._messages.append(Message(peer, data))
 
     def _segment(self, kind: str) -> Any:
         return self._bindings.VRAM_SEG if kind == "VRAM" else self._bindings.DRAM_SEG

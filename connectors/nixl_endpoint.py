@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.huge_pages import use_huge_pages
 from pdkv.connectors.nixl_agent import Memory, Message, NixlAgent
 from pdkv.connectors.nixl_doorbell import Doorbell
+from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_peers import NixlPeers, agent_name
-from pdkv.connectors.nixl_wire import BLOB_VERSION, Mode, RankBlob, Reset, Wire, decode, encode, encode_blob
+from pdkv.connectors.nixl_wire import BLOB_VERSION, RankBlob, Reset, Wire, decode, encode, encode_blob
 from pdkv.connectors.staging import StagingBuffers
 from pdkv.errors import PdkvError, PeerGone
 
@@ -78,18 +80,22 @@ class RegisteredBuffers(StagingBuffers):
 class NixlEndpoint:
     """Thread-safe. Nothing here may be called on a step thread but `post`, `register`, `blob` and `close`."""
 
-    def __init__(self, config: ConnectorConfig, peers: NixlPeers, mode: Mode, *, slots: int, slot_bytes: int) -> None:
+    def __init__(self, config: ConnectorConfig, peers: NixlPeers, options: NixlOptions) -> None:
         """Raises ConfigError where NIXL is missing."""
         self.config = config
         self.peers = peers
         self.num_bad_messages = 0  # that no decoder or handler wants
         self.num_unknown_agents = 0  # messages of agents that nobody has a card of
-        self.slot_bytes = slot_bytes
-        self._mode = mode
-        self._agent = NixlAgent(agent_name(config.engine, config.epoch, config.rank))
+        self.slot_bytes = options.slot_bytes
+        self._mode = options.mode
+        self._agent = NixlAgent(
+            agent_name(config.engine, config.epoch, config.rank), progress_thread=options.progress_thread
+        )
         self._doorbell = Doorbell()
-        self.slots = np.zeros(slots * slot_bytes, dtype=np.uint8)
-        self.buffers = RegisteredBuffers(max(slots // 2, 2), slot_bytes)  # what is read from peers' slots
+        self.slots = np.zeros(options.slots * options.slot_bytes, dtype=np.uint8)
+        self.buffers = RegisteredBuffers(
+            max(options.slots // 2, 2), options.slot_bytes
+        )  # what is read from peers' slots
         self._buffer_region = self._agent.register(_touched(self.buffers.memory))
         self._slot_region = self._agent.register(_touched(self.slots))
         self.pool: Memory | None = None
@@ -108,6 +114,8 @@ class NixlEndpoint:
 
     def register(self, kv_cache: "torch.Tensor", table: GenerationTable | None) -> None:
         """Register the pool, and rank 0's table of generations. Raises ConfigError."""
+        if kv_cache.device.type == "cpu":
+            use_huge_pages(kv_cache.data_ptr(), kv_cache.nbytes)
         kind, device = ("DRAM", 0) if kv_cache.device.type == "cpu" else ("VRAM", kv_cache.device.index or 0)
         self.pool = self._agent.register(Memory(kv_cache.data_ptr(), kv_cache.nbytes, kind, device))  # type: ignore[arg-type]
         if table is not None:
@@ -280,6 +288,7 @@ class NixlEndpoint:
             self._agent.disconnect(blob.agent)
             self._agent.connect(blob.agent, blob.metadata)
             self._agent.send(blob.agent, encode(Reset(self._open_requests(blob.agent))))
+            self._ring(blob)
         if self.peers.agent(blob.agent) is None:  # removed meanwhile
             self._agent.disconnect(blob.agent)
 
@@ -347,6 +356,7 @@ class NixlEndpoint:
 def _touched(array: Bytes) -> Memory:
     """The region of an array, its pages written: a transfer would pay for each with a fault."""
     array.fill(0)
+    use_huge_pages(array.ctypes.data, array.nbytes)
     return Memory(array.ctypes.data, array.nbytes)
 
 

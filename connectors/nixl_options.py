@@ -16,8 +16,9 @@ class NixlOptions:
     transfer_timeout_s: float = 10.0  # deadline of one transfer on one rank, from its start on
     gather_below: int = 32 * 1024  # bytes of a run of blocks, below which it is gathered with others
     gather_min_pieces: int = 64  # where there are fewer of those, they go one by one
-    slots: int = 8  # buffers in which units are gathered
-    slot_bytes: int = 1024 * 1024
+    slots: int = 4  # buffers in which units are gathered; half of them at most are one reader's
+    slot_bytes: int = 4 * 1024 * 1024
+    progress_thread: bool = False  # NIXL's own: for transports that need the peer's help, such as TCP between hosts
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> "NixlOptions":
@@ -54,6 +55,12 @@ def _slot_size(text: str) -> int:
     return value
 
 
+def _bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError("true or false was expected")
+    return text.lower() == "true"
+
+
 def _seconds(text: str) -> float:
     if not 0 < (value := float(text)) < float("inf"):
         raise ValueError("a number of seconds above 0 was expected")
@@ -67,4 +74,5 @@ _CONVERTERS: dict[str, Callable[[str], object]] = {
     "gather_min_pieces": _count,
     "slots": _count,
     "slot_bytes": _slot_size,
+    "progress_thread": _bool,
 }

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from nixl_rig import Own, Peer, needs_nixl
+from nixl_peer import Listening as Own
+from nixl_rig import Peer, needs_nixl, own_agent
 from traffic import wait_until_true
 
 from pdkv.connectors import nixl_agent
@@ -30,9 +31,9 @@ WAIT_S = 20.0
 
 @pytest.fixture
 def own() -> Iterator[Own]:
-    own = Own()
+    own = own_agent()
     yield own
-    own.agent.close()
+    own.close()
 
 
 @pytest.fixture
@@ -104,8 +105,7 @@ def test_messages_go_both_ways(own: Own, start_peer: Callable[..., Peer]) -> Non
     own.agent.send(peer.name, b"hello")
     assert peer.ask("hear") == [["own", "hello"]]
     peer.ask("say", "own", "there")
-    messages = wait_until_true(own.agent.receive, "a message")
-    assert messages == [("peer", b"there")]
+    assert own.messages.get(timeout=WAIT_S) == ("peer", b"there")
 
 
 def test_a_message_that_is_too_long_is_counted_and_dropped(
@@ -115,8 +115,8 @@ def test_a_message_that_is_too_long_is_counted_and_dropped(
     peer = start_peer()
     peer.know(own.agent)
     peer.ask("say", "own", "garbage")
-    wait_until_true(lambda: own.agent.receive() or own.agent.num_bad_messages, "the message")
-    assert own.agent.num_bad_messages == 1
+    wait_until_true(lambda: own.agent.num_bad_messages, "the message")
+    assert own.messages.empty()
 
 
 def test_an_agents_name_that_is_no_text_is_counted_and_dropped(own: Own) -> None:
@@ -129,7 +129,6 @@ def test_an_agents_name_that_is_no_text_is_counted_and_dropped(own: Own) -> None
 
     def heard() -> int:
         stranger.getNotifs({}, [])  # it has no thread of its own that makes progress
-        own.agent.receive()
         return own.agent.num_bad_messages
 
     assert wait_until_true(heard, "the message") == 1
@@ -273,10 +272,10 @@ def test_close_gives_threads_descriptors_and_shared_memory_back(start_peer: Call
     peer = start_peer()
 
     def use_one() -> None:
-        own = Own()
+        own = own_agent()
         meet(own, peer)
-        own.agent.close()
-        own.agent.close()
+        own.close()
+        own.close()
         with pytest.raises(PeerGone):
             own.agent.send(peer.name, b"hello")
 

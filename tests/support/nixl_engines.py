@@ -334,7 +334,10 @@ def closing() -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    served = Engine(**json.loads(sys.argv[1]))
+    wanted = json.loads(sys.argv[1])
+    if "layout" in wanted:
+        wanted["layout"] = msgspec.convert(wanted["layout"], KVLayout)
+    served = Engine(**wanted)
     print(json.dumps(msgspec.msgpack.encode(served.card).hex()), flush=True)
     _serve(served)
     served.close()

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import pytest
+from nixl_peer import Listening
 
 from pdkv.connectors.nixl_agent import Memory, NixlAgent
 
@@ -69,10 +68,6 @@ class Peer:
         return json.loads(self.process.stdout.readline())
 
 
-class Own:
+def own_agent() -> Listening:
     """An agent of this process with one region."""
-
-    def __init__(self, name: str = "own", size: int = 1 << 20) -> None:
-        self.agent = NixlAgent(name)
-        self.data: npt.NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
-        self.region = self.agent.register(Memory(self.data.ctypes.data, size))
+    return Listening("own", 1 << 20, 0)
