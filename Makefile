@@ -4,7 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install lint test bench demo serve clean
+MINUTES ?= 5
+BACKENDS ?=
+SEED ?= 0
+
+.PHONY: install lint test soak bench demo serve clean
 
 install: $(STAMP)
 
@@ -25,6 +29,10 @@ lint: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow"
+
+# Chaos under load for so many minutes per backend: make soak MINUTES=5 BACKENDS="shared_memory store_redis"
+soak: install
+	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(MINUTES) --seed $(SEED) --backends $(BACKENDS)
 
 bench: install
 	$(BIN)/python -m benchmarks.run

@@ -1,0 +1,37 @@
+"""A short soak of each backend: whatever goes wrong, no token is wrong, no request hangs and nothing is left."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matrix_rows import BACKENDS
+
+SUPPORT = Path(__file__).parents[1] / "support"
+SECONDS = 20
+BOUND_S = 600
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks"),
+    [
+        ("shared_memory", "1,1"),
+        pytest.param("shared_memory", "1,2", marks=pytest.mark.slow),
+        *(pytest.param(name, "1,1", marks=pytest.mark.slow) for name in BACKENDS if name != "shared_memory"),
+    ],
+)
+def test_chaos_makes_no_token_wrong_and_leaves_nothing(backend: str, ranks: str, tmp_path: Path) -> None:
+    """F1, F2, F3, F4, F5, F6, F7, F17, F24."""
+    command = [sys.executable, "-m", "soak", "--seconds", str(SECONDS), "--tp", ranks, "--out", str(tmp_path)]
+    run = subprocess.run(
+        [*command, "--backends", backend], cwd=SUPPORT, capture_output=True, text=True, timeout=BOUND_S
+    )
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    (document,) = tmp_path.glob("*.json")
+    (report,) = json.loads(document.read_text()).values()
+    if report["skipped"]:
+        pytest.skip(report["skipped"])
+    assert report["violations"] == []
+    assert report["outcomes"]["right"] > 40
+    assert sum(report["events"].values()) > 3

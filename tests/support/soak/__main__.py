@@ -1,0 +1,7 @@
+"""python -m soak."""
+
+import sys
+
+from soak.run import main
+
+sys.exit(main())

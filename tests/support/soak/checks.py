@@ -1,0 +1,122 @@
+"""What must hold when everything is calm again: all blocks back, nothing left in memory, on disk or in the kernel."""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+from traffic import holdings, unrest
+
+from soak.private_mounts import SHM
+from soak.world import World
+
+CALM_BOUND_S = 90.0
+"""All engines are back and idle: the launcher waits up to 30 s before it starts a failing engine again."""
+
+LET_GO_BOUND_S = 15.0
+_POLL_S = 0.2
+MAX_MORE_DESCRIPTORS = 12
+MAX_RSS_FACTOR = 1.35
+MAX_RSS_MORE = 32 << 20
+
+
+class Held(NamedTuple):
+    """What is held at rest."""
+
+    descriptors: dict[str, int]  # by process name
+    resident: dict[str, int]  # bytes
+    files: int  # in the launch's temporary directory
+    shm: int  # in /dev/shm, of this run where it is private
+
+
+async def wait_for_calm(world: World) -> None:
+    """Every engine ready, without a request, all blocks free or cached; no request on the router."""
+    deadline = time.monotonic() + CALM_BOUND_S
+    while (why := await asyncio.to_thread(_commotion, world)) is not None:
+        if time.monotonic() > deadline:
+            world.journal.violation(f"no rest within {CALM_BOUND_S:g} s: {why}")
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+def _commotion(world: World) -> str | None:
+    try:
+        if restless := unrest(world.deployment):
+            return str(restless)
+        lines = world.deployment.get("/metrics").text.splitlines()
+        return None if "pdkv_requests_in_flight 0.0" in lines else "the router has requests in flight"
+    except (httpx.TransportError, KeyError) as error:  # the router is starting
+        return repr(error)
+
+
+def measure(world: World) -> Held:
+    """Read /proc and the directories."""
+    held = holdings(world.deployment)
+
+    def by_name(values: dict[str, int]) -> dict[str, int]:
+        return {name.rpartition(" ")[0]: value for name, value in values.items()}
+
+    files = sum(1 for _ in world.deployment.directory.rglob("*"))
+    shm = len(os.listdir(SHM)) if world.private else len(held.shared_memory_files)
+    return Held(by_name(held.descriptors), by_name(held.resident), files, shm)
+
+
+async def check_let_go(world: World, baseline: Held) -> Held:
+    """Wait until nothing more is held than at the baseline, and say what is."""
+    deadline = time.monotonic() + LET_GO_BOUND_S
+    while leaks := await asyncio.to_thread(_leaks, world, baseline):
+        if time.monotonic() > deadline:
+            for leak in leaks:
+                world.journal.violation(f"a leak: {leak}")
+            break
+        await asyncio.sleep(_POLL_S)
+    return measure(world)
+
+
+def _leaks(world: World, baseline: Held) -> list[str]:
+    now = measure(world)
+    found = [
+        f"{name} has {count} descriptors, {baseline.descriptors[name]} at first"
+        for name, count in now.descriptors.items()
+        if count > baseline.descriptors.get(name, count) + MAX_MORE_DESCRIPTORS
+    ]
+    found += [
+        f"{name} has {size >> 20} MiB, {baseline.resident[name] >> 20} at first"
+        for name, size in now.resident.items()
+        if size > MAX_RSS_FACTOR * (most := _most(baseline.resident, name)) + MAX_RSS_MORE and most
+    ]
+    if now.files > baseline.files:
+        found.append(f"{now.files} files in the temporary directory, {baseline.files} at first")
+    if now.shm > baseline.shm:
+        found.append(f"{now.shm} files in /dev/shm, {baseline.shm} at first")
+    if orphans := _orphaned_memory([process.pid for process in world.processes()]):
+        found.append(f"shared memory of processes that are gone is still mapped: {orphans}")
+    if world.files is not None and (unfinished := [path.name for path in world.files.rglob("*.tmp")]):
+        found.append(f"unfinished files in the store: {unfinished}")
+    return found
+
+
+def _most(values: dict[str, int], name: str) -> int:
+    """The largest among processes of the same kind ("pd decode-0" and "pd decode-1")."""
+    kind = name.rpartition("-")[0] or name
+    return max((value for other, value in values.items() if (other.rpartition("-")[0] or other) == kind), default=0)
+
+
+def _orphaned_memory(pids: Iterable[int]) -> list[str]:
+    """Mapped KV arenas that no process of the launch has open any more."""
+    mapped: dict[str, str] = {}
+    open_inodes = set()
+    for pid in pids:
+        try:
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if "/memfd:pdkv:" in line:
+                    fields = line.split(maxsplit=5)
+                    mapped[fields[4]] = f"{fields[5]} in {pid}"
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                open_inodes.add(str(fd.stat().st_ino))
+        except OSError:  # it ends at this moment
+            continue
+    return [name for inode, name in mapped.items() if inode not in open_inodes]

@@ -1,0 +1,226 @@
+"""Chaos under load on each backend: right tokens or clear errors, no hang, no leak. Exit code 1 on any violation.
+
+Reports go to benchmarks/results/soak-DATE.{md,json} and logs to .bench/soak/, with --out both to its folder. The same
+seed draws the same requests and the same events at the same times.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import pytest
+from deployments import Running, launches
+from matrix_rows import BACKENDS, Chosen
+from oracle import Expected
+from prompt_set import forty_prompts
+from serving_checks import read_books, serve_directory
+from small_models import make_hf_model
+from traffic import client_of
+
+from soak.backends import HAVE_FILES, REQUEST_TIMEOUT_S, STORE_MIB, choose, extra_flags, select
+from soak.checks import Held, check_let_go, measure, wait_for_calm
+from soak.journal import Journal
+from soak.load import Load
+from soak.private_mounts import SHM, enter, mount_tmpfs, unmount
+from soak.report import RESULTS, Report, save
+from soak.schedule import Site, draw
+from soak.world import World
+
+LOGS = Path(__file__).parents[3] / ".bench" / "soak"
+ROUND_S = 60.0
+GAP_S = 2.0
+CLIENTS = 6
+NUM_OUTPUT = 32
+SHM_BYTES = 256 << 20
+
+
+class Plan(NamedTuple):
+    """One deployment's run."""
+
+    backend: str
+    ranks: tuple[int, int]
+    seconds: float
+    seed: int
+    private: bool
+    logs: Path
+
+    @property
+    def log(self) -> Path:
+        """Where its log goes."""
+        prefill, decode = self.ranks
+        return self.logs / f"{self.backend.replace(' ', '_')}-tp{prefill}-{decode}-seed{self.seed}.log"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    options = _parse(arguments)
+    command = [sys.executable, "-m", "soak", *(sys.argv[1:] if arguments is None else arguments)]
+    private = enter(command)
+    if private:
+        mount_tmpfs(SHM, SHM_BYTES)
+    signal.signal(signal.SIGTERM, _stop)  # so that deployments are ended
+    reports = []
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        work = Path(folder)
+        expected = _expected(work)
+        for backend, (ranks, share) in itertools.product(options.backends, options.tp):
+            plan = Plan(backend, ranks, options.seconds * share, options.seed, private, options.out or LOGS)
+            report = run(plan, work / "served", expected)
+            reports.append(report)
+            save([report], options.out or RESULTS)
+            print(_summary(report, plan.log), flush=True)
+    return 1 if any(report.violations for report in reports) else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5.0, help="of chaos per backend")
+    parser.add_argument("--seconds", type=float, help="the same in seconds")
+    parser.add_argument("--backends", nargs="*", default=[], metavar="NAME", help=f"of {', '.join(BACKENDS)}")
+    parser.add_argument("--tp", type=_ranks, help="ranks of prefill and of decode engines, such as 1,2 (default: both)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder of report and logs")
+    options = parser.parse_args(arguments)
+    try:
+        options.backends = select(options.backends)
+    except ValueError as error:
+        parser.error(str(error))
+    options.seconds = options.minutes * 60 if options.seconds is None else options.seconds
+    options.tp = [(options.tp, 1.0)] if options.tp is not None else [((1, 1), 2 / 3), ((1, 2), 1 / 3)]
+    return options
+
+
+def _ranks(text: str) -> tuple[int, int]:
+    prefill, decode = map(int, text.split(","))
+    return prefill, decode
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _expected(work: Path) -> list[Expected]:
+    """A model in `work`/served, and what transformers says to the forty prompts."""
+    model = make_hf_model(work / "model", "llama", "float32", initializer_range=0.2)
+    return forty_prompts(serve_directory(model, work), NUM_OUTPUT)
+
+
+def run(plan: Plan, model: Path, expected: Sequence[Expected]) -> Report:
+    """Launch, soak, stop; what goes wrong is in the report."""
+    ranks, seed = plan.ranks, plan.seed
+    report = Report(backend=plan.backend, ranks=ranks, seed=seed, seconds=plan.seconds, private_mounts=plan.private)
+    journal = Journal()
+    flags = ["--prefill", "2", "--decode", "2", "--prefill-tp", str(ranks[0]), "--decode-tp", str(ranks[1])]
+    deployment: Running | None = None
+    try:
+        with _disk(plan) as disk, choose(plan.backend, disk) as chosen, launches(model) as launch:
+            deployment = launch(*flags, *chosen.flags, *extra_flags(plan.backend))
+            asyncio.run(_soak(plan, deployment, chosen, disk, expected, journal, report))
+    except pytest.skip.Exception as skip:
+        report.skipped = str(skip)
+    except AssertionError as error:  # of the launch, or of what it has left behind
+        journal.violation(f"at the end: {error}")
+    report.events, report.outcomes = dict(journal.events), dict(journal.outcomes)
+    report.worst_s, report.violations = round(journal.worst_s, 2), journal.violations
+    if deployment is not None:
+        plan.logs.mkdir(parents=True, exist_ok=True)
+        plan.log.write_text(journal.text(deployment))
+    return report
+
+
+@contextlib.contextmanager
+def _disk(plan: Plan) -> Iterator[Path]:
+    """A directory for stores, small where that is possible."""
+    path = Path(tempfile.mkdtemp(prefix="soak-disk-"))
+    if plan.private:
+        mount_tmpfs(path, 2 * STORE_MIB << 20)
+    try:
+        yield path
+    finally:
+        if plan.private:
+            unmount(path)
+        shutil.rmtree(path)
+
+
+async def _soak(
+    plan: Plan,
+    deployment: Running,
+    chosen: Chosen,
+    disk: Path,
+    expected: Sequence[Expected],
+    journal: Journal,
+    report: Report,
+) -> None:
+    """Warm up, then rounds of chaos, each with a calm behind it."""
+    engines = list(deployment.pids())
+    others = [f"{name}.{rank}" for name in engines for rank in range(1, plan.ranks[name.startswith("decode")])]
+    has_files = plan.backend in HAVE_FILES
+    site = Site(engines, others, chosen.server is not None, has_files)
+    async with client_of(deployment) as client:
+        client.headers["x-pd-timeout-s"] = str(REQUEST_TIMEOUT_S)
+        load = Load(client, expected, journal, plan.seed)
+        world = World(
+            deployment, site, chosen.server, disk if has_files else None, plan.private, load, journal, str(plan.seed)
+        )
+        await load.verify(CLIENTS)
+        await wait_for_calm(world)
+        baseline = measure(world)
+        rng = random.Random(plan.seed)
+        left = plan.seconds
+        while left > 0:
+            seconds = left if left < 1.5 * ROUND_S else ROUND_S
+            await _round(world, rng, seconds)
+            left -= seconds
+            await load.verify(CLIENTS)
+            await wait_for_calm(world)
+            held = await check_let_go(world, baseline)
+            _keep(report, baseline, held)
+        report.remote_tokens = sum(read_books(deployment).sources("decode")[source] for source in ("remote", "store"))
+
+
+async def _round(world: World, rng: random.Random, seconds: float) -> None:
+    """Load, and events at their times; returns at rest."""
+    stop = asyncio.Event()
+    clients = [asyncio.create_task(world.load.work(number, stop)) for number in range(CLIENTS)]
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with asyncio.TaskGroup() as happening:
+        for event in draw(rng, world.site, seconds, min(GAP_S, seconds / 12)):
+            await asyncio.sleep(began + event.at_s - loop.time())
+            happening.create_task(world.happen(event))
+        await asyncio.sleep(began + seconds - loop.time())
+    stop.set()
+    await asyncio.gather(*clients)
+    world.journal.note("the round is over")
+    await wait_for_calm(world)
+    world.journal.note("it is calm")
+
+
+def _keep(report: Report, before: Held, now: Held) -> None:
+    report.descriptors = {
+        name: (before.descriptors.get(name, 0), count) for name, count in sorted(now.descriptors.items())
+    }
+    report.resident_mib = {
+        name: (before.resident.get(name, 0) >> 20, size >> 20) for name, size in sorted(now.resident.items())
+    }
+
+
+def _summary(report: Report, log: Path) -> str:
+    if report.skipped:
+        return f"{report.name}: skipped, {report.skipped}"
+    verdict = f"{len(report.violations)} VIOLATIONS (log: {log})" if report.violations else "no violation"
+    lines = [
+        f"{report.name}: {report.seconds:.0f} s, {sum(report.events.values())} events, "
+        f"{sum(report.outcomes.values())} requests, {report.outcomes.get('right', 0)} right, {verdict}"
+    ]
+    return "\n".join([*lines, *(f"  {text[:2000]}" for text in report.violations)])

@@ -1,0 +1,73 @@
+"""Which events come when: drawn from a seed before anything runs."""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+PROMPTLY_S = (0.05, 0.5)
+"""How long a stop below every deadline lasts."""
+
+LATE_S = (5.0, 7.0)
+"""How long one above every deadline lasts; see the deadlines in backends.py."""
+
+
+class Event(NamedTuple):
+    """One thing that goes wrong."""
+
+    at_s: float  # from the round's beginning
+    kind: str
+    target: str = ""  # an engine ("decode-0"), another rank of one ("decode-0.1"), "router", "fork-server"
+    seconds: float = 0.0  # how long it lasts
+
+    def __str__(self) -> str:
+        lasts = f" for {self.seconds:.2f} s" if self.seconds else ""
+        return f"{self.kind} {self.target}".rstrip() + lasts
+
+
+class Site(NamedTuple):
+    """What there is to be broken."""
+
+    engines: Sequence[str]
+    other_ranks: Sequence[str]  # process names of ranks behind the first
+    has_server: bool = False
+    has_files: bool = False
+
+
+def deck(site: Site) -> list[str]:
+    """Every kind of event that the site can have, the likelier ones more than once."""
+    kinds = ["kill engine", "kill engine", "stop engine", "stop engine late", "garbage", "garbage", "burst"]
+    kinds += ["kill router", "stop router", "kill fork-server", "stop fork-server late", "full shared memory"]
+    if site.other_ranks:
+        kinds += ["kill rank", "stop rank", "stop rank late"]
+    if site.has_server:
+        kinds += ["kill server", "stop server", "stop server late", "full server"]
+    if site.has_files:
+        kinds += ["full disk", "full disk"]
+    return kinds
+
+
+def draw(rng: random.Random, site: Site, seconds: float, gap_s: float) -> list[Event]:
+    """Events of one round, on average one per `gap_s`: all of the deck before any of it comes again."""
+    events: list[Event] = []
+    rest: list[str] = []
+    at_s = rng.uniform(0.2, gap_s)
+    while at_s < seconds:
+        if not rest:
+            rest = rng.sample(kinds := deck(site), len(kinds))
+        events.append(_event(rng, site, at_s, rest.pop()))
+        at_s += rng.uniform(0.2, 1.8) * gap_s
+    return events
+
+
+def _event(rng: random.Random, site: Site, at_s: float, kind: str) -> Event:
+    verb, _, what = kind.partition(" ")
+    names = {"engine": site.engines, "rank": site.other_ranks, "router": ["router"], "fork-server": ["fork-server"]}
+    target = rng.choice(names.get(what.removesuffix(" late"), [""]))
+    seconds = 0.0
+    if verb == "stop":
+        seconds = rng.uniform(*(LATE_S if kind.endswith("late") else PROMPTLY_S))
+    elif verb == "full":
+        seconds = rng.uniform(1.0, 3.0)
+    if kind == "full shared memory":
+        target = rng.choice(site.engines)  # which has to start again meanwhile
+    return Event(at_s, kind, target, seconds)

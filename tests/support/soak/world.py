@@ -1,0 +1,193 @@
+"""A deployment under chaos: its processes by name, and how each kind of event is done to it."""
+
+import asyncio
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from deployments import Running
+from store_servers import RedisServer, StoreServer
+
+from soak.backends import STORE_MIB
+from soak.garbage import listeners, throw
+from soak.journal import Journal
+from soak.load import Load
+from soak.private_mounts import SHM, fill
+from soak.schedule import Event, Site
+
+BURST = 24
+_SMALL_FILE_BYTES = 4096
+_NAME_BYTES = 15  # of a process, to the kernel
+
+
+@dataclass
+class World:
+    """What events are done to."""
+
+    deployment: Running
+    site: Site
+    server: StoreServer | None
+    files: Path | None  # where engines keep values
+    private: bool  # /dev/shm and `files` are small file systems of this run's own
+    load: Load
+    journal: Journal
+    seed: str
+
+    def processes(self) -> Iterator[psutil.Process]:
+        """The launcher and all below it."""
+        launcher = psutil.Process(self.deployment.process.pid)
+        yield launcher
+        yield from launcher.children(recursive=True)
+
+    def process(self, name: str) -> psutil.Process | None:
+        """By the name of an engine, another rank, "router" or "fork-server"; None: it is starting again."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if process.name() == f"pd {name}"[:_NAME_BYTES] and process.status() != psutil.STATUS_ZOMBIE:
+                    return process
+        return None
+
+    async def happen(self, event: Event) -> None:
+        """Do it; returns when it is over."""
+        self.journal.note(f"begins: {event}")
+        happened = await HANDLERS[event.kind.split()[0]](self, event)
+        if happened:
+            self.journal.events[event.kind] += 1
+        self.journal.note(f"ends: {event}" if happened else f"nobody there: {event}")
+
+
+async def _kill(world: World, event: Event) -> bool:
+    if event.kind == "kill server":
+        assert world.server is not None
+        await asyncio.to_thread(world.server.restart)
+        return True
+    process = world.process(event.target)
+    if process is None:
+        return False
+    if event.target == "router":
+        world.journal.router_deaths.append(time.monotonic())
+    process.kill()
+    return True
+
+
+async def _stop(world: World, event: Event) -> bool:
+    """SIGSTOP, and SIGCONT when the time is over."""
+    if event.kind.startswith("stop server"):
+        assert world.server is not None
+        process: psutil.Process | None = psutil.Process(world.server.process.pid)
+    else:
+        process = world.process(event.target)
+    if process is None:
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):  # killed meanwhile
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(event.seconds)
+        process.send_signal(signal.SIGCONT)
+    return True
+
+
+async def _garbage(world: World, event: Event) -> bool:
+    rng = random.Random(f"{world.seed}/{event.at_s}")
+
+    def throw_at_all() -> int:
+        return sum(throw(listener, rng) for listener in listeners(world.processes()))
+
+    num_taken = await asyncio.to_thread(throw_at_all)
+    world.journal.note(f"{num_taken} connections took garbage")
+    return num_taken > 0
+
+
+async def _burst(world: World, event: Event) -> bool:
+    await world.load.burst(f"{world.seed}/{event.at_s}", BURST)
+    return True
+
+
+async def _full(world: World, event: Event) -> bool:
+    """No room in the store or in shared memory for a while."""
+    match event.kind:
+        case "full server":
+            return await _full_server(world, event)
+        case "full disk":
+            return await _full_disk(world, event)
+        case _:
+            return await _full_shared_memory(world, event)
+
+
+async def _full_server(world: World, event: Event) -> bool:
+    if not isinstance(world.server, RedisServer):
+        return False  # LMCache's server has no bound
+    import redis
+
+    with redis.Redis.from_url(world.server.url) as client, contextlib.suppress(redis.RedisError):
+        try:
+            await asyncio.to_thread(client.config_set, "maxmemory", "1mb")
+            await asyncio.sleep(event.seconds)
+        finally:
+            await asyncio.to_thread(client.config_set, "maxmemory", f"{STORE_MIB}mb")
+    return True
+
+
+async def _full_disk(world: World, event: Event) -> bool:
+    assert world.files is not None
+    if not world.private:
+        engines = [process for name in world.site.engines if (process := world.process(name)) is not None]
+        with _small_files(engines):
+            await asyncio.sleep(event.seconds)
+        return True
+    filler = world.files / "filler"
+    try:
+        await asyncio.to_thread(fill, filler)
+        await asyncio.sleep(event.seconds)
+    finally:
+        filler.unlink()
+    return True
+
+
+async def _full_shared_memory(world: World, event: Event) -> bool:
+    """/dev/shm is full, and an engine that must start again gets no memory for its KV: it comes back afterwards."""
+    fork_server, engine = world.process("fork-server"), world.process(event.target)
+    if fork_server is None or engine is None:
+        return False
+    filler = SHM / "filler"
+    try:
+        with _small_files([fork_server]):
+            if world.private:
+                await asyncio.to_thread(fill, filler)
+            engine.kill()
+            await asyncio.sleep(event.seconds)
+    finally:
+        filler.unlink(missing_ok=True)
+        for process in world.processes():  # also those that were forked meanwhile
+            _limit_files(process, psutil.RLIM_INFINITY)
+    return True
+
+
+@contextlib.contextmanager
+def _small_files(processes: list[psutil.Process]) -> Iterator[None]:
+    """What these processes and their new children write into a file, or into shared memory, must be small."""
+    for process in processes:
+        _limit_files(process, _SMALL_FILE_BYTES)
+    try:
+        yield
+    finally:
+        for process in processes:
+            _limit_files(process, psutil.RLIM_INFINITY)
+
+
+def _limit_files(process: psutil.Process, num_bytes: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.rlimit(psutil.RLIMIT_FSIZE, (num_bytes, psutil.RLIM_INFINITY))
+
+
+HANDLERS: dict[str, Callable[[World, Event], Awaitable[bool]]] = {
+    "kill": _kill,
+    "stop": _stop,
+    "garbage": _garbage,
+    "burst": _burst,
+    "full": _full,
+}
