@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -73,12 +73,15 @@ class IOLanes(Generic[Item]):
         self._waiting: deque[_Lane[Item]] = deque()  # lanes with work and without a thread
         self.threads: list[threading.Thread] = []
 
-    def start(self) -> None:
-        """Start the shared lane's threads."""
+    def start(self, own: Iterable[Lane] = ()) -> None:
+        """Start the shared lane's threads, and those of lanes of their own that are known already."""
         with self._lock:
             shared = self._lanes[SHARED_LANE] = _Lane(SHARED_LANE)
             for _ in range(self._config.num_shared):
                 self._start_thread(shared)
+            for name in own:
+                lane = self._lanes[name] = _Lane(name)
+                self._start_thread(lane)
 
     def put(self, name: Lane, item: Item) -> None:
         """Queue an item; its lane starts as soon as there may be another one."""

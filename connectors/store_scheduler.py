@@ -1,6 +1,5 @@
 """The scheduler side of store connectors: what is found, what is loaded, what is saved, and whose tail is dropped."""
 
-import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +25,12 @@ from pdkv.connectors.base import (
     TransferKey,
     TransferResults,
 )
+from pdkv.connectors.peers import Incarnation, PeerCards
 from pdkv.connectors.store_lookup import KeyLookups
 from pdkv.connectors.store_options import TransferOptions
 from pdkv.connectors.store_plan import Cut, StoreCut, StoreDrop, StoreLoad, StoreMetadata, StoreSave, Value
-from pdkv.messages import EngineCard, KVHandoff
-
-logger = logging.getLogger(__name__)
+from pdkv.errors import IncompatiblePeers
+from pdkv.messages import EngineCard
 
 MAX_SEEN = 4096
 """Waiting requests that are remembered, so that each is looked up ahead at most once."""
@@ -52,6 +51,24 @@ class _Sources:
     stop: int
 
 
+class StorePeers(PeerCards):
+    """Peers that share the store and cut as this engine does."""
+
+    def __init__(self, config: ConnectorConfig, cut: Cut) -> None:
+        super().__init__(config)
+        self._cut = cut
+
+    def _accept(self, peer: Incarnation, card: EngineCard) -> None:
+        super()._accept(peer, card)
+        for blob in card.rank_blobs:
+            try:
+                theirs = msgspec.msgpack.decode(blob, type=Cut)
+            except msgspec.DecodeError as error:
+                raise IncompatiblePeers(f"engine {card.engine} does not say how it cuts: {error}") from None
+            if theirs != self._cut:
+                raise IncompatiblePeers(f"engine {card.engine} stores KV as {theirs}, this engine as {self._cut}")
+
+
 class StoreScheduler(SchedulerConnector):
     """Scheduler side. Asks KeyLookups, never the store."""
 
@@ -67,7 +84,7 @@ class StoreScheduler(SchedulerConnector):
         self._token_bytes = layout.block_bytes // layout.block_size
         self._max_save_bytes = min(options.max_save_bytes, config.num_blocks * layout.block_bytes // 4)
         self._me = (config.engine, config.epoch)
-        self._peers: set[tuple[str, str]] = set()
+        self._peers = StorePeers(config, cut.cut)
         self._queued: dict[TransferKey, StoreLoad] = {}  # for the next metadata
         self._loading: dict[TransferKey, list[bytes]] = {}  # keys of whole values
         self._saving: set[bytes] = set()
@@ -100,27 +117,17 @@ class StoreScheduler(SchedulerConnector):
             return NO_MATCH
         if handoff is None:
             return ASK_AGAIN
-        if not self._same_cut(handoff):
+        if handoff.payload != self._payload:
+            self.num_refused_handoffs += 1
             return NO_MATCH
         sources = self._sources(request, num_computed)
         if request.kv_ready:
             return self._matched(sources.stop, num_computed)
         source = (handoff.engine, handoff.epoch)
-        if source in self._peers or source == self._me:
+        if self._peers.knows(*source) or source == self._me:
             return ASK_AGAIN
         stop = self._found(sources)
         return ASK_AGAIN if stop is None else self._matched(stop, num_computed)
-
-    def _same_cut(self, handoff: KVHandoff) -> bool:
-        if handoff.payload == self._payload:
-            return True
-        self.num_refused_handoffs += 1
-        try:
-            theirs: object = msgspec.msgpack.decode(handoff.payload, type=Cut)
-        except msgspec.DecodeError:
-            theirs = "something unreadable"
-        logger.error("engine %s stores KV as %s, this engine as %s", handoff.engine, theirs, self._cut.cut)
-        return False
 
     def _sources(self, request: RequestView, start: int) -> _Sources:
         """Values for tokens from `start` on: whole ones by content, then the tail of the request's own hand-off."""
@@ -285,7 +292,7 @@ class StoreScheduler(SchedulerConnector):
             self.lookups.forget(self._loading.pop(key, ()))
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
-        self._peers = {(card.engine, card.epoch) for card in cards}
+        self._peers.replace(cards)
 
     def shutdown(self) -> None:
         self.lookups.close()

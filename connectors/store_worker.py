@@ -96,7 +96,12 @@ class StoreWorker(TransferWorker):
         super().__init__(
             self._result_is_in,
             timeout_s=options.transfer_timeout_s,
-            lanes=LaneConfig(num_shared=options.io_threads, max_lanes=options.save_threads, thread_name="pdkv-store"),
+            lanes=LaneConfig(
+                num_shared=options.io_threads,
+                idle_s=threading.TIMEOUT_MAX,  # no step starts a thread
+                max_lanes=options.save_threads,
+                thread_name="pdkv-store",
+            ),
         )
         self.num_failed_saves = 0  # jobs
         self._options = options
@@ -126,7 +131,7 @@ class StoreWorker(TransferWorker):
         size = max(self._options.staging_bytes, largest)
         threads = self._options.io_threads + self._options.save_threads
         self._staging = StagingBuffers(threads, size, pinned=not self._pool.on_cpu)
-        self.start_threads()
+        self.start_threads([("save", number) for number in range(self._options.save_threads)])
 
     def handshake(self) -> bytes:
         return msgspec.msgpack.encode(self._cut.cut)

@@ -127,9 +127,9 @@ class TransferWorker(WorkerConnector):
             do_idle_work=self.do_idle_work,
         )
 
-    def start_threads(self) -> None:
-        """Called by the subclass when it can run jobs."""
-        self.lanes.start()
+    def start_threads(self, own: Iterable[Lane] = ()) -> None:
+        """Called by the subclass when it can run jobs. `own`: lanes that shall have their threads from now on."""
+        self.lanes.start(own)
 
     # --- what a transport says ------------------------------------------------------------------------------------
 

@@ -123,16 +123,18 @@ def test_what_a_dead_prefill_had_saved_is_found_without_its_word(make: MakeEngin
     assert decode.ask(view("u", kv="await_peer", num_tokens=101, handoff=handoff, salt="0")) == 64, "no tail of u's"
 
 
-def test_a_hand_off_that_is_cut_otherwise_is_refused_with_both_values(
+def test_a_peer_that_cuts_otherwise_is_refused_with_both_values(
     make: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, handoff = prefill(make("p", layer_groups="3"), 100)
+    source = make("p", layer_groups="3")
+    _, handoff = prefill(source, 100)
     decode = make("d", tokens_per_value="32")
+    decode.scheduler.update_peers([source.card(), decode.card()])
+    assert "tokens_per_value=64, kv_shards=1, layer_groups=3" in caplog.text
+    assert "tokens_per_value=32, kv_shards=1, layer_groups=1" in caplog.text
     request = view("t", kv="await_peer", num_tokens=101, handoff=handoff, kv_ready=True, salt="0")
     assert decode.ask(request) == 0
     assert decode.scheduler.num_refused_handoffs == 1
-    assert "tokens_per_value=64, kv_shards=1, layer_groups=3" in caplog.text
-    assert "tokens_per_value=32, kv_shards=1, layer_groups=1" in caplog.text
 
 
 # --- loads --------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ class Engine:
         return EngineCard(
             engine=self.name, epoch="1", role="any", pid=0, connector="store", kind="store", content_addressed=True,
             orders=[], model="m", layout=self.layout, hash_block_size=HASH_BLOCK_SIZE, num_blocks=NUM_BLOCKS,
-            max_model_len=2048, max_num_seqs=8,
+            max_model_len=2048, max_num_seqs=8, tp=self.tp, rank_blobs=[worker.handshake() for worker in self.workers],
         )  # fmt: skip
 
     # --- KV -------------------------------------------------------------------------------------------------------
