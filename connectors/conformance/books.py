@@ -29,6 +29,12 @@ class Books:
         self._dirty.difference_update(chosen)
         return chosen
 
+    def take(self, block_ids: Sequence[int]) -> None:
+        """Take these blocks, which must be free."""
+        assert not any(self._holders[block] for block in block_ids), "the kit's blocks are not free"
+        self.hold(block_ids)
+        self._dirty.difference_update(block_ids)
+
     def hold(self, block_ids: Iterable[int]) -> None:
         """Add a holder to each."""
         for block in block_ids:

@@ -118,12 +118,14 @@ def _stop_under_way(world: World, order: str, name: str) -> None:
     else:
         transfer.take(*transfer.steps[:-2])
         world.stop("d")
-        transfer.take(*transfer.steps[-2:]) if order == "needs_peer_first" else transfer.producer.step()
-        world.runs_until(lambda: transfer.key in world.producer.sent, world.timeout_s / 2)
-        world.resume("d")
-        if order != "needs_peer_first":
+        if order != "needs_peer_first":  # some of its steps would be the stopped side's
+            world.run_for(TRANSFER_POLL_S)
+            world.resume("d")
             transfer.abort()
             return
+        transfer.take(*transfer.steps[-2:])
+        world.runs_until(lambda: transfer.key in world.producer.sent, world.timeout_s / 2)
+        world.resume("d")
         require(transfer.key in world.producer.sent, "a send to a stopped peer does not end")
         if world.producer.sent[transfer.key].code:
             transfer.require_typed(world.producer.sent[transfer.key])
@@ -213,8 +215,8 @@ def _restart_under_way(world: World, order: str, name: str) -> None:
         world.until(lambda: not survivor.quarantine, "blocks exposed to a dead incarnation come back")
         transfer.release()
     else:
-        other = Handover(world, 100)  # the new incarnation uses the same blocks for another prompt
-        other.prefill()
+        other = Handover(world, 100)
+        other.prefill_as(transfer)
         _load_what_there_is(transfer)
         other.abort()
     survivor.step()

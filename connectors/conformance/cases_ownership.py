@@ -183,18 +183,20 @@ def quarantine(setting: Setting) -> None:
     """When a load's end was reported, by success, failure, cancel or deadline, nobody writes its blocks any more."""
     with World(setting, short=True) as world:
         if world.consumer.built.kind == "push":
-            _late_write(world, after_deadline=False)
-            _late_write(world, after_deadline=True)
+            for num_early in (0, 2):
+                _late_write(world, num_early, after_deadline=False)
+                _late_write(world, num_early, after_deadline=True)
     with World(setting, BIG, BIG) as world:
         for order in legal_orders(world):
             for _ in range(2 if setting.quick else 6):
                 _cancel_under_way(world, order)
 
 
-def _late_write(world: World, *, after_deadline: bool) -> None:
-    """The producer serves a ticket that the consumer has given up, by cancel or when its deadline had passed."""
+def _late_write(world: World, num_early: int, *, after_deadline: bool) -> None:
+    """The producer goes on with a ticket that the consumer has given up, by cancel or when its deadline had passed."""
     transfer = Handover(world, 100, chunk=48)
-    transfer.take(*transfer.steps[:-2])
+    late = 4 - num_early  # of three chunks and the hand-off
+    transfer.take(*transfer.steps[:-late])
     if after_deadline:
         world.runs_until(lambda: transfer.ended, SHORT_S)
     if transfer.ended:
@@ -202,7 +204,7 @@ def _late_write(world: World, *, after_deadline: bool) -> None:
     transfer.drop_receiver()
     world.until(lambda: not world.consumer.quarantine, "a cancelled load is answered")
     world.consumer.step()  # other requests write the blocks
-    transfer.take(*transfer.steps[-2:])
+    transfer.take(*transfer.steps[-late:])
     world.run_for(WHILE_S)
     world.check_pools()
     transfer.release()

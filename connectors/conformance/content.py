@@ -58,25 +58,19 @@ def token_ids(text: Text, num_tokens: int) -> list[int]:
     return ids
 
 
-def rank_heads(layout: KVLayout, rank: int, tp: int) -> range:
-    """The KV heads of the model that a rank holds."""
-    first = rank * layout.kv_heads_of_all_ranks // tp
-    return range(first, first + layout.num_kv_heads)
-
-
-def kv_values(text: Text, start: int, stop: int, layout: KVLayout, heads: range) -> Values:
+def kv_values(text: Text, start: int, stop: int, layout: KVLayout, heads: Sequence[int]) -> Values:
     """KV of tokens [start, stop): (tokens, layers, 2, heads, head_size) as the bit patterns of finite float32."""
     tokens = token_values(text, start, stop)
     total = layout.kv_heads_of_all_ranks
     index = np.arange(layout.num_layers * 2 * total * layout.head_size, dtype=np.uint64)
-    index = index.reshape(layout.num_layers, 2, total, layout.head_size)[:, :, heads.start : heads.stop]
+    index = index.reshape(layout.num_layers, 2, total, layout.head_size)[:, :, list(heads)]
     values = tokens[:, None, None, None, None] * np.uint64(_ODD) + index * np.uint64(_GOLDEN)
     values ^= values >> np.uint64(31)
     values *= np.uint64(_ODD)
     return (values >> np.uint64(34)).astype(np.int32)
 
 
-def describe_difference(actual: Values, expected: Values, start: int, heads: range) -> str:
+def describe_difference(actual: Values, expected: Values, start: int, heads: Sequence[int]) -> str:
     """Which values differ, in words; empty where none does. Shapes as `kv_values` returns them."""
     wrong = np.argwhere(actual != expected)
     if not len(wrong):

@@ -5,6 +5,7 @@ garbage, and their generations have changed.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
@@ -76,7 +77,8 @@ class Engine:
         self.hosts = hosts
         self.layout = layout
         self.block_size = layout.block_size
-        self.books = Books(num_blocks, seed=len(name))  # the same after a restart: stale names fit new blocks
+        self.books = Books(num_blocks, seed=len(epoch))
+        self.num_reuses: Counter[int] = Counter()  # of each block: what its generation counts
         self.received: dict[TransferKey, TransferOutcome] = {}
         self.sent: dict[TransferKey, TransferOutcome] = {}
         self.wrong: dict[TransferKey, str] = {}  # finished loads whose content is not what it must be
@@ -159,7 +161,7 @@ class Engine:
         step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
         garbage = self.books.take_dirty()
         if garbage:
-            self.ask(p.Reuse(garbage), p.Done)
+            self.reuse(garbage)
         news, self._news = self._news, _News()
         cancels, self._cancels = self._cancels, []
         observed = self.built.observes_steps
@@ -314,13 +316,24 @@ class Engine:
         if not ok:
             self.tell_aborted(key)
 
+    def reuse(self, block_ids: Sequence[int]) -> None:
+        """The blocks' content ends now."""
+        self.num_reuses.update(block_ids)
+        self.ask(p.Reuse(list(block_ids)), p.Done)
+
+    def mimic(self, other: "Engine", block_ids: Sequence[int]) -> None:
+        """Take the blocks that another incarnation has used, and reuse each as often as that one did."""
+        self.books.take(block_ids)
+        for block in block_ids:
+            self.reuse([block] * (other.num_reuses[block] - self.num_reuses[block]))
+
     # --- a load ---------------------------------------------------------------------------------------------------
 
     def allocate(self, request: Request, num_tokens: int, *, hit: Sequence[int] = ()) -> None:
         """Blocks for the first tokens of a request, `hit` being its first ones."""
         new = self.books.allocate(-(-num_tokens // self.block_size) - len(hit))
         if new:
-            self.ask(p.Reuse(new), p.Done)
+            self.reuse(new)
         self.books.hold(hit)
         request.block_ids = [*hit, *new]
         request.num_local_hit = len(hit) * self.block_size

@@ -69,7 +69,7 @@ class Handover:
         self.key = self.sender.transfer_key
         self.num_external = 0
         self._hit: list[int] = []
-        self._leased: list[int] = []
+        self.leased: list[int] = []
         self._ticket: bytes | None = None
         self._num_hit_blocks = num_hit_blocks
         self.producer.on_sent.append(self._on_sent)
@@ -186,8 +186,15 @@ class Handover:
     # --- producer -------------------------------------------------------------------------------------------------
 
     def begin_prefill(self) -> None:
-        """Blocks for the whole prompt."""
-        self.producer.allocate(self.sender, self.num_tokens)
+        """Blocks for the whole prompt, unless it has them."""
+        if not self.sender.block_ids:
+            self.producer.allocate(self.sender, self.num_tokens)
+
+    def prefill_as(self, dead: "Handover") -> None:
+        """Prefill into the blocks that a dead incarnation of the producer has handed off, in the same generations."""
+        self.producer.mimic(dead.producer, dead.leased)
+        self.sender.block_ids = list(dead.leased)
+        self.prefill()
 
     def compute(self, start: int) -> None:
         """One chunk is scheduled, executed and confirmed."""
@@ -200,7 +207,7 @@ class Handover:
     def hand_off(self) -> None:
         """The first token is out: the prompt's blocks pass to a lease, and the hand-off leaves."""
         self.sender.has_output = True
-        self._leased = list(self.sender.block_ids)
+        self.leased = list(self.sender.block_ids)
         self.receiver.handoff = self.producer.hand_off(self.sender)
         self.receiver.has_output = True
 
@@ -251,14 +258,14 @@ class Handover:
         self.sender.ticket = self._ticket
         require(self.sender.ticket is not None, "a push connector has given no ticket")
         if self.key in self.producer.leases:
-            self.producer.late_ticket(self.sender, self._leased)
+            self.producer.late_ticket(self.sender, self.leased)
         elif self.sender.block_ids:
             self.producer.confirm(self.sender, again=True)
 
     def _take_hit(self) -> None:
         if self._num_hit_blocks and not self._hit:
             self._hit = self.consumer.books.allocate(self._num_hit_blocks)
-            self.consumer.ask(p.Reuse(self._hit), p.Done)
+            self.consumer.reuse(self._hit)
 
     def _on_sent(self, key: tuple[str, int], ok: bool) -> None:
         if key == self.key:

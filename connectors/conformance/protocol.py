@@ -198,6 +198,7 @@ class OpenBare(Command, frozen=True):
     num_bytes: int  # moved at a time
     piece_bytes: int
     value_bytes: int  # of each value, where the transport knows values
+    region_bytes: int  # at least so much memory on each side, taken in turns
     options: dict[str, str]
     address: bytes | None = None
 

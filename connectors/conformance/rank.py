@@ -13,9 +13,9 @@ import numpy as np
 
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
 from pdkv.connectors.conformance import protocol as p
-from pdkv.connectors.conformance.content import CANARY, GARBAGE, Values, describe_difference, kv_values, rank_heads
+from pdkv.connectors.conformance.content import CANARY, GARBAGE, Values, describe_difference, kv_values
 from pdkv.connectors.conformance.watch import StepWatch, resident_bytes
-from pdkv.connectors.planning import Ids, as_ids
+from pdkv.connectors.planning import Ids, as_ids, rank_heads
 from pdkv.connectors.registry import load_connector
 from pdkv.errors import IncompatiblePeers, TransferError
 from pdkv.messages import KVLayout
@@ -31,7 +31,7 @@ class HostedRank:
         config = build.config
         self._engine, self._rank = config.engine, config.rank
         self._layout = config.layout
-        self._heads = rank_heads(config.layout, config.rank, config.tp)
+        self._heads = rank_heads(config.rank, config.tp, config.layout.kv_heads_of_all_ranks)
         self._watch = self.make_watch(notify)
         self._metas: dict[int, KVConnectorMetadata] = {}
         self._expected: dict[TransferKey, p.Expect] = {}

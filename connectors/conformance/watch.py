@@ -43,6 +43,7 @@ _WAITS: dict[CodeType, str] = {
     queue.Queue.join.__code__: "queue.Queue.join",
 }
 _INNOCENT_FILES = frozenset({logging.__file__})
+_INNOCENT_CODES = frozenset({threading.Thread.start.__code__})  # returns when the new thread runs
 
 
 class StepWatch:
@@ -84,7 +85,8 @@ class StepWatch:
     def _is_innocent(self, frame: FrameType | None) -> bool:
         """Whether the kit's notify or a logging handler is the caller."""
         while frame is not None:
-            if frame.f_code is self._innocent or frame.f_code.co_filename in _INNOCENT_FILES:
+            code = frame.f_code
+            if code is self._innocent or code in _INNOCENT_CODES or code.co_filename in _INNOCENT_FILES:
                 return True
             frame = frame.f_back
         return False

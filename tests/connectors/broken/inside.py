@@ -1,0 +1,134 @@
+"""Defects of `memory`: engines of one process."""
+
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from pdkv.connectors.base import (
+    KVConnectorMetadata,
+    ScheduledRange,
+    TransferKey,
+    TransferResults,
+)
+from pdkv.connectors.memory import MemoryPullConnector, MemoryPullScheduler, MemoryPullWorker
+from pdkv.connectors.memory_fabric import Content, StoreName
+from pdkv.connectors.memory_push import MemoryPushConnector, MemoryPushWorker
+from pdkv.connectors.memory_store import MemoryStoreConnector, StoreMetadata, StoreScheduler, StoreWorker
+from pdkv.connectors.pull import PullMetadata
+from pdkv.connectors.push import PushSend
+from pdkv.errors import TransferTimeout
+
+LATE_STEPS = 2
+
+
+# --- pull ---------------------------------------------------------------------------------------------------------
+
+
+class _OldEpochScheduler(MemoryPullScheduler):
+    def source_block_size(self, engine: str, epoch: str) -> int | None:
+        return self.block_size
+
+
+class _OldEpochWorker(MemoryPullWorker):
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        assert isinstance(meta, PullMetadata)
+        now = self.fabric._endpoints
+        loads = [msgspec.structs.replace(load, epoch=now[load.engine].epoch) for load in meta.loads]
+        super().start_load_kv(msgspec.structs.replace(meta, loads=loads))
+
+
+class KeepsADeadEpochsDescriptors(MemoryPullConnector):
+    """An engine's name is enough: what its dead incarnation has handed off is read from the living one."""
+
+    def make_scheduler_side(self) -> MemoryPullScheduler:
+        return _OldEpochScheduler(self)
+
+    def make_worker_side(self, rank: int) -> MemoryPullWorker:
+        return _OldEpochWorker(self)
+
+
+# --- push ---------------------------------------------------------------------------------------------------------
+
+
+class _AnyAttemptWorker(MemoryPushWorker):
+    def land(self, send: PushSend, content: Content) -> bool:
+        live = next((key for key in self._incoming if key[0] == send.key[0]), send.key)
+        return super().land(msgspec.structs.replace(send, key=live), content)
+
+
+class IgnoresTheAttempt(MemoryPushConnector):
+    """What is sent for one attempt lands in the blocks of the next one."""
+
+    def make_worker_side(self, rank: int) -> MemoryPushWorker:
+        return _AnyAttemptWorker(self)
+
+
+class _ImpatientWorker(MemoryPushWorker):
+    def __init__(self, connector: MemoryPushConnector) -> None:
+        super().__init__(connector)
+        self._since: dict[TransferKey, float] = {}
+
+    def get_finished(self) -> TransferResults:
+        for key in self._incoming:
+            begun = self._since.setdefault(key, time.monotonic())
+            if begun + self.options.transfer_timeout_s <= time.monotonic():
+                self._since[key] = float("inf")  # once
+                self.receive_failed(key, TransferTimeout.code)
+        return super().get_finished()
+
+    def stop_receiving(self, key: TransferKey) -> None:
+        if self._since.get(key) != float("inf"):
+            super().stop_receiving(key)
+
+
+class FreesAtTheDeadline(MemoryPushConnector):
+    """A load fails when its deadline has passed, and what comes later still lands."""
+
+    def make_worker_side(self, rank: int) -> MemoryPushWorker:
+        return _ImpatientWorker(self)
+
+
+# --- store --------------------------------------------------------------------------------------------------------
+
+
+class _EagerWorker(StoreWorker):
+    def save_kv_layer(self, layer: int, kv_cache: Any, meta: KVConnectorMetadata) -> None:
+        super().save_kv_layer(layer, kv_cache, meta)
+        assert isinstance(meta, StoreMetadata)
+        for key, _, name in meta.stage:
+            self.fabric.store.put(name, self._staging[meta.step_id, key, name])
+
+
+class VisibleBeforeComplete(MemoryStoreConnector):
+    """A block can be found as soon as its first layer is there."""
+
+    def make_worker_side(self, rank: int) -> StoreWorker:
+        return _EagerWorker(self)
+
+
+class _UnstagedScheduler(StoreScheduler):
+    def _stage(self, scheduled: ScheduledRange, step_id: int) -> list[tuple[TransferKey, int, StoreName]]:
+        return []
+
+
+class _LateWorker(StoreWorker):
+    def __init__(self, connector: MemoryStoreConnector) -> None:
+        super().__init__(connector)
+        self._waiting: deque[StoreMetadata] = deque()
+
+    def commit_staged(self, meta: StoreMetadata) -> None:
+        self._waiting.append(meta)
+        if len(self._waiting) > LATE_STEPS:
+            super().commit_staged(self._waiting.popleft())
+
+
+class ServesPoisonOnReplay(MemoryStoreConnector):
+    """Saves read their blocks some steps later, and do not hold them meanwhile."""
+
+    def make_scheduler_side(self) -> StoreScheduler:
+        return _UnstagedScheduler(self)
+
+    def make_worker_side(self, rank: int) -> StoreWorker:
+        return _LateWorker(self)

@@ -1,0 +1,145 @@
+"""Defects of `shared_memory`: between processes, on I/O threads."""
+
+import threading
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pdkv.connectors.base import KVConnectorMetadata, MatchedTokens, RequestView, TransferKey
+from pdkv.connectors.planning import HeadPart, as_ids
+from pdkv.connectors.pull import BlockLoad, PullMetadata, PullPiece
+from pdkv.connectors.shared_arena import PeerArena
+from pdkv.connectors.shared_memory import SharedMemoryConnector
+from pdkv.connectors.shared_memory_scheduler import SharedMemoryScheduler
+from pdkv.connectors.shared_memory_worker import SharedMemoryWorker
+from pdkv.connectors.transfer_worker import Job, Task
+
+LEAKED_BYTES = 8 << 20
+BLOCKED_S = 0.3
+
+
+class _Broken(SharedMemoryConnector):
+    """`shared_memory` with a worker or a scheduler side of its own."""
+
+    worker_type: type[SharedMemoryWorker] = SharedMemoryWorker
+    scheduler_type: type[SharedMemoryScheduler] = SharedMemoryScheduler
+
+    def make_scheduler_side(self) -> SharedMemoryScheduler:
+        return self.scheduler_type(self.config, self._table, self.options, self._peers)
+
+    def make_worker_side(self, rank: int) -> SharedMemoryWorker:
+        return self.worker_type(
+            self.config, self._arena, self.notify, io_threads=1,
+            load_timeout_s=self.options.load_timeout_s, peers=self._peers,
+        )  # fmt: skip
+
+
+class _WithoutLastLayer(SharedMemoryWorker):
+    def _copy_whole(self, job: Job, load: BlockLoad, peer: PeerArena, staging: Any) -> int:
+        assert self._pool is not None
+        kept = self._pool.shape[1] // self._layout.num_layers * (self._layout.num_layers - 1)
+        self._pool[as_ids(load.block_ids), :kept] = peer.data[as_ids(load.source), :kept]
+        return kept * len(load.source)
+
+
+class DropsTheLastLayer(_Broken):
+    """All layers but one arrive."""
+
+    worker_type = _WithoutLastLayer
+
+
+class _ShortTail(SharedMemoryWorker):
+    def _copy_whole(self, job: Job, load: BlockLoad, peer: PeerArena, staging: Any) -> int:
+        heads = self._layout.num_kv_heads
+        if load.stop % self._layout.block_size:
+            load = msgspec.structs.replace(load, stop=load.stop - 1)
+        return self._copy_tokens(job, load, HeadPart(0, 0, 0, heads), peer) if load.start < load.stop else 0
+
+
+class TailOffByOne(_Broken):
+    """The last token of a partly filled block does not arrive."""
+
+    worker_type = _ShortTail
+
+
+class _SwappedHeads(SharedMemoryWorker):
+    def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
+        heads = piece.heads
+        theirs = piece.card.layout.num_kv_heads
+        if piece.card.tp == 2 and self.config.tp == 4:
+            heads = heads._replace(peer_first=(heads.peer_first + heads.num_heads) % theirs)
+        return super().read(job, piece._replace(heads=heads), scratch)
+
+
+class HeadSlicesSwapped(_Broken):
+    """Two ranks to four: each reads the slice of its neighbour."""
+
+    worker_type = _SwappedHeads
+
+
+class _BlockingMatch(SharedMemoryScheduler):
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
+        threading.Event().wait(BLOCKED_S)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class BlocksInMatch(_Broken):
+    """The scheduler side waits for an answer."""
+
+    scheduler_type = _BlockingMatch
+
+
+class _PostingWorker(SharedMemoryWorker):
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        if isinstance(meta, PullMetadata) and self._pool is not None:
+            for load in meta.loads:
+                source = self._arenas.get(load.engine, load.epoch).data
+                self._pool[as_ids(load.block_ids)] = source[as_ids(load.source)]
+        super().start_load_kv(meta)
+
+
+class PostsOnTheStepThread(_Broken):
+    """The copy runs inside start_load_kv."""
+
+    worker_type = _PostingWorker
+
+
+class _LeakingWorker(SharedMemoryWorker):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._buffers: list[Any] = []
+
+    def cancel(self, key: TransferKey) -> None:
+        self._buffers.append(np.ones(LEAKED_BYTES, dtype=np.uint8))
+        super().cancel(key)
+
+
+class LeaksABufferOnAbort(_Broken):
+    """A cancelled load's buffer is never given back."""
+
+    worker_type = _LeakingWorker
+
+
+class _FirstPartOnly(SharedMemoryWorker):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._rest: list[tuple[TransferKey, list[Task]]] = []
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        rest, self._rest = self._rest, []
+        for (transfer_id, attempt), tasks in rest:
+            super().submit((f"{transfer_id}/rest", attempt), "receive", tasks)
+        super().start_load_kv(meta)
+
+    def submit(self, key: TransferKey, direction: Any, tasks: Any, **rest: Any) -> list[Job]:
+        first, others = list(tasks)[:1], list(tasks)[1:]
+        if others:
+            self._rest.append((key, others))
+        return super().submit(key, direction, first, **rest)
+
+
+class OneRanksSuccessIsAll(_Broken):
+    """What one of the peer's ranks had is in: the load is finished, and the rest is read in the next step."""
+
+    worker_type = _FirstPartOnly
