@@ -123,6 +123,10 @@ class GroupFactory:
             raise PeerGone(f"no group can be made: {error}") from error
         return Group(backend, peer=1 - rank, on_cuda=self.backend == "nccl")
 
+    def close(self) -> None:
+        """Give Gloo's thread back; it ends with the last group. Idempotent."""
+        self._device = None
+
     def _make_gloo(self, store: Any, rank: int, timeout: timedelta) -> Any:
         from torch.distributed import ProcessGroupGloo
 

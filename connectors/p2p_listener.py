@@ -5,6 +5,7 @@ Whatever comes in is either a link of a peer that knows the token, or refused, c
 
 import contextlib
 import hmac
+import itertools
 import logging
 import socket
 import threading
@@ -40,6 +41,7 @@ class Link:
         self.hello: Hello | None = None  # None: a stranger yet
         self.group: Group | None = None
         self.is_idle = False
+        self.gives_way = False  # to another one: its next offer is not taken any more
         self.buffers: PieceBuffers | None = None
 
     def close(self) -> None:
@@ -174,16 +176,19 @@ class LinkListener:
     def _serve_offers(self, link: Link) -> None:
         """Serve a link until it is idle for too long, its peer leaves, or something goes wrong."""
         assert link.hello is not None
-        while True:
+        timeout_s = self._limits.handshake_timeout_s
+        for number in itertools.count():
             with self._changed:
                 if self._stopping:
                     return
-                link.is_idle = True
+                link.is_idle = number > 0  # a new link is about to be used
                 self._changed.notify_all()
             try:
-                frame = link.control.receive(self._limits.handshake_timeout_s, idle_s=self._limits.idle_s)
+                frame = link.control.receive(timeout_s, idle_s=self._limits.idle_s if number else timeout_s)
                 with self._changed:
                     link.is_idle = False
+                    if link.gives_way:
+                        return  # before the offer is accepted, so that the peer may repeat it on another link
                 if not isinstance(frame, Offer):
                     raise TransferError(f"{type(frame).__name__} instead of an offer")
                 self._serve_offer(link, frame)
@@ -233,7 +238,7 @@ class LinkListener:
         """Ask an idle link to end. Always False: there is room when it has."""
         idle = next((link for link in self._links if link.hello is not None and link.is_idle), None)
         if idle is not None:
-            idle.is_idle = False
+            idle.is_idle, idle.gives_way = False, True
             idle.control.interrupt()
         return False
 

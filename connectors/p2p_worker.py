@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 IN_FLIGHT = 2
 """Messages posted at a time: while one travels, the next is gathered, or the last one scattered."""
 
+MAX_OFFERS = 3
+"""Links on which one piece is offered, where the receiver closes them at that moment."""
+
 REGISTRATION_S = 1.0
 """How long an offer waits for its receive: another rank may have named the blocks before this one heard of them."""
 
@@ -151,6 +154,8 @@ class P2PWorker(PushWorker):
         super().shutdown()
         if self.listener is not None:
             self.listener.close(JOIN_TIMEOUT_S)
+        if self._factory is not None:
+            self._factory.close()
         self._factory = self._pool = None
 
     # --- sending --------------------------------------------------------------------------------------------------
@@ -210,20 +215,20 @@ class P2PWorker(PushWorker):
 
     def _offer(self, job: Job, piece: PushPiece, offer: Offer, scratch: _Outbound) -> Control:
         """Connect where there is no link, offer, and wait for the receiver to be ready."""
-        if scratch.control is not None and scratch.control.is_open:
+        for number in range(MAX_OFFERS):
+            if scratch.control is None or not scratch.control.is_open:
+                scratch.close()
+                self._connect(job, piece, scratch)
+            assert scratch.control is not None
             try:
-                return self._ask(job, offer, scratch.control)
-            except PeerGone:
-                pass  # it was closed as idle at that moment; nothing was sent, so a new link may have the offer
-        scratch.close()
-        self._connect(job, piece, scratch)
-        assert scratch.control is not None
-        return self._ask(job, offer, scratch.control)
-
-    def _ask(self, job: Job, offer: Offer, control: Control) -> Control:
-        if not isinstance(control.ask(offer, job.remaining_s()), Accepted):
-            raise PeerGone("the receiver answers something else")
-        return control
+                if not isinstance(scratch.control.ask(offer, job.remaining_s()), Accepted):
+                    raise PeerGone("the receiver answers something else")
+                return scratch.control
+            except PeerGone:  # it was closed as idle at that moment; nothing was sent, so a new link may have the offer
+                scratch.close()
+                if number == MAX_OFFERS - 1:
+                    raise
+        raise AssertionError("unreachable")
 
     def _connect(self, job: Job, piece: PushPiece, scratch: _Outbound) -> None:
         """Make the link and its group.
