@@ -48,3 +48,15 @@ def test_tokens_over_shared_memory_and_a_store(workload: Workload, tmp_path: Pat
             check_undisturbed(books)
         before, found = found, passes[0].sources("prefill")["store"]
     assert found > before
+
+
+@pytest.mark.parametrize("other", ["shared_storage", "shared_memory"])
+def test_tokens_over_a_push_and_what_finds_content(workload: Workload, tmp_path: Path, other: str) -> None:
+    """Hand-offs go by the push; what was computed before is found by the other one."""
+    own = {"shared_storage__path": f"{tmp_path}/kv"} if other == "shared_storage" else {}
+    flags = ["--prefill", "2", "--decode", "2", *CHUNKED, *multi("p2p", other, **own)]
+    with deployed(workload, *flags) as deployment:
+        for _ in range(2):
+            books = run_all(deployment, workload)
+            check_decode_computed_nothing(books)
+            check_undisturbed(books)
