@@ -99,8 +99,6 @@ class GroupFactory:
     def __init__(self, host: str, device_type: str) -> None:
         self.backend = "nccl" if device_type == "cuda" else "gloo"
         self.host = host
-        self._lock = threading.Lock()
-        self._device: Any = None  # Gloo's, one for all groups
 
     def make(self, control: Control, *, rank: int, timeout_s: float) -> Group:
         """Meet the other end, which is at the other end of `control`; both call this, with ranks 0 and 1.
@@ -123,18 +121,13 @@ class GroupFactory:
             raise PeerGone(f"no group can be made: {error}") from error
         return Group(backend, peer=1 - rank, on_cuda=self.backend == "nccl")
 
-    def close(self) -> None:
-        """Give Gloo's thread back; it ends with the last group. Idempotent."""
-        self._device = None
-
     def _make_gloo(self, store: Any, rank: int, timeout: timedelta) -> Any:
         from torch.distributed import ProcessGroupGloo
 
         gloo: Any = ProcessGroupGloo
-        with self._lock:
-            self._device = self._device or gloo.create_device(hostname=self.host)
         options = gloo._Options()
-        options._devices = [self._device]
+        # A device of its own, 0.3 ms: it listens, and keeps every connection of strangers as long as it lives.
+        options._devices = [gloo.create_device(hostname=self.host)]
         options._timeout = timeout
         options._threads = 1  # of collectives, which nobody calls
         return gloo(store, rank, 2, options)

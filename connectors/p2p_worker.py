@@ -154,8 +154,6 @@ class P2PWorker(PushWorker):
         super().shutdown()
         if self.listener is not None:
             self.listener.close(JOIN_TIMEOUT_S)
-        if self._factory is not None:
-            self._factory.close()
         self._factory = self._pool = None
 
     # --- sending --------------------------------------------------------------------------------------------------

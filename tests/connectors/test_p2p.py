@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 from push_rig import WAIT_S, PushEngine, full_kv, make_layout, view
@@ -366,6 +367,26 @@ def test_idle_groups_are_closed_and_made_again(make_engine: Engines) -> None:
         move(prefill, decode, f"t{i}")
         wait_until(lambda: decode.workers[0].listener.num_links == prefill.workers[0].lanes.num_lanes == 0)
     assert prefill.workers[0].num_groups == 2
+
+
+def test_what_strangers_send_to_a_group_goes_with_it(make_engine: Engines) -> None:
+    """F17, F24: Gloo listens for each group, and keeps connections that it does not understand."""
+    prefill, decode = pair(make_engine, idle_s="0.5")
+    move(prefill, decode, "warm-up")  # torch.distributed's own threads and files
+    wait_until(lambda: decode.workers[0].listener.num_links == prefill.workers[0].lanes.num_lanes == 0)
+    before, quiet = resources(), listening_ports()
+    move(prefill, decode)
+    for port in listening_ports() - quiet:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(os.urandom(64))
+    wait_until(lambda: resources() <= before)
+    assert listening_ports() == quiet
+
+
+def listening_ports() -> set[int]:
+    """TCP ports of this process."""
+    connections = psutil.Process().net_connections("tcp")
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.parametrize("tp", [(1, 4), (4, 1)])

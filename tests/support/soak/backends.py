@@ -16,7 +16,7 @@ _FILES = (*_STORE, f"capacity={STORE_MIB}MiB")
 
 OPTIONS: dict[str, Sequence[str]] = {
     "shared_memory": ("load_timeout_s=1",),
-    "p2p": ("timeout_s=1.5", "handshake_timeout_s=1"),
+    "p2p": ("timeout_s=1.5", "handshake_timeout_s=1", "idle_s=3"),
     "nixl pull": ("transfer_timeout_s=1.5",),
     "nixl push": ("transfer_timeout_s=1.5",),
     "shared_storage": _FILES,

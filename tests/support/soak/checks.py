@@ -1,13 +1,16 @@
 """What must hold when everything is calm again: all blocks back, nothing left in memory, on disk or in the kernel."""
 
 import asyncio
+import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import psutil
 from traffic import holdings, unrest
 
 from soak.private_mounts import SHM
@@ -71,6 +74,8 @@ async def check_let_go(world: World, baseline: Held) -> Held:
         if time.monotonic() > deadline:
             for leak in leaks:
                 world.journal.violation(f"a leak: {leak}")
+            for process in world.processes():
+                world.journal.note(f"{process.name()} {process.pid}: {_descriptors(process)}")
             break
         await asyncio.sleep(_POLL_S)
     return measure(world)
@@ -97,6 +102,16 @@ def _leaks(world: World, baseline: Held) -> list[str]:
     if world.files is not None and (unfinished := [path.name for path in world.files.rglob("*.tmp")]):
         found.append(f"unfinished files in the store: {unfinished}")
     return found
+
+
+def _descriptors(process: psutil.Process) -> str:
+    """Open files by what they are, and where connections lead, to find a leak by."""
+    kinds: Counter[str] = Counter()
+    for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            kinds[os.readlink(fd).partition(":[")[0]] += 1
+    connections = [(c.status, *c.laddr[1:2], *c.raddr[1:2]) for c in process.net_connections("inet")]
+    return f"{dict(kinds)}, TCP {connections}"
 
 
 def _most(values: dict[str, int], name: str) -> int:
