@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from pdkv.cli_connector_bench import add_bench
 from pdkv.cli_options import convert_map
 from pdkv.connectors.registry import connector_targets, load_connector
 from pdkv.errors import ConfigError
@@ -19,6 +20,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     listing = subcommands.add_parser("list", help=summary, description=f"{summary.capitalize()}.")
     listing.set_defaults(run=run_list)
     add_check(subcommands)
+    add_bench(subcommands)
 
 
 def add_check(subcommands: "argparse._SubParsersAction[Any]") -> None:

@@ -20,8 +20,6 @@ from pdkv.connectors.conformance import protocol as p
 
 Bytes = npt.NDArray[np.uint8]
 
-BEYOND_CACHE_BYTES = 128 << 20
-
 _BARE: Mapping[str, str] = {
     "pdkv.connectors.memory": "pdkv.connectors.bench.bare:LocalCopy",
     "pdkv.connectors.shared_memory": "pdkv.connectors.bench.bare:SharedMapping",
@@ -61,7 +59,7 @@ class BareTransport(ABC):
         self.num_bytes = spec.num_bytes
         self.piece_bytes = min(spec.piece_bytes, spec.num_bytes)
         self.spec = spec
-        self.num_slots = max(2, -(-BEYOND_CACHE_BYTES // spec.num_bytes))
+        self.num_slots = max(2, -(-spec.region_bytes // spec.num_bytes))
         self.turn = -1
         pieces = np.arange(spec.num_bytes // self.piece_bytes, dtype=np.int64) * self.piece_bytes
         rng = np.random.default_rng(0)

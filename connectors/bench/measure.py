@@ -12,17 +12,22 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from pdkv.connectors.bench.bare import BEYOND_CACHE_BYTES, bare_of
+from pdkv.connectors.bench.bare import bare_of
+from pdkv.connectors.bench.books import PATTERNS
+from pdkv.connectors.bench.layouts import parse_layout
 from pdkv.connectors.bench.pieces import planned_pieces, stored_pieces
 from pdkv.connectors.bench.transfer import BenchWorld, TimedTransfer, Timing
 from pdkv.connectors.conformance import protocol as p
 from pdkv.connectors.conformance.processes import HostProcess, Zygote
 from pdkv.connectors.conformance.profiles import profile_of
-from pdkv.connectors.conformance.world import Setting, Shape
+from pdkv.connectors.conformance.world import NotApplicable, Setting, Shape
 from pdkv.connectors.registry import connector_target, load_connector
 from pdkv.connectors.store_options import TransferOptions
 
 TIMEOUT_S = 120.0
+
+BEYOND_CACHE_BYTES = 128 << 20
+"""Pools and yardsticks are larger than the last-level cache."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +66,33 @@ class Plan:
     repeats: int = 7
     piece_bytes: int = 0  # of the bare transport in pieces; 0: one per (layer, K or V, block)
     one_process: bool = False  # both engines in one process, for stores that are one's own
+    region_bytes: int = BEYOND_CACHE_BYTES  # of memory that is used in turns
+
+
+def make_plan(
+    connector: str,
+    *,
+    options: Mapping[str, str],
+    layout: str,
+    tokens: Sequence[int],
+    tp_pair: tuple[int, int] = (1, 1),
+    block_sizes: tuple[int, int] = (16, 16),
+    repeats: int = 7,
+    patterns: Sequence[str] = (),
+    piece_bytes: int = 0,
+    one_process: bool = False,
+    region_bytes: int = BEYOND_CACHE_BYTES,
+) -> Plan:
+    """A plan whose pools are large enough. Raises ConfigError for a layout that is none."""
+    producer, consumer = (
+        sized(parse_layout(layout, tp=tp, block_size=size), max(tokens), region_bytes)
+        for tp, size in zip(tp_pair, block_sizes, strict=True)
+    )
+    return Plan(
+        connector=connector, options=options, layout=layout, producer=producer, consumer=consumer, tokens=tokens,
+        patterns=patterns or tuple(PATTERNS), repeats=repeats, piece_bytes=piece_bytes, one_process=one_process,
+        region_bytes=region_bytes,
+    )  # fmt: skip
 
 
 class Sample(NamedTuple):
@@ -75,9 +107,9 @@ class Sample(NamedTuple):
 class Memcpy:
     """One thread's copy of as many bytes, warm, out of memory larger than the last-level cache."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, region_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._num_slots = max(2, -(-BEYOND_CACHE_BYTES // num_bytes))
+        self._num_slots = max(2, -(-region_bytes // num_bytes))
         self._source = np.ones((self._num_slots, num_bytes), np.uint8)
         self._target = np.ones((self._num_slots, num_bytes), np.uint8)
         self._turn = 0
@@ -93,7 +125,7 @@ class Memcpy:
 class Bare:
     """Two processes around a bare transport."""
 
-    def __init__(self, zygote: Zygote, target: str, spec: p.OpenBare) -> None:
+    def __init__(self, zygote: Zygote, spec: p.OpenBare) -> None:
         self._source, self._reader = zygote.fork(), zygote.fork()
         address = self._open(self._source, spec)
         self._open(self._reader, msgspec.structs.replace(spec, address=address))
@@ -152,18 +184,17 @@ def open_setting(plan: Plan) -> Iterator[Setting]:
         )
 
 
-def sized(shape: Shape, tokens: int) -> Shape:
-    """The shape with a pool for two requests of so many tokens, and larger than the last-level cache."""
+def sized(shape: Shape, tokens: int, region_bytes: int = BEYOND_CACHE_BYTES) -> Shape:
+    """The shape with a pool for two requests of so many tokens, and of so many bytes."""
     block_bytes = shape.layout().block_bytes
-    num_blocks = max(2 * -(-tokens // shape.block_size) + 16, BEYOND_CACHE_BYTES // block_bytes)
+    num_blocks = max(2 * -(-tokens // shape.block_size) + 16, region_bytes // block_bytes)
     return replace(shape, num_blocks=num_blocks)
 
 
 def _measure_length(plan: Plan, setting: Setting, world: BenchWorld, num_tokens: int) -> Iterator[Row]:
     """A row for each pattern. What is compared takes turns, so that it meets the same weather."""
-    consumer = plan.consumer.layout()
-    size = -(-num_tokens // consumer.block_size) * consumer.block_bytes * plan.consumer.tp
-    memcpy = Memcpy(size)
+    size = plan_bytes(plan, num_tokens)
+    memcpy = Memcpy(size, plan.region_bytes)
     bare = _open_bare(plan, setting, size)
     try:
         for pattern in plan.patterns:
@@ -182,6 +213,23 @@ def _measure_length(plan: Plan, setting: Setting, world: BenchWorld, num_tokens:
             bare.close()
 
 
+def measure_bare(plan: Plan, setting: Setting, num_tokens: int, repeats: int) -> float:
+    """Median seconds of the bare transport for so many tokens, in one piece. Raises NotApplicable without one."""
+    bare = _open_bare(plan, setting, plan_bytes(plan, num_tokens))
+    if bare is None:
+        raise NotApplicable(f"no bare transport is known for {plan.connector}")
+    try:
+        return median([bare.seconds(False) for _ in range(repeats + 1)][1:])
+    finally:
+        bare.close()
+
+
+def plan_bytes(plan: Plan, num_tokens: int) -> int:
+    """KV of so many tokens on all of the consumer's ranks, in whole blocks."""
+    layout = plan.consumer.layout()
+    return -(-num_tokens // layout.block_size) * layout.block_bytes * plan.consumer.tp
+
+
 def _open_bare(plan: Plan, setting: Setting, size: int) -> Bare | None:
     target = bare_of(connector_target(plan.connector), load_connector(plan.connector), setting.options)
     if target is None:
@@ -192,8 +240,8 @@ def _open_bare(plan: Plan, setting: Setting, size: int) -> Bare | None:
     values = store_values(setting.options)
     value_bytes = values * consumer.block_bytes // consumer.block_size * shape.tp
     options = {**setting.options, "directory": str(setting.directory)}
-    spec = p.OpenBare(target, size, piece_bytes, min(value_bytes, size), options)
-    return Bare(setting.zygote, target, spec)
+    spec = p.OpenBare(target, size, piece_bytes, min(value_bytes, size), plan.region_bytes, options)
+    return Bare(setting.zygote, spec)
 
 
 def store_values(options: Mapping[str, str]) -> int:

@@ -25,6 +25,7 @@ class Timing(NamedTuple):
 
     transfer_s: float  # from the step that begins it to its report on all of the reader's ranks
     scheduler_s: float  # allocation and metadata, where it begins
+    match_s: float  # questions before
     save_s: float | None  # store: from the step that begins it to its report on the writer
 
 
@@ -141,22 +142,25 @@ class TimedTransfer(Handover):
             self.compute(start)
         self.hand_off()
         save_s = self._save() if self.producer.built.kind == "store" else None
+        self.reader.take_scheduler_s()
         self.find()
+        match_s = self.reader.take_scheduler_s()
         self.allocate()
         self._remember()
-        self.reader.take_scheduler_s()
         self.consumer.start_load(self.receiver, self.num_external, check=False)
         plan = self.consumer.plan()
         scheduler_s = self.reader.take_scheduler_s()
         span = self.reader.run_and_await(plan, [self.key])
-        return Timing(span.ended - span.began, scheduler_s, save_s)
+        return Timing(span.ended - span.began, scheduler_s, match_s, save_s)
 
     def _save(self) -> float:
         span = self.writer.run_and_await(self.producer.plan(), [self.key])
         return span.ended - span.began
 
     def _push(self) -> Timing:
+        self.reader.take_scheduler_s()
         self.find()
+        match_s = self.reader.take_scheduler_s()
         self.allocate()
         self.start()
         self.bring_ticket()
@@ -169,10 +173,10 @@ class TimedTransfer(Handover):
         plan = self.producer.plan()
         scheduler_s = self.writer.take_scheduler_s()
         span = push_span(self.writer, self.reader, plan, self.key)
-        return Timing(span.ended - span.began, scheduler_s, None)
+        return Timing(span.ended - span.began, scheduler_s, match_s, None)
 
     def _remember(self) -> None:
-        self._source_ids, self._target_ids = list(self._leased), list(self.receiver.block_ids)
+        self._source_ids, self._target_ids = list(self.leased), list(self.receiver.block_ids)
 
     def _compare(self) -> None:
         text = list(self.sender.text)
