@@ -8,11 +8,19 @@ receiver (nixl_gather.py).
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from pdkv.connectors.base import ConnectorConfig, KVConnector, SchedulerConnector, WorkerConnector
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    KVConnector,
+    KVConnectorMetadata,
+    SchedulerConnector,
+    WorkerConnector,
+)
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.nixl_endpoint import GenerationTable, NixlEndpoint
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_peers import NixlPeers
+from pdkv.connectors.pull import PullMetadata, PullScheduler
+from pdkv.connectors.push import PushMetadata, PushScheduler
 from pdkv.messages import ConnectorKind
 
 
@@ -54,9 +62,9 @@ class NixlConnector(KVConnector):
 class NixlPullConnector(NixlConnector):
     """Decode reads."""
 
-    def make_scheduler_side(self) -> SchedulerConnector:
-        from pdkv.connectors.pull import PullScheduler
+    metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
 
+    def make_scheduler_side(self) -> SchedulerConnector:
         return PullScheduler(self.config, self._table, NixlPeers(self.config, self.options.mode))
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
@@ -70,10 +78,9 @@ class NixlPushConnector(NixlConnector):
 
     kind: ClassVar[ConnectorKind] = "push"
     concurrent: ClassVar[bool] = True
+    metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata
 
     def make_scheduler_side(self) -> SchedulerConnector:
-        from pdkv.connectors.push import PushScheduler
-
         return PushScheduler(self.config, NixlPeers(self.config, self.options.mode))
 
     def make_worker_side(self, rank: int) -> WorkerConnector:

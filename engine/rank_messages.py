@@ -6,6 +6,7 @@ import msgspec
 
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutcome, TransferResults
 from pdkv.engine.plan import StepPlan
+from pdkv.errors import ConfigError
 from pdkv.messages import EngineCard
 
 # --- rank 0 -> the others, through the ring -----------------------------------------------------------------------
@@ -21,7 +22,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """Run a step. Answered by StepDone."""
 
     plan: StepPlan  # without kv_meta
-    kv_meta: bytes | None  # of the connector's own type
+    kv_meta: bytes | None  # of the connector's own type, which is called
+    kv_meta_type: str
     drawn: list[list[int]]  # the tokens that rank 0 drew in the step before, in its order
 
 
@@ -94,13 +96,21 @@ def encode_step(plan: StepPlan, drawn: Sequence[Sequence[int]]) -> bytes:
     """A step as the other ranks get it."""
     meta = None if plan.kv_meta is None else _encoder.encode(plan.kv_meta)
     plain = plan if meta is None else msgspec.structs.replace(plan, kv_meta=None)
-    return _encoder.encode(Step(plain, meta, [list(tokens) for tokens in drawn]))
+    return _encoder.encode(Step(plain, meta, type(plan.kv_meta).__name__, [list(tokens) for tokens in drawn]))
 
 
 def plan_of(step: Step, metadata_type: type[KVConnectorMetadata]) -> StepPlan:
-    """The plan with its metadata, decoded as the connector's own type."""
+    """The plan with its metadata, decoded as the connector's own type.
+
+    Raises:
+        ConfigError: the connector's scheduler side makes another one, whose fields would be lost.
+    """
     if step.kv_meta is None:
         return step.plan
+    if step.kv_meta_type != metadata_type.__name__:
+        raise ConfigError(
+            f"the connector's metadata_type is {metadata_type.__name__}, its scheduler side made {step.kv_meta_type}"
+        )
     meta = msgspec.msgpack.decode(step.kv_meta, type=metadata_type)
     return msgspec.structs.replace(step.plan, kv_meta=meta)
 

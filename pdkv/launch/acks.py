@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, RankError
 from pdkv.launch.specs import Ack, Progress, Started, StartFailed, encode
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ class Acknowledger:
         self._close()
 
     def failed(self, error: Exception) -> None:
-        """The last ack of a bad start. An error that is nobody's configuration is logged with its traceback."""
+        """The last ack of a bad start. An error that is nobody's configuration or other rank is logged in full."""
         config = isinstance(error, ConfigError)
-        if not config:
+        if not config and not isinstance(error, RankError):
             logger.error("cannot start", exc_info=error)
         message = str(error) if config else f"{type(error).__name__}: {error}"
         with contextlib.suppress(StartGivenUp):  # another process failed first: the launcher has its reason

@@ -143,14 +143,20 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
 
 
 def _run_other_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, sockets: Sequence[socket.socket]) -> int:
-    """A rank that rank 0 steps. It stops when that one says so or is gone: a SIGTERM for all must not come between."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    watch_lifeline(lifeline_fd, lambda: None, grace_s=_LIFELINE_GRACE_S)  # rank 0 sees it, too, and says stop
+    """A rank that rank 0 steps. Once ready, it stops when that one says so or is gone, not in the middle of a step."""
+    serving = threading.Event()
+    watch_lifeline(
+        lifeline_fd,
+        lambda: None if serving.is_set() else os._exit(EXIT_LAUNCHER_GONE),  # rank 0 sees it, too, and says stop
+        grace_s=_LIFELINE_GRACE_S,
+    )
     place = _place(spec, sockets)
     assert place is not None, spec
 
     def on_ready() -> None:
         _freeze()
+        serving.set()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which all ranks get at once
         ack.ready()
 
     try:

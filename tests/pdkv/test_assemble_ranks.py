@@ -18,6 +18,7 @@ from rank_connector import RankConnector, RankWorker
 
 from pdkv.assemble import RankPlace, build_engine, run_rank
 from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.core import EngineCore
 from pdkv.errors import ConfigError, RankError, RankGone, RankTimeout
 from pdkv.messages import EngineToRouter, Peers, Tokens
@@ -182,6 +183,16 @@ def test_every_rank_gets_the_connectors_own_metadata_and_the_peers(
     engine.core.handle("r", Peers([engine.core.card, peer.core.card]), 1.0)
     engine.core.step(1.0)
     assert [engine.worker(rank).peers for rank in range(2)] == [["tp1"]] * 2
+
+
+def test_metadata_of_another_type_than_the_connector_says_is_an_error(
+    tiny_model_dir: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its fields would be lost on the other ranks, silently."""
+    monkeypatch.setattr(RankConnector, "metadata_type", KVConnectorMetadata)
+    engine = make_engine(tiny_model_dir, 2)
+    with pytest.raises(RankError, match="metadata_type is KVConnectorMetadata, its scheduler side made Note"):
+        engine.core.step(1.0)
 
 
 def test_a_transfer_ends_when_every_rank_has_ended_it(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
