@@ -51,6 +51,7 @@ class NixlPullWorker(PullWorker):
         self._units = UnitPool(kv_cache)
         self.source = GatherSource(self.endpoint, self._units, no_offer)
         self.reader = GatherReader(self.endpoint, self._units)
+        self.endpoint.add_tick(self.wake_if_late)
         self.endpoint.start()
         self.start_threads()
 

@@ -77,6 +77,7 @@ class NixlPushWorker(PushWorker):
         self.reader = GatherReader(self.endpoint, self.units)
         self._sender.listen()
         self._receiver.listen()
+        self.endpoint.add_tick(self.wake_if_late)
         self.endpoint.start()
         self.start_threads()
 

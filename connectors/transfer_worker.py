@@ -257,6 +257,11 @@ class TransferWorker(WorkerConnector):
         self._interrupt(stopped)
         self._notify_results()
 
+    def wake_if_late(self) -> None:
+        """Where a deadline has passed, let the engine step and collect. For a transport thread that looks often."""
+        if time.monotonic() >= self._next_deadline:
+            self._notify()
+
     def enter(self, job: Job) -> bool:
         """Begin to use a posted job's blocks; False: it has ended or has to stop, and nothing may.
 

@@ -306,6 +306,12 @@ def _serve(engine: Engine) -> None:
         elif method == "push":
             transfer_id, ticket, *rest = arguments
             answer = engine.push(transfer_id, bytes.fromhex(ticket), *rest, **named)
+        elif method == "await_push":
+            transfer_id, block_ids, num_tokens = arguments
+            request = view(transfer_id, kv="await_peer", num_tokens=num_tokens + 1)
+            answer = (engine.load(request, block_ids) or b"").hex()
+        elif method == "cancel":
+            answer = engine.ranks[0].worker.cancel((arguments[0], 1))
         elif method == "reuse":
             for block_id in arguments:
                 engine.ranks[0].table.reuse(block_id)
