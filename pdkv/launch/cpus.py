@@ -2,8 +2,12 @@
 
 import os
 import re
+from collections.abc import Sequence
 
 from pdkv.errors import ConfigError
+
+_SPIN_ROUNDS = 20_000
+"""A fraction of a millisecond: longer than the way from one operation of a step to the next, and soon over."""
 
 
 def available_cpus() -> int:
@@ -14,6 +18,15 @@ def available_cpus() -> int:
 def default_threads(num_ranks: int) -> int:
     """Threads per rank where none are asked for: the CPUs shared out, at least one."""
     return max(1, available_cpus() // num_ranks)
+
+
+def spin_rounds(threads_per_rank: Sequence[int]) -> int:
+    """Rounds that an idle OpenMP thread looks for work before it sleeps, GOMP_SPINCOUNT.
+
+    Waking it costs as much as a small operation, so it looks for a while where each computing thread has a CPU. Where
+    several share one, a thread that looks would keep another from computing.
+    """
+    return _SPIN_ROUNDS if sum(threads_per_rank) <= available_cpus() else 0
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

@@ -12,7 +12,7 @@ from pdkv.config import DEFAULT_MODEL, EngineConfig
 from pdkv.connectors.registry import connector_target
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment
-from pdkv.launch.cpus import default_threads, split_cpu_bind
+from pdkv.launch.cpus import default_threads, spin_rounds, split_cpu_bind
 from pdkv.launch.linux import become_subreaper
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.specs import EngineAddress, EngineSpec, Role, RouterSpec
@@ -46,6 +46,8 @@ def launch(deployment: Deployment) -> int:
         with listener, RunDirectory() as run_dir:
             try:
                 fleet = plan_fleet(deployment, run_dir)
+                threads = [spec.config.threads or 1 for spec in fleet.engines for _ in range(spec.config.tp)]
+                os.environ.setdefault("GOMP_SPINCOUNT", str(spin_rounds(threads)))  # libgomp knows no other way
                 asyncio.run(_serve(deployment, fleet, listener, lifeline_read))
             finally:
                 os.close(lifeline_write)  # who is not known to the supervisor goes now

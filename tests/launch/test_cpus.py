@@ -6,7 +6,7 @@ import pytest
 
 from pdkv.errors import ConfigError
 from pdkv.launch import cpus
-from pdkv.launch.cpus import default_threads, parse_cpu_list, split_cpu_bind
+from pdkv.launch.cpus import default_threads, parse_cpu_list, spin_rounds, split_cpu_bind
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +44,9 @@ def test_one_list_serves_all_and_several_serve_one_each() -> None:
 def test_another_number_of_lists_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"one CPU list or 3 separated by \| were expected, got '0\|1'"):
         split_cpu_bind("0|1", 3)
+
+
+def test_threads_look_for_work_only_where_each_has_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert spin_rounds([2, 2]) == spin_rounds([4]) > 0
+    assert spin_rounds([2, 3]) == spin_rounds([1] * 5) == 0
