@@ -23,7 +23,7 @@ _LET_GO = timedelta(milliseconds=1)
 
 
 class Group:
-    """One end of a group. One thread uses it.
+    """One end of a group. One thread uses it; any may `interrupt` it.
 
     Messages are matched in order: the n-th `send` there is the n-th `receive` here. Both return at once; `wait` waits
     for the oldest one.
@@ -67,6 +67,16 @@ class Group:
             raise PeerGone(f"the group is broken: {error}") from error
         self._posted.popleft()
 
+    def interrupt(self) -> None:
+        """By any thread: what was posted fails, and who waits for it wakes up. Takes about a millisecond.
+
+        A Gloo pair closes, with all that is posted on it, when somebody's wait is over in vain.
+        """
+        if self._on_cuda and self._backend is not None:
+            self._backend.abort()
+        for work, _ in list(self._posted):  # in one go, as far as the interpreter's other threads can see
+            _let_go(work)
+
     def close(self) -> None:
         """Tear the group down: posted messages end, and nothing lands any more. Idempotent."""
         backend, self._backend = self._backend, None
@@ -76,10 +86,7 @@ class Group:
             backend.abort()
         while self._posted:
             work, _ = self._posted.popleft()
-            try:
-                work.wait(_LET_GO)  # a Gloo pair closes with the first wait that fails, not with the group
-            except RuntimeError as error:
-                logger.debug("let go of a posted message: %s", error)
+            _let_go(work)  # it would outlive the group
             del work
 
     def _post(self, operation: Any, tensor: "torch.Tensor") -> None:
@@ -139,6 +146,13 @@ class GroupFactory:
         options = nccl.Options()
         options._timeout = timeout
         return nccl(store, rank, 2, options)
+
+
+def _let_go(work: Any) -> None:
+    try:
+        work.wait(_LET_GO)
+    except RuntimeError as error:
+        logger.debug("let go of a posted message: %s", error)
 
 
 def _wait_for_stream(device: "torch.device", timeout_s: float) -> None:

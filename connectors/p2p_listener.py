@@ -44,6 +44,12 @@ class Link:
         self.gives_way = False  # to another one: its next offer is not taken any more
         self.buffers: PieceBuffers | None = None
 
+    def interrupt(self) -> None:
+        """By any thread: whatever the link's thread waits for, it wakes up, and the link ends."""
+        self.control.interrupt()
+        if self.group is not None:
+            self.group.interrupt()
+
     def close(self) -> None:
         """Tear the group down, then the connection. By the link's own thread."""
         if self.group is not None:

@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,7 +61,7 @@ class P2POptions:
     """--connector-config of this connector."""
 
     host: str = "127.0.0.1"  # the address at which peers reach this host
-    timeout_s: float = 10.0  # deadline of one batch to one rank
+    timeout_s: float = 20.0  # deadline of one batch to one rank
     handshake_timeout_s: float = 5.0
     idle_s: float = 60.0  # a link without traffic closes after so long
     max_groups: int = 64  # links of this rank in each direction
@@ -91,6 +92,14 @@ class _Outbound:
         self.buffers = buffers
         self.control: Control | None = None
         self.group: Group | None = None
+
+    def interrupt(self) -> None:
+        """By any thread: whatever the lane's thread waits for, it wakes up, and the link ends."""
+        control, group = self.control, self.group
+        if control is not None:
+            control.interrupt()
+        if group is not None:
+            group.interrupt()
 
     def close(self) -> None:
         """Tear the group down, then the connection. Idempotent."""
@@ -127,6 +136,8 @@ class P2PWorker(PushWorker):
         self._pool: PiecePool | None = None
         self._factory: GroupFactory | None = None
         self.listener: LinkListener | None = None
+        self._busy_lock = threading.Lock()
+        self._busy: dict[Job, set[_Outbound | Link]] = {}  # links that a job's pieces travel on now
         self._registered = threading.Condition()
         self._known: OrderedDict[TransferKey, None] = OrderedDict()
 
@@ -156,6 +167,35 @@ class P2PWorker(PushWorker):
             self.listener.close(JOIN_TIMEOUT_S)
         self._factory = self._pool = None
 
+    def interrupt(self, job: Job) -> bool:
+        """Break the links that the job is on, off the step thread; its threads then end it."""
+        with self._busy_lock:
+            is_busy = job in self._busy
+        if is_busy:
+            threading.Thread(target=self._break, args=(job,), name="pdkv-p2p-break", daemon=True).start()
+        return True
+
+    def _break(self, job: Job) -> None:
+        with self._busy_lock:  # no link goes on to another job meanwhile
+            for link in self._busy.get(job, ()):
+                link.interrupt()
+
+    @contextmanager
+    def _travels(self, job: Job, link: "_Outbound | Link") -> Iterator[None]:
+        """Let `interrupt` know where the job is."""
+        with self._busy_lock:
+            self._busy.setdefault(job, set()).add(link)
+        try:
+            if job.stop_code:
+                raise TransferCancelled("cancelled")
+            yield
+        finally:
+            with self._busy_lock:
+                links = self._busy[job]
+                links.discard(link)
+                if not links:
+                    del self._busy[job]
+
     # --- sending --------------------------------------------------------------------------------------------------
 
     def make_scratch(self, lane: Lane) -> _Outbound:
@@ -166,6 +206,10 @@ class P2PWorker(PushWorker):
         scratch.close()
 
     def send(self, job: Job, piece: PushPiece, scratch: _Outbound) -> int:
+        with self._travels(job, scratch):
+            return self._send_piece(job, piece, scratch)
+
+    def _send_piece(self, job: Job, piece: PushPiece, scratch: _Outbound) -> int:
         plan = self._plan(piece)
         try:
             control = self._offer(job, piece, plan.offer, scratch)
@@ -297,8 +341,9 @@ class P2PWorker(PushWorker):
             return
         timeout_s = min(offer.timeout_s, self._options.timeout_s)
         try:
-            link.control.send(Accepted(), timeout_s)
-            num_bytes = self._receive_messages(job, plan, link, time.monotonic() + timeout_s)
+            with self._travels(job, link):
+                link.control.send(Accepted(), timeout_s)
+                num_bytes = self._receive_messages(job, plan, link, time.monotonic() + timeout_s)
         except BaseException as error:
             link.close()  # nothing lands from here on
             self.leave(job)

@@ -436,12 +436,10 @@ class TransferWorker(WorkerConnector):
         with self._lock:
             if job not in job.transfer.jobs:  # `end_job` was faster than the return of run_job
                 return
-            if num_bytes is None and not code and not job.stop_code:
+            if num_bytes is None and not code:
                 job.state = "posted"
-                return
-            posted = num_bytes is None and not code  # and it has to stop
-            if posted:
-                job.state = "posted"
-            stopped = [job] if posted else self._end(job, code, num_bytes or 0)
+                stopped = [job] if job.stop_code else []
+            else:  # what an interrupted transport says is not why it failed
+                stopped = self._end(job, code and (job.stop_code or code), num_bytes or 0)
         self._interrupt(stopped)
         self._notify_results()

@@ -1,4 +1,4 @@
-"""Engines of any number of ranks over a pushing connector, driven by hand: its sides without an engine around them.
+"""Engines of any number of ranks, driven by hand: a connector's sides without an engine around them.
 
 All ranks of an engine live in this process. A request's KV is the same full tensor everywhere; an engine holds each
 rank's heads of it in that rank's blocks.
@@ -26,7 +26,7 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 from pdkv.connectors.planning import rank_heads
-from pdkv.messages import EngineCard, KVLayout
+from pdkv.messages import EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 4, 8
@@ -53,7 +53,7 @@ def view(transfer_id: str, *, kv: Any, num_tokens: int, **rest: Any) -> RequestV
     return RequestView(transfer_id, 1, transfer_id, kv, num_tokens, num_tokens, (), **rest)
 
 
-class PushEngine:
+class RankedEngine:
     """One engine; `connector` is the class, `options` its --connector-config."""
 
     def __init__(
@@ -77,17 +77,14 @@ class PushEngine:
         )
         configs = [msgspec.structs.replace(config, rank=rank) for rank in range(tp)]
         self.connectors = [connector(config, self.woken.release) for config in configs]
+        self.table = self.connectors[0].make_block_table()
         self.scheduler = self.connectors[0].make_scheduler_side()
         self.workers: list[Any] = [c.make_worker_side(rank) for rank, c in enumerate(self.connectors)]
-        shape = (
-            num_blocks, self.layout.num_layers, 2, self.layout.num_kv_heads, self.layout.block_size,
-            self.layout.head_size,
-        )  # fmt: skip
-        self.pools = [torch.full(shape, -1.0, dtype=getattr(torch, self.layout.dtype)) for _ in range(tp)]
+        self.pools = [self._allocate(c, num_blocks) for c in self.connectors]
         for worker, pool in zip(self.workers, self.pools, strict=True):
             worker.register_kv_caches(pool)
         self.card = EngineCard(
-            engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="rig", kind="push",
+            engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="rig", kind=connector.kind,
             content_addressed=False, orders=[], model=model, layout=self.layout, hash_block_size=HASH_BLOCK_SIZE,
             num_blocks=num_blocks, max_model_len=4096, max_num_seqs=8, tp=tp,
             rank_blobs=[worker.handshake() for worker in self.workers],
@@ -118,18 +115,6 @@ class PushEngine:
             heads = rank_heads(rank, self.tp, self.layout.kv_heads_of_all_ranks)
             found = pool[list(block_ids)].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[start : len(kv)]
             assert torch.equal(found, kv[start:, :, :, heads.start : heads.stop]), f"rank {rank}"
-
-    def want(self, request: RequestView, block_ids: Sequence[int], start: int = 0) -> bytes | None:
-        """Allocate for tokens [start, …) and register; returns the ticket."""
-        request = msgspec.structs.replace(request, num_local_hit=start)
-        num_tokens = self.scheduler.get_num_new_matched_tokens(request, start).num_tokens
-        ticket = self.scheduler.update_state_after_alloc(request, block_ids, num_tokens)
-        self.step()
-        return ticket
-
-    def give(self, request: RequestView, block_ids: Sequence[int], stop: int, *, last: bool = True) -> list[Any]:
-        """Tokens [0, stop) are confirmed; returns the holds that were taken."""
-        return self.step(confirmed=[ConfirmedRange(request, 0, stop, list(block_ids), last)])
 
     def step(self, **news: Any) -> list[Any]:
         """One step of all ranks; returns the holds."""
@@ -178,6 +163,14 @@ class PushEngine:
         self.collect()
         return self._reports
 
+    def _allocate(self, connector: KVConnector, num_blocks: int) -> torch.Tensor:
+        """One rank's pool, filled with -1."""
+        layout = self.layout
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
+        pool = connector.allocate_kv_cache()
+        pool = torch.empty(shape, dtype=getattr(torch, layout.dtype)) if pool is None else pool
+        return pool.fill_(-1)
+
     def close(self) -> None:
         self.scheduler.shutdown()
         for worker in self.workers:
@@ -185,3 +178,40 @@ class PushEngine:
             worker.shutdown()
         for connector in self.connectors:
             connector.shutdown()
+
+
+class PushEngine(RankedEngine):
+    """Over a pushing connector."""
+
+    def want(self, request: RequestView, block_ids: Sequence[int], start: int = 0) -> bytes | None:
+        """Allocate for tokens [start, …) and register; returns the ticket."""
+        request = msgspec.structs.replace(request, num_local_hit=start)
+        num_tokens = self.scheduler.get_num_new_matched_tokens(request, start).num_tokens
+        ticket = self.scheduler.update_state_after_alloc(request, block_ids, num_tokens)
+        self.step()
+        return ticket
+
+    def give(self, request: RequestView, block_ids: Sequence[int], stop: int, *, last: bool = True) -> list[Any]:
+        """Tokens [0, stop) are confirmed; returns the holds that were taken."""
+        return self.step(confirmed=[ConfirmedRange(request, 0, stop, list(block_ids), last)])
+
+
+class PullEngine(RankedEngine):
+    """Over a pulling connector."""
+
+    def hand_off(self, name: str, block_ids: Sequence[int], num_tokens: int) -> KVHandoff:
+        """What prefill says about the KV in its blocks."""
+        finished = self.scheduler.request_finished(view(name, kv="handoff", num_tokens=num_tokens), block_ids)
+        assert finished.hold_blocks
+        assert finished.payload is not None
+        return KVHandoff(name, 1, name, self.card.engine, self.card.epoch, num_tokens, finished.payload)
+
+    def load(self, handoff: KVHandoff, block_ids: Sequence[int], start: int = 0) -> int:
+        """Begin to load tokens [start, …); returns their number."""
+        request = view(
+            handoff.transfer_id, kv="await_peer", num_tokens=handoff.num_tokens, handoff=handoff, num_local_hit=start
+        )
+        num_tokens = self.scheduler.get_num_new_matched_tokens(request, start).num_tokens
+        self.scheduler.update_state_after_alloc(request, block_ids, num_tokens)
+        self.step()
+        return num_tokens
