@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from benchmarks import engine_vs_vllm, interference, many, pd_balance, pd_vs_vllm, peers, startup, ttft
+from benchmarks import connectors, engine_vs_vllm, interference, many, pd_balance, pd_vs_vllm, peers, startup, ttft
 from benchmarks.report import Claim, Context, Outcome, load_average, save, show
 
 WORK = Path(__file__).parent.parent / ".bench"
@@ -38,6 +38,10 @@ BENCHMARKS: dict[str, Benchmark] = {
     "many": many.run,
     "interference_tiny": _of(interference.run, "tiny"),
     "interference_mid": _of(interference.run, "mid"),
+    "connector_shared_memory": connectors.run_shared_memory,
+    "connector_nixl": connectors.run_nixl,
+    "connector_p2p": connectors.run_p2p,
+    "connector_store_redis": connectors.run_store_redis,
 }
 NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny")
 

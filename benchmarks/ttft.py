@@ -4,7 +4,6 @@ gap from the first to the second token against a decode step and the bare copy o
 
 from statistics import median
 
-from benchmarks import connector_copy
 from benchmarks.client import Reply
 from benchmarks.load import run as run_loop
 from benchmarks.load import send_all
@@ -12,6 +11,9 @@ from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
 from benchmarks.versus import INPUT_LEN, workload
+from pdkv.connectors.bench.layouts import parse_layout
+from pdkv.connectors.bench.plan import BEYOND_CACHE_BYTES
+from pdkv.connectors.bench.yardsticks import Memcpy
 
 THREADS = 2
 TTFT_LIMIT = 1.1
@@ -69,8 +71,6 @@ def _send(server: Server, num_requests: int) -> list[Reply]:
 
 def _copy_seconds(size: str) -> float:
     """One memcpy of the prompt's KV, by one thread."""
-    row = connector_copy.measure(size, INPUT_LEN, 9)[0]
-    num_bytes, rate = row["bytes"], row["memcpy_gb_per_s"]
-    assert isinstance(num_bytes, int)
-    assert isinstance(rate, float)
-    return num_bytes / (rate * 1e9)
+    layout = parse_layout(size).layout()
+    memcpy = Memcpy(-(-INPUT_LEN // layout.block_size) * layout.block_bytes, BEYOND_CACHE_BYTES)
+    return median([memcpy.seconds() for _ in range(18)][9:])

@@ -48,7 +48,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
     from pdkv.connectors.bench import report
     from pdkv.connectors.bench.effects import measure_slowdown
-    from pdkv.connectors.bench.measure import Row, make_plan, measure
+    from pdkv.connectors.bench.measure import Row, measure
+    from pdkv.connectors.bench.plan import make_plan
 
     if arguments.repeats < 1 or min(arguments.tokens) < 1:
         raise ConfigError("--repeats and --tokens: numbers above 0 were expected")

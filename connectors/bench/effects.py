@@ -6,8 +6,9 @@ from statistics import mean, median
 
 import msgspec
 
-from pdkv.connectors.bench.measure import Plan, measure_bare, open_setting, sized
+from pdkv.connectors.bench.plan import Plan, open_setting, sized
 from pdkv.connectors.bench.transfer import BenchWorld, TimedTransfer, push_span
+from pdkv.connectors.bench.yardsticks import measure_bare
 from pdkv.connectors.conformance import protocol as p
 from pdkv.connectors.conformance.handover import new_name, new_text
 from pdkv.connectors.conformance.request import Request

@@ -32,6 +32,6 @@ def planned_pieces(
     return segments * producer.num_layers * 2 * runs
 
 
-def stored_pieces(num_tokens: int, tokens_per_value: int) -> int:
-    """Values that a store is asked for, where it cuts neither heads nor layers."""
-    return -(-num_tokens // tokens_per_value)
+def stored_pieces(num_tokens: int, tokens_per_value: int, parts: int = 1) -> int:
+    """Values that a store is asked for; heads and layers are cut into `parts`."""
+    return -(-num_tokens // tokens_per_value) * parts

@@ -13,7 +13,7 @@ from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResul
 from pdkv.connectors.bench.throttle import throttle
 from pdkv.connectors.conformance import protocol as p
 from pdkv.connectors.conformance.content import Values
-from pdkv.connectors.conformance.rank import HostedRank, as_lists
+from pdkv.connectors.conformance.rank import HostedRank
 from pdkv.connectors.conformance.watch import StepWatch
 
 Result = TypeVar("Result")
@@ -108,7 +108,7 @@ class TimedRank(HostedRank):
         now = time.monotonic()
         for outcomes in results:
             self._ended.update(dict.fromkeys(outcomes, now))
-        return p.Executed(as_lists(results), [])
+        return p.Executed(p.as_lists(results), [])
 
     def _await(self, keys: list[TransferKey], timeout_s: float) -> p.Executed:
         """Results as they come, until all of `keys` are among them; `ended` is when the last of them was."""

@@ -1,10 +1,7 @@
-"""Who holds which block of an engine that the kit plays, and the results of its ranks put together."""
+"""Who holds which block of an engine that the kit plays."""
 
 import random
 from collections.abc import Iterable, Sequence
-
-from pdkv.connectors.base import TransferKey, TransferOutcome
-from pdkv.connectors.conformance import protocol as p
 
 
 class Books:
@@ -52,36 +49,3 @@ class Books:
         """Blocks that came free since the last call and are free still: somebody else writes them now."""
         dirty, self._dirty = sorted(self._dirty), set()
         return dirty
-
-
-class Aggregator:
-    """Results of all ranks: a transfer has finished when every rank says so, failed when none touches it any more."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._open: dict[tuple[bool, TransferKey], list[TransferOutcome]] = {}
-
-    def merge(self, reports: Sequence[p.Results]) -> p.Results:
-        """What has ended on all ranks with these reports, one per rank."""
-        merged = p.Results([], [], [], [])
-        for report in reports:
-            for sending, outcomes in (
-                (True, (*report.finished_sending, *report.failed_sending)),
-                (False, (*report.finished_receiving, *report.failed_receiving)),
-            ):
-                for key, outcome in outcomes:
-                    self._add(merged, sending, key, outcome)
-        return merged
-
-    def _add(self, merged: p.Results, sending: bool, key: TransferKey, outcome: TransferOutcome) -> None:
-        outcomes = self._open.setdefault((sending, key), [])
-        outcomes.append(outcome)
-        if len(outcomes) < self._num_ranks:
-            return
-        del self._open[sending, key]
-        code = next((o.code for o in outcomes if o.code), "")
-        total = TransferOutcome(code, sum(o.num_bytes for o in outcomes), max(o.seconds for o in outcomes))
-        if sending:
-            (merged.failed_sending if code else merged.finished_sending).append((key, total))
-        else:
-            (merged.failed_receiving if code else merged.finished_receiving).append((key, total))

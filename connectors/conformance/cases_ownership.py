@@ -5,8 +5,8 @@ from pdkv.connectors.conformance.content_read import ContentRead
 from pdkv.connectors.conformance.handover import Handover, legal_orders, new_name, new_text
 from pdkv.connectors.conformance.world import SHORT_S, TRANSFER_POLL_S, NotApplicable, Setting, Shape, World, require
 
-BIG = Shape(num_blocks=160, num_layers=8, head_size=64)
-"""Blocks of 256 KiB: a transfer takes long enough to be met on its way."""
+BIG = Shape(num_blocks=160, num_layers=4, head_size=64)
+"""Blocks of 128 KiB: a transfer takes long enough to be met on its way."""
 
 WHILE_S = TRANSFER_POLL_S
 """For so long something must not happen; every engine runs at least one step in that time."""

@@ -16,6 +16,7 @@ class ContentRead:
         self._engine = engine
         self._text = text
         self._num_tokens = num_tokens
+        self._is_layerwise = False
 
     def num_found(self) -> int:
         """Tokens that can be had now; 0 while the connector is still looking."""
@@ -33,9 +34,9 @@ class ContentRead:
         if not num_tokens:
             return ""
         engine = self._engine
-        engine.allocate(request, num_tokens)
+        engine.allocate(request, num_tokens + self._is_layerwise)
         engine.start_load(request, num_tokens)
-        engine.step()
+        engine.step_with_load(request, num_tokens, is_layerwise=self._is_layerwise)
         self._world.until(lambda: request.transfer_key in engine.received, f"the load of {num_tokens} tokens ends")
         engine.free(request)
         return engine.wrong.get(request.transfer_key, "")
@@ -51,4 +52,5 @@ class ContentRead:
 
     def _ask(self, request: Request) -> int:
         matched = self._engine.ask(p.Match(request.view(), 0), p.Matched)
+        self._is_layerwise = matched.mode == "layerwise"
         return 0 if matched.ask_again else matched.num_tokens

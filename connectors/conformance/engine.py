@@ -7,7 +7,7 @@ garbage, and their generations have changed.
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
@@ -16,14 +16,15 @@ from pdkv.connectors.base import (
     ConfirmedRange,
     ConnectorConfig,
     ScheduledRange,
-    SchedulerView,
     TransferKey,
     TransferOutcome,
 )
 from pdkv.connectors.conformance import protocol as p
-from pdkv.connectors.conformance.books import Aggregator, Books
+from pdkv.connectors.conformance.books import Books
+from pdkv.connectors.conformance.news import News
 from pdkv.connectors.conformance.processes import HostProcess
 from pdkv.connectors.conformance.request import Request
+from pdkv.connectors.transfer_aggregator import TransferAggregator
 from pdkv.messages import EngineCard, KVHandoff, KVLayout
 
 Wanted = TypeVar("Wanted", bound=p.Answer)
@@ -38,19 +39,6 @@ class StepPlan:
     cancels: list[TransferKey]
     writes: list[p.TokenRange]
     garbage: list[int]
-
-
-@dataclass
-class _News:
-    """What the next view tells the connector."""
-
-    confirmed: list[ConfirmedRange] = field(default_factory=list)
-    preempted: list[TransferKey] = field(default_factory=list)
-    finished: list[TransferKey] = field(default_factory=list)
-    aborted: list[TransferKey] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.confirmed or self.preempted or self.finished or self.aborted)
 
 
 class Engine:
@@ -83,14 +71,13 @@ class Engine:
         self.sent: dict[TransferKey, TransferOutcome] = {}
         self.wrong: dict[TransferKey, str] = {}  # finished loads whose content is not what it must be
         self.leases: dict[TransferKey, list[int]] = {}
+        self._until_release: set[TransferKey] = set()  # leases that the end of a sending does not end
         self.loading: dict[TransferKey, Sequence[int]] = {}  # blocks that a load may write
         self.quarantine: dict[TransferKey, Sequence[int]] = {}
         self.on_sent: list[Callable[[TransferKey, bool], None]] = []  # KVReady leaves
         self._holds: dict[TransferKey, BlockHold] = {}
-        self._news = _News()
-        self._cancels: list[TransferKey] = []
-        self._kept: list[list[int]] = []
-        self._aggregator = Aggregator(len(hosts))
+        self._news = News()
+        self._aggregator = TransferAggregator(len(hosts))
         self._peers: list[EngineCard] = []
         self._next_step_id = 0
         self._last_step = 0.0
@@ -120,7 +107,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether no load, hold, lease or quarantine is left, and nothing is to be told."""
-        return not (self.loading or self.quarantine or self._holds or self.leases or self._news or self._cancels)
+        return not (self.loading or self.quarantine or self._holds or self.leases or self._news)
 
     def is_read(self, key: TransferKey) -> bool:
         """Whether a transfer reads the request's blocks: it is no victim then."""
@@ -149,7 +136,7 @@ class Engine:
         """An empty step, when the engine's loop would run one; while something is open, every `poll_s`."""
         woken = [host.take_woken(self.name) for host in self.hosts]
         due = time.monotonic() >= self._last_step + poll_s and not self.is_idle
-        if any(woken) or due or self._news or self._cancels or self.ask(p.IsPending(), p.Truth).value:
+        if any(woken) or due or self._news or self.ask(p.IsPending(), p.Truth).value:
             self.step()
 
     def step(self, *scheduled: tuple[Request, int, int]) -> None:
@@ -162,29 +149,18 @@ class Engine:
         garbage = self.books.take_dirty()
         if garbage:
             self.reuse(garbage)
-        news, self._news = self._news, _News()
-        cancels, self._cancels = self._cancels, []
+        news, self._news = self._news, News()
         observed = self.built.observes_steps
-        view = SchedulerView(
-            step_id=step_id,
-            scheduled=[ScheduledRange(r.view(), a, b, list(r.block_ids)) for r, a, b in scheduled if observed],
-            confirmed=news.confirmed,
-            preempted=news.preempted,
-            finished=news.finished,
-            aborted=news.aborted,
-            waiting_keys=[],
-            cancelled=cancels,
-        )
-        planned = self.ask(p.Plan(view, len(self.hosts) > 1), p.Planned)
+        ranges = [ScheduledRange(r.view(), a, b, list(r.block_ids)) for r, a, b in scheduled if observed]
+        planned = self.ask(p.Plan(news.view(step_id, ranges), len(self.hosts) > 1), p.Planned)
         for key, block_ids, owner in planned.holds:
             assert key not in self._holds, f"the hold {key} is taken twice"
             self.books.hold(block_ids)
             self._holds[key] = BlockHold(key, block_ids, owner)
-        kept, self._kept = self._kept, []
-        for block_ids in kept:
+        for block_ids in news.kept:
             self.books.release(block_ids)
         writes = [p.TokenRange(r.content, a, b, list(r.block_ids)) for r, a, b in scheduled]
-        return StepPlan(step_id, planned.meta, cancels, writes, garbage)
+        return StepPlan(step_id, planned.meta, news.cancels, writes, garbage)
 
     def execute(self, plan: StepPlan) -> None:
         """Run a planned step on all ranks, and act on its results."""
@@ -220,8 +196,8 @@ class Engine:
 
     def settle(self, executed: Sequence[p.Executed]) -> None:
         """The connector hears of the results; holds, quarantines and leases that ended are released."""
-        merged = self._aggregator.merge([rank.results for rank in executed])
-        results = self.ask(p.Settle(merged), p.Settled).results
+        merged = self._aggregator.add([p.as_maps(rank.results) for rank in executed])
+        results = self.ask(p.Settle(p.as_lists(merged)), p.Settled).results
         for key, outcome in (*results.finished_sending, *results.failed_sending):
             self.sent[key] = outcome
             hold = self._holds.pop(key, None)
@@ -253,11 +229,13 @@ class Engine:
         self._news.finished.append(request.transfer_key)
         if self.built.observes_steps:
             self.books.hold(request.block_ids)
-            self._kept.append(list(request.block_ids))
+            self._news.kept.append(list(request.block_ids))
         ended = self.ask(p.FinishRequest(request.view(), list(request.block_ids)), p.RequestEnded)
         leased = list(request.block_ids) if ended.hold_blocks else []
         self.books.hold(leased)
         self.leases[request.transfer_key] = leased
+        if ended.until_release:
+            self._until_release.add(request.transfer_key)
         self.free(request)
         known = self.sent.get(request.transfer_key)
         if known is not None:
@@ -286,13 +264,13 @@ class Engine:
 
     def preempt(self, request: Request) -> None:
         """The request loses its blocks and will come again."""
-        self._retract(request.transfer_key)
+        self._news.retract(request.transfer_key)
         self._news.preempted.append(request.transfer_key)
         self.free(request)
 
     def tell_aborted(self, key: TransferKey) -> None:
         """The next view says so; a transfer from here is cancelled."""
-        self._retract(key)
+        self._news.retract(key)
         self._news.aborted.append(key)
         if self.is_read(key):
             self.cancel(key)
@@ -302,14 +280,11 @@ class Engine:
         self.books.release(request.block_ids)
         request.lose_blocks()
 
-    def _retract(self, key: TransferKey) -> None:
-        self._news.confirmed = [c for c in self._news.confirmed if c.request.transfer_key != key]
-
     def _sending_ended(self, key: TransferKey, ok: bool) -> None:
         lease = self.leases.get(key)
         if lease is None:
             return
-        if lease or not ok:
+        if (lease and key not in self._until_release) or not ok:
             self.books.release(self.leases.pop(key))
         for listener in self.on_sent:
             listener(key, ok)
@@ -351,6 +326,15 @@ class Engine:
         command = p.Allocate(request.view(), list(request.block_ids), num_external)
         return self.ask(command, p.Ticket).ticket
 
+    def step_with_load(self, request: Request, num_tokens: int, *, is_layerwise: bool) -> None:
+        """The step that begins a load; a layerwise one ends in it, since the next token is computed there."""
+        if not is_layerwise:
+            self.step()
+            return
+        self.step((request, num_tokens, num_tokens + 1))
+        key = request.transfer_key
+        assert key in self.received, f"the step of the layerwise load {key} was over before its end was reported"
+
     def end_load(self, request: Request) -> None:
         """The load is given up: what may still be written is quarantined until its end is reported."""
         key = request.transfer_key
@@ -362,8 +346,7 @@ class Engine:
 
     def cancel(self, key: TransferKey) -> None:
         """The workers are told to cancel; for keys that the engine has no load of, too."""
-        if key not in self._cancels:
-            self._cancels.append(key)
+        self._news.cancel(key)
 
     # --- peers ----------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class Handover:
         self._hit: list[int] = []
         self.leased: list[int] = []
         self._ticket: bytes | None = None
+        self._is_layerwise = False
         self._num_hit_blocks = num_hit_blocks
         self.producer.on_sent.append(self._on_sent)
 
@@ -234,6 +235,7 @@ class Handover:
             return not found[0].ask_again
 
         self.world.until(known, f"the connector knows what it has of {self.describe()}")
+        self._is_layerwise = found[0].mode == "layerwise" and not self.receiver.block_ids
         return found[0].num_tokens
 
     def reserve(self) -> None:
@@ -245,13 +247,13 @@ class Handover:
         self.consumer.allocate(self.receiver, self.num_tokens, hit=self._hit)
 
     def allocate(self) -> None:
-        """Blocks for the whole range behind the local hit."""
-        self.consumer.allocate(self.receiver, self.num_tokens, hit=self._hit)
+        """Blocks for the whole range behind the local hit, and for what a layerwise load computes with it."""
+        self.consumer.allocate(self.receiver, self.num_tokens + self._is_layerwise, hit=self._hit)
 
     def start(self) -> None:
         """The connector has the blocks; the next step begins the load."""
         self._ticket = self.consumer.start_load(self.receiver, self.num_external, check=self.check)
-        self.consumer.step()
+        self.consumer.step_with_load(self.receiver, self.num_tokens, is_layerwise=self._is_layerwise)
 
     def bring_ticket(self) -> None:
         """The ticket reaches the producer: before its prefill, meanwhile, or after its end."""

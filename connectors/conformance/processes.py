@@ -64,6 +64,11 @@ class Zygote:
         if self._receive() != b"ready":
             raise StartupError("the process that forks hosts has died")
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
     def __enter__(self) -> "Zygote":
         return self
 

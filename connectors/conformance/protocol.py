@@ -4,7 +4,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdkv.connectors.base import ConnectorConfig, LoadMode, RequestView, SchedulerView, TransferKey, TransferOutcome
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    LoadMode,
+    RequestView,
+    SchedulerView,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+)
 from pdkv.connectors.conformance.content import Piece
 from pdkv.messages import ConnectorKind, EngineCard, Order
 
@@ -293,6 +301,7 @@ class RequestEnded(Answer, frozen=True):
 
     hold_blocks: bool
     payload: bytes | None
+    until_release: bool
 
 
 class Executed(Answer, frozen=True):
@@ -373,6 +382,22 @@ AnyAnswer = (
     Done | Raised | Built | Refusals | Matched | Ticket | Planned | RequestEnded | Executed | Settled | Truth | Blocks
     | Calls | Seconds | Digests | Address | Usage | Woken
 )  # fmt: skip
+
+
+def as_lists(results: TransferResults) -> Results:
+    """Results as they are sent."""
+    return Results(*(list(outcomes.items()) for outcomes in results))
+
+
+def as_maps(results: Results) -> TransferResults:
+    """Results as connectors and engines have them."""
+    return TransferResults(
+        dict(results.finished_sending),
+        dict(results.failed_sending),
+        dict(results.finished_receiving),
+        dict(results.failed_receiving),
+    )
+
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Asked).decode

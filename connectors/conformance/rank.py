@@ -41,8 +41,9 @@ class HostedRank:
         self._worker = connector.make_worker_side(config.rank)
         pool = connector.allocate_kv_cache()
         self._pool = pool = _new_pool(config.layout, config.num_blocks) if pool is None else pool
-        self._view = _tokens_first(pool)
-        self._known = self.fill_pool(self._view)  # the pool as it would be if only this engine and its loads wrote it
+        self._words = _words(pool)
+        self._known_words = self.fill_pool(self._words)  # if only this engine and its loads wrote it
+        self._view, self._known = _tokens_first(self._words), _tokens_first(self._known_words)
         self._worker.register_kv_caches(pool)
         self._blob = self._worker.handshake()
 
@@ -51,7 +52,7 @@ class HostedRank:
         return StepWatch(notify)
 
     def fill_pool(self, pool: Values) -> Values:
-        """Give the pool its first content; returns a copy of it."""
+        """Give the pool its first content; returns a copy of it (or, with nothing to compare, an empty pool)."""
         pool[:] = CANARY
         return pool.copy()
 
@@ -119,12 +120,12 @@ class HostedRank:
                 return p.Planned(holds, msgspec.msgpack.encode(meta) if encode else None)
             case p.FinishRequest(request=request, block_ids=block_ids):
                 finished = call("request_finished", scheduler.request_finished, request, block_ids)
-                return p.RequestEnded(finished.hold_blocks, finished.payload)
+                return p.RequestEnded(finished.hold_blocks, finished.payload, finished.until_release)
             case p.Settle(results=results):
-                resolved = call("resolve_results", scheduler.resolve_results, _as_maps(results))
+                resolved = call("resolve_results", scheduler.resolve_results, p.as_maps(results))
                 if resolved:
                     call("update_connector_output", scheduler.update_connector_output, resolved)
-                return p.Settled(as_lists(resolved))
+                return p.Settled(p.as_lists(resolved))
             case p.IsPending():
                 return p.Truth(call("has_pending_work", lambda: scheduler.has_pending_work))
             case p.Reuse(block_ids=block_ids):
@@ -184,12 +185,12 @@ class HostedRank:
             expect = self._expected.pop(key, None)
             if expect is None:
                 continue
-            self._known[expect.block_ids] = self._view[expect.block_ids]
+            self._known_words[expect.block_ids] = self._words[expect.block_ids]
             if key in results.finished_receiving and expect.range is not None:
                 difference = self._difference(expect.range)
                 if difference:
                     wrong.append((key, difference))
-        return p.Executed(as_lists(results), wrong)
+        return p.Executed(p.as_lists(results), wrong)
 
     # --- the pool -------------------------------------------------------------------------------------------------
 
@@ -215,21 +216,16 @@ class HostedRank:
 
     def _foreign_writes(self) -> list[int]:
         exposed = {block for expect in self._expected.values() for block in expect.block_ids}
-        changed = np.flatnonzero((self._view != self._known).any(axis=(1, 2, 3, 4, 5))).tolist()
-        return [block for block in changed if block not in exposed]
+        num_blocks = len(self._words)
+        same = self._words.reshape(num_blocks, -1) == self._known_words.reshape(num_blocks, -1)
+        return [block for block in np.flatnonzero(~same.all(axis=1)).tolist() if block not in exposed]
 
     def _copy_cost(self, block_ids: list[int]) -> float:
-        blocks = self._pool.view(-1).view(_int32()).numpy().reshape(self._pool.shape[0], -1)
+        blocks = self._words.reshape(len(self._words), -1)
         target = np.zeros_like(blocks[: len(block_ids)])
         start = time.thread_time()
         np.take(blocks, block_ids, axis=0, out=target, mode="clip")
         return time.thread_time() - start
-
-
-def _int32() -> "torch.dtype":
-    import torch
-
-    return torch.int32
 
 
 def _new_pool(layout: KVLayout, num_blocks: int) -> "torch.Tensor":
@@ -241,22 +237,17 @@ def _new_pool(layout: KVLayout, num_blocks: int) -> "torch.Tensor":
     )  # fmt: skip
 
 
-def _tokens_first(pool: "torch.Tensor") -> Values:
-    """The pool's memory as (num_blocks, block_size, num_layers, 2, num_kv_heads, head_size) of int32."""
-    words: Values = pool.view(_int32()).numpy()
+def _words(pool: "torch.Tensor") -> Values:
+    """The pool's memory as int32, in the pool's shape."""
+    import torch
+
+    words: Values = pool.view(torch.int32).numpy()
+    return words
+
+
+def _tokens_first(words: Values) -> Values:
+    """A pool as (num_blocks, block_size, num_layers, 2, num_kv_heads, head_size)."""
     return words.transpose(0, 4, 1, 2, 3, 5)
-
-
-def _as_maps(results: p.Results) -> TransferResults:
-    return TransferResults(
-        dict(results.finished_sending), dict(results.failed_sending),
-        dict(results.finished_receiving), dict(results.failed_receiving),
-    )  # fmt: skip
-
-
-def as_lists(results: TransferResults) -> p.Results:
-    """Results as they are sent."""
-    return p.Results(*(list(outcomes.items()) for outcomes in results))
 
 
 def _codes(error: type[TransferError]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Listening sockets of a process, found through /proc, and garbage for each."""
+"""Sockets of a process that others can send to, found through /proc, and garbage for each."""
 
 import contextlib
 import os
@@ -10,22 +10,24 @@ from typing import NamedTuple
 
 _LISTENING = "0A"  # net/tcp_states.h
 _UNIX_ACCEPTS = 0x10000  # __SO_ACCEPTCON
+_UNIX_TYPES = {1: socket.SOCK_STREAM, 2: socket.SOCK_DGRAM, 5: socket.SOCK_SEQPACKET}
 _SOCKET_LINK = "socket:["
 _SEND_TIMEOUT_S = 1.0
 
 
 class Listener(NamedTuple):
-    """Where one can connect to."""
+    """Where one can connect to, or send datagrams to."""
 
     family: int
     address: tuple[str, int] | str
+    type: int = socket.SOCK_STREAM
 
     def __str__(self) -> str:
         return f"{socket.AddressFamily(self.family).name} {self.address!r}"
 
 
 def listeners(pid: int) -> list[Listener]:
-    """All listening TCP and unix stream sockets of a process."""
+    """All listening TCP and unix sockets of a process, and its unix sockets that take datagrams."""
     inodes = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
@@ -51,9 +53,11 @@ def _tcp(pid: int, inodes: set[str]) -> Iterator[Listener]:
 def _unix(pid: int, inodes: set[str]) -> Iterator[Listener]:
     for line in _lines(pid, "unix"):
         fields = line.split()
-        if len(fields) > 7 and fields[6] in inodes and int(fields[3], 16) & _UNIX_ACCEPTS:
+        kind = _UNIX_TYPES[int(fields[4], 16)]
+        open_to_all = kind == socket.SOCK_DGRAM or int(fields[3], 16) & _UNIX_ACCEPTS
+        if len(fields) > 7 and fields[6] in inodes and open_to_all:
             path = fields[7]
-            yield Listener(socket.AF_UNIX, "\0" + path[1:] if path.startswith("@") else path)
+            yield Listener(socket.AF_UNIX, "\0" + path[1:] if path.startswith("@") else path, kind)
 
 
 def _lines(pid: int, name: str) -> list[str]:
@@ -84,7 +88,7 @@ def send_garbage(listener: Listener) -> list[socket.socket]:
     """Send all of it, each on a connection of its own; some stay open. Returns those (the caller closes them)."""
     kept = []
     for index, data in enumerate(garbage()):
-        connection = socket.socket(listener.family, socket.SOCK_STREAM)
+        connection = socket.socket(listener.family, listener.type)
         connection.settimeout(_SEND_TIMEOUT_S)
         with contextlib.suppress(OSError):  # refused and reset connections are fine answers
             connection.connect(listener.address)

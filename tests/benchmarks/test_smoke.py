@@ -1,12 +1,54 @@
-"""Benchmarks that start a deployment run to their end with few requests."""
+"""Benchmarks run to their end with few requests or loads."""
 
+import importlib.util
+from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
 
-from benchmarks import startup
-from benchmarks.report import Context
+import pytest
+
+from benchmarks import connectors, layerwise, startup
+from benchmarks.redis_server import find_binary, redis_server
+from benchmarks.report import Claim, Context
+
+needs_nixl = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13")), reason="NIXL is not installed"
+)
+needs_redis = pytest.mark.skipif(find_binary() is None, reason="there is no redis-server")
+
+
+def check(claims: Sequence[Claim]) -> None:
+    assert claims
+    for claim in claims:
+        assert isfinite(claim.ratio), claim
+        assert all(isfinite(figure) for figure in claim.figures.values()), claim
 
 
 def test_startup_measures_a_launch_of_the_embedded_model(tmp_path: Path) -> None:
     [claim] = startup.run(Context(tmp_path, None, quick=True))
     assert claim.figures["ready s"] > 0
     assert claim.ratio == claim.figures["ready s"] / claim.figures["import torch s"]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        connectors.run_shared_memory,
+        pytest.param(connectors.run_nixl, marks=[needs_nixl, pytest.mark.slow]),
+        pytest.param(connectors.run_p2p, marks=pytest.mark.slow),
+        pytest.param(connectors.run_store_redis, marks=[needs_redis, pytest.mark.slow]),
+    ],
+)
+def test_connectors_are_compared_with_what_lies_below_them(
+    run: Callable[[Context], list[Claim]], tmp_path: Path
+) -> None:
+    check(run(Context(tmp_path, None, quick=True)))
+
+
+@pytest.mark.slow
+@needs_redis
+def test_a_hit_in_a_store_is_compared_with_a_local_one(tmp_path: Path) -> None:
+    with redis_server() as url:
+        [claim] = layerwise.run(Context(tmp_path, None, quick=True), url)
+    check([claim])
+    assert claim.figures["local ms"] > 0

@@ -12,13 +12,15 @@ import msgspec
 import pytest
 
 from pdkv.cli import main
-from pdkv.connectors.bench import measure as bench
+from pdkv.connectors.bench import plan as plans
 from pdkv.connectors.bench.bare import bare_of
 from pdkv.connectors.bench.books import PATTERNS, AgedBooks, ContiguousBooks
 from pdkv.connectors.bench.effects import measure_push_tail, measure_scheduler_cost, measure_slowdown
 from pdkv.connectors.bench.layouts import LAYOUTS, parse_layout
+from pdkv.connectors.bench.measure import Row, measure
 from pdkv.connectors.bench.pieces import planned_pieces, stored_pieces
 from pdkv.connectors.bench.transfer import BenchWorld, TimedTransfer
+from pdkv.connectors.bench.yardsticks import Bare
 from pdkv.connectors.conformance import protocol as p
 from pdkv.connectors.conformance.processes import Zygote
 from pdkv.connectors.conformance.world import NotApplicable, Violation
@@ -42,15 +44,15 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 @pytest.fixture(autouse=True)
 def one_zygote(monkeypatch: pytest.MonkeyPatch, zygote: Zygote) -> None:
     """Its start takes longer than all that it is for."""
-    monkeypatch.setattr(bench, "Zygote", lambda directory: nullcontext(zygote))
+    monkeypatch.setattr(plans, "Zygote", lambda directory: nullcontext(zygote))
 
 
-def plan_of(connector: str, **arguments: Any) -> bench.Plan:
+def plan_of(connector: str, **arguments: Any) -> plans.Plan:
     values: dict[str, Any] = {"options": {}, "layout": SMALL, "tokens": [40], "repeats": 1, "region_bytes": 1 << 20}
-    return bench.make_plan(connector, **{**values, **arguments})
+    return plans.make_plan(connector, **{**values, **arguments})
 
 
-def check_row(row: bench.Row) -> None:
+def check_row(row: Row) -> None:
     built = msgspec.to_builtins(row)
     for name in WANTED:
         assert isinstance(built[name], str) or (isfinite(built[name]) and built[name] > 0), name
@@ -66,7 +68,7 @@ def check_row(row: bench.Row) -> None:
     ],
 )
 def test_each_kind_of_connector_has_complete_rows(connector: str, options: dict[str, str]) -> None:
-    rows = bench.measure(plan_of(connector, options=options))
+    rows = measure(plan_of(connector, options=options))
     assert [row.pattern for row in rows] == ["aged", "contiguous"]
     for row in rows:
         check_row(row)
@@ -76,7 +78,7 @@ def test_each_kind_of_connector_has_complete_rows(connector: str, options: dict[
 
 def test_ranks_and_block_sizes_may_differ() -> None:
     for arguments in ({"tp_pair": (1, 2)}, {"tp_pair": (2, 1)}, {"block_sizes": (16, 32)}):
-        rows = bench.measure(plan_of("shared_memory", patterns=["aged"], **arguments))
+        rows = measure(plan_of("shared_memory", patterns=["aged"], **arguments))
         check_row(rows[0])
 
 
@@ -93,11 +95,12 @@ def test_pieces_of_unequal_peers_are_counted_by_layer_head_and_segment() -> None
     assert planned_pieces(whole, halves, 64, [0] * 4, [0] * 4) == 4 * 2 * 2 * 2  # blocks, layers, K and V, ranks
     large = replace(whole, block_size=32)
     assert planned_pieces(whole, large, 64, [0] * 4, [0] * 2) == 4 * 2 * 2 * 2  # segments, layers, K and V, heads
-    assert stored_pieces(65, 64) == 2
+    assert stored_pieces(65, 64, 3) == 6
+    assert plans.store_values(plan_of("store", tp_pair=(1, 2)), {"load": "layerwise"}) == (64, 4)  # 2 groups, 2 shards
 
 
 def test_rows_count_the_pieces_of_the_tables_that_were_used() -> None:
-    aged, contiguous = bench.measure(plan_of("shared_memory", tokens=[160]))
+    aged, contiguous = measure(plan_of("shared_memory", tokens=[160]))
     assert contiguous.pieces == 1
     assert 1 < aged.pieces <= 10
 
@@ -125,7 +128,7 @@ def test_contiguous_requests_go_round_the_pool() -> None:
 def test_a_load_that_brings_something_else_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kit's own: the reader's blocks are compared with the writer's."""
     plan = plan_of("shared_memory")
-    with bench.open_setting(plan) as setting, BenchWorld(setting, plan.producer, plan.consumer) as world:
+    with plans.open_setting(plan) as setting, BenchWorld(setting, plan.producer, plan.consumer) as world:
         world.scatter("aged")
         transfer = TimedTransfer(world, 40)
         transfer.measure(compare=True)
@@ -136,7 +139,11 @@ def test_a_load_that_brings_something_else_is_no_measurement(monkeypatch: pytest
 
 
 def test_prefill_steps_are_measured_beside_a_throttled_transport() -> None:
-    for connector, options in (("shared_memory", {}), ("store", {"url": "file://{directory}"})):
+    for connector, options in (
+        ("shared_memory", {}),
+        ("store", {"url": "file://{directory}"}),
+        ("memory", {"mode": "push"}),
+    ):
         slowdown = measure_slowdown(plan_of(connector, options=options), chunk=32, num_steps=2, step_s=0.01, rounds=1)
         assert slowdown.idle_step_ms > 0
         assert slowdown.step_ms > 0
@@ -169,6 +176,14 @@ def test_a_third_party_names_its_bare_transport() -> None:
     assert "Redis" in str(bare_of(target, load_connector("store"), {"url": "unix:///x,file:///y"}))
 
 
+def test_what_a_store_keeps_of_a_measurement_is_bounded() -> None:
+    store, storage = connector_target("store"), connector_target("shared_storage")
+    assert "ttl_s" in plans.bounded(store, {"url": "redis://localhost"})
+    assert plans.bounded(store, {"url": "file:///x", "capacity": "1MiB"})["capacity"] == "1MiB"
+    assert "capacity" in plans.bounded(storage, {"path": "/x"})
+    assert not plans.bounded(connector_target("nixl"), {})
+
+
 def test_layouts_have_names_or_numbers() -> None:
     assert set(LAYOUTS) == {"tiny", "small", "mid"}
     assert parse_layout("mid").layout().block_bytes == 512 * 1024
@@ -199,11 +214,11 @@ def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bare_transports_move_all_bytes_whole_and_in_pieces(tmp_path: Path) -> None:
     plan = plan_of("shared_memory")
-    with bench.open_setting(plan) as setting:
+    with plans.open_setting(plan) as setting:
         for name in ("LocalCopy", "SharedMapping", "FileRead"):
             target = f"pdkv.connectors.bench.bare:{name}"
             spec = p.OpenBare(target, 1 << 16, 1 << 12, 1 << 14, 1 << 18, {"directory": str(tmp_path)})
-            bare = bench.Bare(setting.zygote, spec)
+            bare = Bare(setting.zygote, spec)
             assert bare.seconds(in_pieces=False) > 0
             assert bare.seconds(in_pieces=True) > 0
             bare.close()

@@ -1,7 +1,7 @@
 """Results of several ranks as one."""
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferOutcome, TransferResults
-from pdkv.engine.transfer_aggregator import TransferAggregator
+from pdkv.connectors.transfer_aggregator import TransferAggregator
 
 KEY, OTHER = ("t", 0), ("u", 1)
 

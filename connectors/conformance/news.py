@@ -1,0 +1,42 @@
+"""What has happened on an engine that the kit plays and its connector has not been told yet."""
+
+from collections.abc import Sequence
+
+from pdkv.connectors.base import ConfirmedRange, ScheduledRange, SchedulerView, TransferKey
+
+
+class News:
+    """Collected between two steps; a step's view takes all of it."""
+
+    def __init__(self) -> None:
+        self.confirmed: list[ConfirmedRange] = []
+        self.preempted: list[TransferKey] = []
+        self.finished: list[TransferKey] = []
+        self.aborted: list[TransferKey] = []
+        self.cancels: list[TransferKey] = []
+        self.kept: list[Sequence[int]] = []  # blocks of finished requests, until the connector has heard of them
+
+    def __bool__(self) -> bool:
+        return bool(self.confirmed or self.preempted or self.finished or self.aborted or self.cancels)
+
+    def retract(self, key: TransferKey) -> None:
+        """What was confirmed is not told: the blocks may have another owner by then."""
+        self.confirmed = [confirmed for confirmed in self.confirmed if confirmed.request.transfer_key != key]
+
+    def cancel(self, key: TransferKey) -> None:
+        """The workers cancel it with the next step."""
+        if key not in self.cancels:
+            self.cancels.append(key)
+
+    def view(self, step_id: int, scheduled: Sequence[ScheduledRange]) -> SchedulerView:
+        """All of it, for one step."""
+        return SchedulerView(
+            step_id=step_id,
+            scheduled=scheduled,
+            confirmed=self.confirmed,
+            preempted=self.preempted,
+            finished=self.finished,
+            aborted=self.aborted,
+            waiting_keys=[],
+            cancelled=self.cancels,
+        )
