@@ -16,7 +16,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from pdkv.errors import InvalidRequest, PdkvError
+from pdkv.errors import InvalidRequest, PdkvError, RequestTimeout
 from pdkv.router.choice import ChoiceDelta
 from pdkv.router.fanout import Fanout
 from pdkv.router.metrics import Endpoint, Metrics, RequestMetrics
@@ -84,7 +84,11 @@ class GenerateEndpoint:
         """Serve one request and say how it ended."""
         exchange.check_label()
         timeout_s = min(_client_timeout(headers), self._request_timeout_s)
-        body = await _read_body(headers, receive, self._max_body_bytes)
+        try:
+            body = await _read_body(headers, receive, self._max_body_bytes, timeout_s)
+        except TimeoutError:
+            what = f"the body was not here within {timeout_s:g} s"
+            raise RequestTimeout(what, request_id=exchange.request_id) from None
         model = self._model()
         job = await self._prepare(body, model)
         fanout = Fanout(job, model, self._dispatcher, metrics, timeout_s=timeout_s, label=exchange.request_id)
@@ -226,11 +230,12 @@ async def _abort_when_gone(receive: Receive, fanout: Fanout) -> None:
     fanout.abort()
 
 
-async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
+async def _read_body(headers: Headers, receive: Receive, limit: int, timeout_s: float) -> bytes:
     """The request's body, JSON by its content type.
 
     Raises:
         InvalidRequest: another content type (415), or more than `limit` bytes (413).
+        TimeoutError: it is not here within `timeout_s`.
     """
     content_type = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -239,15 +244,16 @@ async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
     body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Disconnected
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise _too_large(limit)
-        if not message.get("more_body", False):
-            return bytes(body)
+    async with asyncio.timeout(timeout_s):
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _Disconnected
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise _too_large(limit)
+            if not message.get("more_body", False):
+                return bytes(body)
 
 
 def _too_large(limit: int) -> InvalidRequest:

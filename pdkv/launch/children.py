@@ -212,17 +212,25 @@ class ForkServer:
         """Whether it can still fork."""
         return self._control.fileno() >= 0
 
-    async def fork_engine(self, spec: EngineSpec, ack_fd: int, rank_fds: Sequence[int] = ()) -> Child:
+    async def fork_engine(
+        self, spec: EngineSpec, ack_fd: int, rank_fds: Sequence[int] = (), *, timeout_s: float
+    ) -> Child:
         """Fork a rank of an engine.
 
         Raises:
-            StartupError: the fork server is gone, or goes before it has answered.
+            StartupError: the fork server is gone, goes before it has answered, or is late: then it is killed.
         """
-        await asyncio.shield(self._ready)
-        if not self.usable:
-            raise StartupError("the fork server died")
-        socket.send_fds(self._control, [encode(spec)], [ack_fd, *rank_fds])
-        return Child(spec.process_name, int(await self._expect_answer()))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._ready)
+                if not self.usable:
+                    raise StartupError("the fork server died")
+                socket.send_fds(self._control, [encode(spec)], [ack_fd, *rank_fds])
+                return Child(spec.process_name, int(await self._expect_answer()))
+        except TimeoutError:
+            self.child.send_signal(signal.SIGKILL)
+            self.close()
+            raise StartupError(f"the fork server did not answer within {timeout_s:g} s") from None
 
     def close(self) -> None:
         """Ends it (its engines live on) and fails what still waits for an answer. Idempotent."""

@@ -177,7 +177,7 @@ class Supervisor:
             if self._forks is None or not self._forks.usable:
                 self._forks = self._new_fork_server()
             try:
-                return await self._forks.fork_engine(spec, ack_fd, rank_fds)
+                return await self._forks.fork_engine(spec, ack_fd, rank_fds, timeout_s=self._fleet.start_timeout_s)
             except StartupError as error:
                 logger.warning("%s: %s", spec.process_name, error)
         logger.warning("%s is started without the fork server", spec.process_name)

@@ -10,9 +10,11 @@ from typing import TypeVar
 
 import pytest
 
+from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError, StartupError
 from pdkv.launch.acks import Acknowledger
-from pdkv.launch.children import AckPipe, Child, describe_exit
+from pdkv.launch.children import AckPipe, Child, ForkServer, describe_exit
+from pdkv.launch.specs import EngineSpec
 
 Result = TypeVar("Result")
 FakeChild = Callable[[str, int, str], Child]
@@ -106,5 +108,21 @@ def test_silence_has_a_bound(fake_child: FakeChild) -> None:
             child.send_signal(signal.SIGKILL)
             await child.wait()
             pipe.close()
+
+    run(main)
+
+
+def test_a_fork_server_that_is_stopped_is_killed_at_the_deadline(lifeline: int) -> None:
+    async def main() -> None:
+        server = ForkServer("pdkv.connectors.memory:MemoryConnector", lifeline)
+        server.child.send_signal(signal.SIGSTOP)
+        spec = EngineSpec(
+            name="decode-0", role="decode", epoch="1", config=EngineConfig(), handoff=HandoffConfig(),
+            endpoint="ipc://decode-0", num_engines=1,
+        )  # fmt: skip
+        with pytest.raises(StartupError, match=r"the fork server did not answer within 0\.05 s"):
+            await server.fork_engine(spec, lifeline, timeout_s=0.05)
+        assert not server.usable
+        assert await server.child.wait() == -signal.SIGKILL
 
     run(main)

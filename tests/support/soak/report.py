@@ -24,6 +24,7 @@ class Report(msgspec.Struct, kw_only=True):
     remote_tokens: int = 0  # prompt tokens that decode engines alive at the end got from elsewhere
     descriptors: dict[str, tuple[int, int]] = {}  # by process name: before, afterwards
     resident_mib: dict[str, tuple[int, int]] = {}
+    strangers: int = 0  # their connections that Gloo keeps between ranks
     violations: list[str] = []
     skipped: str = ""
 
@@ -87,6 +88,8 @@ def _details(report: Report) -> list[str]:
         f"- descriptors before → afterwards: {_pairs(report.descriptors)}",
         f"- MiB resident before → afterwards: {_pairs(report.resident_mib)}",
     ]
+    if report.strangers:
+        lines.append(f"- strangers' connections that Gloo keeps between ranks: {report.strangers}")
     return lines + [f"- **violation** {text}" for text in report.violations]
 
 

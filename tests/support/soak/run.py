@@ -207,6 +207,7 @@ async def _round(world: World, rng: random.Random, seconds: float) -> None:
 
 
 def _keep(report: Report, before: Held, now: Held) -> None:
+    report.strangers = now.strangers
     report.descriptors = {
         name: (before.descriptors.get(name, 0), count) for name, count in sorted(now.descriptors.items())
     }

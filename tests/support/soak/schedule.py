@@ -66,7 +66,7 @@ def _event(rng: random.Random, site: Site, at_s: float, kind: str) -> Event:
     seconds = 0.0
     if verb == "stop":
         seconds = rng.uniform(*(LATE_S if kind.endswith("late") else PROMPTLY_S))
-    elif verb == "full":
+    elif verb in ("full", "garbage"):
         seconds = rng.uniform(1.0, 3.0)
     if kind == "full shared memory":
         target = rng.choice(site.engines)  # which has to start again meanwhile

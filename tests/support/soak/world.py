@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import random
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ import psutil
 from deployments import Running
 from store_servers import RedisServer, StoreServer
 
+from pdkv.connectors.conformance.sockets import listeners, send_garbage
 from soak.backends import STORE_MIB
-from soak.garbage import listeners, throw
 from soak.journal import Journal
 from soak.load import Load
 from soak.private_mounts import SHM, fill
@@ -92,14 +92,20 @@ async def _stop(world: World, event: Event) -> bool:
 
 
 async def _garbage(world: World, event: Event) -> bool:
-    rng = random.Random(f"{world.seed}/{event.at_s}")
+    """To every socket of every process; some connections stay open for a while."""
 
-    def throw_at_all() -> int:
-        return sum(throw(listener, rng) for listener in listeners(world.processes()))
+    def throw() -> list[socket.socket]:
+        kept = []
+        for process in world.processes():
+            with contextlib.suppress(OSError):  # it ends at this moment
+                kept += [connection for listener in listeners(process.pid) for connection in send_garbage(listener)]
+        return kept
 
-    num_taken = await asyncio.to_thread(throw_at_all)
-    world.journal.note(f"{num_taken} connections took garbage")
-    return num_taken > 0
+    kept = await asyncio.to_thread(throw)
+    await asyncio.sleep(event.seconds)
+    for connection in kept:
+        connection.close()
+    return bool(kept)
 
 
 async def _burst(world: World, event: Event) -> bool:

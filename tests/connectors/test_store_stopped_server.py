@@ -1,0 +1,77 @@
+"""Store connectors over real servers that are stopped (SIGSTOP): every wait of theirs ends by its deadline, typed (F7).
+
+When the server goes on, so does everything else.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from store_rig import Engine, prefill, random_kv, scattered, view
+from store_servers import LMCacheServer, RedisServer, StoreServer
+
+from pdkv.errors import StoreTimeout, TransferTimeout
+from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.registry import open_store
+
+NUM_TOKENS = 128
+DEADLINES = {"lookup_timeout_s": "0.3", "transfer_timeout_s": "0.5", "layer_timeout_s": "0.2"}
+LATE = (StoreTimeout.code, TransferTimeout.code)
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module", params=[RedisServer, LMCacheServer])
+def server(request: pytest.FixtureRequest) -> Iterator[StoreServer]:
+    with request.param() as running:
+        yield running
+
+
+@pytest.fixture
+def make(server: StoreServer) -> Iterator[MakeEngine]:
+    """Engines with connections of their own and nothing in the store that an earlier test has put there."""
+    server.restart()
+    made: list[tuple[Engine, KVStore]] = []
+
+    def make_engine(name: str, **options: str) -> Engine:
+        store = open_store(server.url, {"operation_timeout_s": "0.5", "connect_timeout_s": "0.5"})
+        made.append((Engine(store, name, **DEADLINES, **options), store))
+        return made[-1][0]
+
+    yield make_engine
+    for engine, store in made:
+        engine.close()
+        store.close()
+
+
+def test_a_lookup_is_a_miss(server: StoreServer, make: MakeEngine) -> None:
+    prefill(make("p"), NUM_TOKENS)
+    engine = make("d")
+    with server.stopped():
+        assert engine.ask(view("u", num_tokens=NUM_TOKENS + 1, salt="0")) == 0
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_load_fails(server: StoreServer, make: MakeEngine, layerwise: bool) -> None:
+    """A forward pass that waits for its layers goes on without them."""
+    mode = {"load": "layerwise"} if layerwise else {}
+    kv, _ = prefill(make("p", **mode), NUM_TOKENS)
+    engine, request = make("d", **mode), view("u", num_tokens=NUM_TOKENS + 1, salt="0")
+    blocks = scattered(NUM_TOKENS, 16)
+    assert engine.ask(request) == NUM_TOKENS
+    with server.stopped():
+        engine.start_load(request, blocks, NUM_TOKENS, layerwise=layerwise)
+        engine.forward()
+        assert engine.wait(request.transfer_key).code in LATE
+    again = view("v", num_tokens=NUM_TOKENS + 1, salt="0")
+    assert not engine.load(again, blocks, NUM_TOKENS).code
+    assert bool((engine.tokens(blocks, NUM_TOKENS) == kv).all())
+
+
+def test_a_save_fails_its_hand_off(server: StoreServer, make: MakeEngine) -> None:
+    engine, blocks = make("p"), scattered(NUM_TOKENS, 16)
+    engine.fill(blocks, random_kv(NUM_TOKENS))
+    request = view("t", kv="handoff", num_tokens=NUM_TOKENS + 1, salt="0")
+    with server.stopped():
+        engine.save(request, blocks, NUM_TOKENS, last=True)
+        assert engine.wait(request.transfer_key).code in LATE
+    prefill(engine, NUM_TOKENS, transfer_id="again")

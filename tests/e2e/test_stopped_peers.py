@@ -1,0 +1,151 @@
+"""Whoever waits for a process that is stopped (SIGSTOP) is told so at a deadline from the configuration, or goes on
+without it, and when it runs again everything works and nothing is lost.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from deployments import Launch, Running
+from serving_checks import read_books
+from traffic import wait_for_rest, wait_until_true
+
+SHORT = ("--kv-load-timeout-s", "0.5", "--lease-timeout-s", "1")
+PROMPT = "Whoever waits for something waits for a bounded time. " * 4
+NUM_OUTPUT = 24
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """All threads of the process are stopped for the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until_true(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "stopped")
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def ask(deployment: Running, *, salt: str = "", timeout_s: float = 30.0, **fields: Any) -> httpx.Response:
+    body = {
+        "model": "served", "prompt": PROMPT, "temperature": 0, "max_tokens": NUM_OUTPUT, "ignore_eos": True,
+        "return_token_ids": True, "cache_salt": salt, **fields,
+    }  # fmt: skip
+    headers = {"x-pd-timeout-s": str(timeout_s)}
+    return httpx.post(deployment.url + "/v1/completions", json=body, headers=headers, timeout=60)
+
+
+def tokens_of(reply: httpx.Response) -> list[int]:
+    assert reply.status_code == 200, reply.text
+    token_ids: list[int] = reply.json()["choices"][0]["token_ids"]
+    assert len(token_ids) == NUM_OUTPUT
+    return token_ids
+
+
+@pytest.fixture(scope="module")
+def deployment(module_launch: Launch) -> Running:
+    return module_launch("--prefill", "1", "--decode", "1", *SHORT)
+
+
+@pytest.fixture(scope="module")
+def expected(deployment: Running) -> list[int]:
+    return tokens_of(ask(deployment))
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_request_whose_engine_is_stopped_ends_at_its_own_deadline(
+    deployment: Running, expected: list[int], name: str
+) -> None:
+    """F1, F6: a status and a code, all blocks back."""
+    with stopped(deployment.pids()[name]):
+        reply = ask(deployment, salt=name, timeout_s=0.5)
+    assert reply.status_code == 504
+    assert reply.json()["error"]["code"] == "timeout"
+    wait_for_rest(deployment)
+    assert tokens_of(ask(deployment, salt=name)) == expected
+
+
+def leased_blocks(deployment: Running) -> int:
+    engines = deployment.get("/topology").json()["engines"]
+    return sum(int(engine["blocks"]["leased"]) for engine in engines)
+
+
+def test_a_lease_ends_at_its_deadline_while_its_reader_is_stopped(deployment: Running, expected: list[int]) -> None:
+    """F3, F4: the blocks come back, and a reader that comes late says nothing wrong."""
+    with ThreadPoolExecutor(1) as pool:
+        with stopped(deployment.pids()["decode-0"]):
+            reply = pool.submit(ask, deployment, salt="late")
+            wait_until_true(lambda: leased_blocks(deployment), "a lease")
+            wait_until_true(lambda: not leased_blocks(deployment), "no lease any more")
+            assert not reply.done()
+        assert tokens_of(reply.result()) == expected
+    wait_for_rest(deployment)
+
+
+@pytest.mark.parametrize("connector", [("p2p",), ("nixl", "mode=push")], ids="-".join)
+def test_decode_does_without_a_prefill_that_is_stopped_before_it_pushes(
+    launch: Launch, expected: list[int], connector: tuple[str, ...]
+) -> None:
+    """F1, F13: at the load's deadline it computes the prompt itself, which is counted."""
+    name, *options = connector
+    flags = ("--connector", name, *(x for option in options for x in ("--connector-config", option)))
+    deployment = launch("--prefill", "1", "--decode", "1", "--order", "concurrent", *flags, *SHORT)
+    assert tokens_of(ask(deployment)) == expected
+    with stopped(deployment.pids()["prefill-0"]):
+        assert tokens_of(ask(deployment, salt="other")) == expected
+    wait_for_rest(deployment)
+    assert read_books(deployment).of("kv_load_failures", "decode") == 1
+    assert tokens_of(ask(deployment, salt="third")) == expected
+    wait_for_rest(deployment)
+
+
+def test_a_stop_ends_engines_and_a_router_that_are_stopped(launch: Launch) -> None:
+    """F24."""
+    deployment = launch("--prefill", "1", "--decode", "1")
+    for pid in (*deployment.pids().values(), deployment.child_pid("pd router")):
+        os.kill(pid, signal.SIGSTOP)
+    assert deployment.stop() == 0
+    assert deployment.log.count("did not stop within") == 3
+
+
+# --- clients ------------------------------------------------------------------------------------------------------
+
+
+def test_a_body_that_stops_in_the_middle_is_an_error_at_the_deadline(deployment: Running) -> None:
+    host, port = deployment.url.removeprefix("http://").split(":")
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(f'{head}Content-Length: 500\r\nx-pd-timeout-s: 0.3\r\n\r\n{{"model"'.encode())
+        reply = connection.recv(4096).decode()
+    assert reply.startswith("HTTP/1.1 504 ")
+    assert "0.3 s" in reply
+
+
+def test_a_stream_that_nobody_reads_ends_at_its_deadline(deployment: Running) -> None:
+    """F3: more than the sockets' buffers take is never written; the engines are free meanwhile."""
+    host, port = deployment.url.removeprefix("http://").split(":")
+    body = (
+        f'{{"model": "served", "prompt": "{PROMPT}", "max_tokens": 700, "n": 8, "logprobs": 5, "stream": true, '
+        '"ignore_eos": true, "temperature": 1}'
+    )
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nx-pd-timeout-s: 2\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        wait_until_true(lambda: _in_flight(deployment), "it has begun")
+        wait_for_rest(deployment)
+    assert deployment.complete("x").status_code == 200
+
+
+def _in_flight(deployment: Running) -> bool:
+    engines = deployment.get("/topology").json()["engines"]
+    return any(engine["running"] for engine in engines)
