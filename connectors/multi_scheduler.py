@@ -103,7 +103,7 @@ class MultiScheduler(SchedulerConnector):
             looking = looking or matched.ask_again
             if not matched.ask_again and matched.num_tokens > best.num_tokens:
                 best, winner = matched, index
-        if looking and best.num_tokens < request.num_wanted - num_computed_tokens:
+        if looking and (not best.num_tokens or best.num_tokens < request.num_wanted - num_computed_tokens):
             return ASK_AGAIN
         if best.num_tokens:
             self._choices[key] = _Choice(winner, best.mode == "async")
