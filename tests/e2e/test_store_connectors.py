@@ -30,6 +30,8 @@ BLOCK_SIZES: dict[str, tuple[str, ...]] = {
     "32-16": ("--prefill-block-size", "32"),
 }
 LAYERWISE = "load=layerwise"
+PATIENT = "lookup_timeout_s=20"
+"""Where the number of hits is asserted, a busy machine makes no miss."""
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ def run_one(deployment: Running, expected: Sequence[int] | None = None, **body: 
 
 
 def test_the_next_turn_finds_what_decode_has_generated(workload: Workload, urls: Callable[[str], str]) -> None:
-    flags = [*TOPOLOGIES["1P1D"], *over("store", f"url={urls('file')}", "min_hit_tokens=16")]
+    flags = [*TOPOLOGIES["1P1D"], *over("store", f"url={urls('file')}", "min_hit_tokens=16", PATIENT)]
     prompt = workload.expected[0].prompt[:100]
     with deployed(workload, *flags) as deployment:
         output, _ = run_one(deployment, prompt=prompt, max_tokens=160)
@@ -133,7 +135,8 @@ def test_another_prefill_engine_finds_it_but_not_with_another_salt(
     workload: Workload, urls: Callable[[str], str]
 ) -> None:
     """F8, F23."""
-    flags = ["--prefill", "2", "--decode", "1", "--policy", "round_robin", *over("store", f"url={urls('file')}")]
+    store = over("store", f"url={urls('file')}", PATIENT)
+    flags = ["--prefill", "2", "--decode", "1", "--policy", "round_robin", *store]
     prompt = workload.expected[2].prompt[:300]
     with deployed(workload, *flags) as deployment:
         output, first = run_one(deployment, prompt=prompt, max_tokens=4)
@@ -147,7 +150,7 @@ def test_the_store_outlives_the_engines_and_damaged_files_are_computed_again(
     workload: Workload, tmp_path: Path
 ) -> None:
     """F4, F10, F13: in the end every file is cut short, and all of it is computed and saved again, counted."""
-    flags = [*TOPOLOGIES["1P1D"], *over("shared_storage", f"path={tmp_path}/kv")]
+    flags = [*TOPOLOGIES["1P1D"], *over("shared_storage", f"path={tmp_path}/kv", PATIENT)]
     whole = [e for e in workload.expected if len(e.prompt) >= 200]
     bodies = [{"prompt": e.prompt, "max_tokens": len(e.output), "ignore_eos": True, "temperature": 0} for e in whole]
 
