@@ -161,8 +161,9 @@ def test_the_store_outlives_the_engines_and_damaged_files_are_computed_again(
         check_decode_computed_nothing(books)
         return {**books.sources("prefill"), "failures": books.of("kv_load_failures", "prefill")}
 
+    # A repeated prompt is found in the store or, if it comes late enough, in the engine's own cache.
+    total = sum(len(e.prompt) for e in whole)
     first, second = run(), run()
-    assert second["store"] > 0.7 * first["computed"]
     for path in (tmp_path / "kv").rglob("*.safetensors"):
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - 1)
@@ -171,7 +172,9 @@ def test_the_store_outlives_the_engines_and_damaged_files_are_computed_again(
     assert third["failures"] > 0
     assert third["store"] == 0
     assert third["recomputed"] > 0
-    assert fourth["store"] == second["store"]
+    for found in (second, fourth):
+        assert found["store"] > 0
+        assert found["store"] + found["local_hit"] > 0.7 * total
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
