@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from pdkv.connectors.base import WorkerConnector
+from pdkv.connectors.transfer_aggregator import TransferAggregator
 from pdkv.engine.executor import InProcessExecutor, ModelExecutor, RankInfo
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.rank_channel import RankChannel
@@ -27,7 +28,6 @@ from pdkv.engine.rank_messages import (
     transfers_of,
 )
 from pdkv.engine.ring_queue import RingWriter
-from pdkv.engine.transfer_aggregator import TransferAggregator
 from pdkv.errors import RankError, RankGone, RankTimeout
 from pdkv.messages import EngineCard
 
