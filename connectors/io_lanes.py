@@ -93,6 +93,14 @@ class IOLanes(Generic[Item]):
             lane.items.put(item)
             self._start_waiting()
 
+    def retire(self, names: Iterable[Lane]) -> None:
+        """Lanes of their own end when they have done what they have now: their peers are gone."""
+        with self._lock:
+            for name in names:
+                lane = self._lanes.get(name)
+                if lane is not None and name is not SHARED_LANE:
+                    lane.items.put(None)
+
     @property
     def num_lanes(self) -> int:
         """Lanes of their own that run now."""

@@ -234,6 +234,7 @@ class PullWorker(TransferWorker):
             self.peers.remove(card.engine, card.epoch)
         for card in added:
             self.peers.add(card)
+        self.lanes.retire({self.lane_of(c.engine, c.epoch, rank) for c in removed for rank in range(c.tp)})
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -304,6 +304,7 @@ class PushWorker(TransferWorker):
         gone = {(card.engine, card.epoch) for card in removed}
         if gone:
             self.stop_jobs(lambda job: _receiver(job) in gone, PeerGone.code)
+        self.lanes.retire({self.lane_of(c.engine, c.epoch, rank) for c in removed for rank in range(c.tp)})
 
     def shutdown(self) -> None:
         super().shutdown()
