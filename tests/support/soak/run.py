@@ -191,16 +191,17 @@ async def _soak(
 async def _round(world: World, rng: random.Random, seconds: float) -> None:
     """Load, and events at their times; returns at rest."""
     stop = asyncio.Event()
-    clients = [asyncio.create_task(world.load.work(number, stop)) for number in range(CLIENTS)]
     loop = asyncio.get_running_loop()
     began = loop.time()
-    async with asyncio.TaskGroup() as happening:
-        for event in draw(rng, world.site, seconds, min(GAP_S, seconds / 12)):
-            await asyncio.sleep(began + event.at_s - loop.time())
-            happening.create_task(world.happen(event))
-        await asyncio.sleep(began + seconds - loop.time())
-    stop.set()
-    await asyncio.gather(*clients)
+    async with asyncio.TaskGroup() as clients:
+        for number in range(CLIENTS):
+            clients.create_task(world.load.work(number, stop))
+        async with asyncio.TaskGroup() as happening:
+            for event in draw(rng, world.site, seconds, min(GAP_S, seconds / 12)):
+                await asyncio.sleep(began + event.at_s - loop.time())
+                happening.create_task(world.happen(event))
+            await asyncio.sleep(began + seconds - loop.time())
+        stop.set()
     world.journal.note("the round is over")
     await wait_for_calm(world)
     world.journal.note("it is calm")

@@ -55,7 +55,10 @@ class World:
     async def happen(self, event: Event) -> None:
         """Do it; returns when it is over."""
         self.journal.note(f"begins: {event}")
-        happened = await HANDLERS[event.kind.split()[0]](self, event)
+        try:
+            happened = await HANDLERS[event.kind.split()[0]](self, event)
+        except psutil.NoSuchProcess:  # it died meanwhile
+            happened = False
         if happened:
             self.journal.events[event.kind] += 1
         self.journal.note(f"ends: {event}" if happened else f"nobody there: {event}")
@@ -84,9 +87,9 @@ async def _stop(world: World, event: Event) -> bool:
         process = world.process(event.target)
     if process is None:
         return False
+    process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(event.seconds)
     with contextlib.suppress(psutil.NoSuchProcess):  # killed meanwhile
-        process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(event.seconds)
         process.send_signal(signal.SIGCONT)
     return True
 
