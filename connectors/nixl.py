@@ -16,7 +16,8 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 from pdkv.connectors.block_table import BlockTable
-from pdkv.connectors.nixl_endpoint import GenerationTable, NixlEndpoint
+from pdkv.connectors.nixl_endpoint import NixlEndpoint
+from pdkv.connectors.nixl_memory import GenerationTable
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_peers import NixlPeers
 from pdkv.connectors.pull import PullMetadata, PullScheduler

@@ -15,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.huge_pages import use_huge_pages
 from pdkv.connectors.nixl_agent import Memory, Message, NixlAgent
 from pdkv.connectors.nixl_doorbell import Doorbell
+from pdkv.connectors.nixl_memory import PAGE_BYTES, GenerationTable, RegisteredBuffers, Slots, region_of
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_peers import NixlPeers, agent_name
 from pdkv.connectors.nixl_wire import BLOB_VERSION, RankBlob, Reset, Wire, decode, encode, encode_blob
-from pdkv.connectors.staging import StagingBuffers
 from pdkv.errors import PdkvError, PeerGone
 
 if TYPE_CHECKING:
@@ -48,35 +47,6 @@ _TICK_S = 0.2
 _JOIN_TIMEOUT_S = 5.0
 
 
-class GenerationTable(BlockTable):
-    """Generations in memory that peers read: one int64 per block, written by the engine's block pool only."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.values = np.zeros(num_blocks, dtype=np.int64)
-        self._view = memoryview(self.values.data)  # for single values ten times as fast as numpy
-
-    def generation(self, block_id: int) -> int:
-        return self._view[block_id]
-
-    def reuse(self, block_id: int) -> None:
-        self._view[block_id] += 1
-
-    def publish(self, block_id: int, keys: list[bytes]) -> None:
-        """Peers find blocks by hand-offs only: nothing to do."""
-
-
-class RegisteredBuffers(StagingBuffers):
-    """Staging buffers that lie in one region."""
-
-    _next = 0
-
-    def _allocate(self, pinned: bool) -> Bytes:
-        if not self._next:
-            self.memory: Bytes = np.zeros(self.count * self.size_bytes, dtype=np.uint8)
-        self._next += self.size_bytes
-        return self.memory[self._next - self.size_bytes : self._next]
-
-
 class NixlEndpoint:
     """Thread-safe. Nothing here may be called on a step thread but `post`, `register`, `blob` and `close`."""
 
@@ -92,12 +62,11 @@ class NixlEndpoint:
             agent_name(config.engine, config.epoch, config.rank), progress_thread=options.progress_thread
         )
         self._doorbell = Doorbell()
-        self.slots = np.zeros(options.slots * options.slot_bytes, dtype=np.uint8)
-        self.buffers = RegisteredBuffers(
-            max(options.slots // 2, 2), options.slot_bytes
-        )  # what is read from peers' slots
-        self._buffer_region = self._agent.register(_touched(self.buffers.memory))
-        self._slot_region = self._agent.register(_touched(self.slots))
+        self.slots = Slots(options.slots, options.slot_bytes)
+        # What is read from peers' slots, and behind it a slot's generation.
+        self.buffers = RegisteredBuffers(max(options.slots // 2, 2), options.slot_bytes + PAGE_BYTES)
+        self._buffer_region = self._agent.register(region_of(self.buffers.memory))
+        self._slot_region = self._agent.register(region_of(self.slots.memory))
         self.pool: Memory | None = None
         self._table: Memory | None = None
         self._handlers: dict[type, Callable[[RankBlob, Any], None]] = {}
@@ -119,7 +88,7 @@ class NixlEndpoint:
         kind, device = ("DRAM", 0) if kv_cache.device.type == "cpu" else ("VRAM", kv_cache.device.index or 0)
         self.pool = self._agent.register(Memory(kv_cache.data_ptr(), kv_cache.nbytes, kind, device))  # type: ignore[arg-type]
         if table is not None:
-            self._table = self._agent.register(Memory(table.values.ctypes.data, table.values.nbytes))
+            self._table = self._agent.register(region_of(table.values))
 
     def handle(self, kind: type[M], handler: Callable[[RankBlob, M], None]) -> None:
         """Messages of that kind go there, on the message thread."""
@@ -300,6 +269,7 @@ class NixlEndpoint:
         """The message thread."""
         hot_until = next_tick = 0.0
         while not self._stopping:
+            busy = False
             try:
                 busy = self._receive()
                 while not self._posted.empty():
@@ -313,7 +283,6 @@ class NixlEndpoint:
             except Exception:  # whatever it was, the next message is served
                 self.num_bad_messages += 1
                 logger.exception("agent %s", self._agent.name)
-                continue
             if busy:
                 hot_until = time.monotonic() + _HOT_S
                 continue
@@ -351,13 +320,6 @@ class NixlEndpoint:
         except (PdkvError, ValueError) as error:
             self.num_bad_messages += 1
             logger.debug("%s of %s: %s", type(message).__name__, blob.agent, error)
-
-
-def _touched(array: Bytes) -> Memory:
-    """The region of an array, its pages written: a transfer would pay for each with a fault."""
-    array.fill(0)
-    use_huge_pages(array.ctypes.data, array.nbytes)
-    return Memory(array.ctypes.data, array.nbytes)
 
 
 def host_id() -> str:

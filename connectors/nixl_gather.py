@@ -1,38 +1,28 @@
-"""Small pieces: the source gathers units into registered slots, the reader reads slots whole and scatters them.
+"""Small pieces: the source gathers units into registered slots, the reader (nixl_fetch.py) reads slots whole.
 
-The source gathers the next chunk while the reader reads and scatters the last one. Whoever writes memory owns it: a
-reader's blocks are written by its own threads only, so a load that is given up needs nobody's word.
+The source gathers the next chunk while the reader reads and scatters the last one.
 """
 
-import itertools
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from pdkv.connectors.block_runs import expand_runs, make_runs
+from pdkv.connectors.block_runs import expand_runs
 from pdkv.connectors.nixl_endpoint import NixlEndpoint
 from pdkv.connectors.nixl_wire import Dropped, Freed, Gather, Gathered, RankBlob, Refused, Reset
 from pdkv.connectors.planning import Ids, as_ids
-from pdkv.connectors.transfer_worker import Job
 from pdkv.connectors.units import UnitPart, UnitPool
-from pdkv.errors import KVNotFound, PeerGone, TransferError
+from pdkv.errors import KVNotFound
 
 MAX_UNITS = 2048
 """Units of one request: scattered ones must fit into a message."""
 
 MAX_OPEN_REQUESTS = 256
 """Of one peer, on the source's side; more are refused."""
-
-_LOOK_S = 0.02
-"""So often who waits for a chunk looks whether it is still wanted."""
-
-Guard = Callable[[], AbstractContextManager[None]]
 
 
 class Chunk(NamedTuple):
@@ -64,9 +54,6 @@ def plan_chunks(num_units: int, num_layers: int, layer_bytes: int, chunk_bytes: 
     ]
 
 
-# --- source -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False, slots=True)
 class _Request:
     """A reader's request: chunks that are still to be gathered, and slots that it has."""
@@ -79,7 +66,9 @@ class _Request:
 
 
 class GatherSource:
-    """Gathers for peers, on the endpoint's message thread. A slot is used again when its reader says so, or is gone.
+    """Gathers for peers, on the endpoint's message thread.
+
+    A slot is used again when its reader says so, or is gone: who reads later than that sees another generation.
 
     Args:
         guard: for an offer's number: whether its blocks may be read now, as a context. Raises KVNotFound.
@@ -94,7 +83,7 @@ class GatherSource:
         self._guard = guard
         self._requests: dict[tuple[str, int], _Request] = {}
         self._turns: deque[_Request] = deque()  # requests with chunks to gather
-        num_slots = endpoint.slots.size // endpoint.slot_bytes
+        num_slots = endpoint.slots.count
         self._free = list(range(num_slots))
         self._most = max(num_slots // 2, 1)  # slots of one peer: one that is stuck leaves some to others
         endpoint.handle(Gather, self._on_gather)
@@ -114,27 +103,29 @@ class GatherSource:
             self._end(key)
 
     def _on_gather(self, blob: RankBlob, message: Gather) -> None:
-        expanded = expand_runs(message.units)
-        key = (blob.agent, message.request)
-        part = UnitPart(message.head_start, message.head_stop, 0, self._pool.num_layers)
-        wanted = expanded is not None and 0 < len(expanded[0]) <= MAX_UNITS and key not in self._requests
-        inside = 0 <= part.head_start < part.head_stop <= self._pool.num_heads
-        if not wanted or not inside or sum(agent == blob.agent for agent, _ in self._requests) >= MAX_OPEN_REQUESTS:
+        try:
+            request = self._accept(blob, message)
+        except (KVNotFound, ValueError):
             self._endpoint.try_send(blob, Refused(message.request, KVNotFound.code))
             return
-        assert expanded is not None
-        units = as_ids(expanded[0])
-        layer_bytes = self._pool.unit_bytes(part) // part.num_layers
-        try:
-            chunks = plan_chunks(
-                units.size, part.num_layers, layer_bytes, min(message.chunk_bytes, self._endpoint.slot_bytes)
-            )
-        except ValueError:
-            self._endpoint.try_send(blob, Refused(message.request, TransferError.code))
-            return
-        request = _Request(blob, message, units, deque(enumerate(chunks)))
-        self._requests[key] = request
+        self._requests[blob.agent, message.request] = request
         self._turns.append(request)
+
+    def _accept(self, blob: RankBlob, message: Gather) -> _Request:
+        """Raises KVNotFound or ValueError for what cannot be had here."""
+        num_units = sum(run.num_blocks for run in message.units)
+        expanded = expand_runs(message.units) if 0 < num_units <= MAX_UNITS else None
+        num_open = sum(agent == blob.agent for agent, _ in self._requests)
+        if expanded is None or num_open >= MAX_OPEN_REQUESTS or (blob.agent, message.request) in self._requests:
+            raise KVNotFound("no request that can be met")
+        units = as_ids(expanded[0])
+        part = UnitPart(message.head_start, message.head_stop, 0, self._pool.num_layers)
+        if not 0 <= part.head_start < part.head_stop <= self._pool.num_heads or units.max() >= self._pool.num_units:
+            raise KVNotFound("no such units")
+        layer_bytes = self._pool.unit_bytes(part) // part.num_layers
+        chunk_bytes = min(message.chunk_bytes, self._endpoint.slot_bytes)
+        chunks = plan_chunks(units.size, part.num_layers, layer_bytes, chunk_bytes)
+        return _Request(blob, message, units, deque(enumerate(chunks)))
 
     def _on_freed(self, blob: RankBlob, message: Freed) -> None:
         request = self._requests.get((blob.agent, message.request))
@@ -176,171 +167,21 @@ class GatherSource:
         number, chunk = request.chunks.popleft()
         message = request.message
         part = UnitPart(message.head_start, message.head_stop, chunk.layer_start, chunk.layer_stop)
+        units = request.units[chunk.first : chunk.stop]
         slot = self._free.pop()
         request.slots.add(slot)
-        size = (chunk.stop - chunk.first) * self._pool.unit_bytes(part)
-        start = slot * self._endpoint.slot_bytes
+        size = units.size * self._pool.unit_bytes(part)
         try:
             with self._guard(message.offer):
-                self._pool.gather(
-                    request.units[chunk.first : chunk.stop], part, self._endpoint.slots[start : start + size]
-                )
-        except (KVNotFound, ValueError):  # the offer is over, or there are no such units
-            self._end((request.blob.agent, message.request))
-            self._endpoint.try_send(request.blob, Refused(message.request, KVNotFound.code))
+                memory, generation = self._endpoint.slots.begin(slot)
+                self._pool.gather(units, part, memory[:size])
+        except KVNotFound as error:  # the offer is over; the reader may still be at an earlier slot
+            request.chunks.clear()
+            self._endpoint.try_send(request.blob, Refused(message.request, error.code))
             return
         self.num_gathered_bytes += size
-        if not self._endpoint.try_send(request.blob, Gathered(message.request, number, slot)):
-            request.chunks.clear()  # its reader is gone, or will time out; the slot stays its own until that is known
-
-
-# --- reader -------------------------------------------------------------------------------------------------------
-
-
-class _Open(NamedTuple):
-    """A request that waits for chunks."""
-
-    agent: str
-    news: "queue.SimpleQueue[Gathered | Refused]"
-
-
-class GatherReader:
-    """Has peers gather, reads their slots and scatters them. Thread-safe."""
-
-    def __init__(self, endpoint: NixlEndpoint, units: UnitPool) -> None:
-        self.num_unknown = 0  # chunks of requests that are over
-        self._endpoint = endpoint
-        self._pool = units
-        self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
-        self._open: dict[int, _Open] = {}
-        endpoint.handle(Gathered, self._on_news)
-        endpoint.handle(Refused, self._on_news)
-        endpoint.report_open_requests(self._open_requests)
-
-    def fetch(
-        self,
-        job: Job,
-        blob: RankBlob,
-        theirs: Ids,
-        head_start: int,
-        ours: Ids,
-        part: UnitPart,
-        *,
-        offer: int = 0,
-        guard: Guard = nullcontext,
-    ) -> int:
-        """Copy a peer's units `theirs`, heads from `head_start` on, to `part` of the own units `ours`.
-
-        Args:
-            guard: a context around each write into the own pool.
-
-        Returns:
-            The bytes copied.
-
-        Raises:
-            TransferError: the peer refuses or is gone, the job has to stop.
-        """
-        return sum(
-            self._fetch(job, blob, theirs[first:stop], head_start, ours[first:stop], part, offer, guard)
-            for first in range(0, theirs.size, MAX_UNITS)
-            for stop in [first + MAX_UNITS]
-        )
-
-    def _fetch(
-        self,
-        job: Job,
-        blob: RankBlob,
-        theirs: Ids,
-        head_start: int,
-        ours: Ids,
-        part: UnitPart,
-        offer: int,
-        guard: Guard,
-    ) -> int:
-        chunk_bytes = min(self._endpoint.slot_bytes, blob.slot_bytes)
-        try:
-            layer_bytes = self._pool.unit_bytes(part) // part.num_layers
-            chunks = plan_chunks(theirs.size, part.num_layers, layer_bytes, chunk_bytes)
-        except ValueError as error:
-            raise TransferError(str(error)) from None
-        runs = make_runs(theirs.tolist())
-        with self._request(blob) as (number, news):
-            head_stop = head_start + part.num_heads
-            self._endpoint.send(blob, Gather(number, runs, head_start, head_stop, chunk_bytes, offer))
-            for _ in chunks:
-                gathered = self._next(job, blob, news)
-                if not 0 <= gathered.chunk < len(chunks):
-                    raise TransferError(f"agent {blob.agent} has gathered what was not asked for")
-                self._take(job, blob, number, gathered, chunks[gathered.chunk], ours, part, guard)
-        return int(theirs.size * self._pool.unit_bytes(part))
-
-    def _take(
-        self,
-        job: Job,
-        blob: RankBlob,
-        number: int,
-        gathered: Gathered,
-        chunk: Chunk,
-        ours: Ids,
-        part: UnitPart,
-        guard: Guard,
-    ) -> None:
-        """Read one slot and scatter it."""
-        endpoint = self._endpoint
-        piece = UnitPart(part.head_start, part.head_stop, chunk.layer_start, chunk.layer_stop)
-        size = (chunk.stop - chunk.first) * self._pool.unit_bytes(piece)
-        with endpoint.buffers.take(job.remaining_s()) as buffer:
-            endpoint.read(
-                blob,
-                (endpoint.buffer_region, as_ids([endpoint.buffer_offset(buffer)])),
-                (blob.slots, as_ids([gathered.slot * blob.slot_bytes])),
-                size,
-                deadline=job.deadline,
-                check=job.check,
-            )
-            endpoint.try_send(blob, Freed(number, gathered.slot))
-            with guard():
-                self._pool.scatter(ours[chunk.first : chunk.stop], piece, buffer[:size])
-
-    def _next(self, job: Job, blob: RankBlob, news: "queue.SimpleQueue[Gathered | Refused]") -> Gathered:
-        """Wait for a chunk. Raises a TransferError."""
-        while True:
-            try:
-                message = news.get(timeout=min(_LOOK_S, job.remaining_s()))
-            except queue.Empty:
-                if self._endpoint.peers.agent(blob.agent) is None:
-                    raise PeerGone(f"agent {blob.agent} is gone") from None
-                continue
-            if isinstance(message, Refused):
-                raise KVNotFound(f"agent {blob.agent} does not gather: {message.code}")
-            return message
-
-    @contextmanager
-    def _request(self, blob: RankBlob) -> "Iterator[tuple[int, queue.SimpleQueue[Gathered | Refused]]]":
-        """A request's number and what comes for it. At its end the source hears that nothing is read any more."""
-        number = next(self._numbers)
-        request = _Open(blob.agent, queue.SimpleQueue())
-        with self._lock:
-            self._open[number] = request
-        try:
-            yield number, request.news
-        finally:
-            with self._lock:
-                del self._open[number]
-            self._endpoint.try_send(blob, Dropped(number))
-
-    def _on_news(self, blob: RankBlob, message: Gathered | Refused) -> None:
-        with self._lock:
-            request = self._open.get(message.request)
-        if request is None or request.agent != blob.agent:
-            self.num_unknown += 1
-            return
-        request.news.put(message)
-
-    def _open_requests(self, agent: str) -> list[int]:
-        with self._lock:
-            return [number for number, request in self._open.items() if request.agent == agent]
+        if not self._endpoint.try_send(request.blob, Gathered(message.request, number, slot, generation)):
+            request.chunks.clear()  # its reader is gone or will time out: the slot stays its own until that is known
 
 
 def no_offer(offer: int) -> AbstractContextManager[None]:

@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.nixl_endpoint import GenerationTable, NixlEndpoint
-from pdkv.connectors.nixl_gather import GatherReader, GatherSource, expand_blocks, no_offer
+from pdkv.connectors.nixl_endpoint import NixlEndpoint
+from pdkv.connectors.nixl_fetch import Wanted
+from pdkv.connectors.nixl_gather import expand_blocks, no_offer
+from pdkv.connectors.nixl_memory import GENERATION_BYTES, GenerationTable
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_peers import NixlPeers
+from pdkv.connectors.nixl_rank import NixlRank
 from pdkv.connectors.nixl_wire import RankBlob
 from pdkv.connectors.planning import Ids, Run, as_ids, split_runs, unit_index
 from pdkv.connectors.pull import PullPiece, PullWorker
 from pdkv.connectors.transfer_worker import Job
-from pdkv.connectors.units import UnitPart, UnitPool
+from pdkv.connectors.units import UnitPart
 from pdkv.errors import KVNotFound, TransferError
 from pdkv.messages import EngineCard
 
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 POST_BYTES = 8 * 1024 * 1024
 """Of one post: between two of them a cancel, the deadline and a shutdown are seen."""
 
-_GENERATION_BYTES = 8
+Post = tuple[Ids, Ids, Ids]
+"""Byte offsets at the source, at the destination, and sizes, of what is posted at once."""
 
 
 class NixlPullWorker(PullWorker):
@@ -40,35 +44,27 @@ class NixlPullWorker(PullWorker):
         options: NixlOptions,
     ) -> None:
         super().__init__(config, notify, peers, timeout_s=options.transfer_timeout_s, lanes=options.lanes)
-        self.endpoint = endpoint
+        self.rank = NixlRank(endpoint)
         self._ranks = peers
         self._table = table
         self._options = options
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         """Register the pool with NIXL. Raises ConfigError."""
-        self.endpoint.register(kv_cache, self._table if self.config.rank == 0 else None)
-        self._units = UnitPool(kv_cache)
-        self.source = GatherSource(self.endpoint, self._units, no_offer)
-        self.reader = GatherReader(self.endpoint, self._units)
-        self.endpoint.add_tick(self.wake_if_late)
-        self.endpoint.start()
+        self.rank.open(kv_cache, self._table if self.config.rank == 0 else None, no_offer, self.wake_if_late)
+        self.rank.endpoint.start()
         self.start_threads()
 
     def handshake(self) -> bytes:
-        return self.endpoint.blob()
+        return self.rank.endpoint.blob()
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
-        gone = [agent for card in removed for agent in self._ranks.agents_of(card.engine, card.epoch)]
-        super().update_peers(added, removed)
-        self.endpoint.meet([agent for card in added for agent in self._ranks.agents_of(card.engine, card.epoch)])
-        if gone:
-            self.endpoint.forget(gone)
-            self.endpoint.post(lambda: self.source.forget(gone))
+        update = super().update_peers
+        self.rank.update_peers(added, removed, lambda: update(added, removed))
 
     def shutdown(self) -> None:
         super().shutdown()
-        self.endpoint.close()
+        self.rank.endpoint.close()
 
     def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
         load, layout, peer = piece.load, self.config.layout, piece.card.layout
@@ -84,25 +80,25 @@ class NixlPullWorker(PullWorker):
             raise TransferError(str(error)) from None
         first, num_heads = piece.heads.first, piece.heads.num_heads
         part = UnitPart(first, first + num_heads, 0, layout.num_layers)
-        return self.reader.fetch(job, blob, theirs, piece.heads.peer_first, ours, part)
+        return self.rank.reader.fetch(job, blob, Wanted(theirs, piece.heads.peer_first, ours, part))
 
     def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:
-        """Read the span of rank 0's table that the blocks lie in; `scratch` is not needed."""
+        """Read the span of rank 0's table that the blocks lie in."""
         blob = self._ranks.rank(piece.load.engine, piece.load.epoch, 0)
         table = blob.generations
         if table is None:
             raise KVNotFound(f"engine {piece.load.engine} shows no generations")
-        endpoint = self.endpoint
+        endpoint = self.rank.endpoint
         found = np.empty(blocks.size, dtype=np.int64)
         first, stop = int(blocks.min()), int(blocks.max()) + 1
         with endpoint.buffers.take(job.remaining_s()) as buffer:
-            step = buffer.size // _GENERATION_BYTES
+            step = buffer.size // GENERATION_BYTES
             for start in range(first, stop, step):
-                size = (min(start + step, stop) - start) * _GENERATION_BYTES
+                size = (min(start + step, stop) - start) * GENERATION_BYTES
                 endpoint.read(
                     blob,
                     (endpoint.buffer_region, as_ids([endpoint.buffer_offset(buffer)])),
-                    (table, as_ids([start * _GENERATION_BYTES])),
+                    (table, as_ids([start * GENERATION_BYTES])),
                     size,
                     deadline=job.deadline,
                     check=job.check,
@@ -120,22 +116,23 @@ class NixlPullWorker(PullWorker):
             self._read_runs(job, blob, [*split.runs, *rest])
         else:
             self._read_runs(job, blob, split.runs)
-            per_block = self._units.units_per_block
-            units = [expand_blocks(blocks[split.rest], per_block) for blocks in (theirs, ours)]
-            self.reader.fetch(job, blob, units[0], 0, units[1], self._units.whole)
+            units = self.rank.units
+            small = [expand_blocks(blocks[split.rest], units.units_per_block) for blocks in (theirs, ours)]
+            self.rank.reader.fetch(job, blob, Wanted(small[0], 0, small[1], units.whole))
         return int(theirs.size) * blob.block_bytes
 
     def _read_runs(self, job: Job, blob: RankBlob, runs: Sequence[Run]) -> None:
-        assert self.endpoint.pool is not None
+        endpoint = self.rank.endpoint
+        assert endpoint.pool is not None
         for theirs, ours, sizes in cut_runs(runs, blob.block_bytes):
             job.check()
-            self.endpoint.read(
-                blob, (self.endpoint.pool, ours), (blob.pool, theirs), sizes, deadline=job.deadline, check=job.check
+            endpoint.read(
+                blob, (endpoint.pool, ours), (blob.pool, theirs), sizes, deadline=job.deadline, check=job.check
             )
 
 
-def cut_runs(runs: Sequence[Run], block_bytes: int) -> list[tuple[Ids, Ids, Ids]]:
-    """Byte offsets at the source, at the destination, and sizes: a batch of at most POST_BYTES per post."""
+def cut_runs(runs: Sequence[Run], block_bytes: int) -> list[Post]:
+    """Runs of blocks as posts of about POST_BYTES."""
     pieces: list[tuple[int, int, int]] = []
     for run in runs:
         size = run.num_blocks * block_bytes

@@ -24,7 +24,7 @@ class RankBlob(msgspec.Struct, frozen=True, array_like=True):
     doorbell: bytes
     pool: Memory
     block_bytes: int
-    slots: Memory  # what is gathered lies here, slot by slot
+    slots: Memory  # what is gathered lies here, slot by slot; then their generations
     slot_bytes: int
     generations: Memory | None = None  # rank 0: one int64 per block
 
@@ -60,11 +60,12 @@ class Gather(_Wire, frozen=True, tag=1):
 
 
 class Gathered(_Wire, frozen=True, tag=2):
-    """Chunk number `chunk` lies in a slot."""
+    """Chunk number `chunk` lies in a slot, as long as that has this generation."""
 
     request: int
     chunk: int
     slot: int
+    generation: int
 
 
 class Refused(_Wire, frozen=True, tag=3):

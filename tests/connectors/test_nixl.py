@@ -125,9 +125,11 @@ def check_nothing_is_left(*engines: Any) -> None:
     """All slots are free again, all jobs have ended."""
     for engine in engines:
         if isinstance(engine, Engine):
-            wait_until_true(lambda e=engine: [r.worker.source.num_free_slots for r in e.ranks] == _slots(e), "slots")  # type: ignore[misc]
+            wait_until_true(
+                lambda e=engine: [r.worker.rank.source.num_free_slots for r in e.ranks] == _slots(e), "slots"
+            )  # type: ignore[misc]
             assert [rank.worker.num_open_jobs for rank in engine.ranks] == [0] * len(engine.ranks)
-            buffers = engine.ranks[0].worker.endpoint.buffers
+            buffers = engine.ranks[0].worker.rank.endpoint.buffers
             assert buffers.num_free == buffers.count
         else:
             wait_until_true(lambda e=engine: len(set(e.call("free_slots"))) == 1, "slots")  # type: ignore[misc]
@@ -307,7 +309,7 @@ def test_a_receive_that_is_cancelled_waits_for_its_writers_word(world: World) ->
     ticket, _ = begin("push", "half", prefill, decode, 64)
     prefill.push("half", ticket, scattered(4), 0, 32, last=False)
     worker = decode.ranks[0].worker
-    wait_until_true(lambda: worker._receiver._writers, "the sender is let in")
+    wait_until_true(lambda: worker.receiver.num_writers(("half", 1)), "the sender is let in")
     prefill.signal(signal.SIGSTOP)
     worker.cancel(("half", 1))
     assert not decode.ranks[0]._woken.acquire(timeout=0.3)
@@ -322,7 +324,7 @@ def test_a_receive_whose_writer_dies_ends_when_that_is_known(world: World) -> No
     prefill, decode = world.pair("push")
     ticket, _ = begin("push", "dead", prefill, decode, 64)
     prefill.push("dead", ticket, scattered(4), 0, 32, last=False)
-    wait_until_true(lambda: decode.ranks[0].worker._receiver._writers, "the sender is let in")
+    wait_until_true(lambda: decode.ranks[0].worker.receiver.num_writers(("dead", 1)), "the sender is let in")
     prefill.signal(signal.SIGKILL)
     decode.meet()
     assert decode.outcome("dead").code == PeerGone.code
@@ -389,7 +391,7 @@ def test_a_peer_that_dies_under_load_fails_its_transfers_only(world: World, mode
 def test_garbage_is_counted_and_dropped(world: World) -> None:
     """F2, F17: from agents that nobody knows and from those that everybody does."""
     prefill, decode = world.pair("push")
-    endpoint = decode.ranks[0].worker.endpoint
+    endpoint = decode.ranks[0].worker.rank.endpoint
     stranger = Listening("stranger", 4096, 0)
     posing = Listening("p/1/0", 4096, 0)
     try:

@@ -317,7 +317,7 @@ def _serve(engine: Engine) -> None:
                 engine.ranks[0].table.reuse(block_id)
             answer = None
         elif method == "free_slots":
-            answer = [rank.worker.source.num_free_slots for rank in engine.ranks]
+            answer = [rank.worker.rank.source.num_free_slots for rank in engine.ranks]
         else:
             answer = getattr(engine, method)(*arguments, **named)
         print(json.dumps(answer), flush=True)

@@ -1,0 +1,248 @@
+"""The receiving side of a push over NIXL: who may write into this rank's blocks, and what was offered to it.
+
+The blocks of a transfer that is given up are free when every sender that was let in has said that it writes no more,
+or is gone; a deadline alone frees nothing.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+from pdkv.connectors.base import TransferKey
+from pdkv.connectors.block_runs import expand_runs
+from pdkv.connectors.io_lanes import IOLanes, LaneConfig
+from pdkv.connectors.nixl_fetch import Wanted
+from pdkv.connectors.nixl_rank import NixlRank
+from pdkv.connectors.nixl_wire import Begin, Cancel, Cancelled, Granted, Offer, RankBlob, Taken, Wrote
+from pdkv.connectors.planning import as_ids, unit_index
+from pdkv.connectors.push import Incoming, PushWorker
+from pdkv.connectors.transfer_worker import JOIN_TIMEOUT_S, Job
+from pdkv.connectors.units import UnitPart
+from pdkv.errors import KVNotFound, PdkvError, PeerGone, TransferCancelled, TransferError
+
+logger = logging.getLogger(__name__)
+
+MAX_EARLY = 1024
+_GRACE_S = 1.0
+"""Senders may be earlier than this rank has heard of the transfer: so many of them, so much."""
+
+_REPEAT_S = 1.0
+"""A cancel that nobody has confirmed is sent again after so long."""
+
+
+class PushReceiver:
+    """Who may write into this rank's blocks, and what was offered to it."""
+
+    def __init__(self, worker: PushWorker, rank: NixlRank, lanes: LaneConfig) -> None:
+        self._worker = worker
+        self._rank = rank
+        self._endpoint = rank.endpoint
+        self._lock = threading.Lock()  # guards all that follows
+        self._writers: dict[TransferKey, dict[str, RankBlob]] = {}  # let in, by agent
+        self._stopping: dict[TransferKey, tuple[Job, float]] = {}  # cancelled at that time, writers to be heard of
+        self._early: dict[TransferKey, list[tuple[float, RankBlob, Begin | Offer]]] = {}
+        self._lanes: IOLanes[tuple[RankBlob, Offer]] = IOLanes(
+            lanes,
+            self._take,
+            make_scratch=lambda lane: None,
+            close_scratch=lambda lane, scratch: None,
+            do_idle_work=lambda: False,
+        )
+
+    def listen(self) -> None:
+        """Take the messages to receivers."""
+        self._endpoint.handle(Begin, self._on_begin)
+        self._endpoint.handle(Wrote, self._on_wrote)
+        self._endpoint.handle(Cancelled, self._on_cancelled)
+        self._endpoint.handle(Offer, self._on_offer)
+        self._endpoint.add_tick(self._tick)
+
+    def num_writers(self, key: TransferKey) -> int:
+        """Senders that may write into a transfer's blocks."""
+        with self._lock:
+            return len(self._writers.get(key, ()))
+
+    def shutdown(self) -> None:
+        """Stop the threads that take offers."""
+        self._lanes.shutdown(JOIN_TIMEOUT_S)
+
+    # --- the step thread ------------------------------------------------------------------------------------------
+
+    def register(self, job: Job) -> None:
+        """A receive has begun; who was too early is answered."""
+        with self._lock:
+            early = self._early.pop(job.key, [])
+        for _, blob, message in early:
+            handler: Any = self._on_begin if isinstance(message, Begin) else self._on_offer
+            self._endpoint.post(partial(handler, blob, message))
+
+    def interrupt(self, job: Job) -> bool:
+        """Whether nobody may write the job's blocks; else all writers are asked to stop."""
+        with self._lock:
+            writers = self._writers.get(job.key)
+            if not writers:
+                self._writers.pop(job.key, None)
+                return True
+            self._stopping[job.key] = (job, time.monotonic())
+            asked = list(writers.values())
+        self._endpoint.post(lambda: self._cancel(job.key, asked))
+        return False
+
+    def forget(self, agents: Sequence[str]) -> None:
+        """These writers are gone: their transfers fail, and nothing of them is written any more."""
+        gone = set(agents)
+        with self._lock:
+            touched = {key for key, writers in self._writers.items() if gone & writers.keys()}
+        for key in touched:
+            self._worker.stop_jobs(partial(_is_received, key), PeerGone.code)
+            for agent in gone:
+                self._writer_is_out(key, agent)
+        self._lanes.retire(gone)
+
+    # --- the message thread ---------------------------------------------------------------------------------------
+
+    def _on_begin(self, blob: RankBlob, message: Begin) -> None:
+        job = self._find(message.key)
+        if job is None:
+            self._keep(blob, message)
+            return
+        with self._lock:
+            granted = not job.stop_code and job.state == "posted"
+            if granted:
+                self._writers.setdefault(message.key, {})[blob.agent] = blob
+        code = "" if granted else TransferCancelled.code
+        if not self._endpoint.try_send(blob, Granted(*message.key, code)) and granted:
+            self._writer_is_out(message.key, blob.agent)  # it was never let in
+
+    def _on_wrote(self, blob: RankBlob, message: Wrote) -> None:
+        with self._lock:
+            let_in = blob.agent in self._writers.get(message.key, {})
+        job = self._find(message.key)
+        if job is None or not let_in:
+            return  # late: the transfer has ended, its writer hears so
+        incoming: Incoming = job.order
+        incoming.check_range(message.first_head, message.num_heads, message.start, message.stop)
+        self._worker.landed(job, message.first_head, message.num_heads, message.start, message.stop, message.num_bytes)
+        if job.state == "ended":
+            with self._lock:
+                self._writers.pop(message.key, None)
+                self._stopping.pop(message.key, None)
+
+    def _on_cancelled(self, blob: RankBlob, message: Cancelled) -> None:
+        self._writer_is_out(message.key, blob.agent)
+
+    def _on_offer(self, blob: RankBlob, message: Offer) -> None:
+        if self._find(message.key) is None:
+            self._keep(blob, message)
+        else:
+            self._lanes.put(blob.agent, (blob, message))
+
+    def _keep(self, blob: RankBlob, message: Begin | Offer) -> None:
+        """Its transfer may be registered in a moment."""
+        with self._lock:
+            full = len(self._early) >= MAX_EARLY
+            if not full:
+                self._early.setdefault(message.key, []).append((time.monotonic(), blob, message))
+        if full:
+            self._refuse(blob, message)
+
+    def _refuse(self, blob: RankBlob, message: Begin | Offer) -> None:
+        code = KVNotFound.code
+        answer = Granted(*message.key, code) if isinstance(message, Begin) else Taken(message.offer, code)
+        self._endpoint.try_send(blob, answer)
+
+    def _tick(self) -> None:
+        """Refuse who was too early for too long, and ask again who has not confirmed."""
+        now = time.monotonic()
+        with self._lock:
+            late = [key for key, kept in self._early.items() if now - kept[0][0] > _GRACE_S]
+            refused = [kept for key in late for kept in self._early.pop(key)]
+            repeat = [key for key, (_, since) in self._stopping.items() if now - since > _REPEAT_S]
+            asked = []
+            for key in repeat:
+                self._stopping[key] = (self._stopping[key][0], now)
+                asked.append((key, list(self._writers.get(key, {}).values())))
+        for _, blob, message in refused:
+            self._refuse(blob, message)
+        for key, writers in asked:
+            self._cancel(key, writers)
+
+    def _cancel(self, key: TransferKey, writers: Sequence[RankBlob]) -> None:
+        for blob in writers:
+            self._endpoint.try_send(blob, Cancel(*key))
+
+    def _writer_is_out(self, key: TransferKey, agent: str) -> None:
+        """It writes no more; the transfer that has to stop ends with the last of them."""
+        with self._lock:
+            writers = self._writers.get(key)
+            if writers is None or writers.pop(agent, None) is None or writers:
+                return
+            del self._writers[key]
+            stopping = self._stopping.pop(key, None)
+        if stopping is not None:
+            job = stopping[0]
+            self._worker.end_job(job, job.stop_code)
+
+    def _find(self, key: TransferKey) -> Job | None:
+        try:
+            return self._worker.find_incoming(key)[0]
+        except KVNotFound:
+            return None
+
+    # --- threads that take offers ---------------------------------------------------------------------------------
+
+    def _take(self, item: tuple[RankBlob, Offer], scratch: None) -> None:
+        """Read what is offered into the transfer's blocks."""
+        blob, offer = item
+        code = ""
+        try:
+            self._read(blob, offer)
+        except PdkvError as error:
+            code = error.code
+            logger.debug("offer of %s for %s: %s", blob.agent, offer.key, error)
+        except Exception:  # whatever it was, the next offer is taken
+            code = TransferError.code
+            self._worker.num_unexpected_errors += 1
+            logger.exception("offer of %s for %s", blob.agent, offer.key)
+        self._endpoint.try_send(blob, Taken(offer.offer, code))
+
+    def _read(self, blob: RankBlob, offer: Offer) -> None:
+        worker = self._worker
+        job, incoming = worker.find_incoming(offer.key)
+        incoming.check_range(offer.first_head, offer.num_heads, offer.start, offer.stop)
+        expanded = expand_runs(offer.units)
+        block_size = worker.config.layout.block_size
+        first = incoming.ticket.start // block_size * block_size
+        try:
+            ours = unit_index(incoming.block_ids, block_size, offer.start - first, offer.stop - first)
+        except ValueError as error:
+            raise TransferError(str(error)) from None
+        if expanded is None or len(expanded[0]) != ours.size:
+            raise TransferError(f"agent {blob.agent} offers another number of units than are wanted")
+        part = UnitPart(offer.first_head, offer.first_head + offer.num_heads, 0, worker.config.layout.num_layers)
+
+        def guard() -> AbstractContextManager[None]:
+            return _writing(worker, job)
+
+        wanted = Wanted(as_ids(expanded[0]), offer.head_start, ours, part, offer.offer, guard)
+        num_bytes = self._rank.reader.fetch(job, blob, wanted)
+        worker.landed(job, offer.first_head, offer.num_heads, offer.start, offer.stop, num_bytes)
+
+
+@contextmanager
+def _writing(worker: PushWorker, job: Job) -> Iterator[None]:
+    """While a posted receive's blocks are written. Raises TransferCancelled when they may not be."""
+    if not worker.enter(job):
+        raise TransferCancelled("cancelled", transfer_id=job.key[0], attempt=job.key[1])
+    try:
+        yield
+    finally:
+        worker.leave(job)
+
+
+def _is_received(key: TransferKey, job: Job) -> bool:
+    return job.key == key and isinstance(job.order, Incoming)

@@ -1,0 +1,95 @@
+"""kill -9 of an engine under load, and what must hold of every answer, whatever the connector."""
+
+import asyncio
+import os
+import signal
+
+from deployments import Running
+from traffic import Answer, Ask, client_of, send, send_all, wait_for_rest
+
+NUM_STREAMS = 24
+PROMPTS = [f"Question {number}: " + "and so on, " * (number % 5 * 8) for number in range(NUM_STREAMS)]
+STREAMS = [Ask(prompt, 400, stream=True) for prompt in PROMPTS]
+LATER = [Ask(prompt, 20, stream=bool(number % 2)) for number, prompt in enumerate(PROMPTS)]
+"""What is asked while the victim is gone and afterwards: the beginnings of the same texts."""
+
+
+async def send_now(deployment: Running, asks: list[Ask]) -> list[Answer]:
+    """Send them all at once."""
+    async with client_of(deployment) as client:
+        return await send_all(client, asks, at_once=NUM_STREAMS)
+
+
+def right_answers(deployment: Running) -> list[list[int]]:
+    """The right answers to STREAMS."""
+    answers = asyncio.run(send_now(deployment, STREAMS))
+    token_ids = [answer.token_ids or [] for answer in answers]
+    assert {len(ids) for ids in token_ids} == {400}
+    return token_ids
+
+
+async def kill_under_load(
+    deployment: Running, pid: int, *, when_begun: int, later: list[Ask]
+) -> tuple[list[Answer], list[Answer]]:
+    """Kill `pid` when so many of STREAMS have begun; ask `later` at once. Returns the answers to both."""
+    begun: set[int] = set()
+    enough = asyncio.Event()
+
+    def on_event(stream: int) -> None:
+        begun.add(stream)
+        if len(begun) >= when_begun:
+            enough.set()
+
+    async with client_of(deployment) as client:
+        streams = [
+            asyncio.create_task(send(client, ask, lambda _, number=number: on_event(number)))  # type: ignore[misc]
+            for number, ask in enumerate(STREAMS)
+        ]
+        await enough.wait()
+        os.kill(pid, signal.SIGKILL)
+        meanwhile = await send_all(client, later, at_once=NUM_STREAMS)
+        return await asyncio.gather(*streams), meanwhile
+
+
+def check(answers: list[Answer], expected: list[list[int]], victim: str) -> int:
+    """Every answer is right or a clear error; where the victim had no part it is right. Returns how many failed."""
+    num_failed = 0
+    for answer, token_ids in zip(answers, expected, strict=True):
+        assert not answer.broken
+        if answer.token_ids is not None:
+            assert answer.token_ids == token_ids
+            continue
+        num_failed += 1
+        assert answer.failed_clearly, answer
+        assert answer.status in (200, 503)  # 200: the error is the last event
+        assert answer.error is not None
+        assert answer.error["code"] == "engine_died"
+        assert victim in answer.error["message"]
+        if answer.status == 200:
+            assert victim in (answer.prefill, answer.decode)
+    return num_failed
+
+
+def check_all_engines(deployment: Running, expected: list[list[int]]) -> None:
+    """Everything rests, answers are right, and every engine has a part in them."""
+    wait_for_rest(deployment)
+    answers = asyncio.run(send_now(deployment, LATER))
+    assert [answer.token_ids for answer in answers] == [ids[:20] for ids in expected]
+    took_part = {name for answer in answers for name in (answer.prefill, answer.decode)}
+    assert took_part == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+    wait_for_rest(deployment)
+
+
+def check_that_others_are_untouched(deployment: Running, expected: list[list[int]], victim: str) -> None:
+    """Kill an engine under load: it comes back, and no other engine's requests go with it."""
+    # A decode engine dies in the middle of all streams, a prefill engine while most prompts are still waiting.
+    when_begun = NUM_STREAMS if victim.startswith("decode") else 1
+    before = deployment.pids()
+    streams, meanwhile = asyncio.run(kill_under_load(deployment, before[victim], when_begun=when_begun, later=LATER))
+    num_failed = check(streams, expected, victim)
+    if victim.startswith("decode"):
+        assert 0 < num_failed < NUM_STREAMS
+    check(meanwhile, [ids[:20] for ids in expected], victim)
+    pid = int(deployment.wait_for_line(rf"router: {victim} is ready \(pid (?!{before[victim]}\b)(\d+)")[1])
+    assert deployment.pids() == {**before, victim: pid}
+    check_all_engines(deployment, expected)
