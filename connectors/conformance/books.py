@@ -17,6 +17,11 @@ class Books:
         """Blocks that somebody holds."""
         return sum(holders > 0 for holders in self._holders)
 
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._holders) - self.num_held
+
     def allocate(self, num_blocks: int) -> list[int]:
         """Take free blocks."""
         free = [block for block, holders in enumerate(self._holders) if not holders]

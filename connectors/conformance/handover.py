@@ -189,6 +189,7 @@ class Handover:
     def begin_prefill(self) -> None:
         """Blocks for the whole prompt, unless it has them."""
         if not self.sender.block_ids:
+            self._wait_for_room(self.producer, self.num_tokens)
             self.producer.allocate(self.sender, self.num_tokens)
 
     def prefill_as(self, dead: "Handover") -> None:
@@ -248,7 +249,9 @@ class Handover:
 
     def allocate(self) -> None:
         """Blocks for the whole range behind the local hit, and for what a layerwise load computes with it."""
-        self.consumer.allocate(self.receiver, self.num_tokens + self._is_layerwise, hit=self._hit)
+        num_tokens = self.num_tokens + self._is_layerwise
+        self._wait_for_room(self.consumer, num_tokens)
+        self.consumer.allocate(self.receiver, num_tokens, hit=self._hit)
 
     def start(self) -> None:
         """The connector has the blocks; the next step begins the load."""
@@ -263,6 +266,12 @@ class Handover:
             self.producer.late_ticket(self.sender, self.leased)
         elif self.sender.block_ids:
             self.producer.confirm(self.sender, again=True)
+
+    def _wait_for_room(self, engine: Engine, num_tokens: int) -> None:
+        """Transfers that were over for one side may still be read or acknowledged on the other one."""
+        num_blocks = -(-num_tokens // engine.block_size)
+        if engine.books.num_free < num_blocks:
+            self.world.until(lambda: engine.books.num_free >= num_blocks, f"{num_blocks} blocks come free")
 
     def _take_hit(self) -> None:
         if self._num_hit_blocks and not self._hit:

@@ -20,7 +20,7 @@ _PROFILES: Mapping[str, Profile] = {
         {"shared_memory.load_timeout_s": "0.8", **{f"store.{k}": v for k, v in _STORE_DEADLINES.items()}},
     ),
     "pdkv.connectors.nixl": Profile(short={"transfer_timeout_s": "0.8"}),
-    "pdkv.connectors.p2p": Profile(short={"timeout_s": "0.8", "handshake_timeout_s": "0.8"}),
+    "pdkv.connectors.p2p": Profile({"timeout_s": "4"}, short={"timeout_s": "0.8", "handshake_timeout_s": "0.8"}),
     "pdkv.connectors.shared_memory": Profile(short={"load_timeout_s": "0.8"}),
     "pdkv.connectors.shared_storage": Profile({"path": "{directory}"}, _STORE_DEADLINES),
     "pdkv.connectors.store": Profile({"url": "file://{directory}"}, _STORE_DEADLINES),
