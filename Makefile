@@ -8,7 +8,7 @@ MINUTES ?= 5
 BACKENDS ?=
 SEED ?= 0
 
-.PHONY: install lint test soak bench demo serve clean
+.PHONY: install lint test matrix soak bench demo serve clean
 
 install: $(STAMP)
 
@@ -29,6 +29,10 @@ lint: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow"
+
+# Every backend between engines of every shape, and the whole conformance kits. Takes an hour.
+matrix: install
+	$(BIN)/python -m pytest -n 2 -m "not gpu" tests/matrix tests/connectors/test_conformance.py
 
 # Chaos under load for so many minutes per backend: make soak MINUTES=5 BACKENDS="shared_memory store_redis"
 soak: install

@@ -54,6 +54,11 @@ def test_every_make_target_exists(command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_connector_shown_is_the_example() -> None:
+    (shown,) = re.findall(r"```py\n(.*?)```", README, re.DOTALL)
+    assert shown == (ROOT / "examples/custom_connector/pdkv_sqlite.py").read_text()
+
+
 def test_links_and_named_files_exist() -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", README)
     folders = re.findall(r"^\| `(\w+/)`", README, re.MULTILINE)
