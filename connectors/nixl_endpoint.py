@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.host import host_id
 from pdkv.connectors.huge_pages import use_huge_pages
 from pdkv.connectors.nixl_agent import Memory, Message, NixlAgent
 from pdkv.connectors.nixl_doorbell import Doorbell
@@ -320,14 +320,3 @@ class NixlEndpoint:
         except (PdkvError, ValueError) as error:
             self.num_bad_messages += 1
             logger.debug("%s of %s: %s", type(message).__name__, blob.agent, error)
-
-
-def host_id() -> str:
-    """The boot's id: only processes of one host can ring at each other's doors."""
-    global _host_id
-    if not _host_id:
-        _host_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return _host_id
-
-
-_host_id = ""

@@ -1,10 +1,13 @@
 """The peers of one rank of the `nixl` connector: cards, and the parts of their ranks."""
 
+import os
 from collections.abc import Sequence
 
 import msgspec
 
 from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.host import host_id
+from pdkv.connectors.nixl_agent import TRANSPORTS
 from pdkv.connectors.nixl_wire import BLOB_VERSION, Mode, RankBlob, decode_blob
 from pdkv.connectors.peers import Incarnation, PeerCards
 from pdkv.errors import IncompatiblePeers
@@ -71,6 +74,11 @@ class NixlPeers(PeerCards):
                     raise IncompatiblePeers(
                         f"{what} differs: {expected!r} is expected by engine {own}, engine {card.engine} has {said!r}"
                     )
+            if blob.host != host_id() and os.environ.get("UCX_TLS", TRANSPORTS) == TRANSPORTS:
+                raise IncompatiblePeers(
+                    f"engine {card.engine} is on another host ({blob.host}, here {host_id()}): set UCX_TLS to "
+                    f"transports that join them, such as rc or tcp; it is {TRANSPORTS}"
+                )
 
 
 def _decode_ranks(card: EngineCard) -> list[RankBlob]:

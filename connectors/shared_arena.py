@@ -19,6 +19,7 @@ import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.block_copy import Bytes
+from pdkv.connectors.host import host_id
 from pdkv.connectors.shared_block_table import BlockTableReader, TableArrays, TableShape
 from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, StaleEpoch
 from pdkv.messages import KVLayout
@@ -78,10 +79,6 @@ class ArenaShape(NamedTuple):
         return self.data_offset + self.table.num_blocks * self.block_bytes
 
 
-def _host_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def process_start_time(pid: int) -> int:
     """Clock ticks from boot to the start of a process.
 
@@ -118,7 +115,7 @@ class Arena:
         header = ArenaHeader(engine, epoch, pid, process_start_time(pid), layout, num_blocks, HASH_BLOCK_SIZE)
         _write_header(self._memory, header)
         self.address = ArenaAddress(
-            _host_id(), pid, header.start_time, self._fd, os.fstat(self._fd).st_ino, self.shape.size
+            host_id(), pid, header.start_time, self._fd, os.fstat(self._fd).st_ino, self.shape.size
         )
         table = memoryview(self._memory)[HEADER_BYTES : self.shape.data_offset]
         self.table_arrays = TableArrays.over(table, self.shape.table)
@@ -216,9 +213,9 @@ def open_peer_arena(address: ArenaAddress, *, engine: str, epoch: str) -> PeerAr
         StaleEpoch: the arena belongs to another incarnation of the engine.
         IncompatiblePeers: it lies on another host, or is no arena of this version.
     """
-    if address.host != _host_id():
+    if address.host != host_id():
         raise IncompatiblePeers(
-            f"engine {engine}: shared memory needs one host; here {_host_id()}, there {address.host}"
+            f"engine {engine}: shared memory needs one host; here {host_id()}, there {address.host}"
         )
     path = f"/proc/{address.pid}/fd/{address.fd}"
     try:

@@ -11,6 +11,7 @@ import pytest
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_runs import make_runs
+from pdkv.connectors.host import host_id
 from pdkv.connectors.huge_pages import use_huge_pages
 from pdkv.connectors.nixl_agent import MAX_MESSAGE_BYTES, Memory
 from pdkv.connectors.nixl_doorbell import Doorbell
@@ -101,7 +102,7 @@ def make_card(blob: bytes, **changes: object) -> EngineCard:
 def make_blob(**changes: object) -> bytes:
     size = LAYOUT.block_bytes
     values: dict[str, object] = {
-        "version": 1, "mode": "pull", "agent": "p/1/0", "metadata": b"", "host": "h", "doorbell": b"",
+        "version": 1, "mode": "pull", "agent": "p/1/0", "metadata": b"", "host": host_id(), "doorbell": b"",
         "pool": Memory(1 << 20, NUM_BLOCKS * size), "block_bytes": size, "slots": Memory(0, 1), "slot_bytes": 4096,
     }  # fmt: skip
     return encode_blob(RankBlob(**(values | changes)))  # type: ignore[arg-type]
@@ -134,6 +135,7 @@ def test_a_peer_is_found_by_incarnation_and_by_agent_until_it_goes() -> None:
         (make_blob(agent="p/2/0"), "name of its agent"),
         (make_blob(block_bytes=1), "bytes per block"),
         (make_blob(pool=Memory(0, 1)), "bytes of its pool"),
+        (make_blob(host="there"), "another host .there, here .*set UCX_TLS"),
     ],
 )
 def test_a_card_that_says_two_things_is_refused_with_both(blob: bytes, what: str) -> None:
