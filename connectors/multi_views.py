@@ -43,9 +43,13 @@ class ChildViews:
         return view
 
     def step(self, view: SchedulerView, child: int) -> SchedulerView:
-        """A step as a child that observes steps sees it."""
-        scheduled, confirmed = self._ranges(view.scheduled, child), self._ranges(view.confirmed, child)
-        return msgspec.structs.replace(view, scheduled=scheduled, confirmed=confirmed)
+        """A step as a child that observes steps sees it. Only a push is shown a hand-off again, for a late ticket."""
+        confirmed = view.confirmed
+        if self._kinds[child] != "push":
+            confirmed = [c for c in confirmed if not c.last or c.request.transfer_key in view.finished]
+        return msgspec.structs.replace(
+            view, scheduled=self._ranges(view.scheduled, child), confirmed=self._ranges(confirmed, child)
+        )
 
     def _ranges(self, ranges: Sequence[Range], child: int) -> list[Range]:
         own = []

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from pdkv.connectors.registry import connector_target
+
 
 class Profile(NamedTuple):
     """Options for all cases, and those that cases about deadlines add. "{directory}" is a private one."""
@@ -32,5 +34,18 @@ def profile_of(target: str, given: Mapping[str, str]) -> Profile:
     """The profile of a "module:Class" with `given` on top; a third party's options are all on the command line."""
     profile = _PROFILES.get(target.partition(":")[0], Profile())
     if "connectors" in given:  # other children than those that the options are for
-        return Profile(given)
+        return _profile_of_children(given)
     return Profile({**profile.options, **given}, {k: v for k, v in profile.short.items() if k not in given})
+
+
+def _profile_of_children(given: Mapping[str, str]) -> Profile:
+    """What `multi` is given on top of its children's profiles."""
+    options: dict[str, str] = {}
+    short: dict[str, str] = {}
+    for index, name in enumerate(filter(None, map(str.strip, given["connectors"].split(",")))):
+        profile = _PROFILES.get(connector_target(name).partition(":")[0], Profile())
+        for target, source in ((options, profile.options), (short, profile.short)):
+            for option, value in source.items():
+                if not {f"{index}.{option}", f"{name}.{option}"} & given.keys():
+                    target[f"{index}.{option}"] = value
+    return Profile({**options, **given}, short)

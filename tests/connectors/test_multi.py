@@ -10,6 +10,7 @@ from state_machine.standin import expected_tokens
 
 from pdkv.connectors.base import (
     BlockHold,
+    ConfirmedRange,
     ConnectorConfig,
     KVConnectorMetadata,
     RequestView,
@@ -482,3 +483,14 @@ def test_results_of_unknown_transfers_keep_their_childs_key() -> None:
     assert isinstance(scheduler, BlindMultiScheduler)
     stale = {tag(1, ("gone", 0)): TransferOutcome()}
     assert scheduler.resolve_results(TransferResults({}, {}, stale, {})) == TransferResults({}, {}, stale, {})
+
+
+def test_only_a_push_is_shown_a_hand_off_again() -> None:
+    """A late ticket: a store has had it already, and would hold the blocks for a save that it has ended."""
+    scheduler = with_modes("store", "push").make_scheduler_side()
+    assert isinstance(scheduler, MultiScheduler)
+    request = RequestView("a", 0, "t", "handoff", 11, 10, [b"k"] * 2)
+    last = ConfirmedRange(request, 0, 10, [0, 1, 2], True)
+    for finished, shown in (([("t", 0)], [1, 1]), ([], [0, 1])):
+        view = SchedulerView(1, [], [last], [], finished, [], [])
+        assert [len(scheduler.views.step(view, child).confirmed) for child in (0, 1)] == shown
