@@ -53,3 +53,13 @@ def test_unequal_blocks(workload: Workload) -> None:
             books = run_all(deployment, workload)
             check_decode_computed_nothing(books)
             check_undisturbed(books)
+
+
+@pytest.mark.parametrize("ranks", [("2", "1"), ("1", "2")], ids="-".join)
+def test_unequal_ranks(workload: Workload, ranks: tuple[str, str]) -> None:
+    """F20: decode computes no prompt token, whatever ranks hold the heads."""
+    flags = ("--prefill-tp", ranks[0], "--decode-tp", ranks[1], "--order", "concurrent")
+    with deployed(workload, *TOPOLOGIES["1P1D"], *P2P, *flags, *CHUNKED) as deployment:
+        books = run_all(deployment, workload)
+        check_decode_computed_nothing(books)
+        check_undisturbed(books)
