@@ -178,8 +178,8 @@ def test_every_childs_table_hears_of_reuse() -> None:
 
 
 def test_a_child_that_cannot_be_built_takes_the_others_down() -> None:
-    with pytest.raises(ConfigError, match="url"):
-        make("shared_memory,store", SHAREABLE)
+    with pytest.raises(ConfigError, match="tokens_per_value"):
+        make("shared_memory,store", SHAREABLE, _1_tokens_per_value="17")
     targets = [os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if os.path.islink(fd.path)]
     assert not [target for target in targets if target.startswith("/memfd:pdkv:e")]
 
