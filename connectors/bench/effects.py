@@ -41,7 +41,7 @@ class PushTail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the reader's scheduler side for one request."""
+    """CPU time of the scheduler side for one request."""
 
     connector: str
     cached_blocks: int  # whose content others have
@@ -55,20 +55,20 @@ class _Steps(TimedTransfer):
     def step(self, start: int) -> float:
         """Seconds of the step thread for one chunk."""
         stop = min(start + self.chunk, self.num_tokens)
-        self.writer.take_scheduler_s()
+        self.writer.take_cost()
         span = self.writer.run_timed(self.producer.plan((self.sender, start, stop)))
         self.sender.num_confirmed = stop
         if stop < self.num_tokens:
             self.producer.confirm(self.sender)
-        return span.ended - span.began + self.writer.take_scheduler_s()
+        return span.ended - span.began + self.writer.take_cost().wall_s
 
     def idle_step(self, start: int) -> float:
         """The same, of a request that the connector hears nothing about."""
         stop = min(start + self.chunk, self.num_tokens)
         tokens = p.TokenRange(list(self.sender.text), start, stop, list(self.sender.block_ids))
-        self.writer.take_scheduler_s()
+        self.writer.take_cost()
         span = self.writer.run_timed(replace(self.producer.plan(), writes=[tokens]))
-        return span.ended - span.began + self.writer.take_scheduler_s()
+        return span.ended - span.began + self.writer.take_cost().wall_s
 
     @property
     def starts(self) -> range:
@@ -171,7 +171,7 @@ def measure_push_tail(
                 prompt.step(start)
             prompt.hand_off()
             span = push_span(world.writer, world.reader, prompt.producer.plan(), prompt.key)
-            tails.append(span.ended - span.began + world.writer.take_scheduler_s())
+            tails.append(span.ended - span.began + world.writer.take_cost().wall_s)
             require(not prompt.wait().code, f"{prompt.describe()} failed: {prompt.wait().code}")
             world.until(lambda key=prompt.key: key in world.writer.sent, "the sending ends")  # type: ignore[misc]
             prompt.end()
@@ -208,7 +208,7 @@ def measure_scheduler_cost(
             costs.append(SchedulerCost(
                 connector=plan.connector,
                 cached_blocks=cached,
-                handoff_us=median(timing.match_s + timing.scheduler_s for timing in timings) * 1e6,
+                handoff_us=median(timing.scheduler_cpu_s for timing in timings) * 1e6,
                 lookup_us=median(lookups) * 1e6 if found else None,
             ))  # fmt: skip
     return costs
@@ -220,9 +220,9 @@ def _lookup_s(world: BenchWorld, num_tokens: int) -> float:
     request = Request(
         new_text(num_tokens), num_tokens, kv="local", transfer_id=new_name(), attempt=0, layout=reader.layout
     )
-    reader.take_scheduler_s()
+    reader.take_cost()
     reader.ask(p.Match(request.view(), 0), p.Matched)
-    seconds = reader.take_scheduler_s()
+    seconds = reader.take_cost().cpu_s
     reader.tell_aborted(request.transfer_key)
     reader.step()
     return seconds

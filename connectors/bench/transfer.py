@@ -20,12 +20,19 @@ class Span(NamedTuple):
     ended: float
 
 
+class Cost(NamedTuple):
+    """Of a thread."""
+
+    wall_s: float
+    cpu_s: float
+
+
 class Timing(NamedTuple):
     """One transfer. All of it takes `scheduler_s` and then `transfer_s`; saves of a store come before."""
 
     transfer_s: float  # from the step that begins it to its report on all of the reader's ranks
     scheduler_s: float  # allocation and metadata, where it begins
-    match_s: float  # questions before
+    scheduler_cpu_s: float  # the same and the questions before, without waiting for a processor
     save_s: float | None  # store: from the step that begins it to its report on the writer
 
 
@@ -57,10 +64,11 @@ class TimedEngine(Engine):
         self.send_part(plan)
         return self.take_span()
 
-    def take_scheduler_s(self) -> float:
+    def take_cost(self) -> Cost:
         """Seconds of the scheduler side's calls since the last time."""
-        records = self.ask(p.TakeCalls(), p.Calls).records
-        return sum(record.cpu_s + record.blocked_s for record in records if record.name in _ON_SCHEDULER)
+        records = [r for r in self.ask(p.TakeCalls(), p.Calls).records if r.name in _ON_SCHEDULER]
+        cpu_s = sum(record.cpu_s for record in records)
+        return Cost(cpu_s + sum(record.blocked_s for record in records), cpu_s)
 
     def digest(self, tokens: p.TokenRange) -> dict[int, int]:
         """A number for the content of each KV head of the model, where `tokens` lie."""
@@ -142,25 +150,25 @@ class TimedTransfer(Handover):
             self.compute(start)
         self.hand_off()
         save_s = self._save() if self.producer.built.kind == "store" else None
-        self.reader.take_scheduler_s()
+        self.reader.take_cost()
         self.find()
-        match_s = self.reader.take_scheduler_s()
+        match = self.reader.take_cost()
         self.allocate()
         self._remember()
         self.consumer.start_load(self.receiver, self.num_external, check=False)
         plan = self.consumer.plan()
-        scheduler_s = self.reader.take_scheduler_s()
+        cost = self.reader.take_cost()
         span = self.reader.run_and_await(plan, [self.key])
-        return Timing(span.ended - span.began, scheduler_s, match_s, save_s)
+        return Timing(span.ended - span.began, cost.wall_s, match.cpu_s + cost.cpu_s, save_s)
 
     def _save(self) -> float:
         span = self.writer.run_and_await(self.producer.plan(), [self.key])
         return span.ended - span.began
 
     def _push(self) -> Timing:
-        self.reader.take_scheduler_s()
+        self.reader.take_cost()
         self.find()
-        match_s = self.reader.take_scheduler_s()
+        match = self.reader.take_cost()
         self.allocate()
         self.start()
         self.bring_ticket()
@@ -169,11 +177,11 @@ class TimedTransfer(Handover):
             self.compute(start)
         self.hand_off()
         self._remember()
-        self.writer.take_scheduler_s()
+        self.writer.take_cost()
         plan = self.producer.plan()
-        scheduler_s = self.writer.take_scheduler_s()
+        cost = self.writer.take_cost()
         span = push_span(self.writer, self.reader, plan, self.key)
-        return Timing(span.ended - span.began, scheduler_s, match_s, None)
+        return Timing(span.ended - span.began, cost.wall_s, match.cpu_s + cost.cpu_s, None)
 
     def _remember(self) -> None:
         self._source_ids, self._target_ids = list(self.leased), list(self.receiver.block_ids)
