@@ -4,7 +4,7 @@ NCCL between GPUs, Gloo between CPUs, by the same code. Peers find each other by
 host (the address at which peers reach this host), timeout_s, handshake_timeout_s, idle_s, max_groups.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
@@ -14,33 +14,12 @@ from pdkv.connectors.base import (
     KVConnectorMetadata,
     SchedulerConnector,
     WorkerConnector,
-    parse_options,
 )
-from pdkv.connectors.p2p_worker import P2POptions, P2PPeers, P2PWorker
+from pdkv.connectors.p2p_options import P2POptions, P2PPeers
+from pdkv.connectors.p2p_worker import P2PWorker
 from pdkv.connectors.push import PushMetadata, PushScheduler
 from pdkv.errors import ConfigError
 from pdkv.messages import ConnectorKind
-
-
-def _parse_seconds(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise ValueError("a number of seconds above 0 was expected")
-    return value
-
-
-def _parse_count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError("at least 1 was expected")
-    return value
-
-
-_CONVERTERS: Mapping[str, Callable[[str], object]] = {
-    "host": str,
-    "timeout_s": _parse_seconds,
-    "handshake_timeout_s": _parse_seconds,
-    "idle_s": _parse_seconds,
-    "max_groups": _parse_count,
-}
 
 
 class P2PConnector(KVConnector):
@@ -53,7 +32,7 @@ class P2PConnector(KVConnector):
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         """Raises ConfigError for wrong options or block sizes, or a torch without torch.distributed."""
         super().__init__(config, notify)
-        self.options = P2POptions(**parse_options(config.options, _CONVERTERS))
+        self.options = P2POptions.parse(config.options)
         if config.layout.block_size % HASH_BLOCK_SIZE:
             raise ConfigError(f"block_size must be a multiple of {HASH_BLOCK_SIZE}, got {config.layout.block_size}")
         import torch.distributed

@@ -11,93 +11,21 @@ import time
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults, WorkerConnector
-from pdkv.connectors.io_lanes import SHARED_LANE, IOLanes, Lane, LaneConfig
+from pdkv.connectors.io_lanes import IOLanes, Lane, LaneConfig
+from pdkv.connectors.transfer_jobs import Batch, Direction, Transfer
+from pdkv.connectors.transfer_jobs import Job as Job  # subclasses need these two
+from pdkv.connectors.transfer_jobs import Task as Task
 from pdkv.errors import PdkvError, TransferCancelled, TransferError, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
-Direction = Literal["send", "receive"]
-
 JOIN_TIMEOUT_S = 5.0
 MAX_FAILED_SENDS = 4096
 """Failed sends that are remembered, so that their later batches fail, too."""
-
-
-class Task(NamedTuple):
-    """What a job is made from."""
-
-    order: Any  # for run_job
-    lane: Lane = SHARED_LANE  # jobs of one lane run one after the other
-    posted: bool = False  # no thread runs it: `end_job` ends it
-    timeout_s: float | None = None  # None: the worker's
-
-
-@dataclass(eq=False, slots=True)
-class _Batch:
-    """Jobs that are reported together, under a name of their own; the engine holds the blocks that they read."""
-
-    name: TransferKey | None
-    num_open: int = 0
-    num_bytes: int = 0
-    started: float = 0.0
-    code: str = ""
-
-
-@dataclass(eq=False, slots=True)
-class _Transfer:
-    """All of one transfer in one direction."""
-
-    key: TransferKey
-    direction: Direction
-    started: float
-    jobs: set["Job"] = field(default_factory=set)  # not ended
-    complete: bool = False  # no further batch comes
-    num_bytes: int = 0
-    code: str = ""  # of the first failure
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One piece of a transfer. Its state and `stop_code` change under the worker's lock; threads may read them."""
-
-    order: Any
-    lane: Lane
-    transfer: _Transfer
-    batch: _Batch
-    started: float
-    deadline: float
-    state: Literal["queued", "running", "posted", "ended"] = "queued"
-    stop_code: str = ""  # why it has to stop; empty while it may go on
-    num_users: int = 0  # threads that touch a posted job's blocks now
-
-    @property
-    def key(self) -> TransferKey:
-        """The transfer's name."""
-        return self.transfer.key
-
-    def check(self) -> None:
-        """Called between two pieces of work.
-
-        Raises:
-            TransferCancelled: the transfer was given up.
-            TransferTimeout: its deadline has passed.
-        """
-        transfer_id, attempt = self.key
-        if self.stop_code and self.stop_code != TransferTimeout.code:
-            raise TransferCancelled("cancelled", transfer_id=transfer_id, attempt=attempt)
-        if self.stop_code or time.monotonic() >= self.deadline:
-            limit = self.deadline - self.started
-            raise TransferTimeout(f"not done after {limit:g} s", transfer_id=transfer_id, attempt=attempt)
-
-    def remaining_s(self) -> float:
-        """Seconds until the deadline, above 0. Raises as `check` does."""
-        self.check()
-        return max(self.deadline - time.monotonic(), 1e-3)
 
 
 class TransferWorker(WorkerConnector):
@@ -114,7 +42,7 @@ class TransferWorker(WorkerConnector):
         self.timeout_s = timeout_s
         self._notify = notify
         self._lock = threading.Lock()  # guards all that follows, and what Job says
-        self._transfers: dict[tuple[Direction, TransferKey], _Transfer] = {}
+        self._transfers: dict[tuple[Direction, TransferKey], Transfer] = {}
         self._failed_sends: OrderedDict[TransferKey, str] = OrderedDict()
         self._results: dict[str, dict[TransferKey, TransferOutcome]] = {}
         self._next_deadline = inf
@@ -191,12 +119,12 @@ class TransferWorker(WorkerConnector):
             if transfer is not None and transfer.complete:
                 self.num_unknown_keys += 1
                 return []
-            group = _Batch(batch, started=now)
+            group = Batch(batch, started=now)
             if code := self._refusal(key, direction, transfer):
                 self._report_batch(direction, group, code)
             else:
                 if transfer is None:
-                    transfer = self._transfers[direction, key] = _Transfer(key, direction, now)
+                    transfer = self._transfers[direction, key] = Transfer(key, direction, now)
                 transfer.complete = last
                 jobs = self._make_jobs(transfer, group, tasks)
         self._notify_results()
@@ -297,7 +225,7 @@ class TransferWorker(WorkerConnector):
 
     # --- under the lock -------------------------------------------------------------------------------------------
 
-    def _refusal(self, key: TransferKey, direction: Direction, transfer: _Transfer | None) -> str:
+    def _refusal(self, key: TransferKey, direction: Direction, transfer: Transfer | None) -> str:
         """The code with which a new batch fails at once; empty: it may begin."""
         if transfer is not None:
             return transfer.code
@@ -308,7 +236,7 @@ class TransferWorker(WorkerConnector):
             return TransferCancelled.code
         return ""
 
-    def _make_jobs(self, transfer: _Transfer, group: _Batch, tasks: Iterable[Task]) -> list[Job]:
+    def _make_jobs(self, transfer: Transfer, group: Batch, tasks: Iterable[Task]) -> list[Job]:
         """Hand new jobs to their lanes."""
         now = group.started
         jobs = [
@@ -335,7 +263,7 @@ class TransferWorker(WorkerConnector):
                 self.lanes.put(job.lane, job)
         return jobs
 
-    def _fail(self, transfer: _Transfer, code: str) -> list[Job]:
+    def _fail(self, transfer: Transfer, code: str) -> list[Job]:
         """Stop all of a transfer. Returns the jobs that the transport has to let go of."""
         transfer.code = transfer.code or code
         stopped = []
@@ -366,7 +294,7 @@ class TransferWorker(WorkerConnector):
         self._settle(transfer)
         return []
 
-    def _settle(self, transfer: _Transfer) -> None:
+    def _settle(self, transfer: Transfer) -> None:
         """Report the transfer if it has ended."""
         if transfer.jobs or not (transfer.complete or transfer.code):
             return
@@ -378,7 +306,7 @@ class TransferWorker(WorkerConnector):
             if len(self._failed_sends) > MAX_FAILED_SENDS:
                 self._failed_sends.popitem(last=False)
 
-    def _report_batch(self, direction: Direction, batch: _Batch, code: str) -> None:
+    def _report_batch(self, direction: Direction, batch: Batch, code: str) -> None:
         if batch.name is not None:
             self._report(direction, batch.name, code, batch.num_bytes, batch.started)
 

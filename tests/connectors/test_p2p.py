@@ -271,7 +271,7 @@ def test_what_comes_after_the_receivers_cancel_is_refused(make_engine: Engines) 
 def test_a_cancel_while_the_piece_travels_ends_when_nothing_can_land(
     make_engine: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdkv.connectors.p2p_worker.BUFFER_BYTES", 1)  # a message per block
+    monkeypatch.setattr("pdkv.connectors.p2p_moves.BUFFER_BYTES", 1)  # a message per block
     prefill, decode = pair(make_engine)
     prefill.fill(range(20, 40), full_kv(320, prefill.layout))
     gate = Gate(monkeypatch)

@@ -1,0 +1,140 @@
+"""A piece as messages between a pool and a group: planned on either side, sent, received.
+
+Two messages are under way at a time: while one travels, the next is gathered, or the last one scattered.
+"""
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.p2p_group import Group
+from pdkv.connectors.p2p_pieces import BUFFER_BYTES, PieceBuffers, PiecePool, messages_of, piece_ids, plan_blocks
+from pdkv.connectors.p2p_wire import Offer
+from pdkv.connectors.planning import Ids
+from pdkv.connectors.push import Incoming, PushPiece
+from pdkv.connectors.transfer_worker import Job
+from pdkv.connectors.units import UnitPart
+from pdkv.errors import TransferCancelled, TransferError
+from pdkv.messages import KVLayout
+
+if TYPE_CHECKING:
+    import torch
+
+IN_FLIGHT = 2
+
+
+class MovePlan(NamedTuple):
+    """A piece as messages of the own pool."""
+
+    offer: Offer
+    ids: Ids  # blocks or units; the first one is number `first` of the request
+    first: int
+    part: UnitPart | None  # None: whole blocks
+    unit_tokens: int  # of what the offer's positions count
+
+
+def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float) -> MovePlan:
+    """Whole blocks where both sides have the same ones, else units.
+
+    Raises:
+        TransferError: the ticket or the order contradicts itself.
+    """
+    send, heads, own, theirs = piece.send, piece.heads, pool.layout, piece.card.layout
+    whole = own.block_size == theirs.block_size and own.num_kv_heads == theirs.num_kv_heads == heads.num_heads
+    part = None if whole else UnitPart(heads.first, heads.first + heads.num_heads, 0, own.num_layers)
+    ids = piece_ids(send.block_ids, own.block_size, send.start, send.stop, table_start=send.start, in_units=not whole)
+    runs: list[tuple[int, int]] = []
+    if whole:
+        first = send.start // own.block_size
+        table = send.ticket.block_ids(theirs.block_size)
+        skipped = first - send.ticket.start // theirs.block_size
+        runs = plan_blocks(send.block_ids, table[skipped : skipped + len(send.block_ids)], first, own.block_bytes)
+    offer = Offer(
+        transfer_id=send.key[0],
+        attempt=send.key[1],
+        first_head=heads.peer_first,
+        num_heads=heads.num_heads,
+        start=send.start,
+        stop=send.stop,
+        form="blocks" if whole else "units",
+        runs=runs,
+        per_message=max(BUFFER_BYTES // pool.message_bytes(1, part), 1),
+        timeout_s=timeout_s,
+    )
+    return _plan(offer, ids, part, own)
+
+
+def plan_receiving(offer: Offer, incoming: Incoming, layout: KVLayout) -> MovePlan:
+    """Where the messages of an offer go.
+
+    Raises:
+        TransferError: they are not wanted here, or not in that form.
+    """
+    incoming.check_range(offer.first_head, offer.num_heads, offer.start, offer.stop)
+    in_units = offer.form == "units"
+    if not in_units and offer.num_heads != layout.num_kv_heads:
+        raise TransferError(f"blocks of {offer.num_heads} heads into blocks of {layout.num_kv_heads}")
+    part = UnitPart(offer.first_head, offer.first_head + offer.num_heads, 0, layout.num_layers) if in_units else None
+    start = incoming.ticket.start
+    size = layout.block_size
+    ids = piece_ids(incoming.block_ids, size, offer.start, offer.stop, table_start=start, in_units=in_units)
+    return _plan(offer, ids, part, layout)
+
+
+def _plan(offer: Offer, ids: Ids, part: UnitPart | None, layout: KVLayout) -> MovePlan:
+    unit_tokens = layout.block_size if part is None else HASH_BLOCK_SIZE
+    return MovePlan(offer, ids, offer.start // unit_tokens, part, unit_tokens)
+
+
+def send_messages(job: Job, plan: MovePlan, pool: PiecePool, group: Group, buffers: PieceBuffers) -> int:
+    """Send a piece whose offer was accepted; returns the bytes.
+
+    Raises:
+        TransferError: close the group; the receiver waits for what will not come.
+    """
+    num_bytes = 0
+    for message in messages_of(plan.offer, plan.unit_tokens):
+        if group.num_posted == IN_FLIGHT:
+            group.wait(job.remaining_s())
+        job.check()
+        ids = plan.ids[message.positions - plan.first]
+        tensor = pool.direct(ids) if message.is_direct else pool.gather(ids, plan.part, buffers)
+        group.send(tensor)
+        num_bytes += tensor.numel()
+    while group.num_posted:
+        group.wait(job.remaining_s())
+    return num_bytes
+
+
+def receive_messages(
+    job: Job, plan: MovePlan, pool: PiecePool, group: Group, buffers: PieceBuffers, timeout_s: float
+) -> int:
+    """Receive a piece whose offer was accepted; returns the bytes.
+
+    Raises:
+        TransferError: close the group; what is posted on it may still land until then.
+    """
+    deadline = time.monotonic() + timeout_s
+    num_bytes = 0
+    landing: deque[tuple[Ids, torch.Tensor | None]] = deque()  # what is posted; None: it needs no scatter
+
+    def land() -> None:
+        group.wait(max(deadline - time.monotonic(), 1e-3))
+        ids, image = landing.popleft()
+        if image is not None:
+            pool.scatter(ids, plan.part, image, buffers)
+
+    for message in messages_of(plan.offer, plan.unit_tokens):
+        if len(landing) == IN_FLIGHT:
+            land()
+        if job.stop_code:
+            raise TransferCancelled("the receiver gave the transfer up")
+        ids = plan.ids[message.positions - plan.first]
+        tensor = pool.direct(ids) if message.is_direct else buffers.next(pool.message_bytes(ids.size, plan.part))
+        group.receive(tensor)
+        num_bytes += tensor.numel()
+        landing.append((ids, None if message.is_direct else tensor))
+    while landing:
+        land()
+    return num_bytes
