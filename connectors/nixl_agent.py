@@ -41,14 +41,17 @@ _WAIT_S = (0.0001, 0.001)
 """NIXL has no event for "this transfer has ended": after some looks in a row, the first and longest pause between."""
 
 TRANSPORTS = "shm,self,cuda"
-"""UCX's, where the user names none: those within a host. Its TCP would listen at every address of the host, without
-asking who is there, and end the process when somebody sends it garbage.
+"""UCX's, where the user names none: those within a host. Its TCP would listen at every address of the host, and asks
+nobody who he is.
 """
 
 _ENVIRONMENT = {
     "UCX_TLS": TRANSPORTS,
     "UCX_POSIX_ERROR_HANDLING": "y",  # else shared memory does not see that a peer has died, and is not used
     "UCX_SYSV_ERROR_HANDLING": "y",
+    # Else an idle transport is armed, and anybody on the host can end the process: by an empty datagram to the socket
+    # that wakes it.
+    "UCX_ADAPTIVE_PROGRESS": "n",
     "NIXL_LOG_LEVEL": "FATAL",  # what fails is raised and counted here; NIXL would print each poll of a dead peer
     "UCX_LOG_LEVEL": "fatal",
     "UCX_HANDLE_ERRORS": "none",  # no signal handlers: a crash belongs to the process' owner

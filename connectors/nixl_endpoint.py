@@ -47,6 +47,10 @@ _TICK_S = 0.2
 _JOIN_TIMEOUT_S = 5.0
 
 
+def _none_open(agent: str) -> list[int]:
+    return []
+
+
 class NixlEndpoint:
     """Thread-safe. Nothing here may be called on a step thread but `post`, `register`, `blob` and `close`."""
 
@@ -74,7 +78,7 @@ class NixlEndpoint:
         self._ticks: list[Callable[[], None]] = []
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._early: deque[tuple[float, Message]] = deque(maxlen=MAX_EARLY_MESSAGES)
-        self._open_requests: Callable[[str], list[int]] = lambda agent: []
+        self._open_requests: Callable[[str], list[int]] = _none_open
         self._connecting = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="pdkv-nixl", daemon=True)
@@ -242,6 +246,10 @@ class NixlEndpoint:
                 logger.error("thread %s does not end", self._thread.name)
         self._agent.close()
         self._doorbell.close()
+        for users in (self._handlers, self._workers, self._ticks):  # they know the endpoint, and it them
+            users.clear()
+        self._open_requests = _none_open
+        del self.slots, self.buffers
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class NixlPullWorker(PullWorker):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self.rank.endpoint.close()
+        self.rank.close()
 
     def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
         load, layout, peer = piece.load, self.config.layout, piece.card.layout

@@ -60,7 +60,7 @@ class NixlPushWorker(PushWorker):
     def shutdown(self) -> None:
         super().shutdown()
         self.receiver.shutdown()
-        self.rank.endpoint.close()
+        self.rank.close()
 
     def register(self, job: Job, incoming: Incoming) -> None:
         self.receiver.register(job)

@@ -60,3 +60,9 @@ class NixlRank:
             self.endpoint.forget(gone)
             self.endpoint.post(lambda: self.source.forget(gone))
         return gone
+
+    def close(self) -> None:
+        """Close the endpoint, and let go of the pool. Idempotent."""
+        self.endpoint.close()
+        for name in ("units", "source", "reader"):
+            self.__dict__.pop(name, None)

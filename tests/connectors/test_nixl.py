@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -437,10 +439,7 @@ def test_nothing_is_loaded_before_a_worker_side_is_made() -> None:
         "import json, os, sys; import pdkv.connectors.nixl as nixl; "
         "print(json.dumps([[m for m in sys.modules if m.startswith('nixl')], len(os.listdir('/proc/self/task'))]))"
     )
-    from subprocess import run
-    from sys import executable
-
-    output = run([executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(output) == [[], 1]
 
 

@@ -53,6 +53,7 @@ def test_a_layer_that_fits_into_no_slot_is_refused() -> None:
 
 
 def test_posts_are_bounded_and_hold_every_byte_once() -> None:
+    """F18."""
     runs = [Run(3, 5, 1), Run(10, 20, 40), Run(60, 90, 2)]
     block_bytes = 1 << 20
     posts = cut_runs(runs, block_bytes)

@@ -3,18 +3,25 @@
 What a token's KV must be is a function of its number, so that any process can say whether it is right.
 """
 
+import atexit
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, TextIO
 
 import msgspec
+import psutil
 import torch
+from traffic import wait_until_true
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import (
@@ -231,17 +238,42 @@ def awaiting(handoff: KVHandoff) -> RequestView:
 # --- in a process of its own --------------------------------------------------------------------------------------
 
 
+class _Nursery:
+    """A process that has imported torch and forks an engine's process for every datagram that it gets."""
+
+    def __init__(self) -> None:
+        self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen([sys.executable, __file__, str(there.fileno())], pass_fds=[there.fileno()])
+        there.close()
+
+    def fork(self, arguments: str) -> tuple[int, socket.socket]:
+        """(pid, the socket on which the engine obeys)."""
+        mine, theirs = socket.socketpair()
+        socket.send_fds(self._control, [arguments.encode()], [theirs.fileno()])
+        theirs.close()
+        return int(self._control.recv(64)), mine
+
+    def close(self) -> None:
+        """End it."""
+        self._control.close()
+        self._process.wait()
+
+
+@cache
+def _nursery() -> _Nursery:
+    nursery = _Nursery()
+    atexit.register(nursery.close)
+    return nursery
+
+
 class RemoteEngine:
-    """An Engine in a process of its own: calls by name, values as msgpack in JSON."""
+    """An Engine in a process of its own: calls by name, arguments and answers as JSON."""
 
     def __init__(self, name: str, **arguments: Any) -> None:
         self.name = name
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps({"name": name, **arguments})],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.pid, self._socket = _nursery().fork(json.dumps({"name": name, **arguments}))
+        self._socket.settimeout(60.0)
+        self._answers = self._socket.makefile("r")
         self.card = msgspec.msgpack.decode(bytes.fromhex(self._answer()), type=EngineCard)
         self.epoch = self.card.epoch
 
@@ -252,9 +284,7 @@ class RemoteEngine:
 
     def tell(self, method: str, *arguments: Any, **named: Any) -> None:
         """The same without waiting."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([method, arguments, named]) + "\n")
-        self.process.stdin.flush()
+        self._socket.sendall(json.dumps([method, arguments, named]).encode() + b"\n")
 
     def meet(self, *cards: EngineCard) -> None:
         """These peers are there and no others."""
@@ -272,55 +302,105 @@ class RemoteEngine:
         self.call("push", transfer_id, (ticket or b"").hex(), list(block_ids), start, stop, last=last)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        os.kill(self.process.pid, number)
+        """Send it a signal, and wait until it is stopped or has ended where that is what the signal does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            threads = psutil.Process(self.pid).threads()
+            wait_until_true(lambda: all(psutil.Process(t.id).status() == "stopped" for t in threads), "a stop")
+        if number == signal.SIGKILL:
+            self._wait_for_end()
 
     def close(self) -> None:
         """End it: by itself where it still can."""
-        if self.process.poll() is None:
-            self.signal(signal.SIGCONT)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
+        self.signal(signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
         try:
-            self.process.wait(WAIT_S)
+            self._wait_for_end()
         finally:
-            self.process.kill()
-            self.process.wait()
-            self.process.stdout.close()
+            self.signal(signal.SIGKILL)
+            self._answers.close()
+            self._socket.close()
+
+    def _wait_for_end(self) -> None:
+        """Its end of the socket closes with it."""
+        with contextlib.suppress(ConnectionResetError):
+            while self._answers.readline():
+                pass
 
     def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        return json.loads(self._answers.readline())
 
 
-def _serve(engine: Engine) -> None:
-    """Obey lines on stdin until it ends."""
-    for line in sys.stdin:
+def _serve(engine: Engine, lines: TextIO) -> None:
+    """Obey lines until they end."""
+    for line in lines:
         method, arguments, named = json.loads(line)
-        if method == "meet":
-            cards = [msgspec.msgpack.decode(bytes.fromhex(card), type=EngineCard) for card in arguments]
-            answer: Any = engine.meet(*cards)
-        elif method == "hand_off":
-            answer = msgspec.msgpack.encode(engine.hand_off(*arguments)).hex()
-        elif method == "push":
+        lines.write(json.dumps(_obey(engine, method, arguments, named)) + "\n")
+        lines.flush()
+
+
+def _obey(engine: Engine, method: str, arguments: list[Any], named: dict[str, Any]) -> Any:
+    worker = engine.ranks[0].worker
+    match method:
+        case "meet":
+            engine.meet(*[msgspec.msgpack.decode(bytes.fromhex(card), type=EngineCard) for card in arguments])
+        case "hand_off":
+            return msgspec.msgpack.encode(engine.hand_off(*arguments)).hex()
+        case "push":
             transfer_id, ticket, *rest = arguments
-            answer = engine.push(transfer_id, bytes.fromhex(ticket), *rest, **named)
-        elif method == "await_push":
+            engine.push(transfer_id, bytes.fromhex(ticket), *rest, **named)
+        case "await_push":
             transfer_id, block_ids, num_tokens = arguments
             request = view(transfer_id, kv="await_peer", num_tokens=num_tokens + 1)
-            answer = (engine.load(request, block_ids) or b"").hex()
-        elif method == "cancel":
-            answer = engine.ranks[0].worker.cancel((arguments[0], 1))
-        elif method == "reuse":
+            return (engine.load(request, block_ids) or b"").hex()
+        case "cancel":
+            worker.cancel((arguments[0], 1))
+        case "reuse":
             for block_id in arguments:
                 engine.ranks[0].table.reuse(block_id)
-            answer = None
-        elif method == "free_slots":
-            answer = [rank.worker.rank.source.num_free_slots for rank in engine.ranks]
-        else:
-            answer = getattr(engine, method)(*arguments, **named)
-        print(json.dumps(answer), flush=True)
+        case "free_slots":
+            return [rank.worker.rank.source.num_free_slots for rank in engine.ranks]
+        case _:
+            return getattr(engine, method)(*arguments, **named)
+    return None
+
+
+def _run_nursery(control: socket.socket) -> None:
+    """Fork until the control socket ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 64 * 1024, 1)
+        if not data:
+            return
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _live(json.loads(data), socket.socket(fileno=fds[0]))
+        os.close(fds[0])
+        control.send(str(pid).encode())
+
+
+def _live(wanted: dict[str, Any], channel: socket.socket) -> None:
+    """The life of an engine's process; never returns."""
+    code = 1
+    try:
+        if "layout" in wanted:
+            wanted["layout"] = msgspec.convert(wanted["layout"], KVLayout)
+        engine = Engine(**wanted)
+        with channel.makefile("rw") as lines:
+            lines.write(json.dumps(msgspec.msgpack.encode(engine.card).hex()) + "\n")
+            lines.flush()
+            _serve(engine, lines)
+        engine.close()
+        code = 0
+    except BaseException:  # the process ends here: nobody above could report it
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 @contextmanager
@@ -340,10 +420,4 @@ def closing() -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    wanted = json.loads(sys.argv[1])
-    if "layout" in wanted:
-        wanted["layout"] = msgspec.convert(wanted["layout"], KVLayout)
-    served = Engine(**wanted)
-    print(json.dumps(msgspec.msgpack.encode(served.card).hex()), flush=True)
-    _serve(served)
-    served.close()
+    _run_nursery(socket.socket(fileno=int(sys.argv[1])))
