@@ -104,8 +104,7 @@ class Arena:
         self._toucher: threading.Thread | None = None
         self._fd = os.memfd_create(f"pdkv:{engine}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self._fd, self.shape.size)
-            self._reserve(0, self.shape.data_offset)
+            self._reserve(0, self.shape.data_offset, grow=True)
             self._memory: mmap.mmap | None = mmap.mmap(self._fd, self.shape.size)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         except BaseException:
@@ -151,8 +150,11 @@ class Arena:
         del self.table_arrays
         os.close(self._fd)
 
-    def _reserve(self, offset: int, num_bytes: int) -> None:
+    def _reserve(self, offset: int, num_bytes: int, *, grow: bool = False) -> None:
+        """Allocate a part of the memory, and with `grow` give it its size before."""
         try:
+            if grow:
+                os.ftruncate(self._fd, self.shape.size)
             os.posix_fallocate(self._fd, offset, num_bytes)  # else a page that cannot be had is a SIGBUS later
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):

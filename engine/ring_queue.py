@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdkv.engine.rank_channel import RankChannel
-from pdkv.errors import RankGone, RankTimeout
+from pdkv.errors import ConfigError, RankGone, RankTimeout
 
 NUM_CHUNKS = 10
 CHUNK_BYTES = 1 << 20
@@ -62,6 +62,7 @@ class RingWriter:
         """Make the ring and offer it to each reader over its channel, before anything else is sent there.
 
         Raises:
+            ConfigError: the memory cannot be had.
             RankGone: a reader went away.
         """
         self._readers = readers
@@ -71,8 +72,13 @@ class RingWriter:
         self._unread = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE) for _ in readers]
         memory_fd = os.memfd_create("pdkv-ring", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(memory_fd, layout.size)
-            self._memory = mmap.mmap(memory_fd, layout.size)
+            try:
+                os.ftruncate(memory_fd, layout.size)
+                self._memory = mmap.mmap(memory_fd, layout.size)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot allocate {layout.size} bytes of shared memory for the ranks' queue: {error.strerror}"
+                ) from error
             _GEOMETRY.pack_into(self._memory, 0, *layout, _VERSION)
             for channel, unread in zip(readers, self._unread, strict=True):
                 channel.send_fds([memory_fd, unread, self._freed])

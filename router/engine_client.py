@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 RECONNECT_S = 0.05
 """Pause before a lost engine is connected anew; while nobody listens there, ZeroMQ tries again by itself."""
 
+HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 5.0, 20.0
+"""Between hosts: how often a connection is tried out, and how long an engine may be silent then."""
+
 FRAMES_PER_TURN = 64
 """Frames that a client hands over before other callbacks of the event loop have their turn."""
 
@@ -94,8 +97,8 @@ class EngineClient:
         socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms, doubled up to:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000 if remote else 40)  # a local try costs one system call
         if remote:
-            socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)  # ms; a host that vanishes says no goodbye
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))  # a host that vanishes says no goodbye
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1000))
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(self.endpoint)
         self._send_frame([Hello(router_id=self._router_id, epoch=secrets.token_hex(8))])

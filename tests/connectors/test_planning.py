@@ -31,6 +31,7 @@ def test_unequal_sides_are_refused() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))))
 def test_runs_cover_the_pairs_in_order_and_cannot_be_merged_further(pairs: list[tuple[int, int]]) -> None:
+    """F18."""
     runs = merge_runs([s for s, _ in pairs], [d for _, d in pairs])
     assert [(r.source + i, r.destination + i) for r in runs for i in range(r.num_blocks)] == pairs
     for a, b in pairwise(runs):

@@ -2,6 +2,9 @@
 
 import logging
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -215,6 +218,30 @@ def _wait_for_resources(expected: tuple[int, int, int]) -> None:
     deadline = time.monotonic() + 30
     while (found := _resources()) != expected:
         assert time.monotonic() < deadline, (found, expected)
+
+
+_ALLOCATE_UNDER_A_LIMIT = """
+import resource
+from shared_memory_rig import Engine
+from pdkv.engine.ring_queue import RingWriter
+from pdkv.errors import ConfigError
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+for make in (lambda: Engine("p"), lambda: RingWriter([])):
+    try:
+        make()
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_memory_that_cannot_be_had_is_a_configuration_error() -> None:
+    support = Path(__file__).parents[1] / "support"
+    found = subprocess.run(
+        [sys.executable, "-c", _ALLOCATE_UNDER_A_LIMIT], cwd=support, capture_output=True, text=True, check=True
+    )
+    arena, ring = found.stdout.splitlines()
+    assert re.match(r"cannot allocate \d+ bytes of shared memory for 48 KV blocks: File too large; ", arena), arena
+    assert re.match(r"cannot allocate \d+ bytes of shared memory for the ranks' queue: File too large", ring), ring
 
 
 def test_everything_is_given_back() -> None:

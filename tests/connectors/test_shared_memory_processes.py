@@ -165,6 +165,7 @@ def test_no_wrong_byte_is_admitted_from_a_pool_that_is_overwritten(
 def test_a_killed_writer_leaves_right_bytes_or_a_typed_error_and_no_memory(
     make_peer: Callable[..., Peer], reader: Reader, num_loads_before: int
 ) -> None:
+    """F5, F24."""
     descriptors = len(os.listdir("/proc/self/fd"))
     peer = make_peer("churn")
     reader.worker.update_peers([peer.card], [])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from store_servers import RedisServer
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import BlockHold, ConnectorConfig, KVConnector
@@ -44,7 +45,14 @@ class Vllm:
     """One engine: blocks that nobody but it names, and the adapter's two sides."""
 
     def __init__(
-        self, name: str, connector: str, options: dict[str, str], *, staging: int = 32, saves: bool = True
+        self,
+        name: str,
+        connector: str,
+        options: dict[str, str],
+        *,
+        staging: int = 32,
+        saves: bool = True,
+        save_wait_s: float = 10.0,
     ) -> None:
         self.wake = threading.Event()
         config = ConnectorConfig(
@@ -66,7 +74,7 @@ class Vllm:
             pool=self.connector.allocate_kv_cache(),
             table=self.connector.make_block_table() if shows_pool else None,
             wake=self.wake,
-            save_wait_s=10.0 if saves else 0.0,
+            save_wait_s=save_wait_s if saves else 0.0,
         )
         self.caches = {f"layer.{i}": torch.zeros(NUM_BLOCKS, 2, BLOCK, 32) for i in range(LAYERS)}
         self.worker.register(self.caches)
@@ -169,6 +177,17 @@ def test_what_one_engine_computed_another_loads_into_other_blocks(make: Make, co
     assert second.load(reader, targets, 192) == EndedLoads({"x"}, set())
     assert torch.equal(second.images(targets[:6]), first.images([3, 1, 4, 15, 9, 2]))
     assert not second.images(targets[6:]).any()
+
+
+def test_a_step_waits_for_its_saves_for_a_bounded_time(make: Make) -> None:
+    """F7: the store's server is stopped (SIGSTOP); when it goes on, so does everything else."""
+    with RedisServer() as server:
+        options = {"url": server.url, "operation_timeout_s": 0.5, "transfer_timeout_s": 0.5, "lookup_timeout_s": 0.2}
+        engine = make("a", "store", options=options, save_wait_s=0.1)
+        with server.stopped():
+            engine.run_prompt(Request("r", PROMPT), [3, 1, 4, 15, 9, 2, 6])
+            assert engine.worker.num_late_saves == 1
+        engine.close()
 
 
 def test_a_load_begins_behind_the_local_hit(make: Make) -> None:

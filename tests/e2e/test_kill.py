@@ -64,6 +64,7 @@ def arenas_of(pids: Iterable[int]) -> set[str]:
 
 
 def test_a_killed_launcher_leaves_no_process_and_no_memory(launch: Launch) -> None:
+    """F24."""
     deployment = launch("--prefill", "1", "--decode", "2")
     arenas = arenas_of(deployment.pids().values())
     assert len(arenas) == 3

@@ -79,6 +79,7 @@ def test_a_signal_ends_it_with_0_while_a_stream_runs(launch: Launch, number: sig
 
 
 def test_a_killed_launcher_leaves_no_process_and_the_next_one_sweeps_the_rest(launch: Launch) -> None:
+    """F24."""
     deployment = launch("--prefill", "1", "--decode", "1")
     assert deployment.complete("hello").status_code == 200
     assert deployment.stop(signal.SIGKILL) == -signal.SIGKILL

@@ -2,36 +2,21 @@
 without it, and when it runs again everything works and nothing is lost.
 """
 
-import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from deployments import Launch, Running
 from serving_checks import read_books
-from traffic import wait_for_rest, wait_until_true
+from traffic import stopped, wait_for_rest, wait_until_true
 
 SHORT = ("--kv-load-timeout-s", "0.5", "--lease-timeout-s", "1")
 PROMPT = "Whoever waits for something waits for a bounded time. " * 4
 NUM_OUTPUT = 24
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """All threads of the process are stopped for the block."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until_true(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "stopped")
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 def ask(deployment: Running, *, salt: str = "", timeout_s: float = 30.0, **fields: Any) -> httpx.Response:

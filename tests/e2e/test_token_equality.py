@@ -41,6 +41,7 @@ def test_first_pass_and_replay(workload: Workload, topology: str, chunks: tuple[
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_preemption_on_both_sides(workload: Workload, topology: str) -> None:
+    """F9, F12."""
     with deployed(workload, *TOPOLOGIES[topology], *PREEMPTING) as deployment:
         check_preempted(run_all(deployment, workload), run_all(deployment, workload))
 

@@ -72,6 +72,7 @@ def run_one(core: object, prompt: list[int], request_id: str) -> list[int]:
 
 @pytest.mark.parametrize("num_blocks", [12, 14, 17])
 def test_preemption_changes_no_token_and_comes_to_an_end(num_blocks: int) -> None:
+    """F12."""
     core = make_core(num_blocks=num_blocks)
     prompts = {str(i): [100 + 10 * i + j for j in range(6 + i)] for i in range(4)}
     for name, prompt in prompts.items():

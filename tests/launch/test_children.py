@@ -112,6 +112,23 @@ def test_silence_has_a_bound(fake_child: FakeChild) -> None:
     run(main)
 
 
+def test_a_child_that_is_stopped_before_it_is_ready_is_late(fake_child: FakeChild) -> None:
+    async def main() -> None:
+        pipe = AckPipe()
+        child = fake_child("decode-1", pipe.write_fd, "serve")
+        child.send_signal(signal.SIGSTOP)  # before its interpreter has begun
+        pipe.handed_over()
+        try:
+            with pytest.raises(StartupError, match=r"decode-1 was not ready after 0\.05 s"):
+                await pipe.wait_ready("decode-1", 0.05, str)
+        finally:
+            child.send_signal(signal.SIGKILL)
+            await child.wait()
+            pipe.close()
+
+    run(main)
+
+
 def test_a_fork_server_that_is_stopped_is_killed_at_the_deadline(lifeline: int) -> None:
     async def main() -> None:
         server = ForkServer("pdkv.connectors.memory:MemoryConnector", lifeline)

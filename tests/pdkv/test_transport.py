@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from typing import TypeAlias
 import msgspec
 import pytest
 import zmq
+from store_servers import free_port
 
 from pdkv.errors import StartupError
 from pdkv.messages import (
@@ -27,6 +29,7 @@ from pdkv.messages import (
     Tokens,
     encode_frame,
 )
+from pdkv.router import engine_client
 from pdkv.router.engine_client import EngineClient
 from pdkv.transport import EngineServer, RouterEvent, RouterJoined, RouterLeft
 
@@ -366,6 +369,32 @@ def test_death_by_sigkill_is_seen_at_once_and_the_next_incarnation_starts_clean(
             await listener.until(lambda: listener.frames[-1] == [Tokens("t1", 0, 0, [1])])
             assert [c.epoch for c in listener.cards] == ["e0", "e1"]
             assert "lost" not in [m.request_id for frame in listener.frames[1:] for m in frame]  # type: ignore[attr-defined]
+        finally:
+            client.close()
+            engine.kill()
+            await asyncio.to_thread(engine.wait)
+
+    asyncio.run(main())
+
+
+def test_a_remote_engine_that_is_stopped_is_gone_after_its_heartbeat(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(engine_client, "HEARTBEAT_TIMEOUT_S", 0.3)
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    card = msgspec.msgpack.encode(make_card()).hex()
+
+    async def main() -> None:
+        client, listener = EngineClient("decode-0", endpoint, router_id="r", context=context), Listener()
+        client.connect(listener)
+        engine = subprocess.Popen([sys.executable, "-c", ENGINE_PROGRAM, endpoint, card])
+        try:
+            await listener.until(lambda: len(listener.cards) == 1)
+            engine.send_signal(signal.SIGSTOP)
+            await listener.until(lambda: bool(listener.downs))
+            engine.send_signal(signal.SIGCONT)
+            await listener.until(lambda: len(listener.cards) == 2)
         finally:
             client.close()
             engine.kill()

@@ -1,11 +1,13 @@
 """Load on a running deployment from clients that behave and clients that do not, and what must hold at rest."""
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -134,6 +136,18 @@ async def send_all(client: httpx.AsyncClient, asks: Iterable[Ask], *, at_once: i
             return await send(client, ask)
 
     return await asyncio.gather(*map(one, asks))
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """All threads of the process are stopped (SIGSTOP) for the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until_true(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "stopped")
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 # --- at rest ------------------------------------------------------------------------------------------------------

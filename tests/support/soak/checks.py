@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ CALM_BOUND_S = 90.0
 
 LET_GO_BOUND_S = 15.0
 _POLL_S = 0.2
+_DEATH = re.compile(r"launcher: (?P<name>\S+) \(pid (?P<pid>\d+)\) (?P<how>killed by \w+|exited with \d+)")
 MAX_MORE_DESCRIPTORS = 12
 MAX_RSS_FACTOR = 1.35
 MAX_RSS_MORE = 32 << 20
@@ -54,6 +56,22 @@ def _commotion(world: World) -> str | None:
         return None if "pdkv_requests_in_flight 0.0" in lines else "the router has requests in flight"
     except (httpx.TransportError, KeyError) as error:  # the router is starting
         return repr(error)
+
+
+def check_log(world: World) -> None:
+    """Nobody died but who was killed, and the ranks of an engine whose other rank was killed or stopped; no defect
+    showed itself as an exception that nobody expected.
+    """
+    for number, line in enumerate(world.deployment.lines):
+        death = _DEATH.search(line)
+        excused = death is not None and (
+            int(death["pid"]) in world.journal.killed
+            or (death["how"] == "exited with 1" and any(death["name"] in name for name in world.site.other_ranks))
+        )
+        if death is not None and not excused:
+            world.journal.violation(f"{death['name']} died by itself: {death['how']}")
+        if line.startswith("Traceback"):
+            world.journal.violation("an exception: " + "\n".join(world.deployment.lines[number : number + 40]))
 
 
 def measure(world: World) -> Held:

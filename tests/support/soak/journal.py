@@ -18,6 +18,7 @@ class Journal:
     lines: list[str] = field(default_factory=list)
     worst_s: float = 0.0  # of all requests that were read to their end
     router_deaths: list[float] = field(default_factory=list)
+    killed: set[int] = field(default_factory=set)  # pids
 
     def note(self, text: str) -> None:
         """One more line, with its time."""

@@ -28,7 +28,7 @@ from small_models import make_hf_model
 from traffic import client_of
 
 from soak.backends import HAVE_FILES, REQUEST_TIMEOUT_S, STORE_MIB, choose, extra_flags, select
-from soak.checks import Held, check_let_go, measure, wait_for_calm
+from soak.checks import Held, check_let_go, check_log, measure, wait_for_calm
 from soak.journal import Journal
 from soak.load import Load
 from soak.private_mounts import SHM, enter, mount_tmpfs, unmount
@@ -185,6 +185,7 @@ async def _soak(
             await wait_for_calm(world)
             held = await check_let_go(world, baseline)
             _keep(report, baseline, held)
+        check_log(world)
         report.remote_tokens = sum(read_books(deployment).sources("decode")[source] for source in ("remote", "store"))
 
 

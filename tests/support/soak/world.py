@@ -74,6 +74,7 @@ async def _kill(world: World, event: Event) -> bool:
         return False
     if event.target == "router":
         world.journal.router_deaths.append(time.monotonic())
+    world.journal.killed.add(process.pid)
     process.kill()
     return True
 
@@ -167,6 +168,7 @@ async def _full_shared_memory(world: World, event: Event) -> bool:
         with _small_files([fork_server]):
             if world.private:
                 await asyncio.to_thread(fill, filler)
+            world.journal.killed.add(engine.pid)
             engine.kill()
             await asyncio.sleep(event.seconds)
     finally:

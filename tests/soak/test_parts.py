@@ -1,0 +1,118 @@
+"""The parts of a soak: it finds what it looks for, and the same seed makes the same run."""
+
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from oracle import Expected
+from soak.backends import select
+from soak.journal import Journal
+from soak.load import Load, Trial
+from soak.report import Report, save
+from soak.schedule import Site, deck, draw
+from traffic import Ask
+
+SITE = Site(["prefill-0", "decode-0"], ["decode-0.1"], has_server=True, has_files=True)
+EXPECTED = [Expected([5, 6, 7], [1, 2, 3, 4])]
+
+
+def event(*token_ids: int) -> str:
+    return f"data: {json.dumps({'choices': [{'token_ids': token_ids}]})}\n\n"
+
+
+def error(code: str, kind: str = "server_error", status: int = 503) -> httpx.Response:
+    return httpx.Response(status, json={"error": {"message": "m", "type": kind, "code": code}})
+
+
+def whole(*token_ids: int) -> httpx.Response:
+    return httpx.Response(200, json={"choices": [{"token_ids": token_ids}]}, headers=ENGINES)
+
+
+def stream(text: str) -> httpx.Response:
+    return httpx.Response(200, text=text, headers=ENGINES)
+
+
+ENGINES = {"x-pd-prefill-engine": "p", "x-pd-decode-engine": "d"}
+CLEAR_END = 'data: {"error": {"message": "m", "type": "server_error", "code": "engine_died"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("reply", "outcome", "violation"),
+    [
+        (whole(1, 2, 3, 4), "right", ""),
+        (whole(1, 2, 9, 4), "wrong", "wrong tokens"),
+        (whole(1, 2, 3), "wrong", "3 tokens instead of 4"),
+        (error("engine_died"), "error engine_died", ""),
+        (error("transfer_timeout"), "error transfer_timeout", ""),
+        (error("internal_error", status=500), "error internal_error", "unclear"),
+        (error("timeout", "invalid_request_error"), "error timeout", "unclear"),
+        (stream(event(1) + event(2, 3) + event(4) + "data: [DONE]\n\n"), "right", ""),
+        (stream(event(1) + CLEAR_END), "error engine_died", ""),
+        (stream(event(7) + CLEAR_END), "wrong", "wrong tokens"),
+        (stream(event(1)), "broken with its router", "the connection broke"),
+    ],
+)
+def test_answers_are_judged(reply: httpx.Response, outcome: str, violation: str) -> None:
+    is_stream = reply.headers["content-type"] != "application/json"
+    trial = Trial(Ask([5, 6, 7], 4, stream=is_stream, fields={"cache_salt": "s"}), [1, 2, 3, 4])
+    journal, found = judge(reply, trial)
+    assert found == outcome
+    assert journal.outcomes == {outcome: 1}
+    assert len(journal.violations) == bool(violation)
+    assert violation in "".join(journal.violations)
+
+
+def judge(reply: httpx.Response, trial: Trial, *, router_died: bool = False) -> tuple[Journal, str]:
+    journal = Journal()
+    if router_died:
+        journal.router_deaths.append(time.monotonic())
+
+    async def send() -> str:
+        transport = httpx.MockTransport(lambda request: reply)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await Load(client, EXPECTED, journal, 0).send(trial)
+
+    return journal, asyncio.run(send())
+
+
+def test_a_connection_may_break_with_the_router() -> None:
+    trial = Trial(Ask([5, 6, 7], 4, stream=True, fields={"cache_salt": "s"}), [1, 2, 3, 4])
+    journal, outcome = judge(stream(event(1)), trial, router_died=True)
+    assert outcome == "broken with its router"
+    assert not journal.violations
+
+
+def test_a_seed_draws_the_same_events_and_all_kinds_come_before_any_comes_again() -> None:
+    events = draw(random.Random(3), SITE, 400.0, 2.0)
+    assert events == draw(random.Random(3), SITE, 400.0, 2.0)
+    assert events != draw(random.Random(4), SITE, 400.0, 2.0)
+    kinds = [found.kind for found in events]
+    size = len(deck(SITE))
+    assert sorted(kinds[:size]) == sorted(kinds[size : 2 * size]) == sorted(deck(SITE))
+    assert [found.at_s for found in events] == sorted(found.at_s for found in events)
+    assert all(found.seconds > 0 for found in events if found.kind.split()[0] in ("stop", "full"))
+
+
+def test_a_site_without_servers_files_and_ranks_has_no_such_events() -> None:
+    kinds = deck(Site(["prefill-0", "decode-0"], []))
+    assert not [kind for kind in kinds if {"server", "disk", "rank"} & set(kind.split())]
+
+
+def test_backends_are_selected_by_name_and_by_first_word() -> None:
+    assert select(["store_redis", "nixl"]) == ["store redis", "nixl pull", "nixl push"]
+    assert len(select([])) > 5
+    with pytest.raises(ValueError, match="'teleport'"):
+        select(["teleport"])
+
+
+def test_reports_of_a_day_are_merged(tmp_path: Path) -> None:
+    first = Report(backend="a", ranks=(1, 1), seed=0, seconds=9, private_mounts=True, outcomes={"right": 5})
+    save([first], tmp_path)
+    second = Report(backend="b", ranks=(1, 2), seed=0, seconds=9, private_mounts=False, violations=["wrong"])
+    table = save([second], tmp_path).read_text()
+    assert "| a, TP 1,1 | 9 s | 0 | 5 | 5 | 0 | 0.0 s | none |" in table
+    assert "- **violation** wrong" in table
