@@ -1,15 +1,25 @@
 """A piece as messages between a pool and a group: planned on either side, sent, received.
 
-Two messages are under way at a time: while one travels, the next is gathered, or the last one scattered.
+Several messages are under way at a time; of gathered ones two: while one travels, the next is gathered, or the last
+one scattered.
 """
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.p2p_group import Group
-from pdkv.connectors.p2p_pieces import BUFFER_BYTES, PieceBuffers, PiecePool, messages_of, piece_ids, plan_blocks
+from pdkv.connectors.p2p_pieces import (
+    BUFFER_BYTES,
+    Message,
+    PieceBuffers,
+    PiecePool,
+    messages_of,
+    piece_ids,
+    plan_blocks,
+)
 from pdkv.connectors.p2p_wire import Offer
 from pdkv.connectors.planning import Ids
 from pdkv.connectors.push import Incoming, PushPiece
@@ -21,7 +31,8 @@ from pdkv.messages import KVLayout
 if TYPE_CHECKING:
     import torch
 
-IN_FLIGHT = 2
+MAX_POSTED = 16
+MAX_BUFFERED = 2  # PieceBuffers has so many buffers
 
 
 class MovePlan(NamedTuple):
@@ -94,15 +105,18 @@ def send_messages(job: Job, plan: MovePlan, pool: PiecePool, group: Group, buffe
         TransferError: close the group; the receiver waits for what will not come.
     """
     num_bytes = 0
+    posted: deque[Message] = deque()
     for message in messages_of(plan.offer, plan.unit_tokens):
-        if group.num_posted == IN_FLIGHT:
+        while _is_full(posted, message):
             group.wait(job.remaining_s())
+            posted.popleft()
         job.check()
         ids = plan.ids[message.positions - plan.first]
         tensor = pool.direct(ids) if message.is_direct else pool.gather(ids, plan.part, buffers)
         group.send(tensor)
         num_bytes += tensor.numel()
-    while group.num_posted:
+        posted.append(message)
+    for _ in posted:
         group.wait(job.remaining_s())
     return num_bytes
 
@@ -117,16 +131,17 @@ def receive_messages(
     """
     deadline = time.monotonic() + timeout_s
     num_bytes = 0
-    landing: deque[tuple[Ids, torch.Tensor | None]] = deque()  # what is posted; None: it needs no scatter
+    posted: deque[Message] = deque()
+    images: deque[tuple[Ids, torch.Tensor]] = deque()  # of posted messages that are scattered when they are in
 
     def land() -> None:
         group.wait(max(deadline - time.monotonic(), 1e-3))
-        ids, image = landing.popleft()
-        if image is not None:
+        if not posted.popleft().is_direct:
+            ids, image = images.popleft()
             pool.scatter(ids, plan.part, image, buffers)
 
     for message in messages_of(plan.offer, plan.unit_tokens):
-        if len(landing) == IN_FLIGHT:
+        while _is_full(posted, message):
             land()
         if job.stop_code:
             raise TransferCancelled("the receiver gave the transfer up")
@@ -134,7 +149,15 @@ def receive_messages(
         tensor = pool.direct(ids) if message.is_direct else buffers.next(pool.message_bytes(ids.size, plan.part))
         group.receive(tensor)
         num_bytes += tensor.numel()
-        landing.append((ids, None if message.is_direct else tensor))
-    while landing:
+        posted.append(message)
+        if not message.is_direct:
+            images.append((ids, tensor))
+    while posted:
         land()
     return num_bytes
+
+
+def _is_full(posted: Sequence[Message], message: Message) -> bool:
+    """Whether `message` has to wait for the oldest one that is posted."""
+    num_buffered = sum(not other.is_direct for other in posted)
+    return len(posted) == MAX_POSTED or (not message.is_direct and num_buffered == MAX_BUFFERED)
