@@ -157,8 +157,8 @@ class Engine:
             assert key not in self._holds, f"the hold {key} is taken twice"
             self.books.hold(block_ids)
             self._holds[key] = BlockHold(key, block_ids, owner)
-        for block_ids in news.kept:
-            self.books.release(block_ids)
+        for kept in news.kept:
+            self.books.release(kept)
         writes = [p.TokenRange(r.content, a, b, list(r.block_ids)) for r, a, b in scheduled]
         return StepPlan(step_id, planned.meta, news.cancels, writes, garbage)
 
@@ -326,14 +326,16 @@ class Engine:
         command = p.Allocate(request.view(), list(request.block_ids), num_external)
         return self.ask(command, p.Ticket).ticket
 
-    def step_with_load(self, request: Request, num_tokens: int, *, is_layerwise: bool) -> None:
-        """The step that begins a load; a layerwise one ends in it, since the next token is computed there."""
+    def step_with_load(self, request: Request, num_tokens: int, *, is_layerwise: bool) -> bool:
+        """The step that begins a load. A layerwise one is given up unless its end is reported in it: False."""
         if not is_layerwise:
             self.step()
-            return
-        self.step((request, num_tokens, num_tokens + 1))
-        key = request.transfer_key
-        assert key in self.received, f"the step of the layerwise load {key} was over before its end was reported"
+            return True
+        self.step((request, num_tokens, num_tokens + 1))  # the next token is computed with it
+        if request.transfer_key in self.received:
+            return True
+        self.end_load(request)
+        return False
 
     def end_load(self, request: Request) -> None:
         """The load is given up: what may still be written is quarantined until its end is reported."""

@@ -71,7 +71,7 @@ class Handover:
         self._hit: list[int] = []
         self.leased: list[int] = []
         self._ticket: bytes | None = None
-        self._is_layerwise = False
+        self._is_layerwise = self._is_late = False
         self._num_hit_blocks = num_hit_blocks
         self.producer.on_sent.append(self._on_sent)
 
@@ -119,6 +119,7 @@ class Handover:
         """The load succeeds with the right content, and both sides let go."""
         outcome = self.wait()
         require(not outcome.code, f"load of {self.describe()} failed: {outcome.code}")
+        require(not self._is_late, f"layerwise load of {self.describe()}: its step was over before it was reported")
         require(self.wrong == "", f"load of {self.describe()} was reported as finished: {self.wrong}")
         self.end()
 
@@ -256,7 +257,8 @@ class Handover:
     def start(self) -> None:
         """The connector has the blocks; the next step begins the load."""
         self._ticket = self.consumer.start_load(self.receiver, self.num_external, check=self.check)
-        self.consumer.step_with_load(self.receiver, self.num_tokens, is_layerwise=self._is_layerwise)
+        in_time = self.consumer.step_with_load(self.receiver, self.num_tokens, is_layerwise=self._is_layerwise)
+        self._is_late = not in_time
 
     def bring_ticket(self) -> None:
         """The ticket reaches the producer: before its prefill, meanwhile, or after its end."""
