@@ -64,7 +64,7 @@ def _measure_length(plan: Plan, setting: Setting, world: BenchWorld, num_tokens:
     """A row for each pattern. What is compared takes turns, so that it meets the same weather."""
     size = plan_bytes(plan, num_tokens)
     memcpy = Memcpy(size, plan.region_bytes)
-    bare = open_bare(plan, setting, size)
+    bare = open_bare(plan, setting, size) if plan.bare else None
     try:
         for pattern in plan.patterns:
             world.scatter(pattern)

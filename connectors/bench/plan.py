@@ -39,6 +39,7 @@ class Plan:
     piece_bytes: int = 0  # of the bare transport in pieces; 0: one per (layer, K or V, block)
     one_process: bool = False  # both engines in one process, for stores that are one's own
     region_bytes: int = BEYOND_CACHE_BYTES  # of memory that is used in turns
+    bare: bool = True  # beside the bare transport, too
 
 
 def make_plan(
@@ -54,6 +55,7 @@ def make_plan(
     piece_bytes: int = 0,
     one_process: bool = False,
     region_bytes: int = BEYOND_CACHE_BYTES,
+    bare: bool = True,
 ) -> Plan:
     """A plan whose pools are large enough. Raises ConfigError for a layout that is none."""
     producer, consumer = (
@@ -63,7 +65,7 @@ def make_plan(
     return Plan(
         connector=connector, options=options, layout=layout, producer=producer, consumer=consumer, tokens=tokens,
         patterns=patterns or tuple(PATTERNS), repeats=repeats, piece_bytes=piece_bytes, one_process=one_process,
-        region_bytes=region_bytes,
+        region_bytes=region_bytes, bare=bare,
     )  # fmt: skip
 
 
