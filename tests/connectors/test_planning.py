@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pdkv.connectors import block_copy
 from pdkv.connectors.block_copy import STAGING_BYTES, Bytes, copy_blocks, copy_segments
 from pdkv.connectors.planning import Run, Segment, as_ids, merge_runs, run_starts, token_segments, whole_blocks
+from pdkv.kernels import host
 
 
 def test_runs_merge_only_where_adjacent_on_both_sides() -> None:
@@ -99,9 +100,14 @@ _IDS = {
 }
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("block_bytes", [64, 20 * 1024, 300 * 1024])
 @pytest.mark.parametrize("case", _IDS)
-def test_copied_blocks_are_equal_and_others_untouched(case: str, block_bytes: int) -> None:
+def test_copied_blocks_are_equal_and_others_untouched(
+    case: str, block_bytes: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(host, "available", lambda: False)
     source, destination = _pool(64, block_bytes, 1), _pool(64, block_bytes, 2)
     before = destination.copy()
     source_ids, destination_ids = map(as_ids, _IDS[case])
@@ -111,7 +117,8 @@ def test_copied_blocks_are_equal_and_others_untouched(case: str, block_bytes: in
     assert np.array_equal(destination[others], before[others])
 
 
-def test_small_scattered_blocks_are_staged_in_more_than_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_scattered_blocks_are_staged_where_no_kernel_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available", lambda: False)
     pieces: list[int] = []
     real_take = np.take
 

@@ -130,7 +130,8 @@ class Running:
         self.discard()
         assert not names, f"left behind: {names}\n{self.log}"
         if not killed:
-            assert not list(self.directory.iterdir())
+            left = sorted(str(path) for path in self.directory.rglob("*"))
+            assert not left, f"left behind: {left}\n{self.log}"
         assert not [entry for entry in os.listdir("/dev/shm") if "pdkv" in entry]
         return code
 
