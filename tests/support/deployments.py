@@ -130,7 +130,7 @@ class Running:
         self.discard()
         assert not names, f"left behind: {names}\n{self.log}"
         if not killed:
-            left = sorted(str(path) for path in self.directory.rglob("*"))
+            left = [path.name for path in self.directory.iterdir() if not _is_of_running_launch(path)]
             assert not left, f"left behind: {left}\n{self.log}"
         assert not [entry for entry in os.listdir("/dev/shm") if "pdkv" in entry]
         return code
@@ -158,6 +158,12 @@ class Running:
         for process in self.survivors():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def _is_of_running_launch(path: Path) -> bool:
+    """Whether it is the run directory of another deployment that still runs."""
+    match = re.match(r"pdkv-(\d+)-", path.name)
+    return match is not None and psutil.pid_exists(int(match[1]))
 
 
 @contextlib.contextmanager
