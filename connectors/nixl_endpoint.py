@@ -18,7 +18,15 @@ from pdkv.connectors.host import host_id
 from pdkv.connectors.huge_pages import use_huge_pages
 from pdkv.connectors.nixl_agent import Memory, Message, NixlAgent
 from pdkv.connectors.nixl_doorbell import Doorbell
-from pdkv.connectors.nixl_memory import PAGE_BYTES, GenerationTable, RegisteredBuffers, Slots, region_of
+from pdkv.connectors.nixl_memory import (
+    PAGE_BYTES,
+    WORD_BYTES,
+    GenerationTable,
+    Permits,
+    RegisteredBuffers,
+    Slots,
+    region_of,
+)
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_peers import NixlPeers, agent_name
 from pdkv.connectors.nixl_wire import BLOB_VERSION, RankBlob, Reset, Wire, decode, encode, encode_blob
@@ -35,6 +43,9 @@ M = TypeVar("M", bound=Wire)
 MAX_EARLY_MESSAGES = 1024
 _EARLY_S = 5.0
 """Messages of agents whose card has not come yet are kept, so many for so long."""
+
+MAX_PERMITS = 4096
+"""Senders and transfers that may write into this rank's blocks at a time."""
 
 _HOT_S = 0.002
 """So long after a ring a message is due any moment."""
@@ -71,6 +82,8 @@ class NixlEndpoint:
         self.buffers = RegisteredBuffers(max(options.slots // 2, 2), options.slot_bytes + PAGE_BYTES)
         self._buffer_region = self._agent.register(region_of(self.buffers.memory))
         self._slot_region = self._agent.register(region_of(self.slots.memory))
+        self.permits = Permits(MAX_PERMITS)
+        self._permit_region = self._agent.register(region_of(self.permits.values))
         self.pool: Memory | None = None
         self._table: Memory | None = None
         self._handlers: dict[type, Callable[[RankBlob, Any], None]] = {}
@@ -128,6 +141,7 @@ class NixlEndpoint:
             block_bytes=self.config.layout.block_bytes,
             slots=self._slot_region,
             slot_bytes=self.slot_bytes,
+            permits=self._permit_region,
             generations=self._table,
         )
         return encode_blob(blob)
@@ -155,6 +169,21 @@ class NixlEndpoint:
             kinds=(local[0].kind, remote[0].kind),
             check=check,
         )
+
+    def read_words(
+        self, blob: RankBlob, region: Memory, first: int, count: int, *, deadline: float, check: Callable[[], None]
+    ) -> npt.NDArray[np.int64]:
+        """Read `count` int64 words of a peer's region, from number `first` on. Raises TransferError."""
+        words = np.empty(count, dtype=np.int64)
+        with self.buffers.take(max(deadline - time.monotonic(), 0.001)) as buffer:
+            step = buffer.size // WORD_BYTES
+            local = np.asarray([self.buffer_offset(buffer)], dtype=np.int64)
+            for start in range(0, count, step):
+                size = min(step, count - start) * WORD_BYTES
+                remote = np.asarray([(first + start) * WORD_BYTES], dtype=np.int64)
+                self.read(blob, (self._buffer_region, local), (region, remote), size, deadline=deadline, check=check)
+                words[start : start + step] = buffer[:size].view(np.int64)
+        return words
 
     def write(
         self,

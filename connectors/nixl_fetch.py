@@ -9,17 +9,16 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from pdkv.connectors.block_runs import make_runs
 from pdkv.connectors.nixl_endpoint import NixlEndpoint
 from pdkv.connectors.nixl_gather import MAX_UNITS, Chunk, plan_chunks
-from pdkv.connectors.nixl_memory import GENERATION_BYTES, PAGE_BYTES, Bytes, generation_offset
+from pdkv.connectors.nixl_memory import PAGE_BYTES, WORD_BYTES, Bytes, generation_offset
 from pdkv.connectors.nixl_wire import Dropped, Freed, Gather, Gathered, RankBlob, Refused
 from pdkv.connectors.planning import Ids, as_ids
-from pdkv.connectors.transfer_worker import Job
 from pdkv.connectors.units import UnitPart, UnitPool
 from pdkv.errors import KVNotFound, PeerGone, StaleGeneration, TransferError
 
@@ -27,6 +26,20 @@ _LOOK_S = 0.02
 """So often who waits for a chunk looks whether it is still wanted."""
 
 Guard = Callable[[], AbstractContextManager[None]]
+
+
+class Waiting(Protocol):
+    """What a transfer is for, and how long it may take: a job, or a part of one."""
+
+    @property
+    def deadline(self) -> float:
+        """Of time.monotonic()."""
+
+    def check(self) -> None:
+        """Raises TransferCancelled or TransferTimeout when it has to stop."""
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, above 0. Raises as `check` does."""
 
 
 class Wanted(NamedTuple):
@@ -62,7 +75,7 @@ class GatherReader:
         endpoint.handle(Refused, self._on_news)
         endpoint.report_open_requests(self._open_requests)
 
-    def fetch(self, job: Job, blob: RankBlob, wanted: Wanted) -> int:
+    def fetch(self, job: Waiting, blob: RankBlob, wanted: Wanted) -> int:
         """Copy a peer's units into own ones.
 
         Returns:
@@ -76,7 +89,7 @@ class GatherReader:
             self._fetch(job, blob, wanted._replace(theirs=wanted.theirs[piece], ours=wanted.ours[piece]))
         return int(wanted.theirs.size) * self._pool.unit_bytes(wanted.part)
 
-    def _fetch(self, job: Job, blob: RankBlob, wanted: Wanted) -> None:
+    def _fetch(self, job: Waiting, blob: RankBlob, wanted: Wanted) -> None:
         """What fits into one request."""
         part = wanted.part
         chunk_bytes = min(self._endpoint.slot_bytes, blob.slot_bytes)
@@ -98,23 +111,23 @@ class GatherReader:
                     raise TransferError(f"agent {blob.agent} has gathered what was not asked for")
                 self._take(job, blob, gathered, chunk, wanted)
 
-    def _take(self, job: Job, blob: RankBlob, gathered: Gathered, chunk: Chunk, wanted: Wanted) -> None:
+    def _take(self, job: Waiting, blob: RankBlob, gathered: Gathered, chunk: Chunk, wanted: Wanted) -> None:
         """Read one slot and scatter it."""
         part = wanted.part
         piece = UnitPart(part.head_start, part.head_stop, chunk.layer_start, chunk.layer_stop)
         size = (chunk.stop - chunk.first) * self._pool.unit_bytes(piece)
         with self._endpoint.buffers.take(job.remaining_s()) as buffer:
             self._read(job, blob, buffer, gathered.slot * blob.slot_bytes, size)
-            after = buffer[-PAGE_BYTES:][:GENERATION_BYTES]
+            after = buffer[-PAGE_BYTES:][:WORD_BYTES]
             offset = generation_offset(blob.slots.size, blob.slot_bytes, gathered.slot)
-            self._read(job, blob, after, offset, GENERATION_BYTES)
+            self._read(job, blob, after, offset, WORD_BYTES)
             if int(after.view(np.int64)[0]) != gathered.generation:
                 raise StaleGeneration(f"agent {blob.agent} has used slot {gathered.slot} again")
             self._endpoint.try_send(blob, Freed(gathered.request, gathered.slot))
             with wanted.guard():
                 self._pool.scatter(wanted.ours[chunk.first : chunk.stop], piece, buffer[:size])
 
-    def _read(self, job: Job, blob: RankBlob, buffer: Bytes, offset: int, size: int) -> None:
+    def _read(self, job: Waiting, blob: RankBlob, buffer: Bytes, offset: int, size: int) -> None:
         """Read from a peer's slots into one of the endpoint's buffers."""
         endpoint = self._endpoint
         endpoint.read(
@@ -126,7 +139,7 @@ class GatherReader:
             check=job.check,
         )
 
-    def _next(self, job: Job, blob: RankBlob, request: _Open) -> Gathered:
+    def _next(self, job: Waiting, blob: RankBlob, request: _Open) -> Gathered:
         """Wait for a chunk. Raises a TransferError."""
         while True:
             try:

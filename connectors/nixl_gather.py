@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from pdkv.connectors.block_runs import expand_runs
 from pdkv.connectors.nixl_endpoint import NixlEndpoint
 from pdkv.connectors.nixl_wire import Dropped, Freed, Gather, Gathered, RankBlob, Refused, Reset
@@ -189,9 +187,3 @@ def no_offer(offer: int) -> AbstractContextManager[None]:
     if offer:
         raise KVNotFound("nothing is offered here")
     return nullcontext()
-
-
-def expand_blocks(block_ids: Ids, units_per_block: int) -> Ids:
-    """The units of whole blocks."""
-    units: Ids = (block_ids[:, None] * units_per_block + np.arange(units_per_block)).ravel()
-    return units

@@ -1,6 +1,8 @@
 """Host memory that peers reach by NIXL: the table of generations, and staging buffers in one region."""
 
-from typing import Any
+import itertools
+import threading
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,7 @@ from pdkv.connectors.staging import StagingBuffers
 Bytes = npt.NDArray[np.uint8]
 
 PAGE_BYTES = 4096
-GENERATION_BYTES = 8
+WORD_BYTES = 8
 
 
 class GenerationTable(BlockTable):
@@ -45,6 +47,43 @@ class RegisteredBuffers(StagingBuffers):
         return self.memory[start : self._end]
 
 
+class Permit(NamedTuple):
+    """A word in its giver's memory: it stands as long as that is `nonce`.
+
+    A receiver gives one to a sender that writes into its blocks, and that looks before each write; a sender gives one
+    to a receiver that reads its blocks, and that looks behind the data.
+    """
+
+    word: int
+    nonce: int
+
+
+class Permits:
+    """Words that peers look at. Thread-safe."""
+
+    def __init__(self, count: int) -> None:
+        self.values = np.zeros(count, dtype=np.int64)
+        self._free = list(range(count))
+        self._nonces = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def give(self) -> Permit | None:
+        """A new one; None: there are too many."""
+        with self._lock:
+            if not self._free:
+                return None
+            permit = Permit(self._free.pop(), next(self._nonces))
+            self.values[permit.word] = permit.nonce
+            return permit
+
+    def withdraw(self, permit: Permit) -> None:
+        """It does not stand any more. Idempotent."""
+        with self._lock:
+            if self.values[permit.word] == permit.nonce:
+                self.values[permit.word] = 0
+                self._free.append(permit.word)
+
+
 class Slots:
     """Where units are gathered: `count` slots of `slot_bytes`, and behind them an int64 generation of each.
 
@@ -54,7 +93,7 @@ class Slots:
     def __init__(self, count: int, slot_bytes: int) -> None:
         self.count = count
         self.slot_bytes = slot_bytes
-        self.memory = new_region(count * (slot_bytes + GENERATION_BYTES))
+        self.memory = new_region(count * (slot_bytes + WORD_BYTES))
         self._generations = self.memory[count * slot_bytes :].view(np.int64)
 
     def begin(self, slot: int) -> tuple[Bytes, int]:
@@ -66,7 +105,7 @@ class Slots:
 
 def generation_offset(size_bytes: int, slot_bytes: int, slot: int) -> int:
     """Where the generation of a slot lies in a region of so many bytes."""
-    return size_bytes // (slot_bytes + GENERATION_BYTES) * slot_bytes + slot * GENERATION_BYTES
+    return size_bytes // (slot_bytes + WORD_BYTES) * slot_bytes + slot * WORD_BYTES
 
 
 def new_region(size_bytes: int) -> Bytes:

@@ -18,6 +18,7 @@ class NixlOptions:
     gather_min_pieces: int = 64  # where there are fewer of those, they go one by one
     slots: int = 4  # buffers in which units are gathered; half of them at most are one reader's
     slot_bytes: int = 4 * 1024 * 1024
+    writes: bool = False  # push: the sender writes large runs itself, instead of having them read
     progress_thread: bool = False  # NIXL's own: for transports that need the peer's help, such as TCP between hosts
 
     @classmethod
@@ -74,5 +75,6 @@ _CONVERTERS: dict[str, Callable[[str], object]] = {
     "gather_min_pieces": _count,
     "slots": _count,
     "slot_bytes": _slot_size,
+    "writes": _bool,
     "progress_thread": _bool,
 }

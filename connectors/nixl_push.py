@@ -1,20 +1,20 @@
-"""Push over NIXL: prefill writes large runs into decode's blocks (nixl_sender.py, nixl_receiver.py); small or
-differently cut pieces it offers, and decode reads them (nixl_fetch.py).
+"""Push over NIXL: prefill offers what is confirmed, and decode reads it into the blocks that it has allocated; with the
+option `writes` prefill writes there itself (nixl_sender.py, nixl_receiver.py).
 """
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.nixl_blocks import cut_runs
 from pdkv.connectors.nixl_endpoint import NixlEndpoint
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_peers import NixlPeers
-from pdkv.connectors.nixl_pull import cut_runs
 from pdkv.connectors.nixl_rank import NixlRank
 from pdkv.connectors.nixl_receiver import PushReceiver
 from pdkv.connectors.nixl_sender import PushSender
-from pdkv.connectors.planning import merge_runs
-from pdkv.connectors.push import Incoming, PushPiece, PushWorker
+from pdkv.connectors.planning import Run, merge_runs
+from pdkv.connectors.push import Incoming, PushPiece, PushSend, PushWorker
 from pdkv.connectors.transfer_worker import Job
 from pdkv.errors import TransferError
 from pdkv.messages import EngineCard
@@ -35,7 +35,7 @@ class NixlPushWorker(PushWorker):
         options: NixlOptions,
     ) -> None:
         super().__init__(config, notify, peers, timeout_s=options.transfer_timeout_s, lanes=options.lanes)
-        self.rank = NixlRank(endpoint)
+        self.rank = NixlRank(endpoint, options)
         self.receiver = PushReceiver(self, self.rank, options.lanes)
         self._sender = PushSender(self, self.rank)
         self._ranks = peers
@@ -73,17 +73,23 @@ class NixlPushWorker(PushWorker):
         return True
 
     def send(self, job: Job, piece: PushPiece, scratch: Any) -> int | None:
-        """Write the batch's runs where they are large and cut alike on both sides, else offer it."""
+        """Offer the batch, or (option `writes`) write its runs where they are large and cut alike on both sides."""
         layout, peer, send = self.config.layout, piece.card.layout, piece.send
         blob = self._ranks.rank(piece.card.engine, piece.card.epoch, piece.heads.peer_rank)
-        if layout == peer and send.start % layout.block_size == send.ticket.start % layout.block_size == 0:
-            first = (send.start - send.ticket.start) // layout.block_size
-            theirs = send.ticket.block_ids(layout.block_size)[first : first + len(send.block_ids)]
-            if len(theirs) != len(send.block_ids):
-                raise TransferError("the ticket has too few blocks", transfer_id=send.key[0], attempt=send.key[1])
-            runs = merge_runs(send.block_ids, theirs)
+        whole = layout == peer and send.start % layout.block_size == send.ticket.start % layout.block_size == 0
+        if whole and self._options.writes:
+            runs = self._runs(send)
             few = len(runs) < self._options.gather_min_pieces
-            if few or len(theirs) * layout.block_bytes >= self._options.gather_below * len(runs):
+            if few or len(send.block_ids) * layout.block_bytes >= self._options.gather_below * len(runs):
                 return self._sender.write(job, piece, blob, cut_runs(runs, layout.block_bytes))
-        self._sender.offer(job, piece, blob)
+        self._sender.offer(job, piece, blob, whole=whole)
         return None
+
+    def _runs(self, send: PushSend) -> list[Run]:
+        """A batch's blocks, and where they go. Raises a TransferError."""
+        block_size = self.config.layout.block_size
+        first = (send.start - send.ticket.start) // block_size
+        theirs = send.ticket.block_ids(block_size)[first : first + len(send.block_ids)]
+        if len(theirs) != len(send.block_ids):
+            raise TransferError("the ticket has too few blocks", transfer_id=send.key[0], attempt=send.key[1])
+        return merge_runs(send.block_ids, theirs)

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from pdkv.connectors.nixl_blocks import BlockReader
 from pdkv.connectors.nixl_endpoint import NixlEndpoint
 from pdkv.connectors.nixl_fetch import GatherReader
 from pdkv.connectors.nixl_gather import GatherSource
 from pdkv.connectors.nixl_memory import GenerationTable
+from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.units import UnitPool
 from pdkv.messages import EngineCard
 
@@ -16,14 +18,16 @@ if TYPE_CHECKING:
 
 
 class NixlRank:
-    """Opened with the pool; `units`, `source` and `reader` are there from then on."""
+    """Opened with the pool; `units`, `source`, `reader` and `blocks` are there from then on."""
 
     units: UnitPool
     source: GatherSource
     reader: GatherReader
+    blocks: BlockReader
 
-    def __init__(self, endpoint: NixlEndpoint) -> None:
+    def __init__(self, endpoint: NixlEndpoint, options: NixlOptions) -> None:
         self.endpoint = endpoint
+        self._options = options
         self._peers = endpoint.peers
 
     def open(
@@ -43,6 +47,7 @@ class NixlRank:
         self.units = UnitPool(kv_cache)
         self.source = GatherSource(self.endpoint, self.units, guard)
         self.reader = GatherReader(self.endpoint, self.units)
+        self.blocks = BlockReader(self.endpoint, self.units, self.reader, self._options)
         self.endpoint.add_tick(tick)
 
     def update_peers(
@@ -64,5 +69,5 @@ class NixlRank:
     def close(self) -> None:
         """Close the endpoint, and let go of the pool. Idempotent."""
         self.endpoint.close()
-        for name in ("units", "source", "reader"):
+        for name in ("units", "source", "reader", "blocks"):
             self.__dict__.pop(name, None)

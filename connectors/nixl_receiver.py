@@ -1,28 +1,39 @@
 """The receiving side of a push over NIXL: who may write into this rank's blocks, and what was offered to it.
 
-The blocks of a transfer that is given up are free when every sender that was let in has said that it writes no more,
-or is gone; a deadline alone frees nothing.
+The blocks of a transfer that is given up are free when every sender that was let in has said that it writes no more.
+One that is gone cannot say so: its permit was withdrawn, which it sees if it lives.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.block_runs import expand_runs
 from pdkv.connectors.io_lanes import IOLanes, LaneConfig
 from pdkv.connectors.nixl_fetch import Wanted
+from pdkv.connectors.nixl_memory import Permit
 from pdkv.connectors.nixl_rank import NixlRank
 from pdkv.connectors.nixl_wire import Begin, Cancel, Cancelled, Granted, Offer, RankBlob, Taken, Wrote
-from pdkv.connectors.planning import as_ids, unit_index
+from pdkv.connectors.planning import Ids, as_ids, unit_index
 from pdkv.connectors.push import Incoming, PushWorker
 from pdkv.connectors.transfer_worker import JOIN_TIMEOUT_S, Job
 from pdkv.connectors.units import UnitPart
-from pdkv.errors import KVNotFound, PdkvError, PeerGone, TransferCancelled, TransferError
+from pdkv.errors import (
+    KVNotFound,
+    PdkvError,
+    PeerGone,
+    StaleGeneration,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +41,18 @@ MAX_EARLY = 1024
 _GRACE_S = 1.0
 """Senders may be earlier than this rank has heard of the transfer: so many of them, so much."""
 
+_FENCE_S = 0.5
+"""A sender looks at its permit before it writes the next piece; one piece takes a few milliseconds."""
+
 _REPEAT_S = 1.0
 """A cancel that nobody has confirmed is sent again after so long."""
+
+
+class _Writer(NamedTuple):
+    """A sender that was let in."""
+
+    blob: RankBlob
+    permit: Permit
 
 
 class PushReceiver:
@@ -42,8 +63,9 @@ class PushReceiver:
         self._rank = rank
         self._endpoint = rank.endpoint
         self._lock = threading.Lock()  # guards all that follows
-        self._writers: dict[TransferKey, dict[str, RankBlob]] = {}  # let in, by agent
+        self._writers: dict[TransferKey, dict[str, _Writer]] = {}  # by agent
         self._stopping: dict[TransferKey, tuple[Job, float]] = {}  # cancelled at that time, writers to be heard of
+        self._gone: deque[tuple[float, TransferKey, str]] = deque()  # writers whose end is certain at that time
         self._early: dict[TransferKey, list[tuple[float, RankBlob, Begin | Offer]]] = {}
         self._lanes: IOLanes[tuple[RankBlob, Offer]] = IOLanes(
             lanes,
@@ -88,19 +110,21 @@ class PushReceiver:
                 self._writers.pop(job.key, None)
                 return True
             self._stopping[job.key] = (job, time.monotonic())
-            asked = list(writers.values())
+            self._withdraw(writers.values())
+            asked = [writer.blob for writer in writers.values()]
         self._endpoint.post(lambda: self._cancel(job.key, asked))
         return False
 
     def forget(self, agents: Sequence[str]) -> None:
-        """These writers are gone: their transfers fail, and nothing of them is written any more."""
+        """These writers are gone: their transfers fail. What one of them is just writing may land for a while."""
         gone = set(agents)
+        due = time.monotonic() + _FENCE_S
         with self._lock:
-            touched = {key for key, writers in self._writers.items() if gone & writers.keys()}
-        for key in touched:
+            left = [(key, agent) for key, writers in self._writers.items() for agent in gone & writers.keys()]
+            self._withdraw(self._writers[key][agent] for key, agent in left)
+            self._gone.extend((due, key, agent) for key, agent in left)
+        for key in {key for key, _ in left}:
             self._worker.stop_jobs(partial(_is_received, key), PeerGone.code)
-            for agent in gone:
-                self._writer_is_out(key, agent)
         self._lanes.retire(gone)
 
     # --- the message thread ---------------------------------------------------------------------------------------
@@ -111,12 +135,12 @@ class PushReceiver:
             self._keep(blob, message)
             return
         with self._lock:
-            granted = not job.stop_code and job.state == "posted"
-            if granted:
-                self._writers.setdefault(message.key, {})[blob.agent] = blob
-        code = "" if granted else TransferCancelled.code
-        if not self._endpoint.try_send(blob, Granted(*message.key, code)) and granted:
-            self._writer_is_out(message.key, blob.agent)  # it was never let in
+            wanted = not job.stop_code and job.state == "posted"
+            permit = self._let_in(message.key, blob) if wanted else None
+        if permit is None:
+            self._endpoint.try_send(blob, Granted(*message.key, TransferCancelled.code))
+        elif not self._endpoint.try_send(blob, Granted(*message.key, "", *permit)):
+            self._writer_is_out(message.key, blob.agent)  # it never heard of it
 
     def _on_wrote(self, blob: RankBlob, message: Wrote) -> None:
         with self._lock:
@@ -129,7 +153,7 @@ class PushReceiver:
         self._worker.landed(job, message.first_head, message.num_heads, message.start, message.stop, message.num_bytes)
         if job.state == "ended":
             with self._lock:
-                self._writers.pop(message.key, None)
+                self._withdraw(self._writers.pop(message.key, {}).values())
                 self._stopping.pop(message.key, None)
 
     def _on_cancelled(self, blob: RankBlob, message: Cancelled) -> None:
@@ -165,11 +189,14 @@ class PushReceiver:
             asked = []
             for key in repeat:
                 self._stopping[key] = (self._stopping[key][0], now)
-                asked.append((key, list(self._writers.get(key, {}).values())))
+                asked.append((key, [writer.blob for writer in self._writers.get(key, {}).values()]))
+            gone = [self._gone.popleft() for due, _, _ in list(self._gone) if due <= now]
         for _, blob, message in refused:
             self._refuse(blob, message)
         for key, writers in asked:
             self._cancel(key, writers)
+        for _, key, agent in gone:
+            self._writer_is_out(key, agent)
 
     def _cancel(self, key: TransferKey, writers: Sequence[RankBlob]) -> None:
         for blob in writers:
@@ -178,14 +205,33 @@ class PushReceiver:
     def _writer_is_out(self, key: TransferKey, agent: str) -> None:
         """It writes no more; the transfer that has to stop ends with the last of them."""
         with self._lock:
-            writers = self._writers.get(key)
-            if writers is None or writers.pop(agent, None) is None or writers:
+            writers = self._writers.get(key, {})
+            writer = writers.pop(agent, None)
+            if writer is None:
+                return
+            self._withdraw([writer])
+            if writers:
                 return
             del self._writers[key]
             stopping = self._stopping.pop(key, None)
         if stopping is not None:
             job = stopping[0]
             self._worker.end_job(job, job.stop_code)
+
+    def _let_in(self, key: TransferKey, blob: RankBlob) -> Permit | None:
+        """Under the lock. None: too many write already."""
+        writers = self._writers.setdefault(key, {})
+        if blob.agent not in writers:
+            permit = self._endpoint.permits.give()
+            if permit is None:
+                return None
+            writers[blob.agent] = _Writer(blob, permit)
+        return writers[blob.agent].permit
+
+    def _withdraw(self, writers: Iterable[_Writer]) -> None:
+        """Under the lock: they see it before they write the next piece."""
+        for writer in writers:
+            self._endpoint.permits.withdraw(writer.permit)
 
     def _find(self, key: TransferKey) -> Job | None:
         try:
@@ -211,26 +257,70 @@ class PushReceiver:
         self._endpoint.try_send(blob, Taken(offer.offer, code))
 
     def _read(self, blob: RankBlob, offer: Offer) -> None:
-        worker = self._worker
+        """Read it, then see whether it still stood: if not, its blocks may have been another request's."""
+        worker, rank = self._worker, self._rank
         job, incoming = worker.find_incoming(offer.key)
         incoming.check_range(offer.first_head, offer.num_heads, offer.start, offer.stop)
-        expanded = expand_runs(offer.units)
-        block_size = worker.config.layout.block_size
-        first = incoming.ticket.start // block_size * block_size
-        try:
-            ours = unit_index(incoming.block_ids, block_size, offer.start - first, offer.stop - first)
-        except ValueError as error:
-            raise TransferError(str(error)) from None
+        expanded = expand_runs(offer.runs)
+        ours = self._whole_blocks(incoming, offer) if offer.whole else self._units(incoming, offer)
         if expanded is None or len(expanded[0]) != ours.size:
-            raise TransferError(f"agent {blob.agent} offers another number of units than are wanted")
-        part = UnitPart(offer.first_head, offer.first_head + offer.num_heads, 0, worker.config.layout.num_layers)
+            raise TransferError(f"agent {blob.agent} offers something else than is wanted")
+        theirs = as_ids(expanded[0])
+        reading = _Reading(job, time.monotonic() + worker.timeout_s)
 
         def guard() -> AbstractContextManager[None]:
             return _writing(worker, job)
 
-        wanted = Wanted(as_ids(expanded[0]), offer.head_start, ours, part, offer.offer, guard)
-        num_bytes = self._rank.reader.fetch(job, blob, wanted)
+        if offer.whole:
+            num_bytes = rank.blocks.read(reading, blob, theirs, ours, offer=offer.offer, guard=guard)
+        else:
+            part = UnitPart(offer.first_head, offer.first_head + offer.num_heads, 0, worker.config.layout.num_layers)
+            num_bytes = rank.reader.fetch(
+                reading, blob, Wanted(theirs, offer.head_start, ours, part, offer.offer, guard)
+            )
+        (nonce,) = self._endpoint.read_words(
+            blob, blob.permits, offer.permit, 1, deadline=reading.deadline, check=reading.check
+        )
+        if nonce != offer.nonce:
+            raise StaleGeneration(f"agent {blob.agent} has withdrawn its offer")
         worker.landed(job, offer.first_head, offer.num_heads, offer.start, offer.stop, num_bytes)
+
+    def _whole_blocks(self, incoming: Incoming, offer: Offer) -> Ids:
+        """Where offered blocks go."""
+        layout = self._worker.config.layout
+        first, rest = divmod(offer.start - incoming.ticket.start, layout.block_size)
+        if rest or offer.num_heads != layout.num_kv_heads or incoming.ticket.start % layout.block_size:
+            raise TransferError("whole blocks are offered that are none here")
+        stop = -(-(offer.stop - incoming.ticket.start) // layout.block_size)
+        return as_ids(incoming.block_ids[first:stop])
+
+    def _units(self, incoming: Incoming, offer: Offer) -> Ids:
+        """Where offered units go."""
+        block_size = self._worker.config.layout.block_size
+        first = incoming.ticket.start // block_size * block_size
+        try:
+            return unit_index(incoming.block_ids, block_size, offer.start - first, offer.stop - first)
+        except ValueError as error:
+            raise TransferError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One offer of a receive, which itself may last until the prompt is computed."""
+
+    job: Job
+    deadline: float
+
+    def check(self) -> None:
+        """Raises TransferCancelled or TransferTimeout."""
+        self.job.check()
+        if time.monotonic() >= self.deadline:
+            raise TransferTimeout("an offer was not read in time", transfer_id=self.job.key[0], attempt=self.job.key[1])
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline. Raises as `check` does."""
+        self.check()
+        return max(self.deadline - time.monotonic(), 1e-3)
 
 
 @contextmanager

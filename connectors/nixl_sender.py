@@ -1,7 +1,8 @@
-"""The sending side of a push over NIXL: grants, one-sided writes, and what is offered instead of being written.
+"""The sending side of a push over NIXL: what is offered to the receiver, and, where that is wanted, one-sided writes.
 
-A sender asks once per transfer and receiving rank (Begin) and may write from the answer on until the receiver cancels;
-it confirms a cancel when its last write has ended. What is offered is read by the receiver: nobody has to be asked.
+An offer is read by the receiver, which then looks whether it still stands. A sender that writes asks once per transfer
+and receiving rank (Begin), looks before each write whether its permit stands, and confirms a cancel when its last
+write has ended.
 """
 
 import itertools
@@ -11,13 +12,15 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.block_runs import make_runs
-from pdkv.connectors.nixl_pull import Post
+from pdkv.connectors.nixl_blocks import Post
+from pdkv.connectors.nixl_memory import Permit
 from pdkv.connectors.nixl_rank import NixlRank
 from pdkv.connectors.nixl_wire import Begin, Cancel, Cancelled, Granted, Offer, RankBlob, Taken, Wrote
-from pdkv.connectors.planning import unit_index
+from pdkv.connectors.planning import Ids, unit_index
 from pdkv.connectors.push import PushPiece, PushWorker
 from pdkv.connectors.transfer_worker import Job
 from pdkv.connectors.units import UnitPart
@@ -32,6 +35,14 @@ Route = tuple[TransferKey, str]
 """A transfer, and the agent at its other end."""
 
 
+class _Offered(NamedTuple):
+    """A batch that the receiver may read."""
+
+    job: Job
+    num_bytes: int
+    permit: Permit
+
+
 class PushSender:
     """Grants, writes and offers of one rank."""
 
@@ -40,12 +51,12 @@ class PushSender:
         self._rank = rank
         self._endpoint = rank.endpoint
         self._lock = threading.Lock()  # guards all that follows
-        self._granted: OrderedDict[Route, bool] = OrderedDict()  # False: refused or cancelled
+        self._permits: OrderedDict[Route, Permit | None] = OrderedDict()  # None: refused or cancelled
         self._asking: dict[Route, queue.SimpleQueue[str]] = {}
         self._writing: dict[Route, int] = {}
         self._cancelled_by: set[Route] = set()  # to be confirmed when the last write has ended
         self._numbers = itertools.count(1)
-        self._offers: dict[int, tuple[Job, int]] = {}  # and bytes
+        self._offers: dict[int, _Offered] = {}
 
     def listen(self) -> None:
         """Take the messages to senders."""
@@ -61,9 +72,10 @@ class PushSender:
         heads, send = piece.heads, piece.send
         notice = Wrote(*send.key, heads.peer_first, heads.num_heads, send.start, send.stop, num_bytes)
         self._ask(job, blob)
-        with self._permit((send.key, blob.agent), blob):
+        with self._writing_for((send.key, blob.agent), blob) as permit:
             for number, (ours, theirs, sizes) in enumerate(posts, 1):
                 job.check()
+                self._look_at(permit, job, blob)
                 self._endpoint.write(
                     blob,
                     ours,
@@ -79,8 +91,8 @@ class PushSender:
         """Once per transfer and rank of the receiver: may we write? Raises a TransferError."""
         route = (job.key, blob.agent)
         with self._lock:
-            if route in self._granted:
-                return  # `_permit` knows the answer
+            if route in self._permits:
+                return  # `_writing_for` knows the answer
             answers = self._asking[route] = queue.SimpleQueue()
         try:
             self._endpoint.send(blob, Begin(*job.key))
@@ -98,14 +110,15 @@ class PushSender:
             raise KVNotFound(f"agent {blob.agent} wants nothing of it: {code}")
 
     @contextmanager
-    def _permit(self, route: Route, blob: RankBlob) -> Iterator[None]:
+    def _writing_for(self, route: Route, blob: RankBlob) -> Iterator[Permit]:
         """A write, between the grant and a cancel. Raises TransferCancelled after a cancel."""
         with self._lock:
-            if not self._granted.get(route, False):
+            permit = self._permits.get(route)
+            if permit is None:
                 raise TransferCancelled(f"agent {blob.agent} has cancelled")
             self._writing[route] = self._writing.get(route, 0) + 1
         try:
-            yield
+            yield permit
         finally:
             with self._lock:
                 self._writing[route] -= 1
@@ -117,19 +130,30 @@ class PushSender:
             if confirm:
                 self._endpoint.try_send(blob, Cancelled(*route[0]))
 
+    def _look_at(self, permit: Permit, job: Job, blob: RankBlob) -> None:
+        """Whether the permit still stands: this process may have slept for long.
+
+        Raises:
+            TransferCancelled: the receiver has withdrawn it.
+        """
+        (nonce,) = self._endpoint.read_words(blob, blob.permits, permit.word, 1, deadline=job.deadline, check=job.check)
+        if nonce != permit.nonce:
+            raise TransferCancelled(f"agent {blob.agent} has withdrawn its permit")
+
     def _on_granted(self, blob: RankBlob, message: Granted) -> None:
         route = (message.key, blob.agent)
         with self._lock:
             asking = self._asking.get(route)
             if asking is None:
                 return  # nobody asks any more; the receiver's cancel will be confirmed
-            self._remember(route, not message.code)
+            if route not in self._permits:  # a cancel outlasts a grant that comes later
+                self._remember(route, None if message.code else Permit(message.permit, message.nonce))
         asking.put(message.code)
 
     def _on_cancel(self, blob: RankBlob, message: Cancel) -> None:
         route = (message.key, blob.agent)
         with self._lock:
-            self._remember(route, False)
+            self._remember(route, None)
             writing = route in self._writing
             if writing:
                 self._cancelled_by.add(route)
@@ -137,61 +161,78 @@ class PushSender:
         if not writing:
             self._endpoint.try_send(blob, Cancelled(*message.key))
 
-    def _remember(self, route: Route, granted: bool) -> None:
-        """Under the lock. A cancel outlasts a grant that comes later."""
-        self._granted[route] = granted and self._granted.get(route, True)
-        while len(self._granted) > MAX_REMEMBERED:
-            self._granted.popitem(last=False)
+    def _remember(self, route: Route, permit: Permit | None) -> None:
+        """Under the lock."""
+        self._permits[route] = permit
+        while len(self._permits) > MAX_REMEMBERED:
+            self._permits.popitem(last=False)
 
     # --- offering -------------------------------------------------------------------------------------------------
 
-    def offer(self, job: Job, piece: PushPiece, blob: RankBlob) -> None:
-        """Let the receiver read the batch's units; it will say when it has them. Raises a TransferError."""
-        send, heads = piece.send, piece.heads
-        block_size = self._worker.config.layout.block_size
-        first = send.start // block_size * block_size
-        try:
-            units = unit_index(send.block_ids, block_size, send.start - first, send.stop - first)
-        except ValueError as error:
-            raise TransferError(str(error)) from None
-        part = UnitPart(heads.first, heads.first + heads.num_heads, 0, self._worker.config.layout.num_layers)
+    def offer(self, job: Job, piece: PushPiece, blob: RankBlob, *, whole: bool) -> None:
+        """Let the receiver read the batch; it will say when it has it. Raises a TransferError.
+
+        Args:
+            whole: both engines' blocks are cut alike.
+        """
+        send, heads, layout = piece.send, piece.heads, self._worker.config.layout
+        if whole:
+            ids, num_bytes = send.block_ids, len(send.block_ids) * layout.block_bytes
+        else:
+            units = _units_of(piece, layout.block_size)
+            part = UnitPart(heads.first, heads.first + heads.num_heads, 0, layout.num_layers)
+            ids, num_bytes = units.tolist(), int(units.size) * self._rank.units.unit_bytes(part)
+        permit = self._endpoint.permits.give()
+        if permit is None:
+            raise TransferError("too many offers stand already", transfer_id=send.key[0], attempt=send.key[1])
         number = next(self._numbers)
         with self._lock:
-            self._offers[number] = (job, int(units.size) * self._rank.units.unit_bytes(part))
+            self._offers[number] = _Offered(job, num_bytes, permit)
         message = Offer(
-            *send.key, number, make_runs(units.tolist()), heads.first, heads.peer_first, heads.num_heads,
+            *send.key, number, *permit, whole, make_runs(ids), heads.first, heads.peer_first, heads.num_heads,
             send.start, send.stop,
         )  # fmt: skip
         try:
             self._endpoint.send(blob, message)
         except (PdkvError, ValueError) as error:
-            with self._lock:
-                del self._offers[number]
+            self.withdraw(job)
             raise error if isinstance(error, TransferError) else TransferError(str(error)) from None
 
     def withdraw(self, job: Job) -> None:
-        """The job has to stop: its units are gathered no more."""
+        """The job has to stop: who reads its blocks from now on sees that it may not."""
         with self._lock:
-            for number in [number for number, (offered, _) in self._offers.items() if offered is job]:
-                del self._offers[number]
+            numbers = [number for number, offered in self._offers.items() if offered.job is job]
+            for number in numbers:
+                self._endpoint.permits.withdraw(self._offers.pop(number).permit)
 
     @contextmanager
     def offered(self, offer: int) -> Iterator[None]:
-        """While an offer's blocks are read. Raises KVNotFound when it does not stand (any more)."""
+        """While an offer's blocks are gathered. Raises KVNotFound when it does not stand (any more)."""
         with self._lock:
-            job, _ = self._offers.get(offer, (None, 0))
-        if job is None or not self._worker.enter(job):
+            offered = self._offers.get(offer)
+        if offered is None or not self._worker.enter(offered.job):
             raise KVNotFound("the offer is over")
         try:
             yield
         finally:
-            self._worker.leave(job)
+            self._worker.leave(offered.job)
 
     def _on_taken(self, blob: RankBlob, message: Taken) -> None:
         with self._lock:
-            job, num_bytes = self._offers.pop(message.offer, (None, 0))
-        if job is not None:
-            self._worker.end_job(job, message.code, 0 if message.code else num_bytes)
+            offered = self._offers.pop(message.offer, None)
+        if offered is not None:
+            self._endpoint.permits.withdraw(offered.permit)
+            self._worker.end_job(offered.job, message.code, 0 if message.code else offered.num_bytes)
+
+
+def _units_of(piece: PushPiece, block_size: int) -> Ids:
+    """The units of a batch. Raises a TransferError."""
+    send = piece.send
+    first = send.start // block_size * block_size
+    try:
+        return unit_index(send.block_ids, block_size, send.start - first, send.stop - first)
+    except ValueError as error:
+        raise TransferError(str(error)) from None
 
 
 def _is_sent(key: TransferKey, job: Job) -> bool:

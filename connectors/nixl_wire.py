@@ -26,6 +26,7 @@ class RankBlob(msgspec.Struct, frozen=True, array_like=True):
     block_bytes: int
     slots: Memory  # what is gathered lies here, slot by slot; then their generations
     slot_bytes: int
+    permits: Memory  # int64 words; see nixl_memory.py
     generations: Memory | None = None  # rank 0: one int64 per block
 
 
@@ -102,9 +103,11 @@ class Begin(_AboutTransfer, frozen=True, tag=10):
 
 
 class Granted(_AboutTransfer, frozen=True, tag=11):
-    """Receiver: yes, until I cancel; or no, for this reason."""
+    """Receiver: yes, as long as the word `permit` in my memory is `nonce`; or no, for this reason."""
 
     code: str = ""
+    permit: int = 0
+    nonce: int = 0
 
 
 class Wrote(_AboutTransfer, frozen=True, tag=12):
@@ -126,10 +129,13 @@ class Cancelled(_AboutTransfer, frozen=True, tag=14):
 
 
 class Offer(_AboutTransfer, frozen=True, tag=15):
-    """Sender: tokens [start, stop) of these heads can be gathered here from `units`."""
+    """Sender: tokens [start, stop) of these heads can be read here, as long as the word `permit` is `nonce`."""
 
     offer: int
-    units: list[BlockRun]
+    permit: int
+    nonce: int
+    whole: bool  # blocks, of all heads, that are cut as the receiver's; else units
+    runs: list[BlockRun]
     head_start: int  # as the sender counts
     first_head: int  # as the receiver counts
     num_heads: int

@@ -34,10 +34,17 @@ from pdkv.messages import EngineCard
 
 pytestmark = needs_nixl
 
-MODES = ["pull", "push"]
+MODES = ["pull", "push", "write"]
+"""`write` is a push whose sender writes."""
+
 GATHER_ALL = {"gather_below": str(1 << 30), "gather_min_pieces": "1"}
 SMALL_SLOTS = {"slot_bytes": "8192", "slots": "4"}
 SHORT = {"transfer_timeout_s": "0.5"}
+
+
+def of(mode: str) -> dict[str, str]:
+    """A mode's options."""
+    return {"mode": "push", "writes": "true"} if mode == "write" else {"mode": mode}
 
 
 class World:
@@ -59,7 +66,7 @@ class World:
 
     def pair(self, mode: str = "pull", options: dict[str, str] | None = None, **sides: Any) -> tuple[Any, Engine]:
         """(prefill, decode), which know each other. `prefill`, `decode`: arguments of one side only."""
-        common = {"options": {"mode": mode, **(options or {})}}
+        common = {"options": {**of(mode), **(options or {})}}
         prefill = self.remote("p", **common, **sides.get("prefill", {}))
         decode = self.local("d", **common, **sides.get("decode", {}))
         introduce(prefill, decode)
@@ -115,11 +122,11 @@ def hand_over(mode: str, world: World, prefill: Any, decode: Engine, num_tokens:
     """One whole transfer: every token behind the hit is right."""
     key = world.key()
     ticket, ours = begin(mode, key, prefill, decode, num_tokens, hit)
-    if mode == "push":
+    if mode != "pull":
         send(key, ticket, prefill, num_tokens, [num_tokens // 2 // 32 * 32] if num_tokens >= 64 else [])
     assert decode.outcome(key).code == ""
     assert decode.wrong_tokens(ours, hit, num_tokens, 1) == []
-    if mode == "push":
+    if mode != "pull":
         assert all(code == "" for code, *_ in prefill.call("outcomes", key))
 
 
@@ -214,12 +221,12 @@ def test_blocks_that_were_reused_are_refused(world: World, options: dict[str, st
 def test_a_restarted_peer_is_met_again_and_its_predecessor_is_refused(world: World, mode: str) -> None:
     """F5: without touching others."""
     prefill, decode = world.pair(mode)
-    other = world.remote("other", options={"mode": mode})
+    other = world.remote("other", options=of(mode))
     introduce(prefill, decode, other)
     hand_over(mode, world, prefill, decode, 100)
     old = prefill.hand_off("old", [0], 16) if mode == "pull" else None
     prefill.signal(signal.SIGKILL)
-    successor = world.remote("p", epoch="2", options={"mode": mode})
+    successor = world.remote("p", epoch="2", options=of(mode))
     introduce(successor, decode, other)
     if old is not None:
         assert decode.scheduler.get_num_new_matched_tokens(awaiting(old), 0).num_tokens == 0
@@ -248,7 +255,7 @@ def test_what_cannot_work_is_refused_from_the_cards_with_both_values(
     decode: dict[str, Any],
     what: str,
 ) -> None:
-    options = {"options": {"mode": mode}}
+    options = {"options": of(mode)}
     theirs = world.remote("p", **{**options, **prefill})
     ours = world.local("d", **{**options, **decode})
     introduce(theirs, ours)
@@ -288,7 +295,7 @@ def test_a_first_pull_from_a_stopped_peer_ends_at_its_deadline(world: World) -> 
     hand_over("pull", world, prefill, decode, 100)
 
 
-@pytest.mark.parametrize("options", [{}, GATHER_ALL], ids=["direct", "gather"])
+@pytest.mark.parametrize("options", [{}, GATHER_ALL, {"writes": "true"}], ids=["direct", "gather", "write"])
 def test_a_push_to_a_stopped_peer_ends_at_its_deadline(world: World, options: dict[str, str]) -> None:
     """The sender's blocks come free; the receiver, running again, gives its own back when the sender has confirmed."""
     receiver = world.remote("d", options={"mode": "push", **options, **SHORT})
@@ -307,7 +314,7 @@ def test_a_push_to_a_stopped_peer_ends_at_its_deadline(world: World, options: di
 
 def test_a_receive_that_is_cancelled_waits_for_its_writers_word(world: World) -> None:
     """Quarantine: a stopped sender was let in and may still write; its blocks come free when it has confirmed."""
-    prefill, decode = world.pair("push")
+    prefill, decode = world.pair("write")
     ticket, _ = begin("push", "half", prefill, decode, 64)
     prefill.push("half", ticket, scattered(4), 0, 32, last=False)
     worker = decode.ranks[0].worker
@@ -323,7 +330,7 @@ def test_a_receive_that_is_cancelled_waits_for_its_writers_word(world: World) ->
 
 def test_a_receive_whose_writer_dies_ends_when_that_is_known(world: World) -> None:
     """F1: nothing of a dead process is written any more."""
-    prefill, decode = world.pair("push")
+    prefill, decode = world.pair("write")
     ticket, _ = begin("push", "dead", prefill, decode, 64)
     prefill.push("dead", ticket, scattered(4), 0, 32, last=False)
     wait_until_true(lambda: decode.ranks[0].worker.receiver.num_writers(("dead", 1)), "the sender is let in")
@@ -345,7 +352,7 @@ def test_a_receive_that_nobody_writes_is_cancelled_at_once(world: World) -> None
 
 def test_a_push_that_comes_too_late_is_refused(world: World) -> None:
     """Late writes never land: the receiver has not let the sender in."""
-    prefill, decode = world.pair("push")
+    prefill, decode = world.pair("write")
     ticket, _ = begin("push", "late", prefill, decode, 64)
     decode.ranks[0].worker.cancel(("late", 1))
     decode.outcome("late")
@@ -361,7 +368,7 @@ def test_a_push_that_comes_too_late_is_refused(world: World) -> None:
 def test_a_peer_that_dies_under_load_fails_its_transfers_only(world: World, mode: str, options: dict[str, str]) -> None:
     """F5: kill -9 in the middle of many transfers."""
     prefill, decode = world.pair(mode, {**options, **SMALL_SLOTS, "transfer_timeout_s": "1"})
-    other = world.remote("other", options={"mode": mode, **options, **SMALL_SLOTS})
+    other = world.remote("other", options={**of(mode), **options, **SMALL_SLOTS})
     introduce(prefill, decode, other)
     theirs = scattered(30)
     prefill.call("fill", theirs, 480, 1)
@@ -376,7 +383,7 @@ def test_a_peer_that_dies_under_load_fails_its_transfers_only(world: World, mode
     wait_for_peer_loss = threading.Event()
     wait_for_peer_loss.wait(0.05)  # some of them notice by themselves
     decode.meet(other.card)
-    if mode == "push":
+    if mode != "pull":
         for key in keys:  # the router's word: KVReady(ok=False)
             decode.ranks[0].worker.cancel((key, 1))
     ended: dict[tuple[str, int], Any] = {}
@@ -448,7 +455,7 @@ def test_nothing_is_loaded_before_a_worker_side_is_made() -> None:
 
 def test_the_mode_decides_kind_and_orders() -> None:
     assert load_connector("nixl") is NixlConnector
-    pull, push = (NixlConnector.for_options({"mode": mode}) for mode in MODES)
+    pull, push = (NixlConnector.for_options({"mode": mode}) for mode in ("pull", "push"))
     assert (pull, push) == (NixlPullConnector, NixlPushConnector)
     assert (pull.kind, push.kind) == ("pull", "push")
     assert pull.orders() == ["prefill_first", "decode_first"]

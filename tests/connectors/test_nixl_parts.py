@@ -14,11 +14,11 @@ from pdkv.connectors.block_runs import make_runs
 from pdkv.connectors.host import host_id
 from pdkv.connectors.huge_pages import use_huge_pages
 from pdkv.connectors.nixl_agent import MAX_MESSAGE_BYTES, Memory
+from pdkv.connectors.nixl_blocks import POST_BYTES, cut_runs
 from pdkv.connectors.nixl_doorbell import Doorbell
 from pdkv.connectors.nixl_gather import MAX_UNITS, plan_chunks
-from pdkv.connectors.nixl_memory import GENERATION_BYTES, GenerationTable, Slots, generation_offset
+from pdkv.connectors.nixl_memory import WORD_BYTES, GenerationTable, Slots, generation_offset
 from pdkv.connectors.nixl_peers import NixlPeers
-from pdkv.connectors.nixl_pull import POST_BYTES, cut_runs
 from pdkv.connectors.nixl_wire import Begin, Gather, Mode, RankBlob, decode, encode, encode_blob
 from pdkv.connectors.planning import Run
 from pdkv.errors import IncompatiblePeers, PeerGone
@@ -105,6 +105,7 @@ def make_blob(**changes: object) -> bytes:
     values: dict[str, object] = {
         "version": 1, "mode": "pull", "agent": "p/1/0", "metadata": b"", "host": host_id(), "doorbell": b"",
         "pool": Memory(1 << 20, NUM_BLOCKS * size), "block_bytes": size, "slots": Memory(0, 1), "slot_bytes": 4096,
+        "permits": Memory(0, 8),
     }  # fmt: skip
     return encode_blob(RankBlob(**(values | changes)))  # type: ignore[arg-type]
 
@@ -175,7 +176,7 @@ def test_a_slot_gets_a_new_generation_before_it_is_written() -> None:
     offset = generation_offset(slots.memory.nbytes, 4096, 1)
 
     def seen() -> int:
-        return int(slots.memory[offset : offset + GENERATION_BYTES].view(np.int64)[0])
+        return int(slots.memory[offset : offset + WORD_BYTES].view(np.int64)[0])
 
     assert seen() == first
     assert not slots.memory[:4096].any()
