@@ -18,7 +18,7 @@ MAX_BLOCKED_S = 0.25
 MAX_COPY_SHARE = 0.4
 """Of the CPU time of a plain copy of the same bytes, that one call may take: more is a copy on the step thread."""
 
-COPY_SHAPE = Shape(num_blocks=288, num_layers=8, head_size=64)
+COPY_SHAPE = Shape(num_blocks=288, num_layers=4, head_size=64)
 COPY_BLOCKS = 256
 COPY_ROUNDS = 3
 
@@ -82,7 +82,7 @@ def _check_calls(world: World) -> None:
 
 
 def _big_loads(world: World) -> None:
-    """The step thread's part of a load of 64 MiB costs far less than copying it."""
+    """The step thread's part of a load of 32 MiB costs far less than copying it."""
     shares = []
     for _ in range(COPY_ROUNDS):
         transfer = Handover(world, 16 * COPY_BLOCKS, check=False)

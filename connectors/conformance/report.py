@@ -4,6 +4,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, TextIO
@@ -57,6 +58,7 @@ def check(
     quick: bool = False,
     timeout_s: float = 20.0,
     on_case: Callable[[CaseReport], None] = lambda _: None,
+    zygote: Zygote | None = None,
 ) -> Report:
     """Run the kit.
 
@@ -66,6 +68,7 @@ def check(
         names: the cases to run; none: all.
         timeout_s: what must happen has happened after so long; longer than every deadline of the connector.
         on_case: is told of each case when it has ended.
+        zygote: forks the processes, for callers that check several connectors; by default the run has its own.
 
     Raises:
         ConfigError: no such connector, case or option, or a connector that cannot be built at all.
@@ -78,9 +81,10 @@ def check(
     profile = profile_of(target, options)
     flags = load_connector(connector).for_options(profile.options)
     reports = []
-    with tempfile.TemporaryDirectory(prefix="pdkv-check-") as directory, Zygote(Path(directory)) as zygote:
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdkv-check-"))
         setting = Setting(
-            zygote=zygote,
+            zygote=zygote or stack.enter_context(Zygote(Path(directory))),
             directory=Path(directory),
             connector=connector,
             options=dict(profile.options),

@@ -6,13 +6,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from pdkv.cli import main
+from pdkv.connectors.conformance.processes import Zygote
 from pdkv.connectors.conformance.report import Report, all_cases, check
 
 HERE = Path(__file__).parent
@@ -33,7 +34,7 @@ SHIPPED: Sequence[tuple[str, dict[str, str]]] = [
     ("pdkv_sqlite:SQLiteConnector", {"path": "{directory}/kv.db"}),
 ]
 
-IN_MAKE_TEST = ("content_identity", "partial_writes", "attempts", "replay", "aborts", "restarted_peer", "step_thread")
+IN_MAKE_TEST = ("content_identity", "attempts", "replay", "aborts", "restarted_peer", "step_thread")
 """Of connectors between processes; all cases of all connectors are in `make matrix`."""
 
 BROKEN: Sequence[tuple[str, str]] = [
@@ -63,11 +64,20 @@ def assert_passed(report: Report) -> None:
     assert report.passed == sum(case.status == "passed" for case in report.cases) > 0
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> Iterator[None]:
     """The broken connectors and the example, here and in the kit's processes."""
-    monkeypatch.syspath_prepend(HERE)
-    monkeypatch.syspath_prepend(EXAMPLE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(HERE)
+        patch.syspath_prepend(EXAMPLE)
+        yield
+
+
+@pytest.fixture(scope="module")
+def zygote(importable: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """One for all runs of the kit here."""
+    with Zygote(tmp_path_factory.mktemp("zygote")) as started:
+        yield started
 
 
 def need(connector: str) -> None:
@@ -76,24 +86,24 @@ def need(connector: str) -> None:
 
 
 @pytest.mark.parametrize(("connector", "options"), SHIPPED, ids=[name_of(*row) for row in SHIPPED])
-def test_the_kit_passes_for_what_is_shipped(connector: str, options: dict[str, str]) -> None:
+def test_the_kit_passes_for_what_is_shipped(connector: str, options: dict[str, str], zygote: Zygote) -> None:
     """F1, F2, F3, F4, F5, F9, F10, F17, F19, F20, F24, as each case says."""
     need(connector)
     names = () if connector == "memory" else IN_MAKE_TEST
-    assert_passed(check(connector, options=options, names=names, quick=True))
+    assert_passed(check(connector, options=options, names=names, quick=True, zygote=zygote))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("connector", "options"), SHIPPED, ids=[name_of(*row) for row in SHIPPED])
-def test_the_whole_kit_passes_for_what_is_shipped(connector: str, options: dict[str, str]) -> None:
+def test_the_whole_kit_passes_for_what_is_shipped(connector: str, options: dict[str, str], zygote: Zygote) -> None:
     need(connector)
-    assert_passed(check(connector, options=options))
+    assert_passed(check(connector, options=options, zygote=zygote))
 
 
 @pytest.mark.parametrize(("connector", "case"), BROKEN, ids=[name.partition(":")[2] for name, _ in BROKEN])
-def test_a_broken_connector_fails_in_the_case_that_is_meant(connector: str, case: str) -> None:
+def test_a_broken_connector_fails_in_the_case_that_is_meant(connector: str, case: str, zygote: Zygote) -> None:
     options = {"transfer_timeout_s": "0.8"} if connector.startswith("inside") else {"load_timeout_s": "2"}
-    report = check(f"broken.{connector}", options=options, names=[case], quick=True)
+    report = check(f"broken.{connector}", options=options, names=[case], quick=True, zygote=zygote)
     assert [(found.name, found.status) for found in report.cases] == [(case, "failed")]
     assert report.cases[0].detail
     assert (report.passed, report.failed) == (0, 1)
