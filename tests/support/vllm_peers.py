@@ -7,16 +7,18 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
-import urllib.request
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from store_servers import free_port
 
 START_BOUND_S = 300.0
 REPLY_BOUND_S = 120.0
@@ -41,7 +43,8 @@ class VllmServer:
     """One server on the CPU, one core; a context manager that ends it with all its processes."""
 
     def __init__(self, model: Path, *, role: str, cpu: int, extra: Mapping[str, Any]) -> None:
-        self.port = free_port()
+        self._directory = tempfile.TemporaryDirectory(prefix="pdkv-")  # a short name: sockets lie there
+        self._address = f"{self._directory.name}/api"
         transfer = {
             "kv_connector": "PdkvConnector",
             "kv_connector_module_path": "pdkv.connectors.vllm_adapter",
@@ -50,14 +53,14 @@ class VllmServer:
             "kv_connector_extra_config": extra,
         }
         flags = {
-            "model": model, "served-model-name": "served", "host": "127.0.0.1", "port": self.port, "dtype": "float32",
+            "model": model, "served-model-name": "served", "uds": self._address, "dtype": "float32",
             "max-model-len": 1024, "block-size": 32, "kv-transfer-config": json.dumps(transfer),
         }  # fmt: skip
         command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
         command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": str(cpu), "VLLM_HOST_IP": "127.0.0.1",
-            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": self._directory.name,
         }  # fmt: skip
         self.process = subprocess.Popen(
             command,
@@ -67,6 +70,8 @@ class VllmServer:
             text=True,
             start_new_session=True,
         )
+        transport = httpx.HTTPTransport(uds=self._address)
+        self._client = httpx.Client(transport=transport, base_url="http://vllm", timeout=REPLY_BOUND_S)
         self.lines: list[str] = []
         self._settled = threading.Event()  # it is ready, or it has ended
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -84,6 +89,7 @@ class VllmServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._client.close()
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_BOUND_S)
@@ -93,11 +99,21 @@ class VllmServer:
         self._reader.join(STOP_BOUND_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
+        self._directory.cleanup()
 
     def wait_ready(self) -> None:
         """Return when the server answers. Raises AssertionError with its log's end if it does not."""
         ready = self._settled.wait(START_BOUND_S) and self.process.poll() is None
+        deadline = time.monotonic() + STOP_BOUND_S
+        while ready and not self._listens():  # it says that it is ready a moment before
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.05)
+            ready = time.monotonic() < deadline and self.process.poll() is None
         assert ready, "".join(self.lines[-60:])
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(self._address) == 0
 
     def complete(self, prompt: Sequence[int], num_output: int, **fields: object) -> list[int]:
         """Greedy output tokens."""
@@ -105,19 +121,14 @@ class VllmServer:
             "model": "served", "prompt": list(prompt), "max_tokens": num_output, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True, **fields,
         }  # fmt: skip
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=REPLY_BOUND_S) as reply:
-            tokens: list[int] = json.load(reply)["choices"][0]["token_ids"]
+        reply = self._client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        tokens: list[int] = reply.json()["choices"][0]["token_ids"]
         return tokens
 
     def prompt_tokens(self) -> dict[str, int]:
         """vLLM's own count of prompt tokens by where their KV came from."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=REPLY_BOUND_S) as reply:
-            return {source: int(float(count)) for source, count in _SOURCE.findall(reply.read().decode())}
+        return {source: int(float(count)) for source, count in _SOURCE.findall(self._client.get("/metrics").text)}
 
 
 @contextlib.contextmanager
