@@ -1,6 +1,7 @@
 """Block ids on the wire: runs of adjacent blocks, which keep tickets and hand-offs small."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import msgspec
@@ -27,13 +28,18 @@ def make_runs(block_ids: Sequence[int], generations: Sequence[int] | None = None
         ValueError: not one generation per block.
     """
     runs: list[BlockRun] = []
-    versions = [0] * len(block_ids) if generations is None else generations
-    for block_id, generation in zip(block_ids, versions, strict=True):
-        last = runs[-1] if runs else None
-        if last is not None and block_id == last.first + last.num_blocks and generation == last.generation:
-            runs[-1] = last._replace(num_blocks=last.num_blocks + 1)
-        else:
-            runs.append(BlockRun(block_id, 1, generation))
+    first = count = generation = 0
+    for block_id, version in zip(
+        block_ids, repeat(0) if generations is None else generations, strict=generations is not None
+    ):
+        if count and block_id == first + count and version == generation:
+            count += 1
+            continue
+        if count:
+            runs.append(BlockRun(first, count, generation))
+        first, count, generation = block_id, 1, version
+    if count:
+        runs.append(BlockRun(first, count, generation))
     return runs
 
 

@@ -67,7 +67,8 @@ class RequestFlow:
         self.prefill: SideState = "idle"
         self.decode: SideState = "idle"
         self.declined = False  # decode prefills by itself
-        self.sources: SourceCounts | None = None  # of the side that ran the prompt, as it said last
+        self.prompt_engine: str | None = None  # the one that ran the prompt, once a token or a hand-off came of it
+        self.sources: SourceCounts | None = None  # of that engine, as it said last
         self.decode_sources: SourceCounts | None = None
         self.load: Loaded | None = None  # how decode's remote load ended
         self.finish_reason: FinishReason | None = None
@@ -209,7 +210,8 @@ class RequestFlow:
                 return _NOTHING
             token_ids = token_ids[num_known:]
             logprobs = None if logprobs is None else logprobs[num_known:]
-        self.sources = message.sources or self.sources
+        if message.sources is not None:
+            self.prompt_engine, self.sources = engine, message.sources
         output.extend(token_ids)
         self._pending.extend(token_ids)
         if logprobs is not None:
@@ -227,12 +229,12 @@ class RequestFlow:
         if engine == self.route.decode:
             self.decode = "done"
             self.decode_sources = message.sources
-            if self.route.aggregated or self.declined or self.sources is None:
+            if self.prompt_engine in (None, engine):
                 self.sources = message.sources
         else:
             self.prefill = "done"
             self._released = True  # the first token was the last: there was no hand-off
-            self.sources = message.sources
+            self.prompt_engine, self.sources = engine, message.sources
         self.finish_reason, self.stop_token_id = message.reason, message.stop_token_id
         return self._close()
 
@@ -241,7 +243,7 @@ class RequestFlow:
         if self.declined or self._released:  # nobody wants the KV; a Release before the lease has ended nothing
             self._released = False
             return self._release()
-        self.sources = message.sources
+        self.prompt_engine, self.sources = self.route.prefill, message.sources
         self._handoff = message.handoff
         if self.decode == "running":
             return [(self.route.decode, message.handoff)]

@@ -26,7 +26,8 @@ class Generation:
     @property
     def prefill_engine(self) -> str:
         """Name of the engine that runs the prompt."""
-        return self.flow.route.decode if self.flow.declined else self.flow.route.prefill
+        flow = self.flow
+        return flow.prompt_engine or (flow.route.decode if flow.declined else flow.route.prefill)
 
     @property
     def decode_engine(self) -> str:

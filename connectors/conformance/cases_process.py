@@ -83,6 +83,7 @@ def _check_calls(world: World) -> None:
 
 def _big_loads(world: World) -> None:
     """The step thread's part of a load of 32 MiB costs far less than copying it."""
+    world.consumer.ask_all(p.Instrument(False), p.Done)
     shares = []
     for _ in range(COPY_ROUNDS):
         transfer = Handover(world, 16 * COPY_BLOCKS, check=False)

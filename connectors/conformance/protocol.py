@@ -161,6 +161,12 @@ class TakeCalls(Command, frozen=True):
     """Records of the connector calls since the last TakeCalls."""
 
 
+class Instrument(Command, frozen=True):
+    """Whether strict calls are traced for what they enter, which costs CPU time of its own."""
+
+    on: bool
+
+
 class CopyCost(Command, frozen=True):
     """CPU seconds that a plain copy of these blocks takes on one thread."""
 
@@ -224,8 +230,8 @@ class Exit(Command, frozen=True):
 
 AnyCommand = (
     Build | Close | Drop | UpdatePeers | Match | Allocate | Plan | FinishRequest | Settle | IsPending | Reuse | Publish
-    | Execute | Expect | Fill | ForeignWrites | TakeCalls | CopyCost | GetUsage | Await | Digest | Forward | Throttle
-    | OpenBare | MoveBare | Exit
+    | Execute | Expect | Fill | ForeignWrites | TakeCalls | Instrument | CopyCost | GetUsage | Await | Digest | Forward
+    | Throttle | OpenBare | MoveBare | Exit
 )  # fmt: skip
 
 

@@ -84,6 +84,8 @@ class HostedRank:
                 return p.Blocks(self._foreign_writes())
             case p.TakeCalls():
                 return p.Calls(self._watch.take())
+            case p.Instrument():
+                self._watch.traced = command.on
             case p.CopyCost():
                 return p.Seconds(self._copy_cost(command.block_ids))
             case _:

@@ -272,6 +272,24 @@ def test_empty_range_declines_unless_only_the_first_token_is_missing(start: int,
     assert flow.declined is not asks_prefill
 
 
+@pytest.mark.parametrize("declines_late", [True, False])
+def test_sources_are_those_of_the_engine_that_ran_the_prompt(declines_late: bool) -> None:
+    """Decode may find the whole prompt in its cache when prefill has computed it already: that was no cache hit."""
+    flow = make_flow("concurrent")
+    flow.start(NOW)
+    computed, found = SourceCounts(computed=20), SourceCounts(local_hit=20)
+    if declines_late:
+        flow.handle("p", Tokens("q", 0, 0, [3], sources=computed), NOW)
+        flow.handle("p", handoff(), NOW)
+        flow.handle("d", Allocated("q", 0, 16, 16, b"where"), NOW)
+    else:
+        flow.handle("d", Allocated("q", 0, 16, 16, b"where"), NOW)
+        flow.handle("d", Tokens("q", 0, 0, [3], sources=found), NOW)
+    assert flow.declined
+    flow.handle("d", Finished("q", 0, "length", found), NOW)
+    assert (flow.prompt_engine, flow.sources) == (("p", computed) if declines_late else ("d", found))
+
+
 def test_tokens_of_both_sides_are_delivered_once_with_their_logprobs() -> None:
     flow = make_flow("concurrent")
     flow.start(NOW)
