@@ -9,8 +9,8 @@ import pytest
 from equality import Workload, check_decode_computed_nothing, check_undisturbed, deployed, greedy_workload, run_all
 from matrix_rows import BACKENDS, Row, all_rows, cover
 
-RESULTS = "PDKV_MATRIX_RESULTS"
-"""Names a file that each passed row is appended to."""
+RESULTS = "MATRIX_RESULTS"
+"""Names a file that each passed row is appended to. Not PDKV_…: a launcher refuses options that it does not know."""
 
 
 @pytest.fixture(scope="session")
