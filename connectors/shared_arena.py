@@ -11,7 +11,6 @@ import logging
 import mmap
 import os
 import threading
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +22,7 @@ from pdkv.connectors.host import host_id
 from pdkv.connectors.shared_block_table import BlockTableReader, TableArrays, TableShape
 from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, StaleEpoch
 from pdkv.messages import KVLayout
+from pdkv.process_info import process_start_time
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +79,6 @@ class ArenaShape(NamedTuple):
         return self.data_offset + self.table.num_blocks * self.block_bytes
 
 
-def process_start_time(pid: int) -> int:
-    """Clock ticks from boot to the start of a process.
-
-    Raises:
-        OSError: there is no such process.
-    """
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat[stat.rindex(")") + 2 :].split()[19])  # field 22; the command's name may hold anything
-
-
 class Arena:
     """The owner's side. The mapping lives as long as anything refers to its memory, such as the KV pool's tensor."""
 
@@ -111,7 +101,9 @@ class Arena:
             os.close(self._fd)
             raise
         pid = os.getpid()
-        header = ArenaHeader(engine, epoch, pid, process_start_time(pid), layout, num_blocks, HASH_BLOCK_SIZE)
+        start_time = process_start_time(pid)
+        assert start_time is not None
+        header = ArenaHeader(engine, epoch, pid, start_time, layout, num_blocks, HASH_BLOCK_SIZE)
         _write_header(self._memory, header)
         self.address = ArenaAddress(
             host_id(), pid, header.start_time, self._fd, os.fstat(self._fd).st_ino, self.shape.size
@@ -246,10 +238,9 @@ def open_peer_arena(address: ArenaAddress, *, engine: str, epoch: str) -> PeerAr
 def _check_identity(fd: int, address: ArenaAddress, engine: str) -> None:
     """The open file is the very memfd of the card; it cannot shrink under the mapping, and only its owner writes it."""
     status = os.fstat(fd)
-    try:
-        start_time = process_start_time(address.pid)
-    except OSError as error:
-        raise PeerGone(f"engine {engine}: process {address.pid} is gone") from error
+    start_time = process_start_time(address.pid)
+    if start_time is None:
+        raise PeerGone(f"engine {engine}: process {address.pid} is gone")
     found = (status.st_ino, status.st_size, start_time)
     if found != (address.inode, address.size, address.start_time):
         raise PeerGone(f"engine {engine}: process {address.pid} is another one now (inode, size, start time: {found})")

@@ -17,6 +17,7 @@ from pdkv.connectors.base import (
     parse_options,
 )
 from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.option_types import parse_bool, parse_count, parse_seconds
 from pdkv.connectors.pull import PullMetadata
 from pdkv.connectors.shared_arena import Arena
 from pdkv.connectors.shared_block_table import SharedBlockTable
@@ -30,29 +31,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError("true or false was expected")
-    return text.lower() == "true"
-
-
-def _parse_count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError("at least 1 was expected")
-    return value
-
-
-def _parse_seconds(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise ValueError("a number of seconds above 0 was expected")
-    return value
-
-
 _CONVERTERS: dict[str, Callable[[str], object]] = {
-    "io_threads": _parse_count,
-    "min_hit_tokens": _parse_count,
-    "load_timeout_s": _parse_seconds,
-    "content_lookup": _parse_bool,
+    "io_threads": parse_count,
+    "min_hit_tokens": parse_count,
+    "load_timeout_s": parse_seconds,
+    "content_lookup": parse_bool,
 }
 
 

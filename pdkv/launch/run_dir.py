@@ -9,19 +9,10 @@ import tempfile
 from pathlib import Path
 
 from pdkv.errors import StartupError
+from pdkv.process_info import process_start_time
 
 _NAME = re.compile(r"^pdkv-(\d+)-(\d+)-[a-z0-9_]+$")
 _MAX_DIRECTORY_BYTES = 80  # a unix socket's path has at most 107 bytes; the rest is for the engine's name
-
-
-def process_start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot, None if there is no such process (a zombie counts as none)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text.rpartition(")")[2].split()  # the command's name may hold spaces and brackets
-    return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def run_root() -> Path:

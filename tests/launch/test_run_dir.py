@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pdkv.launch import run_dir
-from pdkv.launch.run_dir import RunDirectory, process_start_time, run_root, sweep_leftovers
+from pdkv.launch.run_dir import RunDirectory, run_root, sweep_leftovers
+from pdkv.process_info import process_start_time
 
 
 @pytest.fixture
