@@ -30,9 +30,13 @@ lint: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow"
 
-# Every backend between engines of every shape, and the whole conformance kits. Takes an hour.
+# Every backend between engines of every shape, and the whole conformance kits. Takes 45 minutes on two cores.
 matrix: install
-	$(BIN)/python -m pytest -n 2 -m "not gpu" tests/matrix tests/connectors/test_conformance.py
+	mkdir -p .bench && rm -f .bench/matrix.txt
+	MATRIX_RESULTS=$(abspath .bench/matrix.txt) \
+		$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/matrix
+	$(BIN)/python tests/support/matrix_table.py .bench/matrix.txt
+	$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/connectors/test_conformance.py
 
 # Chaos under load for so many minutes per backend: make soak MINUTES=5 BACKENDS="shared_memory store_redis"
 soak: install

@@ -1,8 +1,13 @@
-"""What the short cover covers."""
+"""What the short cover covers, and the table of results."""
 
 import itertools
+from pathlib import Path
 
+import pytest
 from matrix_rows import BACKENDS, BLOCKS, RANKS, TOPOLOGIES, all_rows, cover
+from matrix_table import PASSED, main, passed_rows, table
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_the_cover_is_part_of_the_matrix_and_short() -> None:
@@ -16,3 +21,24 @@ def test_every_value_and_every_other_pair_is_in_the_cover() -> None:
     assert {(row.ranks, row.blocks) for row in rows} == set(itertools.product(RANKS, BLOCKS))
     assert {(row.topology, row.ranks) for row in rows} == set(itertools.product(TOPOLOGIES, RANKS))
     assert {(row.topology, row.blocks) for row in rows} == set(itertools.product(TOPOLOGIES, BLOCKS))
+
+
+def test_results_become_a_table_and_what_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *others, last = all_rows()
+    results = tmp_path / "results"
+    results.write_text("".join(f"{row}{PASSED}3 s\n" for row in [*others, others[0]]))
+    assert main([str(results)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| `shared_memory` | " + " | ".join(["6 of 6"] * 5) + " |"
+    assert lines[-2:] == ["| `multi` | 6 of 6 | 6 of 6 | 6 of 6 | 6 of 6 | 5 of 6 |", f"not passed: {last}"]
+    with results.open("a") as file:
+        file.write(f"{last}{PASSED}3 s\n")
+    assert main([str(results)]) == 0
+    with pytest.raises(ValueError, match="'something' is no row"):
+        passed_rows(["something"])
+
+
+def test_the_readme_shows_the_whole_matrix() -> None:
+    assert "\n".join(table(set(all_rows()))) in README.read_text()

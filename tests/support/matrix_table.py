@@ -1,0 +1,46 @@
+"""The table of a matrix run: python tests/support/matrix_table.py RESULTS. Exit code 1 where a row has not passed."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from matrix_rows import BACKENDS, BLOCKS, RANKS, TOPOLOGIES, Row, all_rows
+
+PASSED = ": passed in "
+CELL = len(TOPOLOGIES) * len(BLOCKS)
+"""Rows of one backend and pair of ranks."""
+
+
+def passed_rows(lines: Iterable[str]) -> set[Row]:
+    """Of a results file, which test_matrix.py appends to. Raises ValueError for a line that names no row."""
+    rows = {str(row): row for row in all_rows()}
+    names = [line.partition(PASSED)[0] for line in lines if line.strip()]
+    if unknown := [name for name in names if name not in rows]:
+        raise ValueError(f"{unknown[0]!r} is no row of the matrix")
+    return {rows[name] for name in names}
+
+
+def table(passed: set[Row]) -> list[str]:
+    """A markdown line per backend, a column per pair of ranks: how many of its rows have passed."""
+    lines = [
+        "| backend | " + " | ".join(f"TP {prefill}, {decode}" for prefill, decode in RANKS) + " |",
+        "|---|" + "---|" * len(RANKS),
+    ]
+    for backend in BACKENDS:
+        counts = [sum(row.backend == backend and row.ranks == ranks for row in passed) for ranks in RANKS]
+        lines.append(f"| `{backend}` | " + " | ".join(f"{count} of {CELL}" for count in counts) + " |")
+    return lines
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table and what is missing."""
+    passed = passed_rows(Path(arguments[0]).read_text().splitlines())
+    print("\n".join(table(passed)))
+    missing = [row for row in all_rows() if row not in passed]
+    for row in missing:
+        print(f"not passed: {row}")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
