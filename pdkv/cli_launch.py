@@ -1,12 +1,13 @@
 """`pd launch`: options of the topology, the hand-off and the engines, these also per role."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pdkv.cli_options import Option, add_options, build, collect, options_of
 from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
 
 ROLES = ("prefill", "decode")
@@ -43,12 +44,25 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
         environment=environment,
         file=arguments.config,
     )
+    launch = build(LaunchConfig, values)
+    if launch.prefill == 0:
+        _check_no_prefill_options(options, values)
     return Deployment(
-        launch=build(LaunchConfig, values),
+        launch=launch,
         handoff=build(HandoffConfig, values),
         prefill=build(EngineConfig, values, role="prefill"),
         decode=build(EngineConfig, values, role="decode"),
     )
+
+
+def _check_no_prefill_options(options: Sequence[Option], values: Mapping[str, Any]) -> None:
+    """Raise ConfigError where options of prefill engines are given that nobody would follow."""
+    for option in options:
+        if option.name in values and option.name == f"prefill_{option.field}":
+            raise ConfigError(
+                f"{option.flag} is given, but prefill = 0 launches no prefill engines: "
+                f"aggregated ones follow --{option.field.replace('_', '-')}"
+            )
 
 
 def launch_variables() -> set[str]:
