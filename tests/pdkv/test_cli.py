@@ -48,7 +48,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         (["launch", "--prefill", "two"], "--prefill: a whole number was expected, got 'two'"),
         (["launch", "--prefill", "-1"], "prefill must be 0 or more, got -1"),
         (["launch", "--decode", "0"], "decode must be at least 1, got 0"),
-        (["launch", "--prefill", "0", "--prefill-tp", "2"], "--prefill-tp is given, but prefill = 0 launches no prefill"),
+        (["launch", "--prefill", "0", "--prefill-tp", "2"], "--prefill-tp is given, but prefill = 0"),
         (["launch", "--port", "70000"], "port must be in [0, 65535], got 70000"),
         (["launch", "--dtype", "int8"], "--dtype: one of auto, float32, bfloat16, float16 was expected, got 'int8'"),
         (["launch", "--block-size", "17"], "block_size must be a positive multiple of 16, got 17"),
