@@ -7,7 +7,7 @@ from pdkv.connectors.memory import MemoryConnector, MemoryScheduler, MemoryWorke
 from pdkv.connectors.memory_fabric import Content, Operation, copy_in, copy_out
 from pdkv.connectors.peers import PeerCards
 from pdkv.connectors.planning import blocks_of
-from pdkv.connectors.push import Incoming, PushMetadata, PushScheduler, PushSend
+from pdkv.connectors.push import Incoming, PieceRange, PushMetadata, PushScheduler, PushSend
 from pdkv.errors import KVNotFound, TransferCancelled, TransferError, TransferTimeout
 from pdkv.messages import ConnectorKind
 
@@ -37,6 +37,8 @@ class MemoryPushWorker(MemoryWorker):
         super().__init__(connector)
         self._outgoing: dict[TransferKey, _Outgoing] = {}
         self._incoming: dict[TransferKey, Incoming] = {}
+        self._in_step: list[Write] = []  # of tokens that this step computes
+        self._layout = connector.config.layout
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         assert isinstance(meta, PushMetadata)
@@ -48,13 +50,25 @@ class MemoryPushWorker(MemoryWorker):
             self._outgoing.setdefault(key, _Outgoing(self.fabric.clock()))
             self.stop_sending(key, KVNotFound("the ticket wants more than there is"))
         for ticket in meta.receives:
-            self._incoming[ticket.key] = Incoming(ticket, self.block_size, 1)
+            self._incoming[ticket.key] = Incoming(ticket, self._layout)
         for send in meta.sends:
             deadline = self.fabric.clock() + self.options.transfer_timeout_s
             outgoing = self._outgoing.setdefault(send.key, _Outgoing(deadline))
             outgoing.batches.add(send.batch)
-            outgoing.is_complete = send.last
-            self.fabric.post(Write(self, outgoing, send))
+            write = Write(self, outgoing, send)
+            if send.during_step:
+                self._in_step.append(write)
+            else:
+                self.fabric.post(write)
+        for key in meta.completed:
+            if key in self._outgoing:
+                self._outgoing[key].is_complete = True
+                self._end_if_delivered(key)
+
+    def wait_for_save(self) -> None:
+        in_step, self._in_step = self._in_step, []
+        for write in in_step:
+            self.fabric.post(write)
 
     def get_finished(self) -> TransferResults:
         now = self.fabric.clock()
@@ -85,6 +99,10 @@ class MemoryPushWorker(MemoryWorker):
         outgoing.batches.remove(send.batch)
         self.sent(send.batch, len(send.block_ids))
         outgoing.num_acknowledged += len(send.block_ids)
+        self._end_if_delivered(key)
+
+    def _end_if_delivered(self, key: TransferKey) -> None:
+        outgoing = self._outgoing[key]
         if outgoing.is_complete and not outgoing.batches:
             del self._outgoing[key]
             self.sent(key, outgoing.num_acknowledged)
@@ -103,7 +121,8 @@ class MemoryPushWorker(MemoryWorker):
         first = send.ticket.start // self.block_size
         blocks = blocks_of(send.start, send.stop, self.block_size)
         copy_in(self.pool, incoming.block_ids[blocks.start - first : blocks.stop - first], content)
-        if incoming.arrived(0, 1, send.start, send.stop, 0):
+        layers, heads = self._layout.num_layers, self._layout.num_kv_heads
+        if incoming.arrived(PieceRange(0, layers, 0, heads, send.start, send.stop), 0):
             self._incoming.pop(key, None)
             self.received(key, len(incoming.block_ids))
         return True

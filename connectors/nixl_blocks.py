@@ -10,7 +10,7 @@ from pdkv.connectors.nixl_fetch import GatherReader, Guard, Waiting, Wanted
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_wire import RankBlob
 from pdkv.connectors.planning import Ids, Run, split_runs
-from pdkv.connectors.units import UnitPool
+from pdkv.connectors.units import UnitPart, UnitPool
 
 POST_BYTES = 8 * 1024 * 1024
 """Of one post: between two of them a cancel, the deadline and a shutdown are seen."""
@@ -27,6 +27,22 @@ class BlockReader:
         self._units = units
         self._reader = reader
         self._options = options
+
+    def read_layers(
+        self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, layers: range, *, offer: int, guard: Guard
+    ) -> int:
+        """As `read`, some layers of the blocks only."""
+        num_layers, block_bytes = self._units.num_layers, blob.block_bytes
+        if len(layers) == num_layers:
+            return self.read(job, blob, theirs, ours, offer=offer, guard=guard)
+        num_bytes = block_bytes // num_layers * len(layers)
+        if theirs.size < self._options.gather_min_pieces or num_bytes >= self._options.gather_below:
+            self._read_posts(job, blob, cut_layers(theirs, ours, block_bytes, layers, num_layers), guard)
+        else:
+            units = [expand_blocks(blocks, self._units.units_per_block) for blocks in (theirs, ours)]
+            part = UnitPart(0, self._units.num_heads, layers.start, layers.stop)
+            self._reader.fetch(job, blob, Wanted(units[0], 0, units[1], part, offer, guard))
+        return int(theirs.size) * num_bytes
 
     def read(
         self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, *, offer: int = 0, guard: Guard = nullcontext
@@ -54,9 +70,12 @@ class BlockReader:
         return int(theirs.size) * blob.block_bytes
 
     def _read_runs(self, job: Waiting, blob: RankBlob, runs: Sequence[Run], guard: Guard) -> None:
+        self._read_posts(job, blob, cut_runs(runs, blob.block_bytes), guard)
+
+    def _read_posts(self, job: Waiting, blob: RankBlob, posts: Sequence[Post], guard: Guard) -> None:
         endpoint = self._endpoint
         assert endpoint.pool is not None
-        for theirs, ours, sizes in cut_runs(runs, blob.block_bytes):
+        for theirs, ours, sizes in posts:
             job.check()
             with guard():
                 endpoint.read(
@@ -74,7 +93,18 @@ def cut_runs(runs: Sequence[Run], block_bytes: int) -> list[Post]:
             pieces.append((source, destination, min(POST_BYTES, size - offset)))
     if not pieces:
         return []
-    table = np.asarray(pieces, dtype=np.int64)
+    return _posts(np.asarray(pieces, dtype=np.int64))
+
+
+def cut_layers(source: Ids, destination: Ids, block_bytes: int, layers: range, num_layers: int) -> list[Post]:
+    """Some layers of blocks source[i] and destination[i], one piece per block, as posts of about POST_BYTES."""
+    layer_bytes = block_bytes // num_layers
+    first, size = layers.start * layer_bytes, np.full(source.size, len(layers) * layer_bytes, dtype=np.int64)
+    return _posts(np.stack([source * block_bytes + first, destination * block_bytes + first, size], axis=1))
+
+
+def _posts(table: Ids) -> list[Post]:
+    """(source, destination, size) of pieces, (n, 3), n > 0."""
     posts = (np.cumsum(table[:, 2]) - 1) // POST_BYTES
     cuts = np.flatnonzero(np.diff(posts)) + 1
     return [(batch[:, 0], batch[:, 1], batch[:, 2]) for batch in np.split(table, cuts)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from pdkv.connectors.block_runs import make_runs
 from pdkv.connectors.nixl_endpoint import NixlEndpoint
-from pdkv.connectors.nixl_gather import MAX_UNITS, Chunk, plan_chunks
+from pdkv.connectors.nixl_gather import MAX_UNITS, Chunk, part_of, plan_chunks
 from pdkv.connectors.nixl_memory import PAGE_BYTES, WORD_BYTES, Bytes, generation_offset
 from pdkv.connectors.nixl_wire import Dropped, Freed, Gather, Gathered, RankBlob, Refused
 from pdkv.connectors.planning import Ids, as_ids
@@ -101,8 +101,12 @@ class GatherReader:
         runs, head_stop = make_runs(wanted.theirs.tolist()), wanted.head_start + part.num_heads
         with self._request(blob) as request:
             self._endpoint.send(
-                blob, Gather(request.number, runs, wanted.head_start, head_stop, chunk_bytes, wanted.offer)
-            )
+                blob,
+                Gather(
+                    request.number, runs, wanted.head_start, head_stop, part.layer_start, part.layer_stop,
+                    chunk_bytes, wanted.offer,
+                ),
+            )  # fmt: skip
             missing = dict(enumerate(chunks))
             while missing:
                 gathered = self._next(job, blob, request)
@@ -113,8 +117,7 @@ class GatherReader:
 
     def _take(self, job: Waiting, blob: RankBlob, gathered: Gathered, chunk: Chunk, wanted: Wanted) -> None:
         """Read one slot and scatter it."""
-        part = wanted.part
-        piece = UnitPart(part.head_start, part.head_stop, chunk.layer_start, chunk.layer_stop)
+        piece = part_of(wanted.part, chunk)
         size = (chunk.stop - chunk.first) * self._pool.unit_bytes(piece)
         with self._endpoint.buffers.take(job.remaining_s()) as buffer:
             self._read(job, blob, buffer, gathered.slot * blob.slot_bytes, size)

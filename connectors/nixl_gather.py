@@ -52,6 +52,12 @@ def plan_chunks(num_units: int, num_layers: int, layer_bytes: int, chunk_bytes: 
     ]
 
 
+def part_of(part: UnitPart, chunk: Chunk) -> UnitPart:
+    """What of a request's part a chunk brings, whose layers count from the part's first one."""
+    first = part.layer_start
+    return part._replace(layer_start=first + chunk.layer_start, layer_stop=first + chunk.layer_stop)
+
+
 @dataclass(eq=False, slots=True)
 class _Request:
     """A reader's request: chunks that are still to be gathered, and slots that it has."""
@@ -117,8 +123,12 @@ class GatherSource:
         if expanded is None or num_open >= MAX_OPEN_REQUESTS or (blob.agent, message.request) in self._requests:
             raise KVNotFound("no request that can be met")
         units = as_ids(expanded[0])
-        part = UnitPart(message.head_start, message.head_stop, 0, self._pool.num_layers)
-        if not 0 <= part.head_start < part.head_stop <= self._pool.num_heads or units.max() >= self._pool.num_units:
+        part = UnitPart(message.head_start, message.head_stop, message.layer_start, message.layer_stop)
+        if (
+            not 0 <= part.head_start < part.head_stop <= self._pool.num_heads
+            or not 0 <= part.layer_start < part.layer_stop <= self._pool.num_layers
+            or units.max() >= self._pool.num_units
+        ):
             raise KVNotFound("no such units")
         layer_bytes = self._pool.unit_bytes(part) // part.num_layers
         chunk_bytes = min(message.chunk_bytes, self._endpoint.slot_bytes)
@@ -164,7 +174,7 @@ class GatherSource:
     def _gather(self, request: _Request) -> None:
         number, chunk = request.chunks.popleft()
         message = request.message
-        part = UnitPart(message.head_start, message.head_stop, chunk.layer_start, chunk.layer_stop)
+        part = part_of(UnitPart(message.head_start, message.head_stop, message.layer_start, message.layer_stop), chunk)
         units = request.units[chunk.first : chunk.stop]
         slot = self._free.pop()
         request.slots.add(slot)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.nixl_blocks import cut_runs
+from pdkv.connectors.nixl_blocks import Post, cut_layers, cut_runs
 from pdkv.connectors.nixl_endpoint import NixlEndpoint
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_peers import NixlPeers
 from pdkv.connectors.nixl_rank import NixlRank
 from pdkv.connectors.nixl_receiver import PushReceiver
 from pdkv.connectors.nixl_sender import PushSender
-from pdkv.connectors.planning import Run, merge_runs
-from pdkv.connectors.push import Incoming, PushPiece, PushSend, PushWorker
+from pdkv.connectors.planning import as_ids, merge_runs
+from pdkv.connectors.push import Incoming, PushPiece, PushWorker
 from pdkv.connectors.transfer_worker import Job
 from pdkv.errors import TransferError
 from pdkv.messages import EngineCard
@@ -78,18 +78,25 @@ class NixlPushWorker(PushWorker):
         blob = self._ranks.rank(piece.card.engine, piece.card.epoch, piece.heads.peer_rank)
         whole = layout == peer and send.start % layout.block_size == send.ticket.start % layout.block_size == 0
         if whole and self._options.writes:
-            runs = self._runs(send)
-            few = len(runs) < self._options.gather_min_pieces
-            if few or len(send.block_ids) * layout.block_bytes >= self._options.gather_below * len(runs):
-                return self._sender.write(job, piece, blob, cut_runs(runs, layout.block_bytes))
+            posts, num_pieces = self._posts(piece)
+            num_bytes = len(send.block_ids) * (layout.block_bytes // layout.num_layers) * len(piece.layers)
+            few = num_pieces < self._options.gather_min_pieces
+            if few or num_bytes >= self._options.gather_below * num_pieces:
+                return self._sender.write(job, piece, blob, posts)
         self._sender.offer(job, piece, blob, whole=whole)
         return None
 
-    def _runs(self, send: PushSend) -> list[Run]:
-        """A batch's blocks, and where they go. Raises a TransferError."""
-        block_size = self.config.layout.block_size
+    def _posts(self, piece: PushPiece) -> tuple[list[Post], int]:
+        """What of a batch's blocks is sent, and in how many pieces. Raises a TransferError."""
+        send, layout = piece.send, self.config.layout
+        block_size = layout.block_size
         first = (send.start - send.ticket.start) // block_size
         theirs = send.ticket.block_ids(block_size)[first : first + len(send.block_ids)]
         if len(theirs) != len(send.block_ids):
             raise TransferError("the ticket has too few blocks", transfer_id=send.key[0], attempt=send.key[1])
-        return merge_runs(send.block_ids, theirs)
+        if len(piece.layers) == layout.num_layers:
+            runs = merge_runs(send.block_ids, theirs)
+            return cut_runs(runs, layout.block_bytes), len(runs)
+        source, destination = as_ids(send.block_ids), as_ids(theirs)
+        posts = cut_layers(source, destination, layout.block_bytes, piece.layers, layout.num_layers)
+        return posts, source.size

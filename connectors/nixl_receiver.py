@@ -149,8 +149,8 @@ class PushReceiver:
         if job is None or not let_in:
             return  # late: the transfer has ended, its writer hears so
         incoming: Incoming = job.order
-        incoming.check_range(message.first_head, message.num_heads, message.start, message.stop)
-        self._worker.landed(job, message.first_head, message.num_heads, message.start, message.stop, message.num_bytes)
+        incoming.check_range(message.piece)
+        self._worker.landed(job, message.piece, message.num_bytes)
         if job.state == "ended":
             with self._lock:
                 self._withdraw(self._writers.pop(message.key, {}).values())
@@ -260,7 +260,8 @@ class PushReceiver:
         """Read it, then see whether it still stood: if not, its blocks may have been another request's."""
         worker, rank = self._worker, self._rank
         job, incoming = worker.find_incoming(offer.key)
-        incoming.check_range(offer.first_head, offer.num_heads, offer.start, offer.stop)
+        piece = offer.piece
+        incoming.check_range(piece)
         expanded = expand_runs(offer.runs)
         ours = self._whole_blocks(incoming, offer) if offer.whole else self._units(incoming, offer)
         if expanded is None or len(expanded[0]) != ours.size:
@@ -271,10 +272,11 @@ class PushReceiver:
         def guard() -> AbstractContextManager[None]:
             return _writing(worker, job)
 
+        layers = range(piece.first_layer, piece.first_layer + piece.num_layers)
         if offer.whole:
-            num_bytes = rank.blocks.read(reading, blob, theirs, ours, offer=offer.offer, guard=guard)
+            num_bytes = rank.blocks.read_layers(reading, blob, theirs, ours, layers, offer=offer.offer, guard=guard)
         else:
-            part = UnitPart(offer.first_head, offer.first_head + offer.num_heads, 0, worker.config.layout.num_layers)
+            part = UnitPart(piece.first_head, piece.first_head + piece.num_heads, layers.start, layers.stop)
             num_bytes = rank.reader.fetch(
                 reading, blob, Wanted(theirs, offer.head_start, ours, part, offer.offer, guard)
             )
@@ -283,15 +285,15 @@ class PushReceiver:
         )
         if nonce != offer.nonce:
             raise StaleGeneration(f"agent {blob.agent} has withdrawn its offer")
-        worker.landed(job, offer.first_head, offer.num_heads, offer.start, offer.stop, num_bytes)
+        worker.landed(job, piece, num_bytes)
 
     def _whole_blocks(self, incoming: Incoming, offer: Offer) -> Ids:
         """Where offered blocks go."""
-        layout = self._worker.config.layout
-        first, rest = divmod(offer.start - incoming.ticket.start, layout.block_size)
-        if rest or offer.num_heads != layout.num_kv_heads or incoming.ticket.start % layout.block_size:
+        layout, piece = self._worker.config.layout, offer.piece
+        first, rest = divmod(piece.start - incoming.ticket.start, layout.block_size)
+        if rest or piece.num_heads != layout.num_kv_heads or incoming.ticket.start % layout.block_size:
             raise TransferError("whole blocks are offered that are none here")
-        stop = -(-(offer.stop - incoming.ticket.start) // layout.block_size)
+        stop = -(-(piece.stop - incoming.ticket.start) // layout.block_size)
         return as_ids(incoming.block_ids[first:stop])
 
     def _units(self, incoming: Incoming, offer: Offer) -> Ids:
@@ -299,7 +301,7 @@ class PushReceiver:
         block_size = self._worker.config.layout.block_size
         first = incoming.ticket.start // block_size * block_size
         try:
-            return unit_index(incoming.block_ids, block_size, offer.start - first, offer.stop - first)
+            return unit_index(incoming.block_ids, block_size, offer.piece.start - first, offer.piece.stop - first)
         except ValueError as error:
             raise TransferError(str(error)) from None
 

@@ -21,7 +21,7 @@ from pdkv.connectors.nixl_memory import Permit
 from pdkv.connectors.nixl_rank import NixlRank
 from pdkv.connectors.nixl_wire import Begin, Cancel, Cancelled, Granted, Offer, RankBlob, Taken, Wrote
 from pdkv.connectors.planning import Ids, unit_index
-from pdkv.connectors.push import PushPiece, PushWorker
+from pdkv.connectors.push import PushPiece, PushWorker, range_of
 from pdkv.connectors.transfer_worker import Job
 from pdkv.connectors.units import UnitPart
 from pdkv.errors import KVNotFound, PdkvError, PeerGone, TransferCancelled, TransferError
@@ -69,8 +69,8 @@ class PushSender:
     def write(self, job: Job, piece: PushPiece, blob: RankBlob, posts: list[Post]) -> int:
         """Write whole blocks. Returns the bytes; raises a TransferError, and then nothing is written any more."""
         num_bytes = sum(int(sizes.sum()) for _, _, sizes in posts)
-        heads, send = piece.heads, piece.send
-        notice = Wrote(*send.key, heads.peer_first, heads.num_heads, send.start, send.stop, num_bytes)
+        send = piece.send
+        notice = Wrote(*send.key, range_of(piece), num_bytes)
         self._ask(job, blob)
         with self._writing_for((send.key, blob.agent), blob) as permit:
             for number, (ours, theirs, sizes) in enumerate(posts, 1):
@@ -175,12 +175,13 @@ class PushSender:
         Args:
             whole: both engines' blocks are cut alike.
         """
-        send, heads, layout = piece.send, piece.heads, self._worker.config.layout
+        send, heads, layers, layout = piece.send, piece.heads, piece.layers, self._worker.config.layout
         if whole:
-            ids, num_bytes = send.block_ids, len(send.block_ids) * layout.block_bytes
+            layer_bytes = layout.block_bytes // layout.num_layers
+            ids, num_bytes = send.block_ids, len(send.block_ids) * len(layers) * layer_bytes
         else:
             units = _units_of(piece, layout.block_size)
-            part = UnitPart(heads.first, heads.first + heads.num_heads, 0, layout.num_layers)
+            part = UnitPart(heads.first, heads.first + heads.num_heads, layers.start, layers.stop)
             ids, num_bytes = units.tolist(), int(units.size) * self._rank.units.unit_bytes(part)
         permit = self._endpoint.permits.give()
         if permit is None:
@@ -188,10 +189,7 @@ class PushSender:
         number = next(self._numbers)
         with self._lock:
             self._offers[number] = _Offered(job, num_bytes, permit)
-        message = Offer(
-            *send.key, number, *permit, whole, make_runs(ids), heads.first, heads.peer_first, heads.num_heads,
-            send.start, send.stop,
-        )  # fmt: skip
+        message = Offer(*send.key, number, *permit, whole, make_runs(ids), heads.first, range_of(piece))
         try:
             self._endpoint.send(blob, message)
         except (PdkvError, ValueError) as error:

@@ -7,8 +7,9 @@ import msgspec
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.block_runs import BlockRun
 from pdkv.connectors.nixl_agent import MAX_MESSAGE_BYTES, Memory
+from pdkv.connectors.push import PieceRange
 
-BLOB_VERSION = 1
+BLOB_VERSION = 2
 
 Mode = Literal["pull", "push"]
 
@@ -56,6 +57,8 @@ class Gather(_Wire, frozen=True, tag=1):
     units: list[BlockRun]
     head_start: int  # as the source counts its heads
     head_stop: int
+    layer_start: int
+    layer_stop: int
     chunk_bytes: int
     offer: int = 0
 
@@ -111,12 +114,9 @@ class Granted(_AboutTransfer, frozen=True, tag=11):
 
 
 class Wrote(_AboutTransfer, frozen=True, tag=12):
-    """Sender: tokens [start, stop) of these heads (as the receiver counts) are in. Behind the data it tells of."""
+    """Sender: this (as the receiver counts) is in. Behind the data it tells of."""
 
-    first_head: int
-    num_heads: int
-    start: int
-    stop: int
+    piece: PieceRange
     num_bytes: int
 
 
@@ -129,7 +129,7 @@ class Cancelled(_AboutTransfer, frozen=True, tag=14):
 
 
 class Offer(_AboutTransfer, frozen=True, tag=15):
-    """Sender: tokens [start, stop) of these heads can be read here, as long as the word `permit` is `nonce`."""
+    """Sender: this can be read here, as long as the word `permit` is `nonce`."""
 
     offer: int
     permit: int
@@ -137,10 +137,7 @@ class Offer(_AboutTransfer, frozen=True, tag=15):
     whole: bool  # blocks, of all heads, that are cut as the receiver's; else units
     runs: list[BlockRun]
     head_start: int  # as the sender counts
-    first_head: int  # as the receiver counts
-    num_heads: int
-    start: int
-    stop: int
+    piece: PieceRange  # as the receiver counts
 
 
 class Taken(_Wire, frozen=True, tag=16):

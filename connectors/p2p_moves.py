@@ -22,7 +22,7 @@ from pdkv.connectors.p2p_pieces import (
 )
 from pdkv.connectors.p2p_wire import Offer
 from pdkv.connectors.planning import Ids
-from pdkv.connectors.push import Incoming, PushPiece
+from pdkv.connectors.push import Incoming, PieceRange, PushPiece, range_of
 from pdkv.connectors.transfer_worker import Job
 from pdkv.connectors.units import UnitPart
 from pdkv.errors import TransferCancelled, TransferError
@@ -52,8 +52,10 @@ def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float) -> MovePla
         TransferError: the ticket or the order contradicts itself.
     """
     send, heads, own, theirs = piece.send, piece.heads, pool.layout, piece.card.layout
+    layers, wanted = piece.layers, range_of(piece)
     whole = own.block_size == theirs.block_size and own.num_kv_heads == theirs.num_kv_heads == heads.num_heads
-    part = None if whole else UnitPart(heads.first, heads.first + heads.num_heads, 0, own.num_layers)
+    whole = whole and len(layers) == own.num_layers  # else a block is no piece of memory
+    part = None if whole else UnitPart(heads.first, heads.first + heads.num_heads, layers.start, layers.stop)
     ids = piece_ids(send.block_ids, own.block_size, send.start, send.stop, table_start=send.start, in_units=not whole)
     runs: list[tuple[int, int]] = []
     if whole:
@@ -64,10 +66,7 @@ def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float) -> MovePla
     offer = Offer(
         transfer_id=send.key[0],
         attempt=send.key[1],
-        first_head=heads.peer_first,
-        num_heads=heads.num_heads,
-        start=send.start,
-        stop=send.stop,
+        **wanted._asdict(),
         form="blocks" if whole else "units",
         runs=runs,
         per_message=max(BUFFER_BYTES // pool.message_bytes(1, part), 1),
@@ -82,15 +81,22 @@ def plan_receiving(offer: Offer, incoming: Incoming, layout: KVLayout) -> MovePl
     Raises:
         TransferError: they are not wanted here, or not in that form.
     """
-    incoming.check_range(offer.first_head, offer.num_heads, offer.start, offer.stop)
+    piece = offered(offer)
+    incoming.check_range(piece)
     in_units = offer.form == "units"
-    if not in_units and offer.num_heads != layout.num_kv_heads:
-        raise TransferError(f"blocks of {offer.num_heads} heads into blocks of {layout.num_kv_heads}")
-    part = UnitPart(offer.first_head, offer.first_head + offer.num_heads, 0, layout.num_layers) if in_units else None
+    if not in_units and (offer.num_heads, offer.num_layers) != (layout.num_kv_heads, layout.num_layers):
+        raise TransferError(f"{piece} cannot be whole blocks here")
+    first_layer, first_head = offer.first_layer, offer.first_head
+    part = UnitPart(first_head, first_head + offer.num_heads, first_layer, first_layer + offer.num_layers)
     start = incoming.ticket.start
     size = layout.block_size
     ids = piece_ids(incoming.block_ids, size, offer.start, offer.stop, table_start=start, in_units=in_units)
-    return _plan(offer, ids, part, layout)
+    return _plan(offer, ids, part if in_units else None, layout)
+
+
+def offered(offer: Offer) -> PieceRange:
+    """What an offer brings."""
+    return PieceRange(offer.first_layer, offer.num_layers, offer.first_head, offer.num_heads, offer.start, offer.stop)
 
 
 def _plan(offer: Offer, ids: Ids, part: UnitPart | None, layout: KVLayout) -> MovePlan:

@@ -58,15 +58,17 @@ class Put(_Frame, frozen=True):
 
 
 class Offer(_Frame, frozen=True, kw_only=True):
-    """A piece that the sender has: tokens [start, stop) of `num_heads` of the receiver's heads."""
+    """A piece that the sender has: tokens [start, stop) of `num_heads` of the receiver's heads, in some layers."""
 
     transfer_id: str
     attempt: int
+    first_layer: int
+    num_layers: int
     first_head: int
     num_heads: int
     start: int
     stop: int
-    form: Literal["blocks", "units"]
+    form: Literal["blocks", "units"]  # blocks: of all layers
     runs: list[tuple[int, int]] = []  # form blocks: (first block of the request, count) that go as they lie
     per_message: int  # blocks or units of one message
     timeout_s: float

@@ -18,7 +18,7 @@ from pdkv.connectors.base import ConnectorConfig, TransferKey
 from pdkv.connectors.io_lanes import Lane, LaneConfig
 from pdkv.connectors.p2p_group import GroupFactory
 from pdkv.connectors.p2p_listener import Link, LinkLimits, LinkListener
-from pdkv.connectors.p2p_moves import MovePlan, plan_receiving, plan_sending, receive_messages, send_messages
+from pdkv.connectors.p2p_moves import MovePlan, offered, plan_receiving, plan_sending, receive_messages, send_messages
 from pdkv.connectors.p2p_options import P2POptions, P2PPeers
 from pdkv.connectors.p2p_outbound import Outbound
 from pdkv.connectors.p2p_pieces import PiecePool
@@ -177,7 +177,7 @@ class P2PWorker(PushWorker):
             self.stop_jobs(lambda other: other is job, code)
             raise
         self.leave(job)
-        self.landed(job, offer.first_head, offer.num_heads, offer.start, offer.stop, num_bytes)
+        self.landed(job, offered(offer), num_bytes)
         link.control.send(Delivered(), timeout_s)
 
     def _expect(self, offer: Offer) -> tuple[Job, MovePlan]:

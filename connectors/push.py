@@ -1,16 +1,19 @@
 """Push, whatever the transport: decode names the blocks that it has allocated in a ticket, prefill writes into them.
 
 The scheduler side is in push_scheduler.py. Here is the worker side: each rank of the sender gives each rank of the
-receiver the heads that they share; the receiver has a transfer when all its heads of all its tokens are in.
+receiver the heads that they share, layer group by layer group while the step that computes them runs; the receiver has
+a transfer when all layers and heads of all its tokens are in.
 """
 
+import math
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferKey
 from pdkv.connectors.io_lanes import LaneConfig
 from pdkv.connectors.peers import PeerCards
@@ -21,7 +24,17 @@ from pdkv.connectors.push_scheduler import PushSend as PushSend
 from pdkv.connectors.push_scheduler import PushTicket as PushTicket
 from pdkv.connectors.transfer_worker import Job, Task, TransferWorker
 from pdkv.errors import KVNotFound, PdkvError, PeerGone, TransferError
-from pdkv.messages import EngineCard
+from pdkv.messages import EngineCard, KVLayout
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_LAYER_GROUPS = 8
+MIN_GROUP_BYTES = 2 << 20
+"""Of a rank's KV of one step: so many groups go out while it computes, unless they would be smaller."""
+
+STEP_TIMEOUT_S = 3600.0
+"""Of a send that waits for its layers: a step ends, or the process does. A send's own deadline counts from there."""
 
 RECEIVE_TIMEOUT_S = 3600.0
 """A registered receive ends by its data or by a cancel: the engine's own deadline is the one that counts, since it
@@ -29,48 +42,93 @@ knows whether prefill has begun. This is only the last resort."""
 
 
 class PushPiece(NamedTuple):
-    """What one job sends: some heads of a batch, to one rank of the receiver."""
+    """What one job sends: some heads of some layers of a batch, to one rank of the receiver."""
 
     send: PushSend
     card: EngineCard  # the receiver's
     heads: HeadPart
+    layers: range
+
+
+class PieceRange(NamedTuple):
+    """Layers, heads and tokens [start, stop) of a transfer, as a rank of the receiver counts them."""
+
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+    start: int
+    stop: int
+
+
+def range_of(piece: PushPiece) -> PieceRange:
+    """What a piece is for its receiver."""
+    heads, layers, send = piece.heads, piece.layers, piece.send
+    return PieceRange(layers.start, len(layers), heads.peer_first, heads.num_heads, send.start, send.stop)
+
+
+def layer_groups(num_layers: int, num_bytes: int) -> list[range]:
+    """Cut the layers of a step's KV, `num_bytes` in all, into groups that are sent when they are computed."""
+    count = max(min(num_bytes // MIN_GROUP_BYTES, MAX_LAYER_GROUPS, num_layers), 1)
+    return [range(i * num_layers // count, (i + 1) * num_layers // count) for i in range(count)]
 
 
 class Incoming:
-    """A transfer to this rank: where its tokens go, and which heads of which of them are in."""
+    """A transfer to this rank: where its tokens go, and which layers and heads of which of them are in."""
 
-    def __init__(self, ticket: PushTicket, block_size: int, num_heads: int) -> None:
+    def __init__(self, ticket: PushTicket, layout: KVLayout) -> None:
         """Raises a TransferError for a ticket that names too few blocks."""
         self.ticket = ticket
-        self.block_ids = ticket.block_ids(block_size)  # the first one holds token ticket.start
+        self.block_ids = ticket.block_ids(layout.block_size)  # the first one holds token ticket.start
         self.num_bytes = 0
         self._lock = threading.Lock()
-        self._arrived = np.zeros((num_heads, ticket.stop - ticket.start), dtype=np.bool_)
+        self._unit = math.gcd(HASH_BLOCK_SIZE, layout.block_size)  # tokens that arrive together
+        shape = (layout.num_layers, layout.num_kv_heads, self._end(ticket.stop) - self._first(ticket.start))
+        self._arrived = np.zeros(shape, dtype=np.bool_)
+        self._num_missing = self._arrived.size
 
-    def check_range(self, first_head: int, num_heads: int, start: int, stop: int) -> None:
+    def check_range(self, piece: PieceRange) -> None:
         """Check what a peer says that it sends.
 
         Raises:
             TransferError: it is not within what is wanted here.
         """
-        ticket = self.ticket
-        inside = 0 <= first_head < first_head + num_heads <= len(self._arrived)
-        if not inside or not ticket.start <= start < stop <= ticket.stop:
-            raise TransferError(f"heads {first_head} + {num_heads}, tokens [{start}, {stop}) are not wanted")
+        ticket, (num_layers, num_heads, _) = self.ticket, self._arrived.shape
+        inside = 0 <= piece.first_layer < piece.first_layer + piece.num_layers <= num_layers
+        inside &= 0 <= piece.first_head < piece.first_head + piece.num_heads <= num_heads
+        inside &= ticket.start <= piece.start < piece.stop <= ticket.stop
+        if not inside:
+            raise TransferError(f"{piece} is not wanted")
+        if (piece.start % self._unit and piece.start != ticket.start) or (
+            piece.stop % self._unit and piece.stop != ticket.stop
+        ):
+            raise TransferError(f"{piece} is not cut at {self._unit} tokens")
 
-    def arrived(self, first_head: int, num_heads: int, start: int, stop: int, num_bytes: int) -> bool:
-        """Tokens [start, stop) of these heads are in their blocks; once more changes nothing. True: all is in."""
-        first = self.ticket.start
+    def arrived(self, piece: PieceRange, num_bytes: int) -> bool:
+        """What `check_range` accepted is in its blocks; once more changes nothing. True: all is in."""
+        layers = slice(piece.first_layer, piece.first_layer + piece.num_layers)
+        heads = slice(piece.first_head, piece.first_head + piece.num_heads)
+        first = self._first(self.ticket.start)
+        units = slice(self._first(piece.start) - first, self._end(piece.stop) - first)
         with self._lock:
-            part = self._arrived[first_head : first_head + num_heads, start - first : stop - first]
-            if not part.all():
+            part = self._arrived[layers, heads, units]
+            num_new = part.size - int(np.count_nonzero(part))
+            if num_new:
                 self.num_bytes += num_bytes
+                self._num_missing -= num_new
                 part[:] = True
-            return bool(self._arrived.all())
+            return not self._num_missing
+
+    def _first(self, token: int) -> int:
+        return token // self._unit
+
+    def _end(self, token: int) -> int:
+        return -(-token // self._unit)
 
 
 class PushWorker(TransferWorker):
-    """Worker side above a transport: one job per batch and peer rank that is sent, one posted job that is received.
+    """Worker side above a transport: one job per batch, layer group and peer rank that is sent, one posted job that is
+    received.
 
     A transport says how a piece is sent (`send`). What comes in calls `find_incoming`, writes between `enter` and
     `leave`, or without them where the peer writes by itself, and then calls `landed`.
@@ -88,6 +146,7 @@ class PushWorker(TransferWorker):
     ) -> None:
         super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
         self._receive_timeout_s = receive_timeout_s
+        self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
         self.config = config
         self.peers = peers
 
@@ -109,8 +168,15 @@ class PushWorker(TransferWorker):
             self.refuse(key, "send", KVNotFound.code)
         for ticket in meta.receives:
             self._receive(ticket)
+        self._begin_sending(self.config.layout.num_layers)  # of the last step, if its device has computed them only now
         for send in meta.sends:
             self._send(send)
+        for key in meta.completed:
+            self.submit(key, "send", [])
+
+    def save_kv_layer(self, layer: int, kv_cache: "torch.Tensor", meta: KVConnectorMetadata) -> None:
+        if kv_cache.device.type == "cpu":  # elsewhere the layer is computed when its stream says so
+            self._begin_sending(layer + 1)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         """Sends to an incarnation that is gone fail; who else gets something is not touched."""
@@ -149,18 +215,17 @@ class PushWorker(TransferWorker):
                 return job, job.order
         raise KVNotFound("no such transfer is expected", transfer_id=key[0], attempt=key[1])
 
-    def landed(self, job: Job, first_head: int, num_heads: int, start: int, stop: int, num_bytes: int) -> None:
-        """Tokens [start, stop) of these heads of this rank are in; ends the receive with the last of them."""
+    def landed(self, job: Job, piece: PieceRange, num_bytes: int) -> None:
+        """A piece is in the blocks of this rank; ends the receive with the last of them."""
         incoming: Incoming = job.order
-        if incoming.arrived(first_head, num_heads, start, stop, num_bytes):
+        if incoming.arrived(piece, num_bytes):
             self.end_job(job, num_bytes=incoming.num_bytes)
 
     # --- orders ---------------------------------------------------------------------------------------------------
 
     def _receive(self, ticket: PushTicket) -> None:
-        layout = self.config.layout
         try:
-            incoming = Incoming(ticket, layout.block_size, layout.num_kv_heads)
+            incoming = Incoming(ticket, self.config.layout)
         except TransferError as error:
             self.refuse(ticket.key, "receive", error.code)
             return
@@ -173,18 +238,35 @@ class PushWorker(TransferWorker):
         except PdkvError as error:
             self.refuse(send.key, "send", error.code, batch=send.batch)
             return
-        self.submit(send.key, "send", tasks, batch=send.batch, last=send.last)
+        jobs = self.submit(send.key, "send", tasks, batch=send.batch, last=False)
+        if send.during_step:
+            self._in_step += jobs
+
+    def _begin_sending(self, num_layers: int) -> None:
+        """The first layers of what the step computes are in their blocks."""
+        if self._in_step:
+            ready = [job for job in self._in_step if job.order.layers.stop <= num_layers]
+            self._in_step = [job for job in self._in_step if job.order.layers.stop > num_layers]
+            self.start_jobs(ready)
 
     def _pieces(self, send: PushSend) -> Iterable[Task]:
-        """One job per rank of the receiver that takes something from this one."""
+        """One job per rank of the receiver that takes something from this one, and per layer group.
+
+        All of a step's jobs are there from its beginning, so that its batch ends, and lets go of its blocks, with the
+        last of them, whichever that is.
+        """
         ticket = send.ticket
         card = self.peers.card(ticket.engine, ticket.epoch)
         if (ticket.transfer_id, ticket.attempt) != send.key:
             raise TransferError("the ticket is another transfer's", transfer_id=send.key[0], attempt=send.key[1])
-        heads = self.config.layout.kv_heads_of_all_ranks
-        for part in sender_parts(self.config.rank, self.config.tp, card.tp, heads):
-            lane = self.lane_of(card.engine, card.epoch, part.peer_rank)
-            yield Task(PushPiece(send, card, part), lane=lane)
+        layout, in_step = self.config.layout, send.during_step
+        num_bytes = (send.stop - send.start) * layout.block_bytes // layout.block_size
+        parts = sender_parts(self.config.rank, self.config.tp, card.tp, layout.kv_heads_of_all_ranks)
+        for layers in layer_groups(layout.num_layers, num_bytes) if in_step else [range(layout.num_layers)]:
+            for part in parts:
+                lane = self.lane_of(card.engine, card.epoch, part.peer_rank)
+                order = PushPiece(send, card, part, layers)
+                yield Task(order, lane=lane, posted=in_step, timeout_s=STEP_TIMEOUT_S if in_step else None)
 
 
 def _receiver(job: Job) -> tuple[str, str] | None:

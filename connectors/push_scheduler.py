@@ -1,6 +1,6 @@
 """The scheduler side of push: tickets for what is wanted here, batches of what is wanted elsewhere.
 
-What is confirmed goes out batch by batch while later chunks compute, the tail last.
+What a step computes goes out while it computes, layer by layer; what was computed before the ticket came, at once.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from pdkv.connectors.base import (
     KVConnectorMetadata,
     MatchedTokens,
     RequestView,
+    ScheduledRange,
     SchedulerConnector,
     SchedulerView,
     TransferKey,
@@ -80,7 +81,7 @@ class PushSend(msgspec.Struct, frozen=True):
     start: int
     stop: int
     block_ids: list[int]
-    last: bool  # the ticket's range is complete with it
+    during_step: bool = False  # this step computes the end of it: a layer may be sent when the step has computed it
 
 
 class PushMetadata(KVConnectorMetadata, kw_only=True):
@@ -90,6 +91,7 @@ class PushMetadata(KVConnectorMetadata, kw_only=True):
     refused: list[TransferKey] = msgspec.field(default_factory=list)  # loads for which no ticket could be made
     unsendable: list[TransferKey] = msgspec.field(default_factory=list)  # sends whose tickets cannot be served
     sends: list[PushSend] = msgspec.field(default_factory=list)
+    completed: list[TransferKey] = msgspec.field(default_factory=list)  # no further batch of these sends comes
     dropped: list[TransferKey] = msgspec.field(default_factory=list)  # sends that nobody waits for any more
 
 
@@ -99,7 +101,9 @@ class _Sending:
 
     ticket: PushTicket | None  # None: what came was no ticket
     num_sent: int = 0  # tokens [ticket.start, num_sent) are under way or delivered
+    num_valid: int = 0  # tokens [0, num_valid) are confirmed, or will be with steps in flight
     num_batches: int = 0
+    completed: bool = False
     failed: bool = False
 
 
@@ -113,6 +117,7 @@ class PushScheduler(SchedulerConnector):
         self._receives: list[PushTicket] = []
         self._refused: list[TransferKey] = []
         self._unsendable: list[TransferKey] = []
+        self._completed: list[TransferKey] = []
         self._sending: dict[TransferKey, _Sending] = {}
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
@@ -139,17 +144,25 @@ class PushScheduler(SchedulerConnector):
         return encoded
 
     def build_connector_meta(self, view: SchedulerView) -> PushMetadata:
-        sends = [send for confirmed in view.confirmed if (send := self._next_batch(confirmed)) is not None]
+        for key in view.preempted:
+            if key in self._sending:
+                self._sending[key].num_valid = 0  # its steps in flight confirm nothing
+        batches = [self._confirmed_batch(confirmed) for confirmed in view.confirmed]
+        batches += [self._step_batch(scheduled) for scheduled in view.scheduled]
+        sends = [send for send in batches if send is not None]
         dropped = [key for key in view.aborted if self._sending.pop(key, None) is not None]
         receives, self._receives = self._receives, []
         refused, self._refused = self._refused, []
         unsendable, self._unsendable = self._unsendable, []
+        completed, self._completed = self._completed, []
         return PushMetadata(
             step_id=view.step_id,
+            needs_layer_hooks=any(send.during_step for send in sends),
             receives=receives,
             refused=refused,
             unsendable=unsendable,
             sends=sends,
+            completed=completed,
             dropped=dropped,
             holds=[BlockHold(send.batch, send.block_ids, send.key) for send in sends],
         )
@@ -171,26 +184,70 @@ class PushScheduler(SchedulerConnector):
         self.peers.clear()
         self._sending.clear()
 
-    def _next_batch(self, confirmed: ConfirmedRange) -> PushSend | None:
+    def _confirmed_batch(self, confirmed: ConfirmedRange) -> PushSend | None:
         """What of a confirmed range is wanted and has not been sent yet."""
-        request = confirmed.request
-        if request.kv != "handoff" or request.ticket is None:
-            return None
-        key = request.transfer_key
-        sending = self._sending.get(key)
+        sending = self._find_sending(confirmed.request)
         if sending is None:
-            ticket = decode_ticket(request.ticket)
-            sending = self._sending[key] = _Sending(ticket, ticket.start if ticket is not None else 0)
-        ticket = sending.ticket
+            return None
+        key, ticket = confirmed.request.transfer_key, sending.ticket
         if not sending.failed and (ticket is None or (confirmed.last and confirmed.stop < ticket.stop)):
             sending.failed = True
             self._unsendable.append(key)  # it wants what will never be here
-        ready = confirmed.stop if confirmed.last else confirmed.stop // self.block_size * self.block_size
-        if ticket is None or sending.failed or (stop := min(ready, ticket.stop)) <= sending.num_sent:
+        sending.num_valid = max(sending.num_valid, confirmed.stop)
+        batch = self._next_batch(key, sending, confirmed.stop, confirmed.block_ids, is_all=confirmed.last)
+        # Not before the hand-off: what is told of the transfer's end is told of one that exists.
+        if confirmed.last and sending.num_batches and not (sending.completed or sending.failed):
+            sending.completed = True
+            self._completed.append(key)
+        return batch
+
+    def _step_batch(self, scheduled: ScheduledRange) -> PushSend | None:
+        """What of a step's tokens is wanted, if they are valid when they are computed.
+
+        They are unless something before them is not: a layerwise load that may fail, for example.
+        """
+        request = scheduled.request
+        sending = self._find_sending(request)
+        if sending is None or sending.ticket is None:
+            return None
+        sending.num_valid = max(sending.num_valid, request.num_local_hit)
+        if scheduled.start > sending.num_valid:
+            return None
+        sending.num_valid = max(sending.num_valid, scheduled.stop)
+        is_all = scheduled.stop >= sending.ticket.stop
+        key, block_ids = request.transfer_key, scheduled.block_ids
+        return self._next_batch(key, sending, scheduled.stop, block_ids, is_all=is_all, during_step=True)
+
+    def _find_sending(self, request: RequestView) -> _Sending | None:
+        """What is known of a request's transfer; None: nobody wants anything of it (yet)."""
+        if request.kv != "handoff" or request.ticket is None:
+            return None
+        sending = self._sending.get(request.transfer_key)
+        if sending is None:
+            ticket = decode_ticket(request.ticket)
+            sending = _Sending(ticket, ticket.start if ticket is not None else 0)
+            self._sending[request.transfer_key] = sending
+        return sending
+
+    def _next_batch(
+        self,
+        key: TransferKey,
+        sending: _Sending,
+        stop: int,
+        block_ids: Sequence[int],
+        *,
+        is_all: bool,
+        during_step: bool = False,
+    ) -> PushSend | None:
+        """What is wanted of tokens [0, stop) and has not been sent yet; a partial block only with all of it."""
+        ticket = sending.ticket
+        if ticket is None or sending.failed:
+            return None
+        stop = min(stop if is_all else stop // self.block_size * self.block_size, ticket.stop)
+        if stop <= sending.num_sent:
             return None
         start, sending.num_sent = sending.num_sent, stop
         sending.num_batches += 1
         batch = (f"{key[0]}/{sending.num_batches}", key[1])
         blocks = blocks_of(start, stop, self.block_size)
-        block_ids = list(confirmed.block_ids[blocks.start : blocks.stop])
-        return PushSend(key, batch, ticket, start, stop, block_ids, stop == ticket.stop)
+        return PushSend(key, batch, ticket, start, stop, list(block_ids[blocks.start : blocks.stop]), during_step)

@@ -130,6 +130,16 @@ class TransferWorker(WorkerConnector):
         self._notify_results()
         return [] if code else jobs
 
+    def start_jobs(self, jobs: Iterable[Job]) -> None:
+        """Queue posted jobs, unless they have ended: what they waited for is there. Their deadline counts from now."""
+        now = time.monotonic()
+        with self._lock:
+            for job in jobs:
+                if job.state == "posted" and not job.stop_code:
+                    job.state, job.started, job.deadline = "queued", now, now + self.timeout_s
+                    self._next_deadline = min(self._next_deadline, job.deadline)
+                    self.lanes.put(job.lane, job)
+
     def refuse(self, key: TransferKey, direction: Direction, code: str, *, batch: TransferKey | None = None) -> None:
         """Answer a batch that cannot even begin: its transfer fails."""
         for job in self.submit(key, direction, [Task(None, posted=True)], batch=batch, last=False):

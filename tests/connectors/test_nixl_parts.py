@@ -76,7 +76,7 @@ def test_the_longest_request_fits_into_a_message() -> None:
     """F18: the worst case of scattered units."""
     units = make_runs(list(range(10**9, 10**9 + 2 * MAX_UNITS, 2)))
     assert len(units) == MAX_UNITS
-    message = Gather(2**40, units, 0, 128, 1 << 30, 2**40)
+    message = Gather(2**40, units, 0, 128, 0, 128, 1 << 30, 2**40)
     assert decode(encode(message)) == message
     with pytest.raises(ValueError, match="at most"):
         encode(Begin("x" * MAX_MESSAGE_BYTES, 0))
@@ -103,7 +103,7 @@ def make_card(blob: bytes, **changes: object) -> EngineCard:
 def make_blob(**changes: object) -> bytes:
     size = LAYOUT.block_bytes
     values: dict[str, object] = {
-        "version": 1, "mode": "pull", "agent": "p/1/0", "metadata": b"", "host": host_id(), "doorbell": b"",
+        "version": 2, "mode": "pull", "agent": "p/1/0", "metadata": b"", "host": host_id(), "doorbell": b"",
         "pool": Memory(1 << 20, NUM_BLOCKS * size), "block_bytes": size, "slots": Memory(0, 1), "slot_bytes": 4096,
         "permits": Memory(0, 8),
     }  # fmt: skip
