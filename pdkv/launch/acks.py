@@ -5,7 +5,7 @@ import logging
 import os
 
 from pdkv.errors import ConfigError, RankError
-from pdkv.launch.specs import Ack, Progress, Started, StartFailed, encode
+from pdkv.launch.specs import KNOWN, Ack, Progress, Started, StartFailed, encode
 
 logger = logging.getLogger(__name__)
 
@@ -15,11 +15,20 @@ class StartGivenUp(Exception):
 
 
 class Acknowledger:
-    """Writes to the ack pipe; the end of the pipe means that the child is gone. Methods raise StartGivenUp."""
+    """The child's end of its start's socket (children.AckSocket). Methods raise StartGivenUp."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.answered = False  # whether the last ack was given
+
+    def wait_known(self) -> None:
+        """Return when the launcher knows this process. It may never: then the socket's end comes, and nothing else."""
+        try:
+            known = os.read(self._fd, len(KNOWN))
+        except ConnectionResetError:
+            known = b""
+        if not known:
+            raise StartGivenUp
 
     def progress(self, text: str) -> None:
         """A step of the start."""
@@ -49,5 +58,5 @@ class Acknowledger:
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             raise StartGivenUp from None

@@ -14,7 +14,7 @@ import msgspec
 
 from pdkv.errors import ConfigError, StartupError
 from pdkv.launch.fork_server import ENVIRONMENT
-from pdkv.launch.specs import EngineSpec, Progress, RouterSpec, StartFailed, decode_ack, encode
+from pdkv.launch.specs import KNOWN, EngineSpec, Progress, RouterSpec, StartFailed, decode_ack, encode
 
 _MAX_ACK_BYTES = 64 * 1024
 
@@ -89,18 +89,27 @@ class RankLinks:
             self.handed_over(rank)
 
 
-class AckPipe:
-    """The pipe on which a starting child reports."""
+class AckSocket:
+    """The socket of one attempt to start a child: it reports there, and may hear that it is known.
+
+    An attempt that is given up closes it, and a child that nobody knows of ends then (`Acknowledger.wait_known`).
+    """
 
     def __init__(self) -> None:
-        self._read_fd, self.write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
+        self._ours, self._theirs = socket.socketpair()
+        self._ours.setblocking(False)
         self._buffer = b""
 
+    @property
+    def child_fd(self) -> int:
+        """What the child inherits."""
+        return self._theirs.fileno()
+
     def handed_over(self) -> None:
-        """The child has its copy of the writing end: from now on its death is an end of file."""
-        os.close(self.write_fd)
-        self.write_fd = -1
+        """The child is known and has its copy: it may go on, and from now on its death is an end of file."""
+        self._theirs.close()
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, as `wait_ready` will find
+            self._ours.send(KNOWN)
 
     async def wait_ready(self, name: str, timeout_s: float, on_progress: Callable[[str], None]) -> None:
         """Return when the child has reported that it is ready.
@@ -130,12 +139,15 @@ class AckPipe:
         loop = asyncio.get_running_loop()
         while b"\n" not in self._buffer:
             readable = asyncio.Event()
-            loop.add_reader(self._read_fd, readable.set)
+            loop.add_reader(self._ours, readable.set)
             try:
                 await readable.wait()
             finally:
-                loop.remove_reader(self._read_fd)
-            data = os.read(self._read_fd, _MAX_ACK_BYTES)
+                loop.remove_reader(self._ours)
+            try:
+                data = self._ours.recv(_MAX_ACK_BYTES)
+            except ConnectionResetError:  # it has died before it read that it is known
+                data = b""
             if not data:
                 raise StartupError(f"{name} died before it was ready")
             self._buffer += data
@@ -144,10 +156,8 @@ class AckPipe:
 
     def close(self) -> None:
         """Idempotent."""
-        for fd in (self._read_fd, self.write_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._read_fd = self.write_fd = -1
+        self._ours.close()
+        self._theirs.close()
 
 
 def _spawn(module: str, arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -82,10 +82,13 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ack = Acknowledger(ack_fd)
     try:
+        ack.wait_known()  # a fork server that died owing its answer has left a process that nobody would ever end
         _check_connector(spec)
         if spec.cpus is not None:
             os.sched_setaffinity(0, spec.cpus)
         torch.set_num_threads(spec.config.threads or 1)
+    except StartGivenUp:
+        return 1
     except Exception as error:
         ack.failed(error)
         return 1

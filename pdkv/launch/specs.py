@@ -72,6 +72,9 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     config: bool
 
 
+KNOWN = b"k"
+"""What the launcher says to a starting child when it has its pid."""
+
 Ack = Progress | Started | StartFailed
 _ack_decoder: msgspec.json.Decoder[Ack] = msgspec.json.Decoder(Ack)
 

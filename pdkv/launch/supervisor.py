@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from pdkv.errors import ConfigError, PdkvError, StartupError
-from pdkv.launch.children import AckPipe, Child, ForkServer, RankLinks, describe_exit, spawn_engine, spawn_router
+from pdkv.launch.children import AckSocket, Child, ForkServer, RankLinks, describe_exit, spawn_engine, spawn_router
 from pdkv.launch.specs import EngineSpec, RouterSpec
 
 _FIRST_BACKOFF_S = 0.1
@@ -107,9 +107,10 @@ class Supervisor:
         if self._router is not None:  # a second one must not wait for an engine that cannot start
             spec = msgspec.structs.replace(spec, await_all=False)
 
-        async def spawn(ack_fd: int) -> Child:
-            self._router = spawn_router(spec, self._listen_fd, ack_fd, self._lifeline_fd)
-            return self._router
+        async def spawn() -> tuple[Child, AckSocket]:
+            ack = AckSocket()
+            self._router = spawn_router(spec, self._listen_fd, ack.child_fd, self._lifeline_fd)
+            return self._router, ack
 
         return [await self._start_child("router", spawn)]
 
@@ -123,10 +124,11 @@ class Supervisor:
         async def start_rank(rank: int) -> Child:
             own = msgspec.structs.replace(spec, epoch=epoch, store=store, rank=rank)
 
-            async def spawn(ack_fd: int) -> Child:
-                ranks.append(await self._make_engine(own, ack_fd, links.fds(rank)))
+            async def spawn() -> tuple[Child, AckSocket]:
+                child, ack = await self._make_engine(own, links.fds(rank))
+                ranks.append(child)
                 links.handed_over(rank)
-                return ranks[-1]
+                return child, ack
 
             return await self._start_child(own.process_name, spawn)
 
@@ -150,38 +152,45 @@ class Supervisor:
             await child.wait()
         self._children.difference_update(children)
 
-    async def _start_child(self, name: str, spawn: Callable[[int], Awaitable[Child]]) -> Child:
+    async def _start_child(self, name: str, spawn: Callable[[], Awaitable[tuple[Child, AckSocket]]]) -> Child:
         """Spawn a child and wait for its ack. One that does not become ready is killed."""
-        pipe = AckPipe()
+        child, ack = await spawn()
         try:
-            child = await spawn(pipe.write_fd)
             self._children.add(child)
-            pipe.handed_over()
+            ack.handed_over()
             try:
-                await pipe.wait_ready(name, self._fleet.start_timeout_s, lambda text: logger.info("%s: %s", name, text))
+                await ack.wait_ready(name, self._fleet.start_timeout_s, lambda text: logger.info("%s: %s", name, text))
             except Exception:
                 await self._kill([child])
                 raise
             return child
         finally:
-            pipe.close()
+            ack.close()
 
     def _new_fork_server(self) -> ForkServer:
         return ForkServer(self._fleet.connector_target, self._lifeline_fd)
 
-    async def _make_engine(self, spec: EngineSpec, ack_fd: int, rank_fds: Sequence[int]) -> Child:
-        """Fork a rank of an engine, from a second fork server if the first is gone; spawn it if that fails too."""
-        if not self._fleet.use_fork_server:
-            return spawn_engine(spec, ack_fd, self._lifeline_fd, rank_fds)
-        for _ in range(2):
+    async def _make_engine(self, spec: EngineSpec, rank_fds: Sequence[int]) -> tuple[Child, AckSocket]:
+        """Fork a rank of an engine, from a second fork server if the first is gone; spawn it if that fails too.
+
+        Each attempt has a socket of its own: what a failed one may have forked finds its closed, and ends.
+        """
+        for _ in range(2 if self._fleet.use_fork_server else 0):
             if self._forks is None or not self._forks.usable:
                 self._forks = self._new_fork_server()
+            ack = AckSocket()
             try:
-                return await self._forks.fork_engine(spec, ack_fd, rank_fds, timeout_s=self._fleet.start_timeout_s)
-            except StartupError as error:
+                timeout_s = self._fleet.start_timeout_s
+                return await self._forks.fork_engine(spec, ack.child_fd, rank_fds, timeout_s=timeout_s), ack
+            except BaseException as error:
+                ack.close()
+                if not isinstance(error, StartupError):
+                    raise
                 logger.warning("%s: %s", spec.process_name, error)
-        logger.warning("%s is started without the fork server", spec.process_name)
-        return spawn_engine(spec, ack_fd, self._lifeline_fd, rank_fds)
+        if self._fleet.use_fork_server:
+            logger.warning("%s is started without the fork server", spec.process_name)
+        ack = AckSocket()
+        return spawn_engine(spec, ack.child_fd, self._lifeline_fd, rank_fds), ack
 
     async def stop(self) -> None:
         """End all children: first the router, then the engines; who does not go in time is killed."""

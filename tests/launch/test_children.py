@@ -1,23 +1,31 @@
 """Children: their death is seen, their acknowledgements are read, and a bad start has a reason."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import pytest
 
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError, StartupError
-from pdkv.launch.acks import Acknowledger
-from pdkv.launch.children import AckPipe, Child, ForkServer, describe_exit
+from pdkv.launch.acks import Acknowledger, StartGivenUp
+from pdkv.launch.children import AckSocket, Child, ForkServer, describe_exit
+from pdkv.launch.linux import become_subreaper
 from pdkv.launch.specs import EngineSpec
 
 Result = TypeVar("Result")
+PR_SET_CHILD_SUBREAPER = 36
 FakeChild = Callable[[str, int, str], Child]
+
+SPEC = EngineSpec(
+    name="decode-0", role="decode", epoch="1", config=EngineConfig(), handoff=HandoffConfig(),
+    endpoint="ipc://decode-0", num_engines=1,
+)  # fmt: skip
 
 
 def run(main: Callable[[], Awaitable[Result]]) -> Result:
@@ -49,15 +57,15 @@ def read_acks(write: Callable[[Acknowledger], None], *, timeout_s: float = 10.0)
     """What a child that acts as `write` does makes of the launcher's wait."""
 
     async def main() -> list[str]:
-        pipe = AckPipe()
+        ack_socket = AckSocket()
         try:
-            write(Acknowledger(os.dup(pipe.write_fd)))
-            pipe.handed_over()
+            write(Acknowledger(os.dup(ack_socket.child_fd)))
+            ack_socket.handed_over()
             texts: list[str] = []
-            await pipe.wait_ready("decode-1", timeout_s, texts.append)
+            await ack_socket.wait_ready("decode-1", timeout_s, texts.append)
             return texts
         finally:
-            pipe.close()
+            ack_socket.close()
 
     return run(main)
 
@@ -96,35 +104,79 @@ def test_nonsense_is_a_startup_error() -> None:
 
 def test_silence_has_a_bound(fake_child: FakeChild) -> None:
     async def main() -> None:
-        pipe = AckPipe()
-        child = fake_child("decode-1", pipe.write_fd, "stubborn")
+        ack_socket = AckSocket()
+        child = fake_child("decode-1", ack_socket.child_fd, "stubborn")
         try:
-            # The stand-in acknowledges on a pipe of its own; on this one nobody ever does.
-            silent = AckPipe()
+            # The stand-in acknowledges on a socket of its own; on this one nobody ever does.
+            silent = AckSocket()
             with pytest.raises(StartupError, match=r"decode-1 was not ready after 0\.05 s"):
                 await silent.wait_ready("decode-1", 0.05, str)
             silent.close()
         finally:
             child.send_signal(signal.SIGKILL)
             await child.wait()
-            pipe.close()
+            ack_socket.close()
 
     run(main)
 
 
 def test_a_child_that_is_stopped_before_it_is_ready_is_late(fake_child: FakeChild) -> None:
     async def main() -> None:
-        pipe = AckPipe()
-        child = fake_child("decode-1", pipe.write_fd, "serve")
+        ack_socket = AckSocket()
+        child = fake_child("decode-1", ack_socket.child_fd, "serve")
         child.send_signal(signal.SIGSTOP)  # before its interpreter has begun
-        pipe.handed_over()
+        ack_socket.handed_over()
         try:
             with pytest.raises(StartupError, match=r"decode-1 was not ready after 0\.05 s"):
-                await pipe.wait_ready("decode-1", 0.05, str)
+                await ack_socket.wait_ready("decode-1", 0.05, str)
         finally:
             child.send_signal(signal.SIGKILL)
             await child.wait()
-            pipe.close()
+            ack_socket.close()
+
+    run(main)
+
+
+def test_a_child_goes_on_when_it_is_known_and_ends_when_its_start_was_given_up() -> None:
+    ack_socket = AckSocket()
+    known = Acknowledger(os.dup(ack_socket.child_fd))
+    ack_socket.handed_over()
+    known.wait_known()
+    ack_socket.close()
+    for sent in (False, True):
+        ack_socket = AckSocket()
+        unknown = Acknowledger(os.dup(ack_socket.child_fd))
+        if sent:  # something is still unread when the launcher leaves
+            unknown.progress("imported")
+        ack_socket.close()
+        with pytest.raises(StartGivenUp):
+            unknown.wait_known()
+        with pytest.raises(StartGivenUp):
+            unknown.progress("loading")
+
+
+@pytest.fixture
+def subreaper() -> Iterator[None]:
+    """Forked engines become children of this process, as they do with the launcher."""
+    become_subreaper()
+    yield
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.mark.usefixtures("subreaper")
+def test_an_engine_that_nobody_knows_of_ends(lifeline: int) -> None:
+    """F24: its fork server died owing the answer; another process serves under its name by then."""
+
+    async def main() -> None:
+        server = ForkServer("pdkv.connectors.memory:MemoryConnector", lifeline)
+        ack_socket = AckSocket()
+        try:
+            child = await server.fork_engine(SPEC, ack_socket.child_fd, timeout_s=20)
+            ack_socket.close()
+            assert await child.wait() == 1
+        finally:
+            server.close()
+            await server.child.wait()
 
     run(main)
 
@@ -133,12 +185,8 @@ def test_a_fork_server_that_is_stopped_is_killed_at_the_deadline(lifeline: int) 
     async def main() -> None:
         server = ForkServer("pdkv.connectors.memory:MemoryConnector", lifeline)
         server.child.send_signal(signal.SIGSTOP)
-        spec = EngineSpec(
-            name="decode-0", role="decode", epoch="1", config=EngineConfig(), handoff=HandoffConfig(),
-            endpoint="ipc://decode-0", num_engines=1,
-        )  # fmt: skip
         with pytest.raises(StartupError, match=r"the fork server did not answer within 0\.05 s"):
-            await server.fork_engine(spec, lifeline, timeout_s=0.05)
+            await server.fork_engine(SPEC, lifeline, timeout_s=0.05)
         assert not server.usable
         assert await server.child.wait() == -signal.SIGKILL
 

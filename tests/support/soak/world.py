@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -142,6 +144,13 @@ async def _full_server(world: World, event: Event) -> bool:
     return True
 
 
+def _new_filler(directory: Path) -> Path:
+    """An empty file. Each event has its own: two of them may overlap."""
+    descriptor, name = tempfile.mkstemp(prefix="filler-", dir=directory)
+    os.close(descriptor)
+    return Path(name)
+
+
 async def _full_disk(world: World, event: Event) -> bool:
     assert world.files is not None
     if not world.private:
@@ -149,7 +158,7 @@ async def _full_disk(world: World, event: Event) -> bool:
         with _small_files(engines):
             await asyncio.sleep(event.seconds)
         return True
-    filler = world.files / "filler"
+    filler = _new_filler(world.files)
     try:
         await asyncio.to_thread(fill, filler)
         await asyncio.sleep(event.seconds)
@@ -163,7 +172,7 @@ async def _full_shared_memory(world: World, event: Event) -> bool:
     fork_server, engine = world.process("fork-server"), world.process(event.target)
     if fork_server is None or engine is None:
         return False
-    filler = SHM / "filler"
+    filler = _new_filler(SHM)
     try:
         with _small_files([fork_server]):
             if world.private:
@@ -172,7 +181,7 @@ async def _full_shared_memory(world: World, event: Event) -> bool:
             engine.kill()
             await asyncio.sleep(event.seconds)
     finally:
-        filler.unlink(missing_ok=True)
+        filler.unlink()
         for process in world.processes():  # also those that were forked meanwhile
             _limit_files(process, psutil.RLIM_INFINITY)
     return True
