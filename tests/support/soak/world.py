@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -39,6 +39,7 @@ class World:
     load: Load
     journal: Journal
     seed: str
+    server_restart: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def processes(self) -> Iterator[psutil.Process]:
         """The launcher and all below it."""
@@ -69,7 +70,8 @@ class World:
 async def _kill(world: World, event: Event) -> bool:
     if event.kind == "kill server":
         assert world.server is not None
-        await asyncio.to_thread(world.server.restart)
+        async with world.server_restart:  # a second kill would hit the process that the first one waits for
+            await asyncio.to_thread(world.server.restart)
         return True
     process = world.process(event.target)
     if process is None:
