@@ -5,15 +5,23 @@ from contextlib import nullcontext
 
 import numpy as np
 
+from pdkv.connectors.nixl_agent import NixlAgent
 from pdkv.connectors.nixl_endpoint import NixlEndpoint
 from pdkv.connectors.nixl_fetch import GatherReader, Guard, Waiting, Wanted
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_wire import RankBlob
-from pdkv.connectors.planning import Ids, Run, split_runs
+from pdkv.connectors.planning import Ids, Run, run_starts
 from pdkv.connectors.units import UnitPart, UnitPool
 
 POST_BYTES = 8 * 1024 * 1024
 """Of one post: between two of them a cancel, the deadline and a shutdown are seen."""
+
+PIECE_BYTES = 24 * 1024
+"""What a piece costs beside its bytes, in bytes: a call of the kernel."""
+
+_MIN_POST_BYTES = 1024 * 1024
+_POSTS = 8
+"""What helpers may share is cut into so many posts at least, as long as they are not smaller than that."""
 
 Post = tuple[Ids, Ids, Ids]
 """Byte offsets at the source, at the destination, and sizes, of what is posted at once."""
@@ -37,7 +45,7 @@ class BlockReader:
             return self.read(job, blob, theirs, ours, offer=offer, guard=guard)
         num_bytes = block_bytes // num_layers * len(layers)
         if theirs.size < self._options.gather_min_pieces or num_bytes >= self._options.gather_below:
-            self._read_posts(job, blob, cut_layers(theirs, ours, block_bytes, layers, num_layers), guard)
+            self._read_pieces(job, blob, layer_pieces(theirs, ours, block_bytes, layers, num_layers), guard)
         else:
             units = [expand_blocks(blocks, self._units.units_per_block) for blocks in (theirs, ours)]
             part = UnitPart(0, self._units.num_heads, layers.start, layers.stop)
@@ -59,55 +67,74 @@ class BlockReader:
         Raises:
             TransferError: the peer refuses or is gone, the job has to stop.
         """
-        split = split_runs(theirs, ours, -(-self._options.gather_below // blob.block_bytes))
-        rest = split_runs(theirs[split.rest], ours[split.rest], 1).runs
-        if len(rest) < self._options.gather_min_pieces:
-            self._read_runs(job, blob, [*split.runs, *rest], guard)
-        else:
-            self._read_runs(job, blob, split.runs, guard)
-            small = [expand_blocks(blocks[split.rest], self._units.units_per_block) for blocks in (theirs, ours)]
+        starts = run_starts(theirs, ours)
+        counts = np.diff(starts, append=theirs.size)
+        small_runs = counts * blob.block_bytes < self._options.gather_below
+        if np.count_nonzero(small_runs) < self._options.gather_min_pieces:
+            small_runs = np.zeros_like(small_runs)
+        large = starts[~small_runs]
+        table = np.stack([theirs[large], ours[large], counts[~small_runs]], axis=1) * blob.block_bytes
+        self._read_pieces(job, blob, table, guard)
+        if small_runs.any():
+            rest = np.repeat(small_runs, counts)
+            small = [expand_blocks(blocks[rest], self._units.units_per_block) for blocks in (theirs, ours)]
             self._reader.fetch(job, blob, Wanted(small[0], 0, small[1], self._units.whole, offer, guard))
         return int(theirs.size) * blob.block_bytes
 
-    def _read_runs(self, job: Waiting, blob: RankBlob, runs: Sequence[Run], guard: Guard) -> None:
-        self._read_posts(job, blob, cut_runs(runs, blob.block_bytes), guard)
+    def _read_pieces(self, job: Waiting, blob: RankBlob, table: Ids, guard: Guard) -> None:
+        endpoint, pool = self._endpoint, self._endpoint.pool
+        assert pool is not None
 
-    def _read_posts(self, job: Waiting, blob: RankBlob, posts: Sequence[Post], guard: Guard) -> None:
-        endpoint = self._endpoint
-        assert endpoint.pool is not None
-        for theirs, ours, sizes in posts:
+        def read(post: Post, agent: NixlAgent | None) -> None:
+            theirs, ours, sizes = post
             job.check()
             with guard():
                 endpoint.read(
-                    blob, (endpoint.pool, ours), (blob.pool, theirs), sizes, deadline=job.deadline, check=job.check
+                    blob, (pool, ours), (blob.pool, theirs), sizes, deadline=job.deadline, check=job.check, agent=agent
                 )
+
+        endpoint.read_together(blob, cut_pieces(table, _shared_post_bytes(table)), read)
 
 
 def cut_runs(runs: Sequence[Run], block_bytes: int) -> list[Post]:
-    """Runs of blocks as posts of about POST_BYTES."""
-    pieces: list[tuple[int, int, int]] = []
-    for run in runs:
-        size = run.num_blocks * block_bytes
-        for offset in range(0, size, POST_BYTES):
-            source, destination = run.source * block_bytes + offset, run.destination * block_bytes + offset
-            pieces.append((source, destination, min(POST_BYTES, size - offset)))
-    if not pieces:
-        return []
-    return _posts(np.asarray(pieces, dtype=np.int64))
+    """Runs of blocks as posts of at most about POST_BYTES."""
+    return cut_pieces(np.asarray(runs, dtype=np.int64).reshape(-1, 3) * block_bytes)
 
 
 def cut_layers(source: Ids, destination: Ids, block_bytes: int, layers: range, num_layers: int) -> list[Post]:
     """Some layers of blocks source[i] and destination[i], one piece per block, as posts of about POST_BYTES."""
+    return cut_pieces(layer_pieces(source, destination, block_bytes, layers, num_layers))
+
+
+def layer_pieces(source: Ids, destination: Ids, block_bytes: int, layers: range, num_layers: int) -> Ids:
+    """Some layers of blocks source[i] and destination[i], (n, 3): source, destination and size in bytes."""
     layer_bytes = block_bytes // num_layers
     first, size = layers.start * layer_bytes, np.full(source.size, len(layers) * layer_bytes, dtype=np.int64)
-    return _posts(np.stack([source * block_bytes + first, destination * block_bytes + first, size], axis=1))
+    return np.stack([source * block_bytes + first, destination * block_bytes + first, size], axis=1)
 
 
-def _posts(table: Ids) -> list[Post]:
-    """(source, destination, size) of pieces, (n, 3), n > 0."""
-    posts = (np.cumsum(table[:, 2]) - 1) // POST_BYTES
+def cut_pieces(table: Ids, limit: int = POST_BYTES) -> list[Post]:
+    """Pieces as posts that take about equally long, of at most about `limit` bytes.
+
+    Args:
+        table: (n, 3): source, destination and size of each, in bytes.
+    """
+    if not table.size:
+        return []
+    parts = -(-table[:, 2] // limit)  # of each piece
+    pieces = np.repeat(table, parts, axis=0)
+    offsets = (np.arange(len(pieces)) - np.repeat(np.cumsum(parts) - parts, parts)) * limit
+    sources, destinations, sizes = pieces[:, 0] + offsets, pieces[:, 1] + offsets, pieces[:, 2] - offsets
+    sizes = np.minimum(sizes, limit)
+    posts = (np.cumsum(sizes + PIECE_BYTES) - 1) // limit
     cuts = np.flatnonzero(np.diff(posts)) + 1
-    return [(batch[:, 0], batch[:, 1], batch[:, 2]) for batch in np.split(table, cuts)]
+    return list(zip(*(np.split(column, cuts) for column in (sources, destinations, sizes)), strict=True))
+
+
+def _shared_post_bytes(table: Ids) -> int:
+    """The limit of posts that several threads take."""
+    wanted = int((table[:, 2] + PIECE_BYTES).sum()) // _POSTS
+    return min(max(wanted // _MIN_POST_BYTES, 1) * _MIN_POST_BYTES, POST_BYTES)
 
 
 def expand_blocks(block_ids: Ids, units_per_block: int) -> Ids:

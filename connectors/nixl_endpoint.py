@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ from pdkv.connectors.host import host_id
 from pdkv.connectors.huge_pages import use_huge_pages
 from pdkv.connectors.nixl_agent import Memory, Message, NixlAgent
 from pdkv.connectors.nixl_doorbell import Doorbell
+from pdkv.connectors.nixl_helpers import Helper, Post, SharedPosts
 from pdkv.connectors.nixl_memory import (
     PAGE_BYTES,
     WORD_BYTES,
@@ -73,6 +74,8 @@ class NixlEndpoint:
         self.num_unknown_agents = 0  # messages of agents that nobody has a card of
         self.slot_bytes = options.slot_bytes
         self._mode = options.mode
+        self._num_helpers = options.readers - 1
+        self._helpers: list[Helper] = []
         self._agent = NixlAgent(
             agent_name(config.engine, config.epoch, config.rank), progress_thread=options.progress_thread
         )
@@ -104,6 +107,11 @@ class NixlEndpoint:
             use_huge_pages(kv_cache.data_ptr(), kv_cache.nbytes)
         kind, device = ("DRAM", 0) if kv_cache.device.type == "cpu" else ("VRAM", kv_cache.device.index or 0)
         self.pool = self._agent.register(Memory(kv_cache.data_ptr(), kv_cache.nbytes, kind, device))  # type: ignore[arg-type]
+        if kind == "DRAM":
+            self._helpers = [
+                Helper(f"{self._agent.name}#{number}", self.pool, self._is_known, self._ring)
+                for number in range(1, self._num_helpers + 1)
+            ]
         if table is not None:
             self._table = self._agent.register(region_of(table.values))
 
@@ -157,10 +165,17 @@ class NixlEndpoint:
         *,
         deadline: float,
         check: Callable[[], None],
+        agent: NixlAgent | None = None,
     ) -> None:
-        """Read pieces of a peer's region, given as (region, offsets), into an own one. Raises TransferError."""
-        self._reach(blob)
-        self._agent.transfer(
+        """Read pieces of a peer's region, given as (region, offsets), into an own one. Raises TransferError.
+
+        Args:
+            agent: a helper's, which is connected.
+        """
+        if agent is None:
+            self._reach(blob)
+            agent = self._agent
+        agent.transfer(
             "READ",
             blob.agent,
             local[0].pieces(local[1], sizes),
@@ -169,6 +184,23 @@ class NixlEndpoint:
             kinds=(local[0].kind, remote[0].kind),
             check=check,
         )
+
+    def read_together(
+        self, blob: RankBlob, posts: Sequence[Post], read: Callable[[Post, NixlAgent | None], None]
+    ) -> None:
+        """Have posts read by this thread, and by helpers where the peer is on this host.
+
+        Args:
+            read: reads one, by a helper's agent or (None) by the own one. Called on several threads.
+
+        Raises:
+            TransferError: of `read` on this thread. Nothing is read any more.
+        """
+        shared = SharedPosts(blob, posts, read)
+        if len(posts) > 1 and blob.pool.kind == "DRAM" and blob.host == host_id():
+            for helper in self._helpers:
+                helper.ask(shared)
+        shared.read_all()
 
     def read_words(
         self, blob: RankBlob, region: Memory, first: int, count: int, *, deadline: float, check: Callable[[], None]
@@ -260,6 +292,8 @@ class NixlEndpoint:
         def disconnect() -> None:
             for agent in agents:
                 self._agent.disconnect(agent)
+                for helper in self._helpers:
+                    helper.forget(agent)
 
         self.post(disconnect)
 
@@ -273,6 +307,8 @@ class NixlEndpoint:
             self._thread.join(_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.error("thread %s does not end", self._thread.name)
+        for helper in self._helpers:
+            helper.close()
         self._agent.close()
         self._doorbell.close()
         for users in (self._handlers, self._workers, self._ticks):  # they know the endpoint, and it them
@@ -297,6 +333,9 @@ class NixlEndpoint:
             self._ring(blob)
         if self.peers.agent(blob.agent) is None:  # removed meanwhile
             self._agent.disconnect(blob.agent)
+
+    def _is_known(self, blob: RankBlob) -> bool:
+        return not self._stopping and self.peers.agent(blob.agent) == blob
 
     def _ring(self, blob: RankBlob) -> None:
         if blob.host == host_id():

@@ -14,10 +14,11 @@ class NixlOptions:
 
     mode: Mode = "pull"
     transfer_timeout_s: float = 10.0  # deadline of one transfer on one rank, from its start on
-    gather_below: int = 32 * 1024  # bytes of a run of blocks, below which it is gathered with others
+    gather_below: int = 16 * 1024  # bytes of a run of blocks, below which it is gathered with others
     gather_min_pieces: int = 64  # where there are fewer of those, they go one by one
     slots: int = 4  # buffers in which units are gathered; half of them at most are one reader's
     slot_bytes: int = 4 * 1024 * 1024
+    readers: int = 2  # threads that read large transfers from peers on the host, together
     writes: bool = False  # push: the sender writes large runs itself, instead of having them read
     progress_thread: bool = False  # NIXL's own: for transports that need the peer's help, such as TCP between hosts
 
@@ -75,6 +76,7 @@ _CONVERTERS: dict[str, Callable[[str], object]] = {
     "gather_min_pieces": _count,
     "slots": _count,
     "slot_bytes": _slot_size,
+    "readers": _count,
     "writes": _bool,
     "progress_thread": _bool,
 }

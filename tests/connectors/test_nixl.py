@@ -161,6 +161,16 @@ def test_every_token_arrives(world: World, mode: str, options: dict[str, str]) -
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_every_token_of_a_transfer_that_several_threads_read_arrives(world: World, mode: str) -> None:
+    layout = make_layout(head_size=256)
+    sides = {"prefill": {"layout": msgspec.to_builtins(layout)}, "decode": {"layout": layout}}
+    prefill, decode = world.pair(mode, {"readers": "3"}, **sides)
+    for num_tokens in (320, 100, 320, 320):
+        hand_over(mode, world, prefill, decode, num_tokens)
+    check_nothing_is_left(prefill, decode)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("tp", "peer_tp", "block_size", "peer_block_size"),
     [(1, 2, 16, 16), (2, 1, 16, 32), (2, 4, 32, 16), (4, 1, 16, 16), (1, 1, 32, 16), (1, 1, 16, 32)],
