@@ -45,10 +45,18 @@ def make_runs(block_ids: Sequence[int], generations: Sequence[int] | None = None
 
 def expand_runs(runs: Sequence[BlockRun]) -> tuple[list[int], list[int]] | None:
     """(block ids, generations); None: no blocks could be meant by that."""
-    if any(run.first < 0 or run.num_blocks < 1 for run in runs) or sum(run.num_blocks for run in runs) > MAX_BLOCKS:
-        return None
-    block_ids = [block_id for run in runs for block_id in range(run.first, run.first + run.num_blocks)]
-    return block_ids, [run.generation for run in runs for _ in range(run.num_blocks)]
+    block_ids: list[int] = []
+    generations: list[int] = []
+    for first, num_blocks, generation in runs:
+        if first < 0 or not 1 <= num_blocks <= MAX_BLOCKS - len(block_ids):
+            return None
+        if num_blocks == 1:  # an aged pool has little else, and a scheduler waits for this
+            block_ids.append(first)
+            generations.append(generation)
+        else:
+            block_ids.extend(range(first, first + num_blocks))
+            generations.extend(repeat(generation, num_blocks))
+    return block_ids, generations
 
 
 def encode_blocks(block_ids: Sequence[int], generations: Sequence[int]) -> bytes:

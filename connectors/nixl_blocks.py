@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 
 import numpy as np
 
@@ -127,8 +128,8 @@ def cut_pieces(table: Ids, limit: int = POST_BYTES) -> list[Post]:
     sources, destinations, sizes = pieces[:, 0] + offsets, pieces[:, 1] + offsets, pieces[:, 2] - offsets
     sizes = np.minimum(sizes, limit)
     posts = (np.cumsum(sizes + PIECE_BYTES) - 1) // limit
-    cuts = np.flatnonzero(np.diff(posts)) + 1
-    return list(zip(*(np.split(column, cuts) for column in (sources, destinations, sizes)), strict=True))
+    cuts = [0, *(np.flatnonzero(np.diff(posts)) + 1).tolist(), len(posts)]
+    return [(sources[a:b], destinations[a:b], sizes[a:b]) for a, b in pairwise(cuts)]
 
 
 def _shared_post_bytes(table: Ids) -> int:
