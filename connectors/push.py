@@ -9,6 +9,7 @@ import math
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_LAYER_GROUPS = 8
 MIN_GROUP_BYTES = 2 << 20
-"""Of a rank's KV of one step: so many groups go out while it computes, unless they would be smaller."""
+"""Of a rank's KV of one step: so many equal groups go out while it computes, unless they would be smaller."""
 
 STEP_TIMEOUT_S = 3600.0
 """Of a send that waits for its layers: a step ends, or the process does. A send's own deadline counts from there."""
@@ -68,9 +69,15 @@ def range_of(piece: PushPiece) -> PieceRange:
 
 
 def layer_groups(num_layers: int, num_bytes: int) -> list[range]:
-    """Cut the layers of a step's KV, `num_bytes` in all, into groups that are sent when they are computed."""
+    """Cut the layers of a step's KV, `num_bytes` in all, into groups that are sent when they are computed.
+
+    They are equal, but for the end: what is still to be sent behind the forward pass is as little as may be.
+    """
     count = max(min(num_bytes // MIN_GROUP_BYTES, MAX_LAYER_GROUPS, num_layers), 1)
-    return [range(i * num_layers // count, (i + 1) * num_layers // count) for i in range(count)]
+    cuts = [i * num_layers // count for i in range(count + 1)]
+    while (left := cuts[-1] - cuts[-2]) > 1 and num_bytes * left // (2 * num_layers) >= MIN_GROUP_BYTES:
+        cuts.insert(-1, cuts[-1] - left // 2)
+    return [range(first, stop) for first, stop in pairwise(cuts)]
 
 
 class Incoming:
@@ -145,6 +152,7 @@ class PushWorker(TransferWorker):
         receive_timeout_s: float = RECEIVE_TIMEOUT_S,
     ) -> None:
         super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
+        self.lanes_per_rank = 1  # until threads start a subclass may say otherwise
         self._receive_timeout_s = receive_timeout_s
         self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
         self.config = config
@@ -187,7 +195,8 @@ class PushWorker(TransferWorker):
         gone = {(card.engine, card.epoch) for card in removed}
         if gone:
             self.stop_jobs(lambda job: _receiver(job) in gone, PeerGone.code)
-        self.lanes.retire({self.lane_of(c.engine, c.epoch, rank) for c in removed for rank in range(c.tp)})
+        gone_ranks = [(card, rank) for card in removed for rank in range(card.tp)]
+        self.lanes.retire({lane for card, rank in gone_ranks for lane in self.lanes_of(card.engine, card.epoch, rank)})
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -198,9 +207,9 @@ class PushWorker(TransferWorker):
         self.peers.card(piece.card.engine, piece.card.epoch)  # it may have gone while the job waited
         return self.send(job, piece, scratch)
 
-    def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Any:
-        """The lane of a peer's rank: by default one of its own."""
-        return (engine, epoch, peer_rank)
+    def lanes_of(self, engine: str, epoch: str, peer_rank: int) -> list[Any]:
+        """The lanes of a peer's rank, its own. Layer groups take turns; what is sent in one go takes the first."""
+        return [(engine, epoch, peer_rank, number) for number in range(self.lanes_per_rank)]
 
     # --- what comes in --------------------------------------------------------------------------------------------
 
@@ -262,9 +271,11 @@ class PushWorker(TransferWorker):
         layout, in_step = self.config.layout, send.during_step
         num_bytes = (send.stop - send.start) * layout.block_bytes // layout.block_size
         parts = sender_parts(self.config.rank, self.config.tp, card.tp, layout.kv_heads_of_all_ranks)
-        for layers in layer_groups(layout.num_layers, num_bytes) if in_step else [range(layout.num_layers)]:
+        groups = layer_groups(layout.num_layers, num_bytes) if in_step else [range(layout.num_layers)]
+        for number, layers in enumerate(groups):
             for part in parts:
-                lane = self.lane_of(card.engine, card.epoch, part.peer_rank)
+                lanes = self.lanes_of(card.engine, card.epoch, part.peer_rank)
+                lane = lanes[number % len(lanes)]
                 order = PushPiece(send, card, part, layers)
                 yield Task(order, lane=lane, posted=in_step, timeout_s=STEP_TIMEOUT_S if in_step else None)
 

@@ -7,7 +7,7 @@ from statistics import mean, median
 import msgspec
 
 from pdkv.connectors.bench.plan import Plan, open_setting, sized
-from pdkv.connectors.bench.transfer import BenchWorld, TimedTransfer, push_span
+from pdkv.connectors.bench.transfer import BenchWorld, TimedTransfer
 from pdkv.connectors.bench.yardsticks import measure_bare
 from pdkv.connectors.conformance import protocol as p
 from pdkv.connectors.conformance.handover import new_name, new_text
@@ -36,7 +36,7 @@ class PushTail(msgspec.Struct, frozen=True, kw_only=True):
     connector: str
     layout: str
     tokens: int
-    tail_ms: float  # from the step after the last chunk to the reader's report
+    tail_ms: float  # from the end of the step with the last chunk to the reader's report
     bare_ms: float  # all of the bytes on the bare transport
 
 
@@ -61,6 +61,20 @@ class _Steps(TimedTransfer):
         if stop < self.num_tokens:
             self.producer.confirm(self.sender)
         return span.ended - span.began + self.writer.take_cost().wall_s
+
+    def tail(self) -> float:
+        """Seconds from the end of the last chunk's step until the reader has all of the prompt."""
+        start = self.starts[-1]
+        awaits_early = self.reader.hosts[0].pid != self.writer.hosts[0].pid  # one process does one thing at a time
+        if awaits_early:
+            self.reader.await_ends([self.key])
+        computed = self.writer.run_timed(self.producer.plan((self.sender, start, self.num_tokens)))
+        self.sender.num_confirmed = self.num_tokens
+        self.hand_off()
+        self.writer.step()
+        if not awaits_early:
+            self.reader.await_ends([self.key])
+        return max(self.reader.take_span().ended - computed.ended, 0.0)
 
     def idle_step(self, start: int) -> float:
         """The same, of a request that the connector hears nothing about."""
@@ -167,11 +181,9 @@ def measure_push_tail(
             prompt = _Steps(world, num_tokens, chunk=chunk)
             prompt.expect()
             prompt.begin_prefill()
-            for start in prompt.starts:
+            for start in prompt.starts[:-1]:
                 prompt.step(start)
-            prompt.hand_off()
-            span = push_span(world.writer, world.reader, prompt.producer.plan(), prompt.key)
-            tails.append(span.ended - span.began + world.writer.take_cost().wall_s)
+            tails.append(prompt.tail())
             require(not prompt.wait().code, f"{prompt.describe()} failed: {prompt.wait().code}")
             world.until(lambda key=prompt.key: key in world.writer.sent, "the sending ends")  # type: ignore[misc]
             prompt.end()
