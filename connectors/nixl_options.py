@@ -14,7 +14,7 @@ class NixlOptions:
 
     mode: Mode = "pull"
     transfer_timeout_s: float = 10.0  # deadline of one transfer on one rank, from its start on
-    gather_below: int = 16 * 1024  # bytes of a run of blocks, below which it is gathered with others
+    gather_below: int = 4096  # bytes of a run of blocks, below which it is gathered with others
     gather_min_pieces: int = 64  # where there are fewer of those, they go one by one
     slots: int = 4  # buffers in which units are gathered; half of them at most are one reader's
     slot_bytes: int = 4 * 1024 * 1024
