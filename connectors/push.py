@@ -152,7 +152,6 @@ class PushWorker(TransferWorker):
         receive_timeout_s: float = RECEIVE_TIMEOUT_S,
     ) -> None:
         super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
-        self.lanes_per_rank = 1  # until threads start a subclass may say otherwise
         self._receive_timeout_s = receive_timeout_s
         self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
         self.config = config
@@ -195,8 +194,7 @@ class PushWorker(TransferWorker):
         gone = {(card.engine, card.epoch) for card in removed}
         if gone:
             self.stop_jobs(lambda job: _receiver(job) in gone, PeerGone.code)
-        gone_ranks = [(card, rank) for card in removed for rank in range(card.tp)]
-        self.lanes.retire({lane for card, rank in gone_ranks for lane in self.lanes_of(card.engine, card.epoch, rank)})
+        self.lanes.retire({self.lane_of(c.engine, c.epoch, rank) for c in removed for rank in range(c.tp)})
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -207,9 +205,9 @@ class PushWorker(TransferWorker):
         self.peers.card(piece.card.engine, piece.card.epoch)  # it may have gone while the job waited
         return self.send(job, piece, scratch)
 
-    def lanes_of(self, engine: str, epoch: str, peer_rank: int) -> list[Any]:
-        """The lanes of a peer's rank, its own. Layer groups take turns; what is sent in one go takes the first."""
-        return [(engine, epoch, peer_rank, number) for number in range(self.lanes_per_rank)]
+    def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Any:
+        """The lane of a peer's rank: by default one of its own."""
+        return (engine, epoch, peer_rank)
 
     # --- what comes in --------------------------------------------------------------------------------------------
 
@@ -271,11 +269,9 @@ class PushWorker(TransferWorker):
         layout, in_step = self.config.layout, send.during_step
         num_bytes = (send.stop - send.start) * layout.block_bytes // layout.block_size
         parts = sender_parts(self.config.rank, self.config.tp, card.tp, layout.kv_heads_of_all_ranks)
-        groups = layer_groups(layout.num_layers, num_bytes) if in_step else [range(layout.num_layers)]
-        for number, layers in enumerate(groups):
+        for layers in layer_groups(layout.num_layers, num_bytes) if in_step else [range(layout.num_layers)]:
             for part in parts:
-                lanes = self.lanes_of(card.engine, card.epoch, part.peer_rank)
-                lane = lanes[number % len(lanes)]
+                lane = self.lane_of(card.engine, card.epoch, part.peer_rank)
                 order = PushPiece(send, card, part, layers)
                 yield Task(order, lane=lane, posted=in_step, timeout_s=STEP_TIMEOUT_S if in_step else None)
 
