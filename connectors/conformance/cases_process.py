@@ -1,6 +1,5 @@
 """Cases about the process around a connector: its step thread, its sockets, and what it leaves behind."""
 
-import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -8,6 +7,7 @@ from pdkv.connectors.conformance import protocol as p
 from pdkv.connectors.conformance.cases import case
 from pdkv.connectors.conformance.engine import Engine
 from pdkv.connectors.conformance.handover import Handover, legal_orders, new_text
+from pdkv.connectors.conformance.shm_files import left_behind, shm_files
 from pdkv.connectors.conformance.sockets import listeners, send_garbage
 from pdkv.connectors.conformance.watch import STRICT
 from pdkv.connectors.conformance.world import SHORT_S, NotApplicable, Setting, Shape, World, require
@@ -127,17 +127,17 @@ def _send_everywhere(world: World) -> int:
 @case("leaks", covers="F24")
 def leaks(setting: Setting) -> None:
     """Aborts and restarts of peers cost no memory, descriptors or threads; shutdown gives back all."""
-    before = set(os.listdir("/dev/shm"))
+    before = shm_files()
     with World(setting, LEAK_SHAPE, LEAK_SHAPE) as world:
         for order in legal_orders(world)[:1]:
             _aborts_leave_nothing(world, order)
         Handover(world, 100).run()
-    left = set(os.listdir("/dev/shm")) - before
+    left = left_behind(before, SHORT_S)
     with World(setting) as world:
         for name in list(world.engines):
             _shutdown_leaves_nothing(world, name)
         Handover(world, 100).run()
-    left |= set(os.listdir("/dev/shm")) - before
+    left |= left_behind(before, SHORT_S)
     require(not left, f"shared memory is left behind: {', '.join(sorted(left))}")
 
 

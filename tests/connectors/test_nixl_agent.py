@@ -1,17 +1,15 @@
 """The wrapper of NIXL against real agents in other processes: data, messages, and every way in which a peer fails."""
 
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from nixl_peer import Listening as Own
 from nixl_rig import Peer, needs_nixl, own_agent
-from traffic import wait_until_true
+from traffic import held_by_process, wait_until_true
 
 from pdkv.connectors import nixl_agent
 from pdkv.connectors.nixl_agent import Memory, NixlAgent, Operation, load_bindings
@@ -280,17 +278,11 @@ def test_close_gives_threads_descriptors_and_shared_memory_back(start_peer: Call
         with pytest.raises(PeerGone):
             own.agent.send(peer.name, b"hello")
 
-    def held() -> tuple[int, int, int]:
-        """Descriptors, threads and mappings of shared memory."""
-        maps = Path("/proc/self/maps").read_text()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps.count("/dev/shm/")
-
     use_one()  # NIXL and UCX keep some things for the whole life of a process
-    before = held()
+    before = held_by_process()
     for _ in range(3):
         use_one()
-    # A thread that was joined may stand in /proc for a moment longer.
-    wait_until_true(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), "as little as before")
+    wait_until_true(lambda: held_by_process().within(before), f"no more than {before}")
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

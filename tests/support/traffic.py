@@ -215,3 +215,21 @@ def _shared_mappings(pid: int) -> Counter[str]:
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     paths = (line.split(maxsplit=5)[-1] for line in lines if "/memfd:" in line)
     return Counter(paths)
+
+
+class ProcessHoldings(NamedTuple):
+    """Of this process."""
+
+    descriptors: int
+    threads: int
+    shared_mappings: int  # of named shared memory
+
+    def within(self, other: "ProcessHoldings") -> bool:
+        """Whether none is more. A thread that was joined may stand in /proc for a moment longer: ask again."""
+        return all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
+
+
+def held_by_process() -> ProcessHoldings:
+    """Read from /proc."""
+    num_descriptors, num_threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+    return ProcessHoldings(num_descriptors, num_threads, Path("/proc/self/maps").read_text().count("/dev/shm/"))

@@ -1,0 +1,34 @@
+"""Named shared memory that nobody uses, whoever else on the machine makes and unlinks some at the same time."""
+
+import contextlib
+import os
+import time
+from collections.abc import Set
+from pathlib import Path
+
+SHM = Path("/dev/shm")
+
+
+def shm_files() -> set[str]:
+    """Names in /dev/shm."""
+    return set(os.listdir(SHM))
+
+
+def left_behind(before: Set[str], timeout_s: float) -> set[str]:
+    """Names that have come since `before`, that no living process maps, and that do not go within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    left = _unused(shm_files() - before)
+    while left and time.monotonic() < deadline:
+        left = _unused(left & shm_files())
+    return left
+
+
+def _unused(names: set[str]) -> set[str]:
+    """Those that no process maps."""
+    unused = set(names)
+    for process in Path("/proc").iterdir() if unused else ():
+        if process.name.isdecimal():
+            with contextlib.suppress(OSError):
+                maps = (process / "maps").read_text()
+                unused = {name for name in unused if f"{SHM}/{name}" not in maps}
+    return unused
