@@ -62,6 +62,7 @@ class P2PWorker(PushWorker):
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         options = self._options
+        self.layer_by_layer = kv_cache.device.type == "cpu"
         self._pool = PiecePool(kv_cache, self.config.layout)
         self._factory = GroupFactory(options.host, kv_cache.device.type)
         limits = LinkLimits(options.max_groups, 2 * options.idle_s, options.handshake_timeout_s)

@@ -153,6 +153,7 @@ class PushWorker(TransferWorker):
     ) -> None:
         super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
         self._receive_timeout_s = receive_timeout_s
+        self.layer_by_layer = True  # False: a device's pool, whose layers are there when the step is over
         self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
         self.config = config
         self.peers = peers
@@ -269,7 +270,7 @@ class PushWorker(TransferWorker):
         layout, in_step = self.config.layout, send.during_step
         num_bytes = (send.stop - send.start) * layout.block_bytes // layout.block_size
         parts = sender_parts(self.config.rank, self.config.tp, card.tp, layout.kv_heads_of_all_ranks)
-        for layers in layer_groups(layout.num_layers, num_bytes) if in_step else [range(layout.num_layers)]:
+        for layers in layer_groups(layout.num_layers, num_bytes if self.layer_by_layer else 0) if in_step else [range(layout.num_layers)]:
             for part in parts:
                 lane = self.lane_of(card.engine, card.epoch, part.peer_rank)
                 order = PushPiece(send, card, part, layers)
