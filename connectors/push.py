@@ -270,7 +270,8 @@ class PushWorker(TransferWorker):
         layout, in_step = self.config.layout, send.during_step
         num_bytes = (send.stop - send.start) * layout.block_bytes // layout.block_size
         parts = sender_parts(self.config.rank, self.config.tp, card.tp, layout.kv_heads_of_all_ranks)
-        for layers in layer_groups(layout.num_layers, num_bytes if self.layer_by_layer else 0) if in_step else [range(layout.num_layers)]:
+        groups = layer_groups(layout.num_layers, num_bytes if self.layer_by_layer else 0)
+        for layers in groups if in_step else [range(layout.num_layers)]:
             for part in parts:
                 lane = self.lane_of(card.engine, card.epoch, part.peer_rank)
                 order = PushPiece(send, card, part, layers)
