@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pdkv.connectors.base import parse_options
 from pdkv.connectors.io_lanes import LaneConfig
 from pdkv.connectors.nixl_wire import Mode
+from pdkv.connectors.option_types import parse_bool, parse_choice, parse_count, parse_natural, parse_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,50 +34,20 @@ class NixlOptions:
         return LaneConfig(thread_name="pdkv-nixl-io")
 
 
-def _mode(text: str) -> str:
-    if text not in ("pull", "push"):
-        raise ValueError("pull or push was expected")
-    return text
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError("at least 1 was expected")
-    return value
-
-
-def _size(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise ValueError("a number of bytes was expected")
-    return value
-
-
 def _slot_size(text: str) -> int:
     if (value := int(text)) < 4096 or value % 4096:
         raise ValueError("a multiple of 4096 bytes was expected")
     return value
 
 
-def _bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError("true or false was expected")
-    return text.lower() == "true"
-
-
-def _seconds(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise ValueError("a number of seconds above 0 was expected")
-    return value
-
-
 _CONVERTERS: dict[str, Callable[[str], object]] = {
-    "mode": _mode,
-    "transfer_timeout_s": _seconds,
-    "gather_below": _size,
-    "gather_min_pieces": _count,
-    "slots": _count,
+    "mode": parse_choice("pull", "push"),
+    "transfer_timeout_s": parse_seconds,
+    "gather_below": parse_natural,
+    "gather_min_pieces": parse_count,
+    "slots": parse_count,
     "slot_bytes": _slot_size,
-    "readers": _count,
-    "writes": _bool,
-    "progress_thread": _bool,
+    "readers": parse_count,
+    "writes": parse_bool,
+    "progress_thread": parse_bool,
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdkv.connectors.base import parse_options
+from pdkv.connectors.option_types import parse_count, parse_seconds
 from pdkv.connectors.p2p_wire import Address
 from pdkv.connectors.peers import Incarnation, PeerCards
 from pdkv.errors import IncompatiblePeers
@@ -28,24 +29,12 @@ class P2POptions:
         return cls(**parse_options(options, _CONVERTERS))
 
 
-def _seconds(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise ValueError("a number of seconds above 0 was expected")
-    return value
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError("at least 1 was expected")
-    return value
-
-
 _CONVERTERS: Mapping[str, Callable[[str], object]] = {
     "host": str,
-    "timeout_s": _seconds,
-    "handshake_timeout_s": _seconds,
-    "idle_s": _seconds,
-    "max_groups": _count,
+    "timeout_s": parse_seconds,
+    "handshake_timeout_s": parse_seconds,
+    "idle_s": parse_seconds,
+    "max_groups": parse_count,
 }
 
 
