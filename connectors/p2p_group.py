@@ -75,8 +75,7 @@ class Group:
         if self._on_cuda and self._backend is not None:
             self._backend.abort()
         for work, _ in list(self._posted):  # in one go, as far as the interpreter's other threads can see
-            if not _let_go(work) and not self._on_cuda:
-                break  # all others have failed with it
+            _let_go(work)
 
     def close(self) -> None:
         """Tear the group down: posted messages end, and nothing lands any more. Idempotent."""
@@ -85,10 +84,9 @@ class Group:
             return
         if self._on_cuda:
             backend.abort()
-        is_open = True
         while self._posted:
             work, _ = self._posted.popleft()
-            is_open = is_open and (_let_go(work) or self._on_cuda)  # what is not through would outlive the group
+            _let_go(work)  # it would outlive the group
             del work
 
     def _post(self, operation: Any, tensor: "torch.Tensor") -> None:
@@ -150,14 +148,11 @@ class GroupFactory:
         return nccl(store, rank, 2, options)
 
 
-def _let_go(work: Any) -> bool:
-    """Whether it was through; else it has failed now."""
+def _let_go(work: Any) -> None:
     try:
         work.wait(_LET_GO)
     except RuntimeError as error:
         logger.debug("let go of a posted message: %s", error)
-        return False
-    return True
 
 
 def _wait_for_stream(device: "torch.device", timeout_s: float) -> None:

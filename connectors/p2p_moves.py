@@ -1,19 +1,18 @@
 """A piece as messages between a pool and a group: planned on either side, sent, received.
 
-Many messages are under way at a time, so that neither end of the group ever waits for this thread; of gathered ones
-as many as there are buffers: while some travel, the next is gathered, or the last one scattered.
+Several messages are under way at a time; of gathered ones two: while one travels, the next is gathered, or the last
+one scattered.
 """
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.p2p_group import Group
 from pdkv.connectors.p2p_pieces import (
     BUFFER_BYTES,
-    MIN_BUFFER_BYTES,
-    NUM_BUFFERS,
     Message,
     PieceBuffers,
     PiecePool,
@@ -32,11 +31,8 @@ from pdkv.messages import KVLayout
 if TYPE_CHECKING:
     import torch
 
-MAX_POSTED = 256
-"""Gloo asks the receiver about each message: where few are posted, the connection runs dry meanwhile."""
-
-MIN_MESSAGES = 8
-"""Of a piece that is gathered, where that leaves them MIN_BUFFER_BYTES: else nothing overlaps."""
+MAX_POSTED = 16
+MAX_BUFFERED = 2  # PieceBuffers has so many buffers
 
 
 class MovePlan(NamedTuple):
@@ -73,7 +69,7 @@ def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float) -> MovePla
         **wanted._asdict(),
         form="blocks" if whole else "units",
         runs=runs,
-        per_message=_per_message(ids.size - sum(count for _, count in runs), pool.message_bytes(1, part)),
+        per_message=max(BUFFER_BYTES // pool.message_bytes(1, part), 1),
         timeout_s=timeout_s,
     )
     return _plan(offer, ids, part, own)
@@ -98,12 +94,6 @@ def plan_receiving(offer: Offer, incoming: Incoming, layout: KVLayout) -> MovePl
     return _plan(offer, ids, part if in_units else None, layout)
 
 
-def _per_message(count: int, unit_bytes: int) -> int:
-    """Blocks or units of a gathered message, of `count` in all."""
-    num_bytes = min(BUFFER_BYTES, max(count * unit_bytes // MIN_MESSAGES, MIN_BUFFER_BYTES))
-    return max(num_bytes // unit_bytes, 1)
-
-
 def offered(offer: Offer) -> PieceRange:
     """What an offer brings."""
     return PieceRange(offer.first_layer, offer.num_layers, offer.first_head, offer.num_heads, offer.start, offer.stop)
@@ -121,18 +111,18 @@ def send_messages(job: Job, plan: MovePlan, pool: PiecePool, group: Group, buffe
         TransferError: close the group; the receiver waits for what will not come.
     """
     num_bytes = 0
-    posted = _Posted()
+    posted: deque[Message] = deque()
     for message in messages_of(plan.offer, plan.unit_tokens):
-        while posted.is_full(message):
+        while _is_full(posted, message):
             group.wait(job.remaining_s())
-            posted.pop()
+            posted.popleft()
         job.check()
         ids = plan.ids[message.positions - plan.first]
         tensor = pool.direct(ids) if message.is_direct else pool.gather(ids, plan.part, buffers)
         group.send(tensor)
         num_bytes += tensor.numel()
-        posted.append(message, ids, tensor)
-    while group.num_posted:
+        posted.append(message)
+    for _ in posted:
         group.wait(job.remaining_s())
     return num_bytes
 
@@ -147,16 +137,17 @@ def receive_messages(
     """
     deadline = time.monotonic() + timeout_s
     num_bytes = 0
-    posted = _Posted()
+    posted: deque[Message] = deque()
+    images: deque[tuple[Ids, torch.Tensor]] = deque()  # of posted messages that are scattered when they are in
 
     def land() -> None:
         group.wait(max(deadline - time.monotonic(), 1e-3))
-        message, ids, image = posted.pop()
-        if not message.is_direct:
+        if not posted.popleft().is_direct:
+            ids, image = images.popleft()
             pool.scatter(ids, plan.part, image, buffers)
 
     for message in messages_of(plan.offer, plan.unit_tokens):
-        while posted.is_full(message):
+        while _is_full(posted, message):
             land()
         if job.stop_code:
             raise TransferCancelled("the receiver gave the transfer up")
@@ -164,31 +155,15 @@ def receive_messages(
         tensor = pool.direct(ids) if message.is_direct else buffers.next(pool.message_bytes(ids.size, plan.part))
         group.receive(tensor)
         num_bytes += tensor.numel()
-        posted.append(message, ids, tensor)
-    while group.num_posted:
+        posted.append(message)
+        if not message.is_direct:
+            images.append((ids, tensor))
+    while posted:
         land()
     return num_bytes
 
 
-class _Posted:
-    """Messages under way, oldest first."""
-
-    def __init__(self) -> None:
-        self._messages: deque[tuple[Message, Ids, torch.Tensor]] = deque()
-        self._num_buffered = 0
-
-    def append(self, message: Message, ids: Ids, tensor: "torch.Tensor") -> None:
-        """One more: its blocks or units here, and what is sent or received."""
-        self._messages.append((message, ids, tensor))
-        self._num_buffered += not message.is_direct
-
-    def pop(self) -> tuple[Message, Ids, "torch.Tensor"]:
-        """The oldest one is through."""
-        oldest = self._messages.popleft()
-        self._num_buffered -= not oldest[0].is_direct
-        return oldest
-
-    def is_full(self, message: Message) -> bool:
-        """Whether `message` has to wait for the oldest one."""
-        is_buffered = not message.is_direct and self._num_buffered == NUM_BUFFERS
-        return is_buffered or len(self._messages) == MAX_POSTED
+def _is_full(posted: Sequence[Message], message: Message) -> bool:
+    """Whether `message` has to wait for the oldest one that is posted."""
+    num_buffered = sum(not other.is_direct for other in posted)
+    return len(posted) == MAX_POSTED or (not message.is_direct and num_buffered == MAX_BUFFERED)
