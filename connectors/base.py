@@ -62,8 +62,9 @@ class ConfirmedRange(msgspec.Struct, frozen=True):
     """A request's tokens [start, stop) are in its blocks for good: computed and confirmed, loaded, or cached hits.
 
     Only these may be made visible. A push may send a ScheduledRange, too, once its layers are computed and where all
-    tokens before it are right for good (docs/transfers.md). `last` marks the end of a hand-off: the partial tail is in it. A range is
-    shown again from 0 when the request's ticket arrives, and after a preemption: what was sent is not sent twice.
+    tokens before it are right for good (docs/transfers.md). `last` marks the end of a hand-off: the partial tail is in
+    it. A range is shown again from 0 when the request's ticket arrives, and after a preemption: what was sent is not
+    sent twice.
     """
 
     request: RequestView
