@@ -31,7 +31,9 @@ from pdkv.messages import KVLayout
 if TYPE_CHECKING:
     import torch
 
-MAX_POSTED = 16
+MAX_POSTED = 128
+"""Gloo asks the receiver about each message: where few are posted, the connection runs dry meanwhile."""
+
 MAX_BUFFERED = 2  # PieceBuffers has so many buffers
 
 
