@@ -35,6 +35,7 @@ class Group:
         self._on_cuda = on_cuda
         self._number = 0
         self._posted: deque[tuple[Any, torch.Tensor]] = deque()
+        self._interrupted = False
 
     @property
     def num_posted(self) -> int:
@@ -68,10 +69,11 @@ class Group:
         self._posted.popleft()
 
     def interrupt(self) -> None:
-        """By any thread: what was posted fails, and who waits for it wakes up. Takes about a millisecond.
+        """By any thread: what is posted fails, now or later, and who waits for it wakes up. Takes about a millisecond.
 
         A Gloo pair closes, with all that is posted on it, when somebody's wait is over in vain.
         """
+        self._interrupted = True
         if self._on_cuda and self._backend is not None:
             self._backend.abort()
         for work, _ in list(self._posted):  # in one go, as far as the interpreter's other threads can see
@@ -98,6 +100,8 @@ class Group:
             raise PeerGone(f"the group is broken: {error}") from error
         self._number = (self._number + 1) % (1 << 30)
         self._posted.append((work, tensor))
+        if self._interrupted:  # perhaps too early to find this one
+            _let_go(work)
 
 
 class GroupFactory:
