@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LET_GO = timedelta(milliseconds=1)
+_NEVER_SENT = 1 << 30
+"""The number of no message."""
 
 
 class Group:
@@ -30,12 +32,14 @@ class Group:
     """
 
     def __init__(self, backend: Any, *, peer: int, on_cuda: bool) -> None:
+        import torch
+
         self._backend = backend
         self._peer = peer
         self._on_cuda = on_cuda
         self._number = 0
         self._posted: deque[tuple[Any, torch.Tensor]] = deque()
-        self._interrupted = False
+        self._never = torch.empty(1, dtype=torch.uint8)
 
     @property
     def num_posted(self) -> int:
@@ -69,15 +73,24 @@ class Group:
         self._posted.popleft()
 
     def interrupt(self) -> None:
-        """By any thread: what is posted fails, now or later, and who waits for it wakes up. Takes about a millisecond.
+        """By any thread: what is posted fails, and so does who waits for it. Takes about a millisecond.
 
-        A Gloo pair closes, with all that is posted on it, when somebody's wait is over in vain.
+        A Gloo pair closes, with all that is posted on it, when a wait on it is over in vain. Here that is a wait for a
+        message of its own, which nobody sends: one for a message that comes after all would take its completion away
+        from the thread that needs it.
         """
-        self._interrupted = True
-        if self._on_cuda and self._backend is not None:
-            self._backend.abort()
-        for work, _ in list(self._posted):  # in one go, as far as the interpreter's other threads can see
-            _let_go(work)
+        backend = self._backend
+        if backend is None:
+            return
+        if self._on_cuda:
+            backend.abort()
+            return
+        try:
+            work = backend.recv([self._never], self._peer, _NEVER_SENT)
+        except RuntimeError as error:
+            logger.debug("a group is closed already: %s", error)
+            return
+        _let_go(work)
 
     def close(self) -> None:
         """Tear the group down: posted messages end, and nothing lands any more. Idempotent."""
@@ -98,10 +111,8 @@ class Group:
             work = operation([tensor], self._peer, self._number)
         except RuntimeError as error:
             raise PeerGone(f"the group is broken: {error}") from error
-        self._number = (self._number + 1) % (1 << 30)
+        self._number = (self._number + 1) % _NEVER_SENT
         self._posted.append((work, tensor))
-        if self._interrupted:  # perhaps too early to find this one
-            _let_go(work)
 
 
 class GroupFactory:
