@@ -90,15 +90,20 @@ class RankLinks:
 
 
 class AckSocket:
-    """The socket of one attempt to start a child: it reports there, and may hear that it is known.
-
-    An attempt that is given up closes it, and a child that nobody knows of ends then (`Acknowledger.wait_known`).
-    """
+    """The socket on which a starting child reports, and hears that it is known."""
 
     def __init__(self) -> None:
+        self._buffer = b""
+        self._open()
+
+    def _open(self) -> None:
         self._ours, self._theirs = socket.socketpair()
         self._ours.setblocking(False)
-        self._buffer = b""
+
+    def start_over(self) -> None:
+        """An attempt is given up: a child that nobody knows of ends (`Acknowledger.wait_known`); another one begins."""
+        self.close()
+        self._open()
 
     @property
     def child_fd(self) -> int:

@@ -107,10 +107,9 @@ class Supervisor:
         if self._router is not None:  # a second one must not wait for an engine that cannot start
             spec = msgspec.structs.replace(spec, await_all=False)
 
-        async def spawn() -> tuple[Child, AckSocket]:
-            ack = AckSocket()
+        async def spawn(ack: AckSocket) -> Child:
             self._router = spawn_router(spec, self._listen_fd, ack.child_fd, self._lifeline_fd)
-            return self._router, ack
+            return self._router
 
         return [await self._start_child("router", spawn)]
 
@@ -124,11 +123,10 @@ class Supervisor:
         async def start_rank(rank: int) -> Child:
             own = msgspec.structs.replace(spec, epoch=epoch, store=store, rank=rank)
 
-            async def spawn() -> tuple[Child, AckSocket]:
-                child, ack = await self._make_engine(own, links.fds(rank))
-                ranks.append(child)
+            async def spawn(ack: AckSocket) -> Child:
+                ranks.append(await self._make_engine(own, ack, links.fds(rank)))
                 links.handed_over(rank)
-                return child, ack
+                return ranks[-1]
 
             return await self._start_child(own.process_name, spawn)
 
@@ -152,10 +150,11 @@ class Supervisor:
             await child.wait()
         self._children.difference_update(children)
 
-    async def _start_child(self, name: str, spawn: Callable[[], Awaitable[tuple[Child, AckSocket]]]) -> Child:
+    async def _start_child(self, name: str, spawn: Callable[[AckSocket], Awaitable[Child]]) -> Child:
         """Spawn a child and wait for its ack. One that does not become ready is killed."""
-        child, ack = await spawn()
+        ack = AckSocket()
         try:
+            child = await spawn(ack)
             self._children.add(child)
             ack.handed_over()
             try:
@@ -170,27 +169,21 @@ class Supervisor:
     def _new_fork_server(self) -> ForkServer:
         return ForkServer(self._fleet.connector_target, self._lifeline_fd)
 
-    async def _make_engine(self, spec: EngineSpec, rank_fds: Sequence[int]) -> tuple[Child, AckSocket]:
-        """Fork a rank of an engine, from a second fork server if the first is gone; spawn it if that fails too.
-
-        Each attempt has a socket of its own: what a failed one may have forked finds its closed, and ends.
-        """
-        for _ in range(2 if self._fleet.use_fork_server else 0):
+    async def _make_engine(self, spec: EngineSpec, ack: AckSocket, rank_fds: Sequence[int]) -> Child:
+        """Fork a rank of an engine, from a second fork server if the first is gone; spawn it if that fails too."""
+        if not self._fleet.use_fork_server:
+            return spawn_engine(spec, ack.child_fd, self._lifeline_fd, rank_fds)
+        for _ in range(2):
             if self._forks is None or not self._forks.usable:
                 self._forks = self._new_fork_server()
-            ack = AckSocket()
             try:
                 timeout_s = self._fleet.start_timeout_s
-                return await self._forks.fork_engine(spec, ack.child_fd, rank_fds, timeout_s=timeout_s), ack
-            except BaseException as error:
-                ack.close()
-                if not isinstance(error, StartupError):
-                    raise
+                return await self._forks.fork_engine(spec, ack.child_fd, rank_fds, timeout_s=timeout_s)
+            except StartupError as error:
                 logger.warning("%s: %s", spec.process_name, error)
-        if self._fleet.use_fork_server:
-            logger.warning("%s is started without the fork server", spec.process_name)
-        ack = AckSocket()
-        return spawn_engine(spec, ack.child_fd, self._lifeline_fd, rank_fds), ack
+                ack.start_over()  # it may have forked and owe the answer
+        logger.warning("%s is started without the fork server", spec.process_name)
+        return spawn_engine(spec, ack.child_fd, self._lifeline_fd, rank_fds)
 
     async def stop(self) -> None:
         """End all children: first the router, then the engines; who does not go in time is killed."""
