@@ -123,7 +123,7 @@ class GatherSource:
         if expanded is None or num_open >= MAX_OPEN_REQUESTS or (blob.agent, message.request) in self._requests:
             raise KVNotFound("no request that can be met")
         units = as_ids(expanded[0])
-        part = UnitPart(message.head_start, message.head_stop, message.layer_start, message.layer_stop)
+        part = message.part
         if (
             not 0 <= part.head_start < part.head_stop <= self._pool.num_heads
             or not 0 <= part.layer_start < part.layer_stop <= self._pool.num_layers
@@ -174,7 +174,7 @@ class GatherSource:
     def _gather(self, request: _Request) -> None:
         number, chunk = request.chunks.popleft()
         message = request.message
-        part = part_of(UnitPart(message.head_start, message.head_stop, message.layer_start, message.layer_stop), chunk)
+        part = part_of(message.part, chunk)
         units = request.units[chunk.first : chunk.stop]
         slot = self._free.pop()
         request.slots.add(slot)

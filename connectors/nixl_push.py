@@ -43,7 +43,7 @@ class NixlPushWorker(PushWorker):
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         """Register the pool with NIXL. Raises ConfigError."""
-        self.layer_by_layer = kv_cache.device.type == "cpu"
+        super().register_kv_caches(kv_cache)
         self.rank.open(kv_cache, None, self._sender.offered, self.wake_if_late)
         self._sender.listen()
         self.receiver.listen()

@@ -24,7 +24,6 @@ from pdkv.connectors.nixl_wire import Begin, Cancel, Cancelled, Granted, Offer, 
 from pdkv.connectors.planning import Ids, as_ids, unit_index
 from pdkv.connectors.push import Incoming, PushWorker
 from pdkv.connectors.transfer_worker import JOIN_TIMEOUT_S, Job
-from pdkv.connectors.units import UnitPart
 from pdkv.errors import (
     KVNotFound,
     PdkvError,
@@ -272,14 +271,12 @@ class PushReceiver:
         def guard() -> AbstractContextManager[None]:
             return _writing(worker, job)
 
-        layers = range(piece.first_layer, piece.first_layer + piece.num_layers)
         if offer.whole:
+            layers = range(piece.part.layer_start, piece.part.layer_stop)
             num_bytes = rank.blocks.read_layers(reading, blob, theirs, ours, layers, offer=offer.offer, guard=guard)
         else:
-            part = UnitPart(piece.first_head, piece.first_head + piece.num_heads, layers.start, layers.stop)
-            num_bytes = rank.reader.fetch(
-                reading, blob, Wanted(theirs, offer.head_start, ours, part, offer.offer, guard)
-            )
+            wanted = Wanted(theirs, offer.head_start, ours, piece.part, offer.offer, guard)
+            num_bytes = rank.reader.fetch(reading, blob, wanted)
         (nonce,) = self._endpoint.read_words(
             blob, blob.permits, offer.permit, 1, deadline=reading.deadline, check=reading.check
         )

@@ -23,7 +23,6 @@ from pdkv.connectors.nixl_wire import Begin, Cancel, Cancelled, Granted, Offer, 
 from pdkv.connectors.planning import Ids, unit_index
 from pdkv.connectors.push import PushPiece, PushWorker, range_of
 from pdkv.connectors.transfer_worker import Job
-from pdkv.connectors.units import UnitPart
 from pdkv.errors import KVNotFound, PdkvError, PeerGone, TransferCancelled, TransferError
 
 MAX_REMEMBERED = 4096
@@ -175,21 +174,20 @@ class PushSender:
         Args:
             whole: both engines' blocks are cut alike.
         """
-        send, heads, layers, layout = piece.send, piece.heads, piece.layers, self._worker.config.layout
+        send, layout = piece.send, self._worker.config.layout
         if whole:
             layer_bytes = layout.block_bytes // layout.num_layers
-            ids, num_bytes = send.block_ids, len(send.block_ids) * len(layers) * layer_bytes
+            ids, num_bytes = send.block_ids, len(send.block_ids) * len(piece.layers) * layer_bytes
         else:
             units = _units_of(piece, layout.block_size)
-            part = UnitPart(heads.first, heads.first + heads.num_heads, layers.start, layers.stop)
-            ids, num_bytes = units.tolist(), int(units.size) * self._rank.units.unit_bytes(part)
+            ids, num_bytes = units.tolist(), int(units.size) * self._rank.units.unit_bytes(piece.part)
         permit = self._endpoint.permits.give()
         if permit is None:
             raise TransferError("too many offers stand already", transfer_id=send.key[0], attempt=send.key[1])
         number = next(self._numbers)
         with self._lock:
             self._offers[number] = _Offered(job, num_bytes, permit)
-        message = Offer(*send.key, number, *permit, whole, make_runs(ids), heads.first, range_of(piece))
+        message = Offer(*send.key, number, *permit, whole, make_runs(ids), piece.heads.first, range_of(piece))
         try:
             self._endpoint.send(blob, message)
         except (PdkvError, ValueError) as error:

@@ -8,6 +8,7 @@ from pdkv.connectors.base import TransferKey
 from pdkv.connectors.block_runs import BlockRun
 from pdkv.connectors.nixl_agent import MAX_MESSAGE_BYTES, Memory
 from pdkv.connectors.push import PieceRange
+from pdkv.connectors.units import UnitPart
 
 BLOB_VERSION = 2
 
@@ -61,6 +62,11 @@ class Gather(_Wire, frozen=True, tag=1):
     layer_stop: int
     chunk_bytes: int
     offer: int = 0
+
+    @property
+    def part(self) -> UnitPart:
+        """Of the source's units."""
+        return UnitPart(self.head_start, self.head_stop, self.layer_start, self.layer_stop)
 
 
 class Gathered(_Wire, frozen=True, tag=2):

@@ -22,7 +22,7 @@ from pdkv.connectors.p2p_pieces import (
 )
 from pdkv.connectors.p2p_wire import Offer
 from pdkv.connectors.planning import Ids
-from pdkv.connectors.push import Incoming, PieceRange, PushPiece, range_of
+from pdkv.connectors.push import Incoming, PushPiece, range_of
 from pdkv.connectors.transfer_worker import Job
 from pdkv.connectors.units import UnitPart
 from pdkv.errors import TransferCancelled, TransferError
@@ -54,10 +54,9 @@ def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float) -> MovePla
         TransferError: the ticket or the order contradicts itself.
     """
     send, heads, own, theirs = piece.send, piece.heads, pool.layout, piece.card.layout
-    layers, wanted = piece.layers, range_of(piece)
     whole = own.block_size == theirs.block_size and own.num_kv_heads == theirs.num_kv_heads == heads.num_heads
-    whole = whole and len(layers) == own.num_layers  # else a block is no piece of memory
-    part = None if whole else UnitPart(heads.first, heads.first + heads.num_heads, layers.start, layers.stop)
+    whole = whole and len(piece.layers) == own.num_layers  # else a block is no piece of memory
+    part = None if whole else piece.part
     ids = piece_ids(send.block_ids, own.block_size, send.start, send.stop, table_start=send.start, in_units=not whole)
     runs: list[tuple[int, int]] = []
     if whole:
@@ -68,7 +67,7 @@ def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float) -> MovePla
     offer = Offer(
         transfer_id=send.key[0],
         attempt=send.key[1],
-        **wanted._asdict(),
+        piece=range_of(piece),
         form="blocks" if whole else "units",
         runs=runs,
         per_message=max(BUFFER_BYTES // pool.message_bytes(1, part), 1),
@@ -83,27 +82,20 @@ def plan_receiving(offer: Offer, incoming: Incoming, layout: KVLayout) -> MovePl
     Raises:
         TransferError: they are not wanted here, or not in that form.
     """
-    piece = offered(offer)
+    piece = offer.piece
     incoming.check_range(piece)
     in_units = offer.form == "units"
-    if not in_units and (offer.num_heads, offer.num_layers) != (layout.num_kv_heads, layout.num_layers):
+    if not in_units and (piece.num_heads, piece.num_layers) != (layout.num_kv_heads, layout.num_layers):
         raise TransferError(f"{piece} cannot be whole blocks here")
-    first_layer, first_head = offer.first_layer, offer.first_head
-    part = UnitPart(first_head, first_head + offer.num_heads, first_layer, first_layer + offer.num_layers)
     start = incoming.ticket.start
     size = layout.block_size
-    ids = piece_ids(incoming.block_ids, size, offer.start, offer.stop, table_start=start, in_units=in_units)
-    return _plan(offer, ids, part if in_units else None, layout)
-
-
-def offered(offer: Offer) -> PieceRange:
-    """What an offer brings."""
-    return PieceRange(offer.first_layer, offer.num_layers, offer.first_head, offer.num_heads, offer.start, offer.stop)
+    ids = piece_ids(incoming.block_ids, size, piece.start, piece.stop, table_start=start, in_units=in_units)
+    return _plan(offer, ids, piece.part if in_units else None, layout)
 
 
 def _plan(offer: Offer, ids: Ids, part: UnitPart | None, layout: KVLayout) -> MovePlan:
     unit_tokens = layout.block_size if part is None else HASH_BLOCK_SIZE
-    return MovePlan(offer, ids, offer.start // unit_tokens, part, unit_tokens)
+    return MovePlan(offer, ids, offer.piece.start // unit_tokens, part, unit_tokens)
 
 
 def send_messages(job: Job, plan: MovePlan, pool: PiecePool, group: Group, buffers: PieceBuffers) -> int:

@@ -61,7 +61,7 @@ def messages_of(offer: Offer, block_size: int) -> Iterator[Message]:
     Raises:
         TransferError: the offer contradicts itself.
     """
-    wanted = blocks_of(offer.start, offer.stop, block_size)
+    wanted = blocks_of(offer.piece.start, offer.piece.stop, block_size)
     if offer.per_message < 1 or len(wanted) > MAX_MESSAGES * offer.per_message or len(offer.runs) > MAX_MESSAGES:
         raise TransferError(f"an offer of {len(wanted)} blocks in messages of {offer.per_message}")
     rest = np.ones(len(wanted), dtype=np.bool_)

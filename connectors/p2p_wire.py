@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from pdkv.connectors.push import PieceRange
 from pdkv.errors import KVNotFound, PdkvError, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout
 
 MAX_FRAME_BYTES = 1 << 20
@@ -58,16 +59,11 @@ class Put(_Frame, frozen=True):
 
 
 class Offer(_Frame, frozen=True, kw_only=True):
-    """A piece that the sender has: tokens [start, stop) of `num_heads` of the receiver's heads, in some layers."""
+    """A piece that the sender has, as the receiver counts."""
 
     transfer_id: str
     attempt: int
-    first_layer: int
-    num_layers: int
-    first_head: int
-    num_heads: int
-    start: int
-    stop: int
+    piece: PieceRange
     form: Literal["blocks", "units"]  # blocks: of all layers
     runs: list[tuple[int, int]] = []  # form blocks: (first block of the request, count) that go as they lie
     per_message: int  # blocks or units of one message

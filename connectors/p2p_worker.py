@@ -18,7 +18,7 @@ from pdkv.connectors.base import ConnectorConfig, TransferKey
 from pdkv.connectors.io_lanes import Lane, LaneConfig
 from pdkv.connectors.p2p_group import GroupFactory
 from pdkv.connectors.p2p_listener import Link, LinkLimits, LinkListener
-from pdkv.connectors.p2p_moves import MovePlan, offered, plan_receiving, plan_sending, receive_messages, send_messages
+from pdkv.connectors.p2p_moves import MovePlan, plan_receiving, plan_sending, receive_messages, send_messages
 from pdkv.connectors.p2p_options import P2POptions, P2PPeers
 from pdkv.connectors.p2p_outbound import Outbound
 from pdkv.connectors.p2p_pieces import PiecePool
@@ -62,7 +62,7 @@ class P2PWorker(PushWorker):
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         options = self._options
-        self.layer_by_layer = kv_cache.device.type == "cpu"
+        super().register_kv_caches(kv_cache)
         self._pool = PiecePool(kv_cache, self.config.layout)
         self._factory = GroupFactory(options.host, kv_cache.device.type)
         limits = LinkLimits(options.max_groups, 2 * options.idle_s, options.handshake_timeout_s)
@@ -178,7 +178,7 @@ class P2PWorker(PushWorker):
             self.stop_jobs(lambda other: other is job, code)
             raise
         self.leave(job)
-        self.landed(job, offered(offer), num_bytes)
+        self.landed(job, offer.piece, num_bytes)
         link.control.send(Delivered(), timeout_s)
 
     def _expect(self, offer: Offer) -> tuple[Job, MovePlan]:

@@ -24,6 +24,7 @@ from pdkv.connectors.push_scheduler import PushScheduler as PushScheduler
 from pdkv.connectors.push_scheduler import PushSend as PushSend
 from pdkv.connectors.push_scheduler import PushTicket as PushTicket
 from pdkv.connectors.transfer_worker import Job, Task, TransferWorker
+from pdkv.connectors.units import UnitPart
 from pdkv.errors import KVNotFound, PdkvError, PeerGone, TransferError
 from pdkv.messages import EngineCard, KVLayout
 
@@ -50,6 +51,12 @@ class PushPiece(NamedTuple):
     heads: HeadPart
     layers: range
 
+    @property
+    def part(self) -> UnitPart:
+        """Of the sender's units."""
+        heads, layers = self.heads, self.layers
+        return UnitPart(heads.first, heads.first + heads.num_heads, layers.start, layers.stop)
+
 
 class PieceRange(NamedTuple):
     """Layers, heads and tokens [start, stop) of a transfer, as a rank of the receiver counts them."""
@@ -60,6 +67,12 @@ class PieceRange(NamedTuple):
     num_heads: int
     start: int
     stop: int
+
+    @property
+    def part(self) -> UnitPart:
+        """Of the receiver's units."""
+        first_head, first_layer = self.first_head, self.first_layer
+        return UnitPart(first_head, first_head + self.num_heads, first_layer, first_layer + self.num_layers)
 
 
 def range_of(piece: PushPiece) -> PieceRange:
@@ -153,7 +166,7 @@ class PushWorker(TransferWorker):
     ) -> None:
         super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
         self._receive_timeout_s = receive_timeout_s
-        self.layer_by_layer = True  # False: a device's pool, whose layers are there when the step is over
+        self.layer_by_layer = True  # False: a device's pool, whose layers are there when its stream says so
         self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
         self.config = config
         self.peers = peers
@@ -164,6 +177,9 @@ class PushWorker(TransferWorker):
 
     def register(self, job: Job, incoming: Incoming) -> None:
         """A receive is registered: what the peer sends for it may land from now on."""
+
+    def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
+        self.layer_by_layer = kv_cache.device.type == "cpu"
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         if not isinstance(meta, PushMetadata):
@@ -183,7 +199,7 @@ class PushWorker(TransferWorker):
             self.submit(key, "send", [])
 
     def save_kv_layer(self, layer: int, kv_cache: "torch.Tensor", meta: KVConnectorMetadata) -> None:
-        if kv_cache.device.type == "cpu":  # elsewhere the layer is computed when its stream says so
+        if self.layer_by_layer:
             self._begin_sending(layer + 1)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:

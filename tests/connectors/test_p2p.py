@@ -20,6 +20,7 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p import P2PConnector
 from pdkv.connectors.p2p_pieces import PiecePool, messages_of, plan_blocks
 from pdkv.connectors.p2p_wire import Address, Hello, Offer
+from pdkv.connectors.push import PieceRange
 from pdkv.errors import ConfigError, TransferError
 
 torch.set_num_threads(1)
@@ -216,8 +217,8 @@ def test_wrong_options_are_refused(options: dict[str, str], text: str) -> None:
 
 def test_offers_that_contradict_themselves_are_no_messages() -> None:
     good = Offer(
-        transfer_id="t", attempt=1, first_layer=0, num_layers=1, first_head=0, num_heads=1, start=0, stop=64,
-        form="blocks", runs=[(1, 2)], per_message=1, timeout_s=1,
+        transfer_id="t", attempt=1, piece=PieceRange(0, 1, 0, 1, 0, 64), form="blocks", runs=[(1, 2)],
+        per_message=1, timeout_s=1,
     )  # fmt: skip
     assert [(m.positions.tolist(), m.is_direct) for m in messages_of(good, 16)] == [
         ([1, 2], True), ([0], False), ([3], False),
