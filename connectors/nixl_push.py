@@ -80,7 +80,7 @@ class NixlPushWorker(PushWorker):
         whole = layout == peer and send.start % layout.block_size == send.ticket.start % layout.block_size == 0
         if whole and self._options.writes:
             posts, num_pieces = self._posts(piece)
-            num_bytes = len(send.block_ids) * (layout.block_bytes // layout.num_layers) * len(piece.layers)
+            num_bytes = len(send.block_ids) * layout.layer_bytes * len(piece.layers)
             few = num_pieces < self._options.gather_min_pieces
             if few or num_bytes >= self._options.gather_below * num_pieces:
                 return self._sender.write(job, piece, blob, posts)

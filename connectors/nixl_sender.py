@@ -176,8 +176,7 @@ class PushSender:
         """
         send, layout = piece.send, self._worker.config.layout
         if whole:
-            layer_bytes = layout.block_bytes // layout.num_layers
-            ids, num_bytes = send.block_ids, len(send.block_ids) * len(piece.layers) * layer_bytes
+            ids, num_bytes = send.block_ids, len(send.block_ids) * len(piece.layers) * layout.layer_bytes
         else:
             units = _units_of(piece, layout.block_size)
             ids, num_bytes = units.tolist(), int(units.size) * self._rank.units.unit_bytes(piece.part)

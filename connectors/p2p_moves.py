@@ -13,6 +13,7 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.p2p_group import Group
 from pdkv.connectors.p2p_pieces import (
     BUFFER_BYTES,
+    NUM_BUFFERS,
     Message,
     PieceBuffers,
     PiecePool,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 MAX_POSTED = 128
 """Gloo asks the receiver about each message: where few are posted, the connection runs dry meanwhile."""
-
-MAX_BUFFERED = 2  # PieceBuffers has so many buffers
 
 
 class MovePlan(NamedTuple):
@@ -160,4 +159,4 @@ def receive_messages(
 def _is_full(posted: Sequence[Message], message: Message) -> bool:
     """Whether `message` has to wait for the oldest one that is posted."""
     num_buffered = sum(not other.is_direct for other in posted)
-    return len(posted) == MAX_POSTED or (not message.is_direct and num_buffered == MAX_BUFFERED)
+    return len(posted) == MAX_POSTED or (not message.is_direct and num_buffered == NUM_BUFFERS)

@@ -28,7 +28,8 @@ MESSAGE_BYTES = 4 * 1024 * 1024
 """Of a message that goes as it lies; between two of them a cancel and the deadline are seen."""
 
 BUFFER_BYTES = 1024 * 1024
-"""Of a gathered message; two buffers of this size stay in the second-level cache."""
+NUM_BUFFERS = 2
+"""Of gathered messages: one travels while the next is filled, and both stay in the second-level cache."""
 
 MAX_MESSAGES = 1 << 20
 
@@ -84,13 +85,13 @@ class PieceBuffers:
     def __init__(self, num_bytes: int, device: "torch.device") -> None:
         import torch
 
-        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
         self._turn = 0
         self.staging = np.empty(STAGING_BYTES, dtype=np.uint8)
 
     def next(self, num_bytes: int) -> "torch.Tensor":
-        """The buffer that was not returned by the last call, (num_bytes,)."""
-        self._turn = 1 - self._turn
+        """The buffer that was returned longest ago, (num_bytes,)."""
+        self._turn = (self._turn + 1) % NUM_BUFFERS
         return self._buffers[self._turn][:num_bytes]
 
 

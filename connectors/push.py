@@ -284,7 +284,7 @@ class PushWorker(TransferWorker):
         if (ticket.transfer_id, ticket.attempt) != send.key:
             raise TransferError("the ticket is another transfer's", transfer_id=send.key[0], attempt=send.key[1])
         layout, in_step = self.config.layout, send.during_step
-        num_bytes = (send.stop - send.start) * layout.block_bytes // layout.block_size
+        num_bytes = (send.stop - send.start) * layout.token_bytes
         parts = sender_parts(self.config.rank, self.config.tp, card.tp, layout.kv_heads_of_all_ranks)
         groups = layer_groups(layout.num_layers, num_bytes if self.layer_by_layer else 0)
         for layers in groups if in_step else [range(layout.num_layers)]:

@@ -136,7 +136,7 @@ class SharedMemoryWorker(PullWorker):
         segments = token_segments(load.start, load.stop, load.unit, layout.block_size)
         source = peer.tokens()[:, :, heads.peer_first : heads.peer_first + heads.num_heads]
         target = token_view(pool, layout)[:, :, heads.first : heads.first + heads.num_heads]
-        token_bytes = layout.block_bytes // layout.block_size // layout.num_kv_heads * heads.num_heads
+        token_bytes = layout.token_bytes // layout.num_kv_heads * heads.num_heads
         units_per_block = peer.header.layout.block_size // load.unit
         count = max(1, PIECE_BYTES // (load.unit * token_bytes))
         for first in range(0, len(segments), count):

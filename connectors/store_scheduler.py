@@ -81,7 +81,7 @@ class StoreScheduler(SchedulerConnector):
         self._cut = cut
         self._block_size = config.layout.block_size
         layout = config.layout
-        self._token_bytes = layout.block_bytes // layout.block_size
+        self._token_bytes = layout.token_bytes
         self._max_save_bytes = min(options.max_save_bytes, config.num_blocks * layout.block_bytes // 4)
         self._me = (config.engine, config.epoch)
         self._peers = StorePeers(config, cut.cut)

@@ -69,7 +69,7 @@ class VllmWorker:
 
         layout = self._layout
         caches = list({cache.data_ptr(): cache for cache in kv_caches.values()}.values())
-        block_bytes = layout.block_bytes // layout.num_layers
+        block_bytes = layout.layer_bytes
         found = {(cache[0].numel() * cache.element_size()) for cache in caches}
         if len(caches) != layout.num_layers or found != {block_bytes}:
             raise ConfigError(

@@ -47,6 +47,16 @@ class KVLayout(msgspec.Struct, frozen=True):
         return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_size * self.dtype_bytes
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of a block."""
+        return self.block_bytes // self.num_layers
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, all layers, K and V."""
+        return self.block_bytes // self.block_size
+
+    @property
     def identity(self) -> str:
         """What two engines must share to exchange KV; block size and TP are left out on purpose."""
         return f"layers={self.num_layers},head_size={self.head_size},dtype={self.dtype},k=rotated"

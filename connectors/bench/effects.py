@@ -104,7 +104,7 @@ def measure_slowdown(
     """
     tokens = chunk * num_steps
     shapes = [sized(shape, 2 * tokens, plan.region_bytes) for shape in (plan.producer, plan.consumer)]
-    rank_bytes = chunk * shapes[0].layout().block_bytes // shapes[0].block_size
+    rank_bytes = chunk * shapes[0].layout().token_bytes
     rate = THROTTLED_TO * rank_bytes / step_s
     idle: list[float] = []
     busy: list[float] = []

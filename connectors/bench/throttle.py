@@ -51,7 +51,7 @@ class _SlowJobs:
 def _push_bytes(worker: TransferWorker, piece: PushPiece) -> int:
     assert isinstance(worker, PushWorker)
     layout = worker.config.layout
-    num_bytes = (piece.send.stop - piece.send.start) * layout.block_bytes // layout.block_size
+    num_bytes = (piece.send.stop - piece.send.start) * layout.token_bytes
     return num_bytes * len(piece.layers) // layout.num_layers
 
 

@@ -81,7 +81,7 @@ def open_bare(plan: Plan, setting: Setting, size: int) -> Bare | None:
     heads = min(plan.producer.layout().num_kv_heads, consumer.num_kv_heads)
     piece_bytes = plan.piece_bytes or heads * shape.block_size * shape.head_size * shape.dtype_bytes
     tokens, parts = store_values(plan, setting.options)
-    value_bytes = tokens * consumer.block_bytes // consumer.block_size * shape.tp // parts
+    value_bytes = tokens * consumer.token_bytes * shape.tp // parts
     options = {**setting.options, "directory": str(setting.directory)}
     spec = p.OpenBare(target, size, piece_bytes, min(value_bytes, size), plan.region_bytes, options)
     return Bare(setting.zygote, spec)

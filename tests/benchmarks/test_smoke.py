@@ -1,19 +1,16 @@
 """Benchmarks run to their end with few requests or loads."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
 
 import pytest
+from nixl_rig import needs_nixl
 
 from benchmarks import connectors, layerwise, startup
 from benchmarks.redis_server import find_binary, redis_server
 from benchmarks.report import Claim, Context
 
-needs_nixl = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13")), reason="NIXL is not installed"
-)
 needs_redis = pytest.mark.skipif(find_binary() is None, reason="there is no redis-server")
 
 

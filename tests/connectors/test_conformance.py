@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from nixl_rig import HAS_NIXL
 
 from pdkv.cli import main
 from pdkv.connectors.conformance.processes import Zygote
@@ -81,7 +81,7 @@ def zygote(importable: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def need(connector: str) -> None:
-    if connector == "nixl" and not any(find_spec(name) for name in ("nixl_cu12", "nixl_cu13")):
+    if connector == "nixl" and not HAS_NIXL:
         pytest.skip("the nixl wheel is not installed")
 
 

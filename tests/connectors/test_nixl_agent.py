@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from nixl_peer import Listening as Own
-from nixl_rig import Peer, needs_nixl, own_agent
+from nixl_rig import PIECE, WAIT_S, Peer, needs_nixl, own_agent
 from traffic import held_by_process, wait_until_true
 
 from pdkv.connectors import nixl_agent
+from pdkv.connectors.conformance.shm_files import left_behind, shm_files
 from pdkv.connectors.nixl_agent import Memory, NixlAgent, Operation, load_bindings
 from pdkv.errors import (
     ConfigError,
@@ -23,9 +24,6 @@ from pdkv.errors import (
 )
 
 pytestmark = needs_nixl
-
-PIECE = 4096
-WAIT_S = 20.0
 
 
 @pytest.fixture
@@ -279,10 +277,11 @@ def test_close_gives_threads_descriptors_and_shared_memory_back(start_peer: Call
             own.agent.send(peer.name, b"hello")
 
     use_one()  # NIXL and UCX keep some things for the whole life of a process
-    before = held_by_process()
+    before, files_before = held_by_process(), shm_files()
     for _ in range(3):
         use_one()
     wait_until_true(lambda: held_by_process().within(before), f"no more than {before}")
+    assert not left_behind(files_before, WAIT_S)
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

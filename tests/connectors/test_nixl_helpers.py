@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from nixl_peer import Listening as Own
-from nixl_rig import Peer, needs_nixl, own_agent
+from nixl_rig import PIECE, WAIT_S, Peer, needs_nixl, own_agent
 from traffic import wait_until_true
 
 from pdkv.connectors.host import host_id
@@ -18,9 +18,6 @@ from pdkv.connectors.nixl_wire import BLOB_VERSION, RankBlob
 from pdkv.errors import PeerGone, TransferCancelled
 
 pytestmark = needs_nixl
-
-PIECE = 4096
-WAIT_S = 20.0
 
 
 @pytest.fixture

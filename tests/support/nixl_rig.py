@@ -16,10 +16,13 @@ from nixl_peer import Listening
 
 from pdkv.connectors.nixl_agent import Memory, NixlAgent
 
-needs_nixl = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13")),
-    reason="the package nixl-cu12 (or nixl-cu13) is not installed",
-)
+HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
+needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="the package nixl-cu12 (or nixl-cu13) is not installed")
+
+PIECE = 4096
+"""Bytes of one piece of what an agent copies."""
+
+WAIT_S = 20.0
 
 _SCRIPT = Path(__file__).with_name("nixl_peer.py")
 
