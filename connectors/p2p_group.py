@@ -5,9 +5,13 @@ nowhere from then on.
 """
 
 import logging
+import os
+import queue
+import select
 import threading
 from collections import deque
 from datetime import timedelta
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -25,21 +29,22 @@ _NEVER_SENT = 1 << 30
 
 
 class Group:
-    """One end of a group. One thread uses it; any may `interrupt` it.
+    """One end of a group, and of the link beside it. One thread uses it; any may `interrupt` it.
 
     Messages are matched in order: the n-th `send` there is the n-th `receive` here. Both return at once; `wait` waits
     for the oldest one.
+
+    Args:
+        timeout_s: no message takes longer.
     """
 
-    def __init__(self, backend: Any, *, peer: int, on_cuda: bool) -> None:
-        import torch
-
+    def __init__(self, backend: Any, control: Control, *, peer: int, on_cuda: bool, timeout_s: float) -> None:
         self._backend = backend
+        self._control = control
         self._peer = peer
-        self._on_cuda = on_cuda
         self._number = 0
         self._posted: deque[tuple[Any, torch.Tensor]] = deque()
-        self._never = torch.empty(1, dtype=torch.uint8)
+        self._waiter = None if on_cuda else _GlooWaiter(timeout_s)
 
     @property
     def num_posted(self) -> int:
@@ -55,16 +60,46 @@ class Group:
         self._post(self._backend.recv, tensor)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the oldest message.
+        """Wait for the oldest message, in the middle of a piece, where the peer has nothing to say on the link.
 
         Raises:
             TransferTimeout: it is not through in time: close the group.
-            PeerGone: the peer has left, or closed its end.
+            PeerGone: the peer has left, or closed its end, or the link was interrupted.
         """
+        self._wait(timeout_s, self._control)
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Wait for all messages; the peer has said that it has them, and may close its end. Raises as `wait` does."""
+        deadline = monotonic() + timeout_s
+        while self._posted:
+            self._wait(max(deadline - monotonic(), 0.0), None)
+
+    def interrupt(self) -> None:
+        """By any thread, which interrupts the link, too: who waits here wakes up."""
+        backend = self._backend
+        if self._waiter is None and backend is not None:
+            backend.abort()
+
+    def close(self) -> None:
+        """Tear the group down: nothing lands, and nothing that is posted is read any more. Idempotent."""
+        backend, self._backend = self._backend, None
+        if backend is None:
+            return
+        if self._waiter is None:
+            backend.abort()
+        else:
+            if self._posted:
+                self._close_pair(backend)
+            self._waiter.close()
+        self._posted.clear()
+
+    def _wait(self, timeout_s: float, control: Control | None) -> None:
         work, tensor = self._posted[0]
         try:
-            work.wait(timedelta(seconds=timeout_s))
-            if self._on_cuda:
+            if self._waiter is not None:
+                self._waiter.wait(timeout_s, control)
+            else:
+                work.wait(timedelta(seconds=timeout_s))
                 _wait_for_stream(tensor.device, timeout_s)
         except RuntimeError as error:
             if "imed out" in str(error) or "imeout" in str(error):
@@ -72,37 +107,17 @@ class Group:
             raise PeerGone(f"the group is broken: {error}") from error
         self._posted.popleft()
 
-    def interrupt(self) -> None:
-        """By any thread: what is posted fails, and so does who waits for it. Takes about a millisecond.
-
-        A Gloo pair closes, with all that is posted on it, when a wait on it is over in vain. Here that is a wait for a
-        message of its own, which nobody sends: one for a message that comes after all would take its completion away
-        from the thread that needs it.
+    def _close_pair(self, backend: Any) -> None:
+        """A Gloo pair closes, with all that is posted on it, when a wait on it is over in vain: here, for a message
+        that nobody sends.
         """
-        backend = self._backend
-        if backend is None:
-            return
-        if self._on_cuda:
-            backend.abort()
-            return
-        try:
-            work = backend.recv([self._never], self._peer, _NEVER_SENT)
-        except RuntimeError as error:
-            logger.debug("a group is closed already: %s", error)
-            return
-        _let_go(work)
+        import torch
 
-    def close(self) -> None:
-        """Tear the group down: posted messages end, and nothing lands any more. Idempotent."""
-        backend, self._backend = self._backend, None
-        if backend is None:
-            return
-        if self._on_cuda:
-            backend.abort()
-        while self._posted:
-            work, _ = self._posted.popleft()
-            _let_go(work)  # it would outlive the group
-            del work
+        try:
+            work = backend.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _NEVER_SENT)
+            work.wait(_LET_GO)
+        except RuntimeError as error:
+            logger.debug("a group is closed: %s", error)
 
     def _post(self, operation: Any, tensor: "torch.Tensor") -> None:
         if self._backend is None:
@@ -113,14 +128,99 @@ class Group:
             raise PeerGone(f"the group is broken: {error}") from error
         self._number = (self._number + 1) % _NEVER_SENT
         self._posted.append((work, tensor))
+        if self._waiter is not None:
+            self._waiter.add(work, tensor)
+
+
+class _GlooWaiter:
+    """Waits for one group's messages in Gloo, on a thread of its own.
+
+    Gloo fails the messages of a broken connection, but for the one that is half through: who waits for that wakes up
+    at its timeout only, and nothing else wakes it. So the thread that has to know waits for this one's word or for the
+    link, whichever comes first, and leaves this one behind, which ends then or at the timeout.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._works: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards what follows
+        self._num_done = 0
+        self._wanted: float = inf  # so many done are worth a word
+        self._failure: RuntimeError | None = None
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # that word; -1: closed
+        self._num_taken = 0  # done, and `wait` has said so
+        self._thread = threading.Thread(target=self._run, name="pdkv-p2p-gloo", daemon=True)
+        self._thread.start()
+
+    def add(self, work: Any, tensor: "torch.Tensor") -> None:
+        """The next message, and its memory."""
+        self._works.put((work, tensor))
+
+    def wait(self, timeout_s: float, control: Control | None) -> None:
+        """Wait for the next message, or until the link has something to say.
+
+        Raises:
+            RuntimeError: Gloo's.
+            TransferTimeout, PeerGone: as `Group.wait` says.
+        """
+        deadline = monotonic() + timeout_s
+        while not self._take():
+            ready = select.poll()
+            ready.register(self._event, select.POLLIN)
+            if control is not None:
+                ready.register(control.fileno(), select.POLLIN)
+            found = [descriptor for descriptor, _ in ready.poll(max(deadline - monotonic(), 0.0) * 1000)]
+            if not found:
+                raise TransferTimeout(f"a message is not through after {timeout_s:g} s")
+            if self._event in found:
+                os.eventfd_read(self._event)
+            elif not self._take():
+                raise PeerGone("the link ended in the middle of a piece")
+            else:
+                return
+
+    def close(self) -> None:
+        """The pair is closed, or nothing is posted: let the thread end."""
+        self._works.put(None)
+        with self._lock:
+            event, self._event = self._event, -1
+        os.close(event)
+
+    def _take(self) -> bool:
+        """Whether the next message is done; if not, ask for a word. Raises Gloo's RuntimeError."""
+        with self._lock:
+            if self._num_done > self._num_taken:
+                self._num_taken += 1
+                return True
+            if self._failure is not None:
+                raise self._failure
+            self._wanted = self._num_taken + 1
+            return False
+
+    def _run(self) -> None:
+        """The thread."""
+        while (item := self._works.get()) is not None:
+            failure = None
+            try:
+                item[0].wait(self._timeout)
+            except RuntimeError as error:
+                failure = error
+            del item
+            with self._lock:
+                self._num_done += failure is None
+                self._failure = self._failure or failure
+                if self._event >= 0 and (failure is not None or self._num_done >= self._wanted):
+                    self._wanted = inf
+                    os.eventfd_write(self._event, 1)
 
 
 class GroupFactory:
-    """Makes a rank's ends of groups."""
+    """Makes a rank's ends of groups. `timeout_s`: no message takes longer."""
 
-    def __init__(self, host: str, device_type: str) -> None:
+    def __init__(self, host: str, device_type: str, timeout_s: float) -> None:
         self.backend = "nccl" if device_type == "cuda" else "gloo"
         self.host = host
+        self._timeout_s = timeout_s
 
     def make(self, control: Control, *, rank: int, timeout_s: float) -> Group:
         """Meet the other end, which is at the other end of `control`; both call this, with ranks 0 and 1.
@@ -141,7 +241,7 @@ class GroupFactory:
             if "imed out" in str(error) or "imeout" in str(error):
                 raise TransferTimeout(f"the other end of a group did not come within {timeout_s:g} s") from error
             raise PeerGone(f"no group can be made: {error}") from error
-        return Group(backend, peer=1 - rank, on_cuda=self.backend == "nccl")
+        return Group(backend, control, peer=1 - rank, on_cuda=self.backend == "nccl", timeout_s=self._timeout_s)
 
     def _make_gloo(self, store: Any, rank: int, timeout: timedelta) -> Any:
         from torch.distributed import ProcessGroupGloo
@@ -161,13 +261,6 @@ class GroupFactory:
         options = nccl.Options()
         options._timeout = timeout
         return nccl(store, rank, 2, options)
-
-
-def _let_go(work: Any) -> None:
-    try:
-        work.wait(_LET_GO)
-    except RuntimeError as error:
-        logger.debug("let go of a posted message: %s", error)
 
 
 def _wait_for_stream(device: "torch.device", timeout_s: float) -> None:

@@ -27,9 +27,9 @@ DIRECT_BYTES = 256 * 1024
 MESSAGE_BYTES = 4 * 1024 * 1024
 """Of a message that goes as it lies; between two of them a cancel and the deadline are seen."""
 
-BUFFER_BYTES = 1024 * 1024
-NUM_BUFFERS = 2
-"""Of gathered messages: one travels while the next is filled, and both stay in the second-level cache."""
+BUFFER_BYTES = 2 * 1024 * 1024
+NUM_BUFFERS = 4
+"""Of gathered messages. Gloo has the receiver ask for each: with less under way the connection runs dry meanwhile."""
 
 MAX_MESSAGES = 1 << 20
 

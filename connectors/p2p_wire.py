@@ -154,6 +154,10 @@ class Control:
             return False
         return False
 
+    def fileno(self) -> int:
+        """The descriptor, which is ready to be read when the connection has ended, too."""
+        return self._socket.fileno()
+
     def interrupt(self) -> None:
         """By any thread: the connection ends, and a thread that waits here wakes up with PeerGone."""
         with contextlib.suppress(OSError):  # the peer was faster

@@ -64,7 +64,7 @@ class P2PWorker(PushWorker):
         options = self._options
         super().register_kv_caches(kv_cache)
         self._pool = PiecePool(kv_cache, self.config.layout)
-        self._factory = GroupFactory(options.host, kv_cache.device.type)
+        self._factory = GroupFactory(options.host, kv_cache.device.type, options.timeout_s)
         limits = LinkLimits(options.max_groups, 2 * options.idle_s, options.handshake_timeout_s)
         self.listener = LinkListener(self.config, self._factory, self._token, limits, self._take)
         self.start_threads()
@@ -140,6 +140,7 @@ class P2PWorker(PushWorker):
                 num_bytes = send_messages(job, plan, pool, group, scratch.buffers)
                 if not isinstance(control.expect(job.remaining_s()), Delivered):
                     raise TransferError("the receiver did not say that it has the piece")
+                group.wait_for_all(job.remaining_s())
             except BaseException:
                 scratch.close()  # the receiver waits for what will not come
                 raise
