@@ -141,23 +141,40 @@ async def send_all(client: httpx.AsyncClient, asks: Iterable[Ask], *, at_once: i
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """All threads of the process are stopped (SIGSTOP) for the block."""
-    os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until_true(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "stopped")
+        stop_process(pid)
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
+def stop_process(pid: int) -> None:
+    """SIGSTOP; returns when all threads of the process have stopped: until then another one may still answer.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    wait_until_true(lambda: all(map(_has_stopped, tasks.iterdir())), f"a stop of process {pid}")
+
+
+def _has_stopped(task: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended before it could stop: ask again
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 # --- at rest ------------------------------------------------------------------------------------------------------
 
 
 def wait_until_true(check: Callable[[], Any], what: str, bound_s: float = BOUND_S) -> Any:
-    """Ask again and again (each time costs a request or a look at /proc) until the answer is true; return it."""
+    """Ask again and again (nobody reports what is looked at here) until the answer is true; return it."""
     deadline = time.monotonic() + bound_s
     while not (answer := check()):
         assert time.monotonic() < deadline, f"not within {bound_s} s: {what}"
+        time.sleep(0.01)  # leaves the processor to what is waited for
     return answer
 
 
