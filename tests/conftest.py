@@ -5,12 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from small_models import make_hf_model
 
 # Several test processes share few cores: one computing thread each, and no spinning while others work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+hypothesis.settings.register_profile("pdkv", deadline=None)  # how long an example takes is up to the machine
+hypothesis.settings.load_profile("pdkv")
 
 HFModel = Callable[..., Path]
 """(family, dtype="float32", **config_overrides) -> model directory without a tokenizer."""

@@ -38,7 +38,7 @@ def test_unit_index_refuses_what_is_no_range_of_units(block_size: int, start: in
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_units_survive_the_way_between_pools_of_unequal_blocks(data: st.DataObject) -> None:
     """Head slices and layer ranges included; nothing else of the receiving pool changes."""
     here_size, there_size = (data.draw(st.sampled_from([16, 32, 48, 64])) for _ in range(2))

@@ -107,7 +107,7 @@ def test_a_snapshot_begins_with_cleared_and_has_parents_first() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.sampled_from(list(Holder))), max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_books_agree_after_any_sequence(actions: list[tuple[int, int, Holder]]) -> None:
     pool = make_pool(8)
     held: list[tuple[int, Holder]] = []

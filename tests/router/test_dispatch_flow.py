@@ -135,7 +135,7 @@ class World:
 
 
 @pytest.mark.parametrize(("kind", "order"), PAIRS)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_interleaving_ends_with_the_right_tokens_and_without_leases(
     kind: str, order: str, data: st.DataObject

@@ -93,7 +93,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.lists(EVENTS, max_size=3)), max_size=25))
 def test_index_equals_a_set_of_keys_per_engine(batches: list[tuple[str, list[KVEvent]]]) -> None:
     index = synced(*"abc")

@@ -38,7 +38,6 @@ def _quiet() -> Iterator[None]:
 def test_any_schedule_gives_the_right_tokens_and_returns_every_block(pair: Pair) -> None:
     @settings(
         max_examples=NUM_SCHEDULES // len(PAIRS),
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -18,7 +18,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(deltas=st.lists(st.text("abé", max_size=6), max_size=8), stops=st.lists(WORD, min_size=1, max_size=4))
 def test_the_first_completed_stop_string_cuts_the_text(deltas: list[str], stops: list[str]) -> None:
     matcher = StopStrings(stops)
@@ -35,7 +35,7 @@ def test_the_first_completed_stop_string_cuts_the_text(deltas: list[str], stops:
     assert (shown, found) == (text, stop)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text("ab", max_size=12), stops=st.lists(WORD, min_size=1, max_size=3))
 def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stops: list[str]) -> None:
     piece, found = StopStrings(stops).push(text)
