@@ -11,6 +11,7 @@ import psutil
 import pytest
 from deployments import Launch, Running
 from kills import (
+    KILLS_BOUND_S,
     LATER,
     NUM_STREAMS,
     check_all_engines,
@@ -18,6 +19,7 @@ from kills import (
     kill_under_load,
     right_answers,
 )
+from traffic import wait_until_true
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +43,19 @@ def test_a_killed_router_comes_back_and_what_it_had_asked_for_ends(
     deployment: Running, expected: list[list[int]]
 ) -> None:
     engines = deployment.pids()
-    router = deployment.child_pid("pd router")
-    streams, meanwhile = asyncio.run(kill_under_load(deployment, router, when_begun=NUM_STREAMS, later=LATER))
-    for answer, token_ids in zip(streams, expected, strict=True):
-        assert answer.broken or answer.token_ids == token_ids
-    for answer, token_ids in zip(meanwhile, expected, strict=True):  # the launcher's socket keeps them for the next one
-        assert answer.broken or answer.status == 503 or answer.token_ids == token_ids[:20]
-    assert any(answer.broken for answer in streams)
-    deployment.wait_for_line("launcher: router is ready again")
-    assert deployment.pids() == engines
+
+    def kill_router() -> bool:
+        router = deployment.child_pid("pd router")
+        streams, meanwhile = asyncio.run(kill_under_load(deployment, router, when_begun=NUM_STREAMS, later=LATER))
+        for answer, token_ids in zip(streams, expected, strict=True):
+            assert answer.broken or answer.token_ids == token_ids
+        for answer, token_ids in zip(meanwhile, expected, strict=True):  # the launcher's socket keeps them for the next
+            assert answer.broken or answer.status == 503 or answer.token_ids == token_ids[:20]
+        deployment.wait_for_line("launcher: router is ready again")
+        wait_until_true(lambda: deployment.pids() == engines, "each engine is known again, untouched")
+        return any(answer.broken for answer in streams)
+
+    wait_until_true(kill_router, "a kill amid streams", KILLS_BOUND_S)
     check_all_engines(deployment, expected)
 
 

@@ -112,16 +112,16 @@ class Running:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal, wait, and check that nothing is left but what a kill -9 may leave. Returns the exit code."""
         self.process.send_signal(number)
-        return self.finish(killed=number == signal.SIGKILL)
+        return self.finish(killed=number == signal.SIGKILL, bound_s=STOP_BOUND_S)
 
-    def finish(self, *, killed: bool = False) -> int:
-        """Wait for the end and check that nothing is left."""
+    def finish(self, *, killed: bool = False, bound_s: float = START_BOUND_S) -> int:
+        """Wait for the end and check that nothing is left. A start that fails may take as long as one that does not."""
         self.stopped = True
         try:
-            code = self.process.wait(timeout=STOP_BOUND_S)
+            code = self.process.wait(timeout=bound_s)
         except subprocess.TimeoutExpired:
             self.kill_all()
-            raise AssertionError(f"still running after {STOP_BOUND_S} s:\n{self.log}") from None
+            raise AssertionError(f"still running after {bound_s} s:\n{self.log}") from None
         rest = self.survivors()
         if killed:  # nobody waits for the children of a killed launcher: they see it by themselves
             psutil.wait_procs(rest, timeout=STOP_BOUND_S)
