@@ -20,6 +20,8 @@ if behaviour == "die":
 if behaviour == "refuse":
     os.write(ack_fd, b'{"type":"StartFailed","message":"dtype is wrong","config":true}\\n')
     sys.exit(1)
+if behaviour == "stop":
+    os.kill(os.getpid(), signal.SIGSTOP)
 if behaviour != "silent":
     os.write(ack_fd, b'{"type":"Progress","text":"half"}\\n{"type":"Started"}\\n')
     os.close(ack_fd)

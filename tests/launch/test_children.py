@@ -123,8 +123,7 @@ def test_silence_has_a_bound(fake_child: FakeChild) -> None:
 def test_a_child_that_is_stopped_before_it_is_ready_is_late(fake_child: FakeChild) -> None:
     async def main() -> None:
         ack_socket = AckSocket()
-        child = fake_child("decode-1", ack_socket.child_fd, "serve")
-        child.send_signal(signal.SIGSTOP)  # before its interpreter has begun
+        child = fake_child("decode-1", ack_socket.child_fd, "stop")
         ack_socket.handed_over()
         try:
             with pytest.raises(StartupError, match=r"decode-1 was not ready after 0\.05 s"):

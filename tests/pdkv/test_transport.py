@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 import pytest
 import zmq
-from store_servers import free_port
+from traffic import stop_process
 
 from pdkv.errors import StartupError
 from pdkv.messages import (
@@ -335,6 +336,7 @@ from pdkv.transport import EngineServer
 
 card = msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=EngineCard)
 server = EngineServer(sys.argv[1], card)
+print(server.endpoint, flush=True)
 while True:
     server.poll(None)
     for router_id, message in server.receive():
@@ -381,23 +383,26 @@ def test_a_remote_engine_that_is_stopped_is_gone_after_its_heartbeat(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_client, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(engine_client, "HEARTBEAT_TIMEOUT_S", 0.3)
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(engine_client, "HEARTBEAT_TIMEOUT_S", 2.0)
     card = msgspec.msgpack.encode(make_card()).hex()
 
     async def main() -> None:
-        client, listener = EngineClient("decode-0", endpoint, router_id="r", context=context), Listener()
-        client.connect(listener)
-        engine = subprocess.Popen([sys.executable, "-c", ENGINE_PROGRAM, endpoint, card])
-        try:
-            await listener.until(lambda: len(listener.cards) == 1)
-            engine.send_signal(signal.SIGSTOP)
-            await listener.until(lambda: bool(listener.downs))
+        listener = Listener()
+        arguments = [sys.executable, "-c", ENGINE_PROGRAM, "tcp://127.0.0.1:0", card]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as engine, ExitStack() as stack:
+            stack.callback(engine.kill)
+            assert engine.stdout is not None
+            async with asyncio.timeout(TIMEOUT_S):
+                endpoint = (await asyncio.to_thread(engine.stdout.readline)).strip()
+            client = EngineClient("decode-0", endpoint, router_id="r", context=context)
+            stack.callback(client.close)
+            client.connect(listener)
+            await listener.until(lambda: bool(listener.cards))
+            num_downs = len(listener.downs)
+            stop_process(engine.pid)
+            await listener.until(lambda: len(listener.downs) > num_downs)
+            num_cards = len(listener.cards)
             engine.send_signal(signal.SIGCONT)
-            await listener.until(lambda: len(listener.cards) == 2)
-        finally:
-            client.close()
-            engine.kill()
-            await asyncio.to_thread(engine.wait)
+            await listener.until(lambda: len(listener.cards) > num_cards)
 
     asyncio.run(main())
