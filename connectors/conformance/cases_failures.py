@@ -2,7 +2,7 @@
 
 from pdkv.connectors.conformance.cases import case
 from pdkv.connectors.conformance.handover import Handover, legal_orders, new_text
-from pdkv.connectors.conformance.world import SHORT_S, TRANSFER_POLL_S, Refused, Setting, World, require
+from pdkv.connectors.conformance.world import AMPLE_S, SHORT_S, TRANSFER_POLL_S, Refused, Setting, World, require
 
 
 @case("aborts", covers="F1 F2 F3")
@@ -34,15 +34,15 @@ def _abort_after(world: World, order: str, chunk: int, num_taken: int) -> None:
 @case("expiry", covers="F1")
 def expiry(setting: Setting) -> None:
     """Every wait ends: for a peer that never sends, never receives, or is gone without a word; with a typed error."""
-    with World(setting, short=True) as world:
+    with World(setting, deadline_s=SHORT_S) as world:
         if world.consumer.built.kind == "push":
             _nobody_sends(world)
-    with World(setting, short=True) as world:
+    with World(setting, deadline_s=AMPLE_S) as world:
         if world.consumer.built.kind == "push":
             _nobody_receives(world)
         else:
             _producer_gone(world, met_before=True)
-    with World(setting, short=True) as world:
+    with World(setting, deadline_s=SHORT_S) as world:
         if world.consumer.built.kind != "push":
             _producer_gone(world, met_before=False)
 
@@ -51,7 +51,7 @@ def _nobody_sends(world: World) -> None:
     """The consumer waits for a prompt that nobody computes, until its connector or its engine gives up."""
     transfer = Handover(world, 52)
     transfer.take(*transfer.steps[:3])
-    world.runs_until(lambda: transfer.ended, SHORT_S)
+    world.runs_until(lambda: transfer.ended, world.passed_s)
     if not transfer.ended:
         transfer.drop_receiver()
     outcome = transfer.wait()
@@ -94,7 +94,7 @@ def _load_what_there_is(transfer: Handover) -> None:
 @case("stopped_peer")
 def stopped_peer(setting: Setting) -> None:
     """A peer that is stopped (SIGSTOP) costs its own transfers only; when it goes on, everything works again."""
-    with World(setting, short=True) as world:
+    with World(setting, deadline_s=AMPLE_S) as world:
         for name in ("p", "d"):
             for order in legal_orders(world):
                 Handover(world, 40, order=order).run()
@@ -161,7 +161,7 @@ def _stop_for_pull(world: World, transfer: Handover, name: str) -> None:
 
 def _give_up_on_sender(world: World, transfer: Handover) -> None:
     """The consumer's deadline passes: its cancel is answered, or, at the latest, the teardown of the connection is."""
-    world.runs_until(lambda: transfer.ended, SHORT_S)
+    world.runs_until(lambda: transfer.ended, world.passed_s)
     transfer.drop_receiver()
     consumer = world.consumer
     if not world.runs_until(lambda: not consumer.quarantine, world.timeout_s / 4):
@@ -181,7 +181,7 @@ def _give_up_on_sender(world: World, transfer: Handover) -> None:
 def restarted_peer(setting: Setting) -> None:
     """After kill -9 and a new epoch of either side, old names reach nothing and new transfers work at once."""
     for name in ("p", "d"):
-        with World(setting, short=True) as world:
+        with World(setting, deadline_s=AMPLE_S) as world:
             for order in legal_orders(world):
                 Handover(world, 100, order=order).run()
                 _restart_under_way(world, order, name)
@@ -226,7 +226,7 @@ def _restart_under_way(world: World, order: str, name: str) -> None:
 @case("others_untouched", covers="F5")
 def others_untouched(setting: Setting) -> None:
     """The death of one peer, even in the middle of a transfer, does not touch transfers between others."""
-    with World(setting, short=True) as world:
+    with World(setting, deadline_s=AMPLE_S) as world:
         try:
             world.boot("e", world.shape("d"))
             world.introduce()

@@ -181,7 +181,7 @@ def _preempted(world: World, num_confirmed: int) -> None:
 @case("quarantine", covers="F1")
 def quarantine(setting: Setting) -> None:
     """When a load's end was reported, by success, failure, cancel or deadline, nobody writes its blocks any more."""
-    with World(setting, short=True) as world:
+    with World(setting, deadline_s=SHORT_S) as world:
         if world.consumer.built.kind == "push":
             for num_early in (0, 2):
                 _late_write(world, num_early, after_deadline=False)
@@ -198,7 +198,7 @@ def _late_write(world: World, num_early: int, *, after_deadline: bool) -> None:
     late = 4 - num_early  # of three chunks and the hand-off
     transfer.take(*transfer.steps[:-late])
     if after_deadline:
-        world.runs_until(lambda: transfer.ended, SHORT_S)
+        world.runs_until(lambda: transfer.ended, world.passed_s)
     if transfer.ended:
         transfer.require_typed(transfer.wait())
     transfer.drop_receiver()

@@ -1,4 +1,4 @@
-"""Options with which the kit runs shipped connectors: private places, and deadlines of at most a second."""
+"""Options with which the kit runs shipped connectors: private places, and the deadlines of a case."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,23 +7,25 @@ from pdkv.connectors.registry import connector_target
 
 
 class Profile(NamedTuple):
-    """Options for all cases, and those that cases about deadlines add. "{directory}" is a private one."""
+    """Options for all cases, and those that cases about deadlines add ("{deadline}"). "{directory}" is private."""
 
     options: Mapping[str, str] = {}
     short: Mapping[str, str] = {}
 
 
-_STORE_DEADLINES = {"lookup_timeout_s": "0.8", "transfer_timeout_s": "0.8", "layer_timeout_s": "0.8"}
+_STORE_DEADLINES = dict.fromkeys(("lookup_timeout_s", "transfer_timeout_s", "layer_timeout_s"), "{deadline}")
 
 _PROFILES: Mapping[str, Profile] = {
-    "pdkv.connectors.memory": Profile(short={"transfer_timeout_s": "0.8"}),
+    "pdkv.connectors.memory": Profile(short={"transfer_timeout_s": "{deadline}"}),
     "pdkv.connectors.multi": Profile(
         {"connectors": "shared_memory,store", "store.url": "file://{directory}"},
-        {"shared_memory.load_timeout_s": "0.8", **{f"store.{k}": v for k, v in _STORE_DEADLINES.items()}},
+        {"shared_memory.load_timeout_s": "{deadline}", **{f"store.{k}": v for k, v in _STORE_DEADLINES.items()}},
     ),
-    "pdkv.connectors.nixl": Profile(short={"transfer_timeout_s": "0.8"}),
-    "pdkv.connectors.p2p": Profile({"timeout_s": "4"}, short={"timeout_s": "0.8", "handshake_timeout_s": "0.8"}),
-    "pdkv.connectors.shared_memory": Profile(short={"load_timeout_s": "0.8"}),
+    "pdkv.connectors.nixl": Profile(short={"transfer_timeout_s": "{deadline}"}),
+    "pdkv.connectors.p2p": Profile(
+        {"timeout_s": "4"}, short={"timeout_s": "{deadline}", "handshake_timeout_s": "{deadline}"}
+    ),
+    "pdkv.connectors.shared_memory": Profile(short={"load_timeout_s": "{deadline}"}),
     "pdkv.connectors.shared_storage": Profile({"path": "{directory}"}, _STORE_DEADLINES),
     "pdkv.connectors.store": Profile({"url": "file://{directory}"}, _STORE_DEADLINES),
 }

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Set
 from pathlib import Path
 
 SHM = Path("/dev/shm")
+_POLL_S = 0.01
 
 
 def shm_files() -> set[str]:
@@ -19,6 +21,7 @@ def left_behind(before: Set[str], timeout_s: float) -> set[str]:
     deadline = time.monotonic() + timeout_s
     left = _unused(shm_files() - before)
     while left and time.monotonic() < deadline:
+        threading.Event().wait(_POLL_S)  # nobody announces an unlink
         left = _unused(left & shm_files())
     return left
 

@@ -22,8 +22,14 @@ NUM_KV_HEADS = 4
 TRANSFER_POLL_S = 0.5
 """As in the engine: so often it looks for results that nobody has announced."""
 
-SHORT_S = 2.0
-"""Deadlines of connectors in cases about deadlines have passed after so long."""
+SHORT_S = 0.8
+"""Deadline of a connector's waits in worlds where nothing has to succeed within it."""
+
+AMPLE_S = 3.0
+"""The same where transfers must succeed, too: the first one between processes just forked, on a busy machine."""
+
+LATE_S = 1.2
+"""A deadline is told at most so long after it has passed."""
 
 
 class Violation(PdkvError):
@@ -84,7 +90,7 @@ class Setting:
     directory: Path
     connector: str
     options: dict[str, str]
-    short_options: dict[str, str] = field(default_factory=dict)  # deadlines of at most 1 s
+    short_options: dict[str, str] = field(default_factory=dict)  # deadlines: "{deadline}" is that of the world
     one_process: bool = False
     timeout_s: float = 20.0
     quick: bool = False
@@ -97,12 +103,18 @@ class World:
     engine_type: ClassVar[type[Engine]] = Engine
 
     def __init__(
-        self, setting: Setting, producer: Shape | None = None, consumer: Shape | None = None, *, short: bool = False
+        self,
+        setting: Setting,
+        producer: Shape | None = None,
+        consumer: Shape | None = None,
+        *,
+        deadline_s: float | None = None,
     ) -> None:
-        """`short`: with the short deadlines. Raises Refused where the connector cannot be built in a shape."""
+        """`deadline_s`: of the connector's waits; None: its own. Raises Refused where a shape cannot be built."""
         self.setting = setting
         self.timeout_s = setting.timeout_s
         self.poll_s = TRANSFER_POLL_S
+        self.passed_s = (deadline_s or 0) + LATE_S  # the connector has told of a deadline, if it does by itself
         self.engines: dict[str, Engine] = {}
         self._shapes: dict[str, Shape] = {}
         self._epochs: dict[str, int] = {}
@@ -110,7 +122,8 @@ class World:
         self._shared: HostProcess | None = None
         directory = setting.directory / f"world-{next(setting.world_numbers)}"
         directory.mkdir()
-        options = {**setting.options, **(setting.short_options if short else {})}
+        short = {name: value.replace("{deadline}", str(deadline_s)) for name, value in setting.short_options.items()}
+        options = {**setting.options, **(short if deadline_s is not None else {})}
         self._options = {name: value.replace("{directory}", str(directory)) for name, value in options.items()}
         shapes = {"p": producer or Shape(), "d": consumer or Shape()}
         self._kv_shards = math.lcm(*(shape.tp for shape in shapes.values()))
