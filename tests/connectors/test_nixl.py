@@ -39,7 +39,8 @@ MODES = ["pull", "push", "write"]
 
 GATHER_ALL = {"gather_below": str(1 << 30), "gather_min_pieces": "1"}
 SMALL_SLOTS = {"slot_bytes": "8192", "slots": "4"}
-SHORT = {"transfer_timeout_s": "0.5"}
+SHORT = {"transfer_timeout_s": "2"}
+"""Passes with every peer that is stopped; a first contact on a busy machine is within it."""
 
 
 def of(mode: str) -> dict[str, str]:
@@ -377,7 +378,7 @@ def test_a_push_that_comes_too_late_is_refused(world: World) -> None:
 @pytest.mark.parametrize("options", [{}, GATHER_ALL], ids=["direct", "gather"])
 def test_a_peer_that_dies_under_load_fails_its_transfers_only(world: World, mode: str, options: dict[str, str]) -> None:
     """F5: kill -9 in the middle of many transfers."""
-    prefill, decode = world.pair(mode, {**options, **SMALL_SLOTS, "transfer_timeout_s": "1"})
+    prefill, decode = world.pair(mode, {**options, **SMALL_SLOTS, **SHORT})
     other = world.remote("other", options={**of(mode), **options, **SMALL_SLOTS})
     introduce(prefill, decode, other)
     theirs = scattered(30)

@@ -171,13 +171,14 @@ def test_a_failing_store_fails_the_load_with_its_code(store: FaultyStore, make: 
 def test_loads_behind_one_that_hangs_end_at_their_deadline(store: FaultyStore, make: MakeEngine) -> None:
     """F7."""
     prefill(make("p"), 128)
-    engine = make("o", io_threads="1", transfer_timeout_s="0.1")
+    engine = make("o", io_threads="1", transfer_timeout_s="2")
     requests = [view(f"u{i}", num_tokens=200, salt="0") for i in range(3)]
     assert engine.ask(requests[0]) == 128
     store.hold("get")
-    for request in requests:
+    engine.start_load(requests[0], scattered(128, 16), 128)
+    store.wait_held("get")  # by its only thread, before its deadline
+    for request in requests[1:]:
         engine.start_load(request, scattered(128, 16), 128)
-    store.wait_held("get")
     codes = set()
     for request in requests[1:]:
         while (outcomes := engine.reported(request.transfer_key)) is None:

@@ -19,9 +19,8 @@ from functools import cache
 from typing import Any, TextIO
 
 import msgspec
-import psutil
 import torch
-from traffic import wait_until_true
+from traffic import stop_process
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import (
@@ -304,10 +303,7 @@ class RemoteEngine:
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal, and wait until it is stopped or has ended where that is what the signal does."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-        if number == signal.SIGSTOP:
-            threads = psutil.Process(self.pid).threads()
-            wait_until_true(lambda: all(psutil.Process(t.id).status() == "stopped" for t in threads), "a stop")
+            stop_process(self.pid) if number == signal.SIGSTOP else os.kill(self.pid, number)
         if number == signal.SIGKILL:
             self._wait_for_end()
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from nixl_peer import Listening
+from traffic import stop_process
 
 from pdkv.connectors.nixl_agent import Memory, NixlAgent
 
@@ -54,8 +55,11 @@ class Peer:
         assert self.ask("know", agent.name, base64.b64encode(agent.metadata()).decode()) == "known"
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        os.kill(self.process.pid, number)
+        """Send it a signal. After SIGSTOP all of its threads have stopped."""
+        if number == signal.SIGSTOP:
+            stop_process(self.process.pid)
+        else:
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """End it as nothing can prevent. Idempotent."""

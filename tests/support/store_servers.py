@@ -24,6 +24,17 @@ import pytest
 START_BOUND_S = 60.0
 
 
+def hold_port() -> socket.socket:
+    """A socket on a TCP port of 127.0.0.1 that refuses connections.
+
+    While it is open the port is given to nobody, and a server that reuses addresses can listen on it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody listens on."""
     with socket.socket() as probe:
@@ -35,9 +46,10 @@ def free_port() -> int:
 class StoreServer:
     """A server process, running from construction to `stop`; a context manager."""
 
-    def __init__(self, url: str, command: list[str], ready: str) -> None:
-        """`ready`: a pattern of the line that says that it takes connections."""
+    def __init__(self, url: str, command: list[str], ready: str, held: socket.socket | None = None) -> None:
+        """`ready`: a pattern of the line that says that it takes connections; `held`: keeps its port for it."""
         self.url = url
+        self._held = held
         self._command = command
         self._ready = re.compile(ready)
         self.start()
@@ -96,6 +108,8 @@ class StoreServer:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        if self._held is not None:
+            self._held.close()
 
 
 class RedisServer(StoreServer):
@@ -103,15 +117,18 @@ class RedisServer(StoreServer):
 
     def __init__(self, *arguments: str, tcp: bool = False) -> None:
         """`arguments`: of redis-server, such as "--maxmemory", "1mb"."""
+        binary = redis_binary()  # or the test is skipped
         self._directory = tempfile.mkdtemp(prefix="pdkv-redis-")
         path = f"{self._directory}/socket"
-        port = free_port() if tcp else 0
+        held = hold_port() if tcp else None
+        port = held.getsockname()[1] if held is not None else 0
         address = ["--bind", "127.0.0.1", "--port", str(port)] if tcp else ["--port", "0", "--unixsocket", path]
         volatile = ["--save", "", "--appendonly", "no", "--dir", self._directory]
         super().__init__(
             f"redis://127.0.0.1:{port}/0" if tcp else f"unix://{path}",
-            [redis_binary(), *address, *volatile, *arguments],
+            [binary, *address, *volatile, *arguments],
             "eady to accept connections|now ready to accept connections at",
+            held,
         )
 
     def __exit__(self, *_: object) -> None:
@@ -137,9 +154,10 @@ class LMCacheServer(StoreServer):
     def __init__(self) -> None:
         if importlib.util.find_spec("lmcache") is None:
             pytest.skip("lmcache is not installed")
-        port = free_port()
+        held = hold_port()
+        port = held.getsockname()[1]
         command = [sys.executable, "-P", "-c", _LMCACHE, "127.0.0.1", str(port)]
-        super().__init__(f"lmcache://127.0.0.1:{port}", command, "Server started at")
+        super().__init__(f"lmcache://127.0.0.1:{port}", command, "Server started at", held)
 
 
 def redis_binary() -> str:
