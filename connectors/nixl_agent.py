@@ -210,14 +210,8 @@ class NixlAgent:
         """Tear a connection down; its transfers fail. On return nothing of them is under way. Idempotent."""
         with self._lock:
             connection = self._peers.get(peer)
-            if connection is None:
-                return
-            connection.broken = True
-            while connection.num_active:  # whoever waits for a transfer looks at `broken` every millisecond
-                self._idle.wait()
-            if self._peers.get(peer) is connection:
-                del self._peers[peer]
-                self._invalidate(peer)
+            if connection is not None:
+                self._tear_down(peer, connection)
 
     def is_connected(self, peer: str) -> bool:
         """Whether the peer is known and no transfer has found it gone."""
@@ -322,8 +316,17 @@ class NixlAgent:
             with self._lock:
                 connection.num_active -= 1
                 self._idle.notify_all()
-            if connection.broken:
-                self.disconnect(peer)
+                if connection.broken:
+                    self._tear_down(peer, connection)
+
+    def _tear_down(self, peer: str, connection: _Peer) -> None:
+        """Under the lock: end a connection, unless that has been done; there may be a new one already."""
+        connection.broken = True
+        while connection.num_active:  # whoever waits for a transfer looks at `broken` every millisecond
+            self._idle.wait()
+        if self._peers.get(peer) is connection:
+            del self._peers[peer]
+            self._invalidate(peer)
 
     def _take_messages(self) -> None:
         """Under the lock: let UCX work, and keep what has come."""

@@ -46,7 +46,7 @@ _EARLY_S = 5.0
 """Messages of agents whose card has not come yet are kept, so many for so long."""
 
 MAX_PERMITS = 4096
-"""Senders and transfers that may write into this rank's blocks at a time."""
+"""Senders that may write into this rank's blocks, and offers of this rank, at a time."""
 
 _HOT_S = 0.002
 """So long after a ring a message is due any moment."""
@@ -64,7 +64,7 @@ def _none_open(agent: str) -> list[int]:
 
 
 class NixlEndpoint:
-    """Thread-safe. Nothing here may be called on a step thread but `post`, `register`, `blob` and `close`."""
+    """Thread-safe. On a step thread only what is marked so below, `register`, `blob` and `close` may be called."""
 
     def __init__(self, config: ConnectorConfig, peers: NixlPeers, options: NixlOptions) -> None:
         """Raises ConfigError where NIXL is missing."""
@@ -96,6 +96,7 @@ class NixlEndpoint:
         self._early: deque[tuple[float, Message]] = deque(maxlen=MAX_EARLY_MESSAGES)
         self._open_requests: Callable[[str], list[int]] = _none_open
         self._connecting = threading.Lock()
+        self._greeting: set[str] = set()  # agents that may be connected, but have not heard of our open requests
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="pdkv-nixl", daemon=True)
 
@@ -320,7 +321,7 @@ class NixlEndpoint:
 
     def _reach(self, blob: RankBlob) -> None:
         """Be connected to a peer. Raises PeerGone for one that is not known any more."""
-        if self._agent.is_connected(blob.agent):
+        if self._agent.is_connected(blob.agent) and blob.agent not in self._greeting:
             return
         with self._connecting:
             if self._stopping or self.peers.agent(blob.agent) != blob:
@@ -328,8 +329,12 @@ class NixlEndpoint:
             if self._agent.is_connected(blob.agent):
                 return
             self._agent.disconnect(blob.agent)
-            self._agent.connect(blob.agent, blob.metadata)
-            self._agent.send(blob.agent, encode(Reset(self._open_requests(blob.agent))))
+            self._greeting.add(blob.agent)  # no request may overtake the Reset, which would end it
+            try:
+                self._agent.connect(blob.agent, blob.metadata)
+                self._agent.send(blob.agent, encode(Reset(self._open_requests(blob.agent))))
+            finally:
+                self._greeting.discard(blob.agent)
             self._ring(blob)
         if self.peers.agent(blob.agent) is None:  # removed meanwhile
             self._agent.disconnect(blob.agent)

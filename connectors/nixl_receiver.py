@@ -22,7 +22,7 @@ from pdkv.connectors.nixl_memory import Permit
 from pdkv.connectors.nixl_rank import NixlRank
 from pdkv.connectors.nixl_wire import Begin, Cancel, Cancelled, Granted, Offer, RankBlob, Taken, Wrote
 from pdkv.connectors.planning import Ids, as_ids, unit_index
-from pdkv.connectors.push import Incoming, PushWorker
+from pdkv.connectors.push import Incoming, PieceRange, PushWorker
 from pdkv.connectors.transfer_worker import JOIN_TIMEOUT_S, Job
 from pdkv.errors import (
     KVNotFound,
@@ -95,11 +95,7 @@ class PushReceiver:
 
     def register(self, job: Job) -> None:
         """A receive has begun; who was too early is answered."""
-        with self._lock:
-            early = self._early.pop(job.key, [])
-        for _, blob, message in early:
-            handler: Any = self._on_begin if isinstance(message, Begin) else self._on_offer
-            self._endpoint.post(partial(handler, blob, message))
+        self._take_early(job.key)
 
     def interrupt(self, job: Job) -> bool:
         """Whether nobody may write the job's blocks; else all writers are asked to stop."""
@@ -149,11 +145,15 @@ class PushReceiver:
             return  # late: the transfer has ended, its writer hears so
         incoming: Incoming = job.order
         incoming.check_range(message.piece)
-        self._worker.landed(job, message.piece, message.num_bytes)
+        self._landed(job, message.piece, message.num_bytes)
+
+    def _landed(self, job: Job, piece: PieceRange, num_bytes: int) -> None:
+        """A piece is in; with the last one nobody may write any more."""
+        self._worker.landed(job, piece, num_bytes)
         if job.state == "ended":
             with self._lock:
-                self._withdraw(self._writers.pop(message.key, {}).values())
-                self._stopping.pop(message.key, None)
+                self._withdraw(self._writers.pop(job.key, {}).values())
+                self._stopping.pop(job.key, None)
 
     def _on_cancelled(self, blob: RankBlob, message: Cancelled) -> None:
         self._writer_is_out(message.key, blob.agent)
@@ -172,6 +172,16 @@ class PushReceiver:
                 self._early.setdefault(message.key, []).append((time.monotonic(), blob, message))
         if full:
             self._refuse(blob, message)
+        elif self._find(message.key) is not None:  # registered meanwhile, and `register` has seen nothing
+            self._take_early(message.key)
+
+    def _take_early(self, key: TransferKey) -> None:
+        """Take what was too early for a transfer, soon."""
+        with self._lock:
+            early = self._early.pop(key, [])
+        for _, blob, message in early:
+            handler: Any = self._on_begin if isinstance(message, Begin) else self._on_offer
+            self._endpoint.post(partial(handler, blob, message))
 
     def _refuse(self, blob: RankBlob, message: Begin | Offer) -> None:
         code = KVNotFound.code
@@ -214,8 +224,7 @@ class PushReceiver:
             del self._writers[key]
             stopping = self._stopping.pop(key, None)
         if stopping is not None:
-            job = stopping[0]
-            self._worker.end_job(job, job.stop_code)
+            self._worker.let_go(stopping[0])
 
     def _let_in(self, key: TransferKey, blob: RankBlob) -> Permit | None:
         """Under the lock. None: too many write already."""
@@ -282,7 +291,7 @@ class PushReceiver:
         )
         if nonce != offer.nonce:
             raise StaleGeneration(f"agent {blob.agent} has withdrawn its offer")
-        worker.landed(job, piece, num_bytes)
+        self._landed(job, piece, num_bytes)
 
     def _whole_blocks(self, incoming: Incoming, offer: Offer) -> Ids:
         """Where offered blocks go."""

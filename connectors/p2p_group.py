@@ -75,7 +75,7 @@ class Group:
             self._wait(max(deadline - monotonic(), 0.0), None)
 
     def interrupt(self) -> None:
-        """By any thread, which interrupts the link, too: who waits here wakes up."""
+        """By any thread: who waits here wakes up; over Gloo it is the end of the link that wakes him."""
         backend = self._backend
         if self._waiter is None and backend is not None:
             backend.abort()
@@ -102,9 +102,7 @@ class Group:
                 work.wait(timedelta(seconds=timeout_s))
                 _wait_for_stream(tensor.device, timeout_s)
         except RuntimeError as error:
-            if "imed out" in str(error) or "imeout" in str(error):
-                raise TransferTimeout(f"a message is not through after {timeout_s:g} s") from error
-            raise PeerGone(f"the group is broken: {error}") from error
+            raise _typed(error, f"a message is not through after {timeout_s:g} s", "the group is broken") from error
         self._posted.popleft()
 
     def _close_pair(self, backend: Any) -> None:
@@ -135,22 +133,26 @@ class Group:
 class _GlooWaiter:
     """Waits for one group's messages in Gloo, on a thread of its own.
 
-    Gloo fails the messages of a broken connection, but for the one that is half through: who waits for that wakes up
-    at its timeout only, and nothing else wakes it. So the thread that has to know waits for this one's word or for the
-    link, whichever comes first, and leaves this one behind, which ends then or at the timeout.
+    Gloo fails a broken connection's messages only while both ends have not met: who waits for one that travels wakes
+    up at its timeout, and nothing else wakes it. So the thread that has to know waits for this one's word or for the
+    link, whichever comes first, and leaves this one behind, which ends then or at that timeout.
     """
 
     def __init__(self, timeout_s: float) -> None:
+        """Raises TransferError where there is no room for another thread."""
         self._timeout = timedelta(seconds=timeout_s)
         self._works: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards what follows
         self._num_done = 0
         self._wanted: float = inf  # so many done are worth a word
-        self._failure: RuntimeError | None = None
+        self._failure = ""  # Gloo's words: its exception would know all that waited
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # that word; -1: closed
         self._num_taken = 0  # done, and `wait` has said so
-        self._thread = threading.Thread(target=self._run, name="pdkv-p2p-gloo", daemon=True)
-        self._thread.start()
+        try:
+            threading.Thread(target=self._run, name="pdkv-p2p-gloo", daemon=True).start()
+        except RuntimeError as error:
+            os.close(self._event)
+            raise TransferError(f"no thread for a group: {error}") from error
 
     def add(self, work: Any, tensor: "torch.Tensor") -> None:
         """The next message, and its memory."""
@@ -192,24 +194,25 @@ class _GlooWaiter:
             if self._num_done > self._num_taken:
                 self._num_taken += 1
                 return True
-            if self._failure is not None:
-                raise self._failure
+            if self._failure:
+                raise RuntimeError(self._failure)
             self._wanted = self._num_taken + 1
             return False
 
     def _run(self) -> None:
         """The thread."""
         while (item := self._works.get()) is not None:
-            failure = None
+            failure = ""
+            is_over = self._failure or self._event < 0  # then the others are not waited for, each for its timeout
             try:
-                item[0].wait(self._timeout)
+                item[0].wait(_LET_GO if is_over else self._timeout)
             except RuntimeError as error:
-                failure = error
+                failure = str(error) or type(error).__name__
             del item
             with self._lock:
-                self._num_done += failure is None
+                self._num_done += not failure
                 self._failure = self._failure or failure
-                if self._event >= 0 and (failure is not None or self._num_done >= self._wanted):
+                if self._event >= 0 and (failure or self._num_done >= self._wanted):
                     self._wanted = inf
                     os.eventfd_write(self._event, 1)
 
@@ -238,9 +241,8 @@ class GroupFactory:
         except (RuntimeError, TransferError) as error:
             if store.failure is not None:
                 raise store.failure from None
-            if "imed out" in str(error) or "imeout" in str(error):
-                raise TransferTimeout(f"the other end of a group did not come within {timeout_s:g} s") from error
-            raise PeerGone(f"no group can be made: {error}") from error
+            late = f"the other end of a group did not come within {timeout_s:g} s"
+            raise _typed(error, late, "no group can be made") from error
         return Group(backend, control, peer=1 - rank, on_cuda=self.backend == "nccl", timeout_s=self._timeout_s)
 
     def _make_gloo(self, store: Any, rank: int, timeout: timedelta) -> Any:
@@ -261,6 +263,12 @@ class GroupFactory:
         options = nccl.Options()
         options._timeout = timeout
         return nccl(store, rank, 2, options)
+
+
+def _typed(error: Exception, late: str, gone: str) -> TransferError:
+    """torch.distributed's error, which tells a timeout by its words only."""
+    text = str(error)
+    return TransferTimeout(late) if "imed out" in text or "imeout" in text else PeerGone(f"{gone}: {text}")
 
 
 def _wait_for_stream(device: "torch.device", timeout_s: float) -> None:

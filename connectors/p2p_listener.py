@@ -137,11 +137,21 @@ class LinkListener:
                 if welcome:
                     self._links.add(link)
                     self._threads.add(thread)
-            if welcome:
-                thread.start()
-            else:
+            if not (welcome and self._start(link, thread)):
                 self.num_refused += 1
                 link.close()
+
+    def _start(self, link: Link, thread: threading.Thread) -> bool:
+        """Whether there was room for another thread."""
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("a link could not be served: %s", error)
+            with self._changed:
+                self._links.discard(link)
+                self._threads.discard(thread)
+            return False
+        return True
 
     def _serve(self, link: Link) -> None:
         """One link's life."""

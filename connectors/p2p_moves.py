@@ -1,7 +1,6 @@
 """A piece as messages between a pool and a group: planned on either side, sent, received.
 
-Several messages are under way at a time; of gathered ones two: while one travels, the next is gathered, or the last
-one scattered.
+Several messages are under way at a time: while one travels, the next is gathered, or the last one scattered.
 """
 
 import time

@@ -5,7 +5,7 @@ import socket
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p_group import Group, GroupFactory
 from pdkv.connectors.p2p_options import P2POptions, P2PPeers
-from pdkv.connectors.p2p_pieces import PieceBuffers
+from pdkv.connectors.p2p_pieces import PieceBuffers, PiecePool
 from pdkv.connectors.p2p_wire import Accepted, Control, Hello, Offer, Welcome
 from pdkv.connectors.push import PushPiece
 from pdkv.connectors.transfer_worker import Job
@@ -24,9 +24,7 @@ class Outbound:
         options: P2POptions,
         peers: P2PPeers,
         factory: GroupFactory,
-        buffers: PieceBuffers,
     ) -> None:
-        self.buffers = buffers
         self.num_groups = 0  # made since the start
         self.control: Control | None = None
         self.group: Group | None = None
@@ -34,6 +32,12 @@ class Outbound:
         self._options = options
         self._peers = peers
         self._factory = factory
+        self._buffers: PieceBuffers | None = None
+
+    def buffers(self, pool: PiecePool) -> PieceBuffers:
+        """The lane's buffers, made for its first piece."""
+        self._buffers = self._buffers or pool.buffers()
+        return self._buffers
 
     def offer(self, job: Job, piece: PushPiece, offer: Offer) -> tuple[Control, Group]:
         """Connect where there is no link, offer a piece, and wait for the receiver to be ready.
@@ -95,6 +99,7 @@ class Outbound:
             raise kind(f"{peer} cannot be reached: {error}") from error
         self.control = Control(connection, peer)
         try:
+            job.check()  # an interrupt has found no connection until here
             hello = Hello(address.token, mine.engine, mine.epoch, mine.rank, card.engine, card.epoch, rank, timeout_s)
             if not isinstance(self.control.ask(hello, timeout_s), Welcome):
                 raise PeerGone(f"{peer} answers something else")

@@ -90,7 +90,13 @@ class PieceBuffers:
         self.staging = np.empty(STAGING_BYTES, dtype=np.uint8)
 
     def next(self, num_bytes: int) -> "torch.Tensor":
-        """The buffer that was returned longest ago, (num_bytes,)."""
+        """The buffer that was returned longest ago, (num_bytes,).
+
+        Raises:
+            TransferError: it is not so large; a receive that is smaller than its message would end the process.
+        """
+        if num_bytes > self._buffers[0].numel():
+            raise TransferError(f"a message of {num_bytes} bytes, in buffers of {self._buffers[0].numel()}")
         self._turn = (self._turn + 1) % NUM_BUFFERS
         return self._buffers[self._turn][:num_bytes]
 

@@ -91,9 +91,7 @@ class P2PWorker(PushWorker):
 
     def interrupt(self, job: Job) -> bool:
         """Break the links that the job is on, off the step thread; its threads then end it."""
-        with self._busy_lock:
-            is_busy = job in self._busy
-        if is_busy:
+        if job in self._busy:  # without the lock: `_break` may hold it for as long as NCCL takes to abort
             threading.Thread(target=self._break, args=(job,), name="pdkv-p2p-break", daemon=True).start()
         return True
 
@@ -121,9 +119,8 @@ class P2PWorker(PushWorker):
     # --- sending --------------------------------------------------------------------------------------------------
 
     def make_scratch(self, lane: Lane) -> Outbound:
-        assert self._pool is not None
         assert self._factory is not None
-        return Outbound(self.config, self._options, self._p2p_peers, self._factory, self._pool.buffers())
+        return Outbound(self.config, self._options, self._p2p_peers, self._factory)
 
     def close_scratch(self, lane: Lane, scratch: Outbound) -> None:
         scratch.close()
@@ -137,7 +134,7 @@ class P2PWorker(PushWorker):
             control, group = scratch.offer(job, piece, plan.offer)
             self.num_groups += scratch.num_groups - num_groups
             try:
-                num_bytes = send_messages(job, plan, pool, group, scratch.buffers)
+                num_bytes = send_messages(job, plan, pool, group, scratch.buffers(pool))
                 if not isinstance(control.expect(job.remaining_s()), Delivered):
                     raise TransferError("the receiver did not say that it has the piece")
                 group.wait_for_all(job.remaining_s())

@@ -5,7 +5,7 @@ again *after* the data: what was reused meanwhile is refused, never applied.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -26,10 +26,10 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_runs import decode_blocks, encode_blocks
 from pdkv.connectors.block_table import BlockTable
-from pdkv.connectors.io_lanes import LaneConfig
+from pdkv.connectors.peer_worker import PeerWorker
 from pdkv.connectors.peers import PeerCards
 from pdkv.connectors.planning import HeadPart, Ids, as_ids, blocks_of, reader_parts
-from pdkv.connectors.transfer_worker import Job, Task, TransferWorker
+from pdkv.connectors.transfer_worker import Job, Task
 from pdkv.errors import KVNotFound, PdkvError, StaleGeneration
 from pdkv.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff
 
@@ -197,24 +197,11 @@ class PullPiece(NamedTuple):
         return as_ids(self.load.source) // (self.card.layout.block_size // self.load.unit)
 
 
-class PullWorker(TransferWorker):
+class PullWorker(PeerWorker):
     """Worker side above a transport: one job per load and peer rank, in that rank's lane.
 
     A transport says how a piece is read (`read`) and how the generations of a peer's blocks are (`generations`).
     """
-
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        notify: Callable[[], None],
-        peers: PeerCards,
-        *,
-        timeout_s: float,
-        lanes: LaneConfig,
-    ) -> None:
-        super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
-        self.config = config
-        self.peers = peers
 
     @abstractmethod
     def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
@@ -228,17 +215,6 @@ class PullWorker(TransferWorker):
         if isinstance(meta, PullMetadata):
             for load in meta.loads:
                 self._start(load)
-
-    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
-        for card in removed:
-            self.peers.remove(card.engine, card.epoch)
-        for card in added:
-            self.peers.add(card)
-        self.lanes.retire({self.lane_of(c.engine, c.epoch, rank) for c in removed for rank in range(c.tp)})
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self.peers.clear()
 
     def run_job(self, job: Job, scratch: Any) -> int | None:
         """Read, then check that nothing was reused meanwhile."""
@@ -283,7 +259,3 @@ class PullWorker(TransferWorker):
             for part in parts
         ]
         self.submit(load.key, "receive", tasks)
-
-    def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Any:
-        """The lane of a peer's rank: by default one of its own."""
-        return (engine, epoch, peer_rank)

@@ -17,13 +17,14 @@ import numpy as np
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferKey
 from pdkv.connectors.io_lanes import LaneConfig
+from pdkv.connectors.peer_worker import PeerWorker
 from pdkv.connectors.peers import PeerCards
 from pdkv.connectors.planning import HeadPart, sender_parts
 from pdkv.connectors.push_scheduler import PushMetadata as PushMetadata  # what a connector needs besides
 from pdkv.connectors.push_scheduler import PushScheduler as PushScheduler
 from pdkv.connectors.push_scheduler import PushSend as PushSend
 from pdkv.connectors.push_scheduler import PushTicket as PushTicket
-from pdkv.connectors.transfer_worker import Job, Task, TransferWorker
+from pdkv.connectors.transfer_worker import Job, Task
 from pdkv.connectors.units import UnitPart
 from pdkv.errors import KVNotFound, PdkvError, PeerGone, TransferError
 from pdkv.messages import EngineCard, KVLayout
@@ -146,7 +147,7 @@ class Incoming:
         return -(-token // self._unit)
 
 
-class PushWorker(TransferWorker):
+class PushWorker(PeerWorker):
     """Worker side above a transport: one job per batch, layer group and peer rank that is sent, one posted job that is
     received.
 
@@ -164,12 +165,10 @@ class PushWorker(TransferWorker):
         lanes: LaneConfig,
         receive_timeout_s: float = RECEIVE_TIMEOUT_S,
     ) -> None:
-        super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
+        super().__init__(config, notify, peers, timeout_s=timeout_s, lanes=lanes)
         self._receive_timeout_s = receive_timeout_s
         self.layer_by_layer = True  # False: a device's pool, whose layers are there when its stream says so
         self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
-        self.config = config
-        self.peers = peers
 
     @abstractmethod
     def send(self, job: Job, piece: PushPiece, scratch: Any) -> int | None:
@@ -204,27 +203,15 @@ class PushWorker(TransferWorker):
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         """Sends to an incarnation that is gone fail; who else gets something is not touched."""
-        for card in removed:
-            self.peers.remove(card.engine, card.epoch)
-        for card in added:
-            self.peers.add(card)
+        super().update_peers(added, removed)
         gone = {(card.engine, card.epoch) for card in removed}
         if gone:
             self.stop_jobs(lambda job: _receiver(job) in gone, PeerGone.code)
-        self.lanes.retire({self.lane_of(c.engine, c.epoch, rank) for c in removed for rank in range(c.tp)})
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self.peers.clear()
 
     def run_job(self, job: Job, scratch: Any) -> int | None:
         piece: PushPiece = job.order
         self.peers.card(piece.card.engine, piece.card.epoch)  # it may have gone while the job waited
         return self.send(job, piece, scratch)
-
-    def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Any:
-        """The lane of a peer's rank: by default one of its own."""
-        return (engine, epoch, peer_rank)
 
     # --- what comes in --------------------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class Job:
     state: Literal["queued", "running", "posted", "ended"] = "queued"
     stop_code: str = ""  # why it has to stop; empty while it may go on
     num_users: int = 0  # threads that touch a posted job's blocks now
+    let_go: bool = False  # the transport has said that nothing but those touches them any more
 
     @property
     def key(self) -> TransferKey:

@@ -76,8 +76,8 @@ class TransferWorker(WorkerConnector):
         """A running or posted job has to stop (`job.stop_code`): make the transport let go. Must not block.
 
         Returns:
-            Whether nothing can touch a posted job's blocks any more: it then ends at once. A running one always ends
-            by run_job, and one that `enter` guards by the last `leave`.
+            Whether nothing but who has entered it can touch a posted job's blocks any more: it then ends, with the last
+            `leave`. If not, it ends when the transport calls `let_go`. A running one always ends by run_job.
         """
         return True
 
@@ -195,6 +195,13 @@ class TransferWorker(WorkerConnector):
         self._interrupt(stopped)
         self._notify_results()
 
+    def let_go(self, job: Job) -> None:
+        """A job that had to stop, and whose `interrupt` said that its blocks may still be touched: now they are not."""
+        with self._lock:
+            job.let_go = True
+            self._end_if_free(job)
+        self._notify_results()
+
     def wake_if_late(self) -> None:
         """Where a deadline has passed, let the engine step and collect. For a transport thread that looks often."""
         if time.monotonic() >= self._next_deadline:
@@ -215,8 +222,7 @@ class TransferWorker(WorkerConnector):
         """What `enter` began is over; a job that had to stop meanwhile ends with its last user."""
         with self._lock:
             job.num_users -= 1
-            stopped = self._end(job, job.stop_code, 0) if job.stop_code and not job.num_users else []
-        self._interrupt(stopped)
+            self._end_if_free(job)
         self._notify_results()
 
     def stop_jobs(self, wanted: Callable[[Job], bool], code: str) -> None:
@@ -304,6 +310,11 @@ class TransferWorker(WorkerConnector):
         self._settle(transfer)
         return []
 
+    def _end_if_free(self, job: Job) -> None:
+        """End a posted job that has to stop, if nothing touches its blocks."""
+        if job.stop_code and job.state == "posted" and job.let_go and not job.num_users:
+            self._end(job, job.stop_code, 0)
+
     def _settle(self, transfer: Transfer) -> None:
         """Report the transfer if it has ended."""
         if transfer.jobs or not (transfer.complete or transfer.code):
@@ -346,8 +357,8 @@ class TransferWorker(WorkerConnector):
         for job in stopped:
             free = self.interrupt(job)
             with self._lock:
-                if free and job.state == "posted" and not job.num_users:
-                    self._end(job, job.stop_code, 0)
+                job.let_go = job.let_go or free
+                self._end_if_free(job)
 
     def _notify_results(self) -> None:
         if self._results:

@@ -339,6 +339,20 @@ def test_a_receive_that_is_cancelled_waits_for_its_writers_word(world: World) ->
     check_nothing_is_left(decode)
 
 
+def test_nobody_may_write_any_more_when_the_last_piece_was_offered(world: World) -> None:
+    """F24: a transfer of which the first piece is written and the last one is offered, since it is scattered."""
+    prefill, decode = world.pair("write", {"gather_below": str(1 << 30), "gather_min_pieces": "2"})
+    ticket, ours = begin("push", "both", prefill, decode, 64)
+    prefill.push("both", ticket, scattered(4), 0, 16, last=False)
+    receiver = decode.ranks[0].worker.receiver
+    wait_until_true(lambda: receiver.num_writers(("both", 1)), "the sender is let in")
+    prefill.push("both", ticket, scattered(4), 16, 64, last=True)
+    assert decode.outcome("both").code == ""
+    assert decode.wrong_tokens(ours, 0, 64, 1) == []
+    wait_until_true(lambda: not receiver.num_writers(("both", 1)), "nobody may write")
+    check_nothing_is_left(decode)
+
+
 def test_a_receive_whose_writer_dies_ends_when_that_is_known(world: World) -> None:
     """F1: nothing of a dead process is written any more."""
     prefill, decode = world.pair("write")

@@ -168,21 +168,22 @@ def test_a_posted_job_ends_by_its_transport(make_worker: Callable[..., GateWorke
 def test_a_cancelled_posted_job_ends_when_nothing_writes_it(
     make_worker: Callable[..., GateWorker], lets_go: bool
 ) -> None:
+    """F1: neither a thread here nor the peer, whichever of them is the last."""
     worker = make_worker()
     worker.lets_go = lets_go
+    for peer_is_last in (True, False):
+        (posted,) = worker.submit(KEY, "receive", [Task(None, posted=True)])
+        assert worker.enter(posted)
+        worker.cancel(KEY)
+        assert not worker.enter(posted)
+        ends = [worker.leave] if lets_go else [worker.leave, worker.let_go]
+        for end in ends if peer_is_last else reversed(ends):
+            assert not worker.get_finished()  # somebody writes it
+            end(posted)
+        assert worker.next_results()["failed_receiving"][KEY].code == "transfer_cancelled"
     (posted,) = worker.submit(KEY, "receive", [Task(None, posted=True)])
-    assert worker.enter(posted)
     worker.cancel(KEY)
-    assert not worker.enter(posted)
-    assert not worker.get_finished()  # somebody writes it
-    worker.leave(posted)
-    assert worker.next_results()["failed_receiving"][KEY].code == "transfer_cancelled"
-    (posted,) = worker.submit(KEY, "receive", [Task(None, posted=True)])
-    worker.cancel(KEY)
-    if not lets_go:
-        assert not worker.get_finished()  # the peer may still write it
-        worker.end_job(posted, "peer_gone")
-    assert worker.next_results()["failed_receiving"][KEY].code == "transfer_cancelled"
+    assert bool(worker.get_finished()) == lets_go
 
 
 def test_a_job_that_becomes_posted_is_ended_by_its_transport(make_worker: Callable[..., GateWorker]) -> None:
@@ -199,12 +200,12 @@ def test_a_job_that_becomes_posted_is_ended_by_its_transport(make_worker: Callab
 def test_deadlines_end_queued_and_posted_jobs_and_stop_running_ones(make_worker: Callable[..., GateWorker]) -> None:
     worker = make_worker(timeout_s=0.05)
     running = Gate(is_open=False)
-    worker.submit(KEY, "receive", [Task(running)])
+    (job,) = worker.submit(KEY, "receive", [Task(running, timeout_s=2.0)])
+    assert running.reached.wait(WAIT_S)
     worker.submit(("queued", 1), "receive", [Task(Gate())])
     worker.submit(("posted", 1), "receive", [Task(None, posted=True)])
-    assert running.reached.wait(WAIT_S)
     found: dict[TransferKey, TransferOutcome] = {}
-    while set(found) != {("queued", 1), ("posted", 1)}:
+    while set(found) != {("queued", 1), ("posted", 1)} or not job.stop_code:
         found |= worker.get_finished().failed_receiving
         worker.woken.acquire(timeout=0.01)
     running.opened.set()
