@@ -35,14 +35,6 @@ def hold_port() -> socket.socket:
     return held
 
 
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class StoreServer:
     """A server process, running from construction to `stop`; a context manager."""
 
