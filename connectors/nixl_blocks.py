@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 
 from pdkv.connectors.nixl_agent import NixlAgent
-from pdkv.connectors.nixl_endpoint import NixlEndpoint
-from pdkv.connectors.nixl_fetch import GatherReader, Guard, Waiting, Wanted
+from pdkv.connectors.nixl_endpoint import NixlEndpoint, Waiting
+from pdkv.connectors.nixl_fetch import GatherReader, Guard, Wanted
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_wire import RankBlob
 from pdkv.connectors.planning import Ids, Run, run_starts

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
+A = TypeVar("A")
 M = TypeVar("M", bound=Wire)
 
 MAX_EARLY_MESSAGES = 1024
@@ -55,8 +56,25 @@ _HOT_PAUSE_S = 0.00005
 _IDLE_PAUSE_S = 0.02
 """For rings that got lost and peers on other hosts, which cannot ring."""
 
+_LOOK_S = 0.02
+"""So often who waits for a peer's answer looks whether it is still wanted."""
+
 _TICK_S = 0.2
 _JOIN_TIMEOUT_S = 5.0
+
+
+class Waiting(Protocol):
+    """What a transfer is for, and how long it may take: a job, or a part of one."""
+
+    @property
+    def deadline(self) -> float:
+        """Of time.monotonic()."""
+
+    def check(self) -> None:
+        """Raises TransferCancelled or TransferTimeout when it has to stop."""
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, above 0. Raises as `check` does."""
 
 
 def _none_open(agent: str) -> list[int]:
@@ -259,6 +277,15 @@ class NixlEndpoint:
             logger.debug("no message to %s: %s", blob.agent, error)
             return False
         return True
+
+    def next_answer(self, job: Waiting, blob: RankBlob, answers: "queue.SimpleQueue[A]") -> A:
+        """Wait for what a handler puts there of a peer's words. Raises PeerGone, and what the job raises."""
+        while True:
+            try:
+                return answers.get(timeout=min(_LOOK_S, job.remaining_s()))
+            except queue.Empty:
+                if self.peers.agent(blob.agent) is None:
+                    raise PeerGone(f"agent {blob.agent} is gone") from None
 
     def buffer_offset(self, buffer: Bytes) -> int:
         """Where one of `buffers` lies in their region."""

@@ -9,37 +9,20 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from pdkv.connectors.block_runs import make_runs
-from pdkv.connectors.nixl_endpoint import NixlEndpoint
+from pdkv.connectors.nixl_endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl_gather import MAX_UNITS, Chunk, part_of, plan_chunks
 from pdkv.connectors.nixl_memory import PAGE_BYTES, WORD_BYTES, Bytes, generation_offset
 from pdkv.connectors.nixl_wire import Dropped, Freed, Gather, Gathered, RankBlob, Refused
 from pdkv.connectors.planning import Ids, as_ids
 from pdkv.connectors.units import UnitPart, UnitPool
-from pdkv.errors import KVNotFound, PeerGone, StaleGeneration, TransferError
-
-_LOOK_S = 0.02
-"""So often who waits for a chunk looks whether it is still wanted."""
+from pdkv.errors import KVNotFound, StaleGeneration, TransferError
 
 Guard = Callable[[], AbstractContextManager[None]]
-
-
-class Waiting(Protocol):
-    """What a transfer is for, and how long it may take: a job, or a part of one."""
-
-    @property
-    def deadline(self) -> float:
-        """Of time.monotonic()."""
-
-    def check(self) -> None:
-        """Raises TransferCancelled or TransferTimeout when it has to stop."""
-
-    def remaining_s(self) -> float:
-        """Seconds until the deadline, above 0. Raises as `check` does."""
 
 
 class Wanted(NamedTuple):
@@ -144,16 +127,10 @@ class GatherReader:
 
     def _next(self, job: Waiting, blob: RankBlob, request: _Open) -> Gathered:
         """Wait for a chunk. Raises a TransferError."""
-        while True:
-            try:
-                message = request.news.get(timeout=min(_LOOK_S, job.remaining_s()))
-            except queue.Empty:
-                if self._endpoint.peers.agent(blob.agent) is None:
-                    raise PeerGone(f"agent {blob.agent} is gone") from None
-                continue
-            if isinstance(message, Refused):
-                raise KVNotFound(f"agent {blob.agent} does not gather: {message.code}")
-            return message
+        message = self._endpoint.next_answer(job, blob, request.news)
+        if isinstance(message, Refused):
+            raise KVNotFound(f"agent {blob.agent} does not gather: {message.code}")
+        return message
 
     @contextmanager
     def _request(self, blob: RankBlob) -> Iterator[_Open]:

@@ -23,12 +23,10 @@ from pdkv.connectors.nixl_wire import Begin, Cancel, Cancelled, Granted, Offer, 
 from pdkv.connectors.planning import Ids, unit_index
 from pdkv.connectors.push import PushPiece, PushWorker, range_of
 from pdkv.connectors.transfer_worker import Job
-from pdkv.errors import KVNotFound, PdkvError, PeerGone, TransferCancelled, TransferError
+from pdkv.errors import KVNotFound, PdkvError, TransferCancelled, TransferError
 
 MAX_REMEMBERED = 4096
 """Transfers of which a sender remembers whether it may write for them."""
-
-_LOOK_S = 0.02
 
 Route = tuple[TransferKey, str]
 """A transfer, and the agent at its other end."""
@@ -95,13 +93,7 @@ class PushSender:
             answers = self._asking[route] = queue.SimpleQueue()
         try:
             self._endpoint.send(blob, Begin(*job.key))
-            while True:
-                try:
-                    code = answers.get(timeout=min(_LOOK_S, job.remaining_s()))
-                    break
-                except queue.Empty:
-                    if self._endpoint.peers.agent(blob.agent) is None:
-                        raise PeerGone(f"agent {blob.agent} is gone") from None
+            code = self._endpoint.next_answer(job, blob, answers)
         finally:
             with self._lock:
                 del self._asking[route]
