@@ -48,6 +48,8 @@ async def kill_under_load(
             asyncio.create_task(send(client, ask, lambda _, number=number: on_event(number)))  # type: ignore[misc]
             for number, ask in enumerate(STREAMS)
         ]
+        for number, stream in enumerate(streams):  # one that fails before it begins is for the caller to see
+            stream.add_done_callback(lambda _, number=number: on_event(number))  # type: ignore[misc]
         await enough.wait()
         os.kill(pid, signal.SIGKILL)
         meanwhile = await send_all(client, later, at_once=NUM_STREAMS)
