@@ -89,7 +89,8 @@ def send_garbage(listener: Listener) -> list[socket.socket]:
     kept = []
     for index, data in enumerate(garbage()):
         connection = socket.socket(listener.family, listener.type)
-        connection.settimeout(_SEND_TIMEOUT_S)
+        # A queue of datagrams that nobody reads (UCX has such) is full soon, which is a fine answer, too.
+        connection.settimeout(0.0 if listener.type == socket.SOCK_DGRAM else _SEND_TIMEOUT_S)
         with contextlib.suppress(OSError):  # refused and reset connections are fine answers
             connection.connect(listener.address)
             connection.sendall(data)
