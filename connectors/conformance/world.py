@@ -25,7 +25,7 @@ TRANSFER_POLL_S = 0.5
 SHORT_S = 0.8
 """Deadline of a connector's waits in worlds where nothing has to succeed within it."""
 
-AMPLE_S = 3.0
+AMPLE_S = 1.5
 """The same where transfers must succeed, too: the first one between processes just forked, on a busy machine."""
 
 LATE_S = 1.2

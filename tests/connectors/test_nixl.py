@@ -39,7 +39,7 @@ MODES = ["pull", "push", "write"]
 
 GATHER_ALL = {"gather_below": str(1 << 30), "gather_min_pieces": "1"}
 SMALL_SLOTS = {"slot_bytes": "8192", "slots": "4"}
-SHORT = {"transfer_timeout_s": "2"}
+SHORT = {"transfer_timeout_s": "1"}
 """Passes with every peer that is stopped; a first contact on a busy machine is within it."""
 
 

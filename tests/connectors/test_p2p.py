@@ -333,7 +333,7 @@ def test_a_dropped_request_is_forgotten_by_every_rank(make_engine: Engines) -> N
 def test_a_stalled_sender_fails_the_receive_at_its_deadline(
     make_engine: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, decode = pair(make_engine, timeout_s="2")
+    prefill, decode = pair(make_engine, timeout_s="1")
     move(prefill, decode)
     gate = Gate(monkeypatch)
     transfer(prefill, decode, "t", [9, 3, 1], [0, 1, 2], 40)
@@ -435,7 +435,7 @@ def hello(address: Address, **changes: Any) -> bytes:
 
 def test_garbage_is_refused_and_nobody_else_notices(make_engine: Engines) -> None:
     """F17: whatever comes on the socket, the next peer can connect."""
-    prefill, decode = pair(make_engine, handshake_timeout_s="2")
+    prefill, decode = pair(make_engine, handshake_timeout_s="1")
     address, listener = address_of(decode), decode.workers[0].listener
     junk = [
         b"", b"\0", b"\xff" * 4, frame(b""), frame(b"\xc1"), frame(os.urandom(100)), b"GET / HTTP/1.1\r\n\r\n",
@@ -462,7 +462,7 @@ def test_who_means_another_incarnation_is_told(make_engine: Engines, changes: di
 
 
 def test_a_peer_that_greets_and_then_talks_nonsense_is_dropped(make_engine: Engines) -> None:
-    prefill, decode = pair(make_engine, handshake_timeout_s="2")
+    prefill, decode = pair(make_engine, handshake_timeout_s="1")
     address, listener = address_of(decode), decode.workers[0].listener
     with socket.create_connection((address.host, address.port)) as connection:
         connection.sendall(hello(address) + frame(b"\xc1"))

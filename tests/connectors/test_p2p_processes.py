@@ -26,7 +26,7 @@ from pdkv.messages import EngineCard
 torch.set_num_threads(1)
 
 NUM_BLOCKS = 512
-TIMEOUTS = {"timeout_s": "2", "handshake_timeout_s": "2"}
+TIMEOUTS = {"timeout_s": "1", "handshake_timeout_s": "1"}
 
 
 class Peer:

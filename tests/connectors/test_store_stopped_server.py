@@ -14,7 +14,7 @@ from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.registry import open_store
 
 NUM_TOKENS = 128
-DEADLINE_S = "2"
+DEADLINE_S = "1"
 """Passes once in each test; what comes before the stop and after it must be done within it on a busy machine."""
 DEADLINES = dict.fromkeys(("lookup_timeout_s", "transfer_timeout_s", "layer_timeout_s"), DEADLINE_S)
 LATE = (StoreTimeout.code, TransferTimeout.code)

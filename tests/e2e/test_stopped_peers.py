@@ -14,7 +14,7 @@ from deployments import Launch, Running
 from serving_checks import Books, read_books, settled_books
 from traffic import stop_process, stopped, wait_for_rest, wait_until_true
 
-SHORT = ("--kv-load-timeout-s", "2", "--lease-timeout-s", "4")
+SHORT = ("--kv-load-timeout-s", "0.7", "--lease-timeout-s", "1")
 """Waited out here; loads succeed within them, too, and a lease is seen in the answers to several requests."""
 PROMPT = "Whoever waits for something waits for a bounded time. " * 4
 NUM_OUTPUT = 24
@@ -132,7 +132,7 @@ def test_a_stream_that_nobody_reads_ends_at_its_deadline(deployment: Running) ->
         f'{{"model": "served", "prompt": "{PROMPT}", "max_tokens": 700, "n": 8, "logprobs": 5, "stream": true, '
         '"ignore_eos": true, "temperature": 1}'
     )
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nx-pd-timeout-s: 5\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nx-pd-timeout-s: 2\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))

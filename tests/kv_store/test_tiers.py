@@ -37,7 +37,7 @@ def server() -> Iterator[RedisServer]:
 @pytest.fixture
 def tiers(server: RedisServer, tmp_path: Path) -> Iterator[TieredStore]:
     """Memory, Redis, files. What failed rests until the end of the test."""
-    redis = RedisStore(server.url, StoreOptions(operation_timeout_s=2, connect_timeout_s=2))
+    redis = RedisStore(server.url, StoreOptions(operation_timeout_s=1, connect_timeout_s=1))
     with TieredStore([MemoryStore("tiers"), redis, FileStore(tmp_path)], retry_after_s=1000) as store:
         yield store
 
