@@ -13,9 +13,8 @@ from pdkv.connectors.conformance.sockets import listeners, send_garbage
 from pdkv.connectors.conformance.watch import STRICT
 from pdkv.connectors.conformance.world import AMPLE_S, TRANSFER_POLL_S, NotApplicable, Setting, Shape, World, require
 
-MAX_BLOCKED_S = 1.0
-"""A call on the step thread that sleeps longer waits for something; others wait for the interpreter lock only, whose
-holder may be without a processor for a while."""
+MAX_BLOCKED_S = 0.25
+"""A call on the step thread that sleeps longer waits for something; others wait for the interpreter lock only."""
 
 MAX_COPY_SHARE = 0.4
 """Of the CPU time of a plain copy of the same bytes, that one call may take: more is a copy on the step thread."""
@@ -195,8 +194,8 @@ def _require_no_growth(world: World, what: str, action: Callable[[], None]) -> N
     for _ in range(MEMORY_ATTEMPTS):
         before = [_usage(engine) for engine in world.engines.values()]
         action()
-        if found := _lasting(world, before, _more_by_number):
-            require(False, f"{what}: {found}")
+        found = _lasting(world, before, _more_by_number)
+        require(not found, f"{what}: {found}")
         if not (found := _lasting(world, before, _more_memory)):
             return
         memory.append(found)
