@@ -42,7 +42,7 @@ class Link:
         self.group: Group | None = None
         self.is_idle = False
         self.gives_way = False  # to another one: its next offer is not taken any more
-        self.buffers: PieceBuffers | None = None
+        self.buffers: PieceBuffers | None = None  # made for the first piece
 
     def interrupt(self) -> None:
         """By any thread: whatever the link's thread waits for, it wakes up, and the link ends."""

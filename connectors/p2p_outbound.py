@@ -5,7 +5,7 @@ import socket
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p_group import Group, GroupFactory
 from pdkv.connectors.p2p_options import P2POptions, P2PPeers
-from pdkv.connectors.p2p_pieces import PieceBuffers, PiecePool
+from pdkv.connectors.p2p_pieces import PieceBuffers
 from pdkv.connectors.p2p_wire import Accepted, Control, Hello, Offer, Welcome
 from pdkv.connectors.push import PushPiece
 from pdkv.connectors.transfer_worker import Job
@@ -26,18 +26,13 @@ class Outbound:
         factory: GroupFactory,
     ) -> None:
         self.num_groups = 0  # made since the start
+        self.buffers: PieceBuffers | None = None  # made for the first piece
         self.control: Control | None = None
         self.group: Group | None = None
         self._config = config
         self._options = options
         self._peers = peers
         self._factory = factory
-        self._buffers: PieceBuffers | None = None
-
-    def buffers(self, pool: PiecePool) -> PieceBuffers:
-        """The lane's buffers, made for its first piece."""
-        self._buffers = self._buffers or pool.buffers()
-        return self._buffers
 
     def offer(self, job: Job, piece: PushPiece, offer: Offer) -> tuple[Control, Group]:
         """Connect where there is no link, offer a piece, and wait for the receiver to be ready.

@@ -21,7 +21,7 @@ from pdkv.connectors.p2p_listener import Link, LinkLimits, LinkListener
 from pdkv.connectors.p2p_moves import MovePlan, plan_receiving, plan_sending, receive_messages, send_messages
 from pdkv.connectors.p2p_options import P2POptions, P2PPeers
 from pdkv.connectors.p2p_outbound import Outbound
-from pdkv.connectors.p2p_pieces import PiecePool
+from pdkv.connectors.p2p_pieces import PieceBuffers, PiecePool
 from pdkv.connectors.p2p_wire import Accepted, Address, Delivered, Offer, refusal
 from pdkv.connectors.push import Incoming, PushPiece, PushWorker
 from pdkv.connectors.transfer_worker import JOIN_TIMEOUT_S, Job
@@ -134,7 +134,7 @@ class P2PWorker(PushWorker):
             control, group = scratch.offer(job, piece, plan.offer)
             self.num_groups += scratch.num_groups - num_groups
             try:
-                num_bytes = send_messages(job, plan, pool, group, scratch.buffers(pool))
+                num_bytes = send_messages(job, plan, pool, group, _buffers_of(scratch, pool))
                 if not isinstance(control.expect(job.remaining_s()), Delivered):
                     raise TransferError("the receiver did not say that it has the piece")
                 group.wait_for_all(job.remaining_s())
@@ -199,5 +199,9 @@ class P2PWorker(PushWorker):
         if pool is None:
             raise TransferCancelled("this engine stops")
         assert group is not None
-        buffers = link.buffers = link.buffers or pool.buffers()
-        return receive_messages(job, plan, pool, group, buffers, timeout_s)
+        return receive_messages(job, plan, pool, group, _buffers_of(link, pool), timeout_s)
+
+
+def _buffers_of(end: Outbound | Link, pool: PiecePool) -> PieceBuffers:
+    end.buffers = end.buffers or pool.buffers()
+    return end.buffers

@@ -8,17 +8,15 @@ a transfer when all layers and heads of all its tokens are in.
 import math
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferKey
-from pdkv.connectors.io_lanes import LaneConfig
+from pdkv.connectors.base import KVConnectorMetadata, TransferKey
 from pdkv.connectors.peer_worker import PeerWorker
-from pdkv.connectors.peers import PeerCards
 from pdkv.connectors.planning import HeadPart, sender_parts
 from pdkv.connectors.push_scheduler import PushMetadata as PushMetadata  # what a connector needs besides
 from pdkv.connectors.push_scheduler import PushScheduler as PushScheduler
@@ -155,21 +153,6 @@ class PushWorker(PeerWorker):
     `leave`, or without them where the peer writes by itself, and then calls `landed`.
     """
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        notify: Callable[[], None],
-        peers: PeerCards,
-        *,
-        timeout_s: float,
-        lanes: LaneConfig,
-        receive_timeout_s: float = RECEIVE_TIMEOUT_S,
-    ) -> None:
-        super().__init__(config, notify, peers, timeout_s=timeout_s, lanes=lanes)
-        self._receive_timeout_s = receive_timeout_s
-        self.layer_by_layer = True  # False: a device's pool, whose layers are there when its stream says so
-        self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
-
     @abstractmethod
     def send(self, job: Job, piece: PushPiece, scratch: Any) -> int | None:
         """Deliver a piece, on an I/O thread. Returns the bytes, or None: posted; raises a TransferError."""
@@ -178,7 +161,8 @@ class PushWorker(PeerWorker):
         """A receive is registered: what the peer sends for it may land from now on."""
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
-        self.layer_by_layer = kv_cache.device.type == "cpu"
+        self.layer_by_layer = kv_cache.device.type == "cpu"  # else layers are there when the device's stream says so
+        self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         if not isinstance(meta, PushMetadata):
@@ -240,7 +224,7 @@ class PushWorker(PeerWorker):
         except TransferError as error:
             self.refuse(ticket.key, "receive", error.code)
             return
-        for job in self.submit(ticket.key, "receive", [Task(incoming, posted=True, timeout_s=self._receive_timeout_s)]):
+        for job in self.submit(ticket.key, "receive", [Task(incoming, posted=True, timeout_s=RECEIVE_TIMEOUT_S)]):
             self.register(job, incoming)
 
     def _send(self, send: PushSend) -> None:

@@ -13,7 +13,7 @@ import pytest
 from nixl_engines import NUM_BLOCKS, WAIT_S, Engine, RemoteEngine, awaiting, closing, make_layout, view
 from nixl_peer import Listening
 from nixl_rig import needs_nixl
-from traffic import held_by_process, wait_until_true
+from traffic import held_by_process, wait_until_true, wait_until_within
 
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.conformance.shm_files import left_behind, shm_files
@@ -464,7 +464,7 @@ def test_an_engine_gives_threads_descriptors_and_shared_memory_back(world: World
     before, files_before = held_by_process(), shm_files()
     for _ in range(3):
         use_one()
-    wait_until_true(lambda: held_by_process().within(before), f"no more than {before}")
+    wait_until_within(before)
     assert not left_behind(files_before, WAIT_S)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from nixl_peer import Listening as Own
 from nixl_rig import PIECE, WAIT_S, Peer, needs_nixl, own_agent
-from traffic import held_by_process, wait_until_true
+from traffic import held_by_process, wait_until_true, wait_until_within
 
 from pdkv.connectors import nixl_agent
 from pdkv.connectors.conformance.shm_files import left_behind, shm_files
@@ -280,7 +280,7 @@ def test_close_gives_threads_descriptors_and_shared_memory_back(start_peer: Call
     before, files_before = held_by_process(), shm_files()
     for _ in range(3):
         use_one()
-    wait_until_true(lambda: held_by_process().within(before), f"no more than {before}")
+    wait_until_within(before)
     assert not left_behind(files_before, WAIT_S)
 
 

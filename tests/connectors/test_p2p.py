@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from push_rig import WAIT_S, PushEngine, full_kv, make_layout, view
-from traffic import held_by_process, wait_until_true
+from traffic import held_by_process, wait_until_true, wait_until_within
 
 from pdkv.connectors import p2p_pieces
 from pdkv.connectors.base import ConnectorConfig
@@ -394,7 +394,7 @@ def test_what_strangers_send_to_a_group_goes_with_it(make_engine: Engines) -> No
     for port in listening_ports() - quiet:
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(os.urandom(64))
-    wait_until_true(lambda: held_by_process().within(before), f"no more than {before}")
+    wait_until_within(before)
     assert listening_ports() == quiet
 
 
@@ -492,4 +492,4 @@ def test_everything_is_given_back(make_engine: Engines) -> None:
     for engine in engines:
         engine.close()
     del engines, engine
-    wait_until_true(lambda: held_by_process().within(before), f"no more than {before}")
+    wait_until_within(before)

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import p2p_peer
 import pytest
 import torch
 from push_rig import WAIT_S, PushEngine, full_kv, make_layout, view
-from traffic import ProcessHoldings, held_by_process, stop_process, wait_until_true
+from traffic import ProcessHoldings, held_by_process, stop_process, wait_until_true, wait_until_within
 
 from pdkv.connectors.p2p import P2PConnector
 from pdkv.messages import EngineCard
@@ -309,11 +308,7 @@ def test_a_restarted_receiver_gets_a_new_group_and_the_old_one_leaves_nothing(
         decode.end()
         wait_until_true(lambda: not prefill.workers[0].lanes.num_lanes, "no lanes")
         held = held or [held_by_process()]
-        wait_until_true(partial(_held_is_within, held[0]), f"no more than {held[0]}")
-
-
-def _held_is_within(bound: ProcessHoldings) -> bool:
-    return held_by_process().within(bound)
+        wait_until_within(held[0])
 
 
 def test_what_was_on_its_way_to_a_stopped_receiver_is_waited_for_once(

@@ -250,3 +250,8 @@ def held_by_process() -> ProcessHoldings:
     """Read from /proc."""
     num_descriptors, num_threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
     return ProcessHoldings(num_descriptors, num_threads, Path("/proc/self/maps").read_text().count("/dev/shm/"))
+
+
+def wait_until_within(bound: ProcessHoldings) -> None:
+    """Return when this process holds no more than that."""
+    wait_until_true(lambda: held_by_process().within(bound), f"no more than {bound}")
