@@ -10,6 +10,7 @@ PdkvError
 ├── RankError                one rank of an engine failed, and the engine with it
 │   ├── RankTimeout          it did not answer in time
 │   └── RankGone             it went away
+├── MalformedMessage         bytes from a peer that are no message: counted and dropped
 ├── EngineUnavailable        no engine can take the request now: HTTP 503
 ├── RequestFailed            one request ended with an error
 │   ├── RequestTimeout       its deadline passed
@@ -93,6 +94,12 @@ class RankGone(RankError):
     """A rank went away."""
 
     code = "rank_gone"
+
+
+class MalformedMessage(PdkvError):
+    """Bytes from a peer that cannot be decoded; who receives them counts and drops them."""
+
+    code = "malformed_message"
 
 
 class EngineUnavailable(PdkvError):
