@@ -6,6 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdkv.errors import InvalidRequest
+from pdkv.limits import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_TOKEN_IDS, check_count, check_stops
 
 MAX_LOGPROBS = 20
 
@@ -55,8 +56,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
             )
-        if any(not s for s in self.stop):
-            raise InvalidRequest("stop must not hold an empty string", param="stop")
+        check_stops(self.stop)
+        check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for token_id, bias in self.logit_bias.items():
             if not -100.0 <= bias <= 100.0:
                 raise InvalidRequest(
@@ -73,7 +75,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
     ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
     ("seed", lambda v: -(2**63) <= v < 2**63, "a 64-bit integer"),
-    ("n", lambda v: 1 <= v <= 128, "in [1, 128]"),
+    ("n", lambda v: 1 <= v <= MAX_N, f"in [1, {MAX_N}]"),
     ("max_tokens", lambda v: v >= 1, "at least 1"),
     ("min_tokens", lambda v: v >= 0, "at least 0"),
     ("logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),

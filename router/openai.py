@@ -8,15 +8,10 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from pdkv.errors import InvalidRequest
+from pdkv.limits import MAX_CHOICES, check_cache_salt, clip
 from pdkv.router.protocol import ChatBody, CompletionBody, Message
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import Tokenizer
-
-MAX_CHOICES = 1024
-"""Prompts times n of one request."""
-
-MAX_STOPS = 64
-"""Stop strings of one request: each costs a little per character of output."""
 
 LONG_TEXT = 2_000
 """Characters from which texts are tokenized on a thread: about 3 ms, which other requests would wait."""
@@ -175,7 +170,7 @@ def _check_model(name: str, model: ServedModel) -> None:
 def unknown_model(name: str, model: ServedModel) -> InvalidRequest:
     """HTTP 404."""
     error = InvalidRequest(
-        f"the model {name!r} does not exist; this server has {model.name!r}", param="model", status=404
+        f"the model {clip(name)!r} does not exist; this server has {model.name!r}", param="model", status=404
     )
     error.code = "model_not_found"
     return error
@@ -215,8 +210,8 @@ def _client_name(param: str, body: CompletionBody | ChatBody) -> str:
 
 def _check_params(params: SamplingParams, body: CompletionBody | ChatBody, model: ServedModel) -> None:
     """What SamplingParams cannot check by itself: it knows no model."""
-    if len(params.stop) > MAX_STOPS:
-        raise InvalidRequest(f"stop must hold at most {MAX_STOPS} strings, got {len(params.stop)}", param="stop")
+    if body.cache_salt is not None:
+        check_cache_salt(body.cache_salt)
     _check_token_ids(params.stop_token_ids, model, "stop_token_ids")
     _check_token_ids(tuple(params.logit_bias), model, "logit_bias")
     if params.min_tokens > model.max_model_len:
