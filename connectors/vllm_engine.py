@@ -18,6 +18,7 @@ from pdkv.connectors.vllm_staging import PeerChange
 from pdkv.errors import ConfigError
 from pdkv.messages import EngineCard, KVLayout
 from pdkv.model_config import model_identity
+from pdkv.secret_options import read_option
 
 _KNOWN = {"connector", "config", "peers_dir", "staging_tokens", "save_wait_s"}
 _STAGED_STEPS = 4
@@ -141,7 +142,7 @@ def choose_connector(
     Raises:
         ConfigError: no such connector, or one that finds nothing by content.
     """
-    options = {key: str(value) for key, value in config.items()}
+    options = {key: read_option(str(value), f"config: {key}") for key, value in config.items()}
     connector = load_connector(name).for_options(options)
     if not connector.content_addressed:
         raise ConfigError(f"inside vLLM KV is found by its content, connector {name!r} does not do that")

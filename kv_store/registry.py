@@ -8,6 +8,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from pdkv.errors import ConfigError
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.options import CONVERTERS, StoreOptions, convert_options
+from pdkv.secret_options import without_secrets
 
 _NEXT_URL = re.compile(r",(?=[a-z+]+://)")  # a path may have commas of its own
 _TIER_OPTIONS = frozenset({"retry_after_s"})
@@ -34,8 +35,10 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
     known = frozenset[str]().union(*(scheme.options for scheme in schemes), _TIER_OPTIONS if len(urls) > 1 else ())
     for name in common:
         if name not in known:
-            raise ConfigError(f"unknown option {name!r} of {_without_secret(url)}; known: {', '.join(sorted(known))}")
-    tier_options = StoreOptions(**convert_options({k: v for k, v in common.items() if k in _TIER_OPTIONS}, url))
+            raise ConfigError(f"unknown option {name!r} of {without_secrets(url)}; known: {', '.join(sorted(known))}")
+    tier_options = StoreOptions(
+        **convert_options({k: v for k, v in common.items() if k in _TIER_OPTIONS}, without_secrets(url))
+    )
     stores: list[KVStore] = []
     try:
         for part, scheme in zip(urls, schemes, strict=True):
@@ -52,7 +55,7 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
 
 
 def _open_one(url: str, scheme: _Scheme, common: Mapping[str, str]) -> KVStore:
-    where = _without_secret(url)
+    where = without_secrets(url)
     parts = urlsplit(url)
     texts = {name: text for name, text in common.items() if name in scheme.options}
     try:
@@ -71,11 +74,7 @@ def _scheme_of(url: str) -> _Scheme:
     name, separator, _ = url.partition("://")
     if separator and name in _SCHEMES:
         return _SCHEMES[name]
-    raise ConfigError(f"no store {_without_secret(url)!r}; known: {', '.join(f'{name}://' for name in _SCHEMES)}")
-
-
-def _without_secret(url: str) -> str:
-    return re.sub(r"//[^/@]*@", "//***@", url)
+    raise ConfigError(f"no store {without_secrets(url)!r}; known: {', '.join(f'{name}://' for name in _SCHEMES)}")
 
 
 def _open_memory(parts: SplitResult, options: StoreOptions) -> KVStore:
@@ -96,7 +95,7 @@ def _open_redis(parts: SplitResult, options: StoreOptions) -> KVStore:
     from pdkv.kv_store.redis_store import RedisStore
 
     if not re.fullmatch(r"/?|/\d+", parts.path):  # redis-py would take database 0
-        raise ConfigError(f"redis://…{parts.path}: redis://host:port/db was expected, db a number")
+        raise ConfigError(f"{without_secrets(parts.geturl())}: redis://host:port/db was expected, db a number")
     return RedisStore(parts._replace(query="").geturl(), options)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pdkv import __version__, cli_connector, cli_generate, cli_launch
 from pdkv.cli_options import Parser
 from pdkv.errors import ConfigError, InvalidRequest, PdkvError
+from pdkv.secret_options import without_secrets
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -18,10 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except (ConfigError, InvalidRequest) as error:
-        print(f"pd: error: {error}", file=sys.stderr)
+        print(f"pd: error: {without_secrets(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     except PdkvError as error:
-        print(f"pd: failed: {error}", file=sys.stderr)
+        print(f"pd: failed: {without_secrets(str(error))}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return 130

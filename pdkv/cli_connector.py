@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pdkv.cli_connector_bench import add_bench
-from pdkv.cli_options import convert_map
+from pdkv.cli_options import connector_options
 from pdkv.connectors.registry import connector_targets, load_connector
 from pdkv.errors import ConfigError
 
@@ -85,7 +85,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--timeout: a number of seconds above 0 was expected, got {arguments.timeout:g}")
     report = check(
         arguments.connector,
-        options=convert_map(arguments.connector_config, "--connector-config"),
+        options=connector_options(arguments.connector_config),
         names=arguments.case,
         quick=arguments.quick,
         timeout_s=arguments.timeout,

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pdkv.cli_options import convert_map
+from pdkv.cli_options import connector_options
 from pdkv.errors import ConfigError
 
 TOKENS = (64, 256, 1024, 4096, 8192)
@@ -55,7 +55,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         raise ConfigError("--repeats and --tokens: numbers above 0 were expected")
     plan = make_plan(
         arguments.connector,
-        options=convert_map(arguments.connector_config, "--connector-config"),
+        options=connector_options(arguments.connector_config),
         layout=arguments.model_layout,
         tokens=sorted(set(arguments.tokens)),
         tp_pair=_pair(arguments.tp_pair, "--tp-pair"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdkv.cli_options import Option, add_options, build, collect, options_of
+from pdkv.cli_options import Option, add_options, build, collect, options_of, warn_of_secrets
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
@@ -77,4 +77,5 @@ def run(arguments: argparse.Namespace) -> int:
     from pdkv.launch.logs import configure_logging
 
     configure_logging("launcher", deployment.launch.log_level)
+    warn_of_secrets(arguments.connector_config or ())
     return launch(deployment)

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import logging
 import os
 import tomllib
 import types
@@ -18,10 +19,13 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from pdkv.config import parse_size
 from pdkv.errors import ConfigError
+from pdkv.secret_options import has_secret, read_option, without_secrets
 
 ENVIRONMENT_PREFIX = "PDKV_"
 
 Config = TypeVar("Config")
+
+logger = logging.getLogger(__name__)
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with 2."""
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {without_secrets(message)} (see {self.prog} --help)\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,20 +226,45 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def convert_map(value: Any, where: str) -> dict[str, str]:
-    """KEY=VALUE texts, or a file's table of scalars. Raises ConfigError; `where` says whose they are."""
+    """KEY=VALUE texts, or a file's table of scalars; of KEY=@FILE the value is what the file holds.
+
+    Raises:
+        ConfigError: it is neither, or such a file cannot be read; `where` says whose it is.
+    """
     if isinstance(value, dict):
         if not all(isinstance(v, str | int | float) for v in value.values()):
             raise ConfigError(f"{where}: a table of plain values was expected, got {value!r}")
-        return {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()}
+        texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()}
+        return {k: read_option(text, f"{where}: {k}") for k, text in texts.items()}
     if not isinstance(value, list):
         raise ConfigError(f"{where}: KEY=VALUE was expected, got {value!r}")
     pairs: dict[str, str] = {}
     for text in value:
         key, separator, setting = text.partition("=") if isinstance(text, str) else ("", "", "")
-        if not (separator and key.strip()):
-            raise ConfigError(f"{where}: KEY=VALUE was expected, got {text!r}")
-        pairs[key.strip()] = setting
+        if not (separator and key.strip()) or "://" in key:  # a URL without its key
+            raise ConfigError(f"{where}: KEY=VALUE was expected, got {without_secrets(repr(text))}")
+        pairs[key.strip()] = read_option(setting, f"{where}: {key.strip()}")
     return pairs
+
+
+CONNECTOR_CONFIG = "--connector-config"
+
+
+def connector_options(texts: Sequence[str]) -> dict[str, str]:
+    """The options of --connector-config where there is only the flag; warns of a password. Raises ConfigError."""
+    warn_of_secrets(texts)
+    return convert_map(texts, CONNECTOR_CONFIG)
+
+
+def warn_of_secrets(texts: Sequence[str]) -> None:
+    """Warn, once, if --connector-config has a password on the command line."""
+    text = next((text for text in texts if has_secret(text)), None)
+    if text is not None:
+        logger.warning(
+            "%s %s: every user of this host can read a command line, this password with it; write %s=@FILE, or use "
+            "--config FILE or the variable PDKV_CONNECTOR_CONFIG",
+            CONNECTOR_CONFIG, without_secrets(text), text.partition("=")[0],
+        )  # fmt: skip
 
 
 def build(config: type[Config], values: Mapping[str, Any], *, role: str = "") -> Config:

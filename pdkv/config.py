@@ -14,7 +14,7 @@ DEFAULT_MODEL = Path(__file__).parent / "default_model"
 def option(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field with help text (and, for the command line, argparse's `choices` or `metavar`)."""
     if isinstance(default, dict):
-        return field(default_factory=dict, metadata={"help": help, **metadata})
+        return field(default_factory=dict, repr=False, metadata={"help": help, **metadata})  # it may hold a password
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -82,7 +82,9 @@ class HandoffConfig:
     """How engines pass KV to one another."""
 
     connector: str = option("shared_memory", "KV connector by its registry name", metavar="NAME")
-    connector_config: Mapping[str, str] = option({}, "connector options", metavar="KEY=VALUE")
+    connector_config: Mapping[str, str] = option(
+        {}, "connector options; of KEY=@FILE the value is read from the file", metavar="KEY=VALUE"
+    )
     kv_load_failure_policy: Literal["recompute", "fail"] = option("recompute", "what decode does when a KV load fails")
     kv_load_timeout_s: float = option(30.0, "deadline of a KV load, from its allocation on")
     lease_timeout_s: float = option(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")

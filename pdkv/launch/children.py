@@ -18,6 +18,8 @@ from pdkv.launch.specs import KNOWN, EngineSpec, Progress, RouterSpec, StartFail
 
 _MAX_ACK_BYTES = 64 * 1024
 
+_Popen = subprocess.Popen[bytes]
+
 
 class Child:
     """A running child. Its death is an event of the loop, seen through its pidfd."""
@@ -165,29 +167,32 @@ class AckSocket:
         self._theirs.close()
 
 
-def _spawn(module: str, arguments: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start `python -m module` in a session of its own, with the given descriptors."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],  # -P: never import from the working directory
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # the launcher's stdout carries the ready line only
-        pass_fds=fds,
-        start_new_session=True,
-        env={**ENVIRONMENT, **os.environ},
-    )
+def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes = b"") -> _Popen:
+    """Start `python -m module` in a session of its own, with the given descriptors and `spec` as its standard input."""
+    with os.fdopen(os.memfd_create("pdkv-spec"), "w+b") as stdin:
+        stdin.write(spec)
+        stdin.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *map(str, arguments)],  # -P: never import from the working directory
+            stdin=stdin,
+            stdout=2,  # the launcher's stdout carries the ready line only
+            pass_fds=fds,
+            start_new_session=True,
+            env={**ENVIRONMENT, **os.environ},
+        )
 
 
 def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequence[int] = ()) -> Child:
     """Start a rank of an engine as a fresh interpreter: the fallback where the fork server does not work."""
-    arguments = [encode(spec).decode(), *map(str, (ack_fd, lifeline_fd, *rank_fds))]
-    popen = _spawn("pdkv.launch.engine_process", arguments, [ack_fd, lifeline_fd, *rank_fds])
+    fds = [ack_fd, lifeline_fd, *rank_fds]
+    popen = _spawn("pdkv.launch.engine_process", fds, fds, encode(spec))
     return Child(spec.process_name, popen.pid, popen)
 
 
 def spawn_router(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> Child:
     """Start the router on the launcher's listening socket."""
-    arguments = [encode(spec).decode(), str(listen_fd), str(ack_fd), str(lifeline_fd)]
-    popen = _spawn("pdkv.launch.router_process", arguments, [listen_fd, ack_fd, lifeline_fd])
+    fds = [listen_fd, ack_fd, lifeline_fd]
+    popen = _spawn("pdkv.launch.router_process", fds, fds, encode(spec))
     return Child("router", popen.pid, popen)
 
 
@@ -198,7 +203,7 @@ class ForkServer:
         """Starts it at once; the imports run while the launcher goes on."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        arguments = [str(theirs.fileno()), str(lifeline_fd), connector_target]
+        arguments = [theirs.fileno(), lifeline_fd, connector_target]
         popen = _spawn("pdkv.launch.fork_server", arguments, [theirs.fileno(), lifeline_fd])
         theirs.close()
         self._control = ours

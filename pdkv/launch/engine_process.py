@@ -22,7 +22,7 @@ from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, watch_lifeline
 from pdkv.launch.linux import set_process_name
 from pdkv.launch.logs import configure_logging
-from pdkv.launch.specs import EngineSpec, decode_engine_spec
+from pdkv.launch.specs import EngineSpec, decode_engine_spec, take_spec
 from pdkv.messages import RouterToEngine
 from pdkv.transport import EngineServer, RouterJoined, RouterLeft
 
@@ -240,5 +240,5 @@ def _poll_timeout(core: EngineCore) -> float | None:
 
 
 if __name__ == "__main__":  # the start without a fork server
-    ack_fd, lifeline_fd, *rank_fds = map(int, sys.argv[2:])
-    sys.exit(run_engine(decode_engine_spec(sys.argv[1].encode()), ack_fd, lifeline_fd, rank_fds))
+    ack_fd, lifeline_fd, *rank_fds = map(int, sys.argv[1:])
+    sys.exit(run_engine(decode_engine_spec(take_spec()), ack_fd, lifeline_fd, rank_fds))

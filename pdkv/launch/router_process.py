@@ -6,7 +6,7 @@ import sys
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.linux import set_process_name
 from pdkv.launch.logs import configure_logging
-from pdkv.launch.specs import RouterSpec, decode_router_spec
+from pdkv.launch.specs import RouterSpec, decode_router_spec, take_spec
 from pdkv.router.process import EngineEndpoint, run_router
 from pdkv.router.state import ORDERS
 
@@ -42,4 +42,4 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
 
 
 if __name__ == "__main__":
-    sys.exit(main(decode_router_spec(sys.argv[1].encode()), *map(int, sys.argv[2:5])))
+    sys.exit(main(decode_router_spec(take_spec()), *map(int, sys.argv[1:4])))

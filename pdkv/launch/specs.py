@@ -1,5 +1,7 @@
 """What a child process is told when it starts, and what it answers while it starts: plain data, as JSON."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,6 +84,18 @@ _ack_decoder: msgspec.json.Decoder[Ack] = msgspec.json.Decoder(Ack)
 def encode(value: object) -> bytes:
     """JSON of a spec or an ack; it has no newline."""
     return msgspec.json.encode(value, enc_hook=_encode_path)
+
+
+def take_spec() -> bytes:
+    """What the launcher has put on this process's standard input, which is empty from now on.
+
+    A spec may hold a password, and everyone on the host may read a command line.
+    """
+    data = sys.stdin.buffer.read()
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, sys.stdin.fileno())
+    os.close(empty)
+    return data
 
 
 def decode_engine_spec(data: bytes) -> EngineSpec:

@@ -1,0 +1,54 @@
+"""Options that are secrets: read from a file instead of a command line, and masked wherever a text is shown."""
+
+import re
+from pathlib import Path
+
+from pdkv.errors import ConfigError
+
+MAX_FILE_BYTES = 64 * 1024
+
+_URLS = re.compile(r"(?<=://)(?!/)[^\s'\"]+")  # file:///… has no user and no password
+_NEXT_URL = re.compile(r"(,[a-z+]+://)")
+_IN_QUERY = re.compile(r"(?<=[?&])(user(?:name)?|password)=[^&\s'\",]*", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """A text for logs and errors: what stands before the host of a URL, and passwords of its query, become ***.
+
+    A user and a password may hold what should have been quoted, such as "@", "/" and ",".
+    """
+    return _IN_QUERY.sub(r"\1=***", _URLS.sub(_mask_users, text))
+
+
+def _mask_users(urls: re.Match[str]) -> str:
+    parts = _NEXT_URL.split(urls[0])
+    return "".join(f"***@{part.rpartition('@')[2]}" if "@" in part else part for part in parts)
+
+
+def has_secret(text: str) -> bool:
+    """Whether there is something that `without_secrets` takes away."""
+    return without_secrets(text) != text
+
+
+def read_option(value: str, where: str) -> str:
+    """A connector option's value: itself, or for @FILE what that file holds, less the end of its last line.
+
+    A value that begins with an "@" of its own is written with two.
+
+    Raises:
+        ConfigError: the file cannot be read, is too large or no text; `where` says whose it is.
+    """
+    if not value.startswith("@") or value.startswith("@@"):
+        return value.removeprefix("@")
+    path = Path(value[1:]).expanduser()
+    try:
+        with path.open("rb") as file:  # which may be a pipe: the shell's <(command)
+            data = file.read(MAX_FILE_BYTES + 1)
+        text = data.decode()
+    except OSError as error:
+        raise ConfigError(f"{where}: {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: {path} holds no UTF-8 text") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{where}: {path} has more than {MAX_FILE_BYTES} bytes, which is no option's value")
+    return text.rstrip("\r\n")
