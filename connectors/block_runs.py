@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from pdkv.decoding import decode_total
+from pdkv.errors import MalformedMessage
+
 MAX_BLOCKS = 1 << 20
 """Blocks that one message may name; more is no message of ours."""
 
@@ -67,6 +70,6 @@ def encode_blocks(block_ids: Sequence[int], generations: Sequence[int]) -> bytes
 def decode_blocks(payload: bytes) -> tuple[list[int], list[int]] | None:
     """(block ids, generations) of a hand-off's payload; None: it names none."""
     try:
-        return expand_runs(_RUNS.decode(payload))
-    except msgspec.DecodeError:
+        return expand_runs(decode_total(_RUNS, payload))
+    except MalformedMessage:
         return None

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import msgspec
 
 from pdkv.connectors.base import KVConnector, KVConnectorMetadata, TransferKey
+from pdkv.decoding import decode_total
+from pdkv.errors import MalformedMessage
 from pdkv.messages import MAX_BLOB_BYTES, EngineCard
 
 
@@ -80,8 +82,8 @@ def bound_handoff(payloads: Sequence[bytes | None]) -> list[bytes | None]:
 def decode_handoff(payload: bytes, num_children: int) -> list[bytes | None] | None:
     """The children's payloads; None: it is not a hand-off of so many."""
     try:
-        payloads = _handoffs.decode(payload)
-    except msgspec.DecodeError:
+        payloads = decode_total(_handoffs, payload)
+    except MalformedMessage:
         return None
     return payloads if len(payloads) == num_children else None
 
@@ -94,8 +96,8 @@ def encode_ticket(child: int, ticket: bytes) -> bytes:
 def decode_ticket(ticket: bytes) -> Ticket | None:
     """Whose ticket it is, and the ticket; None: it is malformed."""
     try:
-        return _tickets.decode(ticket)
-    except msgspec.DecodeError:
+        return decode_total(_tickets, ticket)
+    except MalformedMessage:
         return None
 
 
@@ -109,8 +111,8 @@ def split_card(card: EngineCard, children: Sequence[Child]) -> list[EngineCard] 
     ranks: list[list[Part]] = []
     for blob in card.rank_blobs:
         try:
-            ranks.append(_handshakes.decode(blob))
-        except msgspec.DecodeError:
+            ranks.append(decode_total(_handshakes, blob))
+        except MalformedMessage:
             return f"connector {card.connector}, whose card names no children"
     names = [child.name for child in children]
     for parts in ranks:

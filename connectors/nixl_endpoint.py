@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,7 +30,7 @@ from pdkv.connectors.nixl_memory import (
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_peers import NixlPeers, agent_name
 from pdkv.connectors.nixl_wire import BLOB_VERSION, RankBlob, Reset, Wire, decode, encode, encode_blob
-from pdkv.errors import PdkvError, PeerGone
+from pdkv.errors import MalformedMessage, PdkvError, PeerGone
 
 if TYPE_CHECKING:
     import torch
@@ -415,7 +414,7 @@ class NixlEndpoint:
     def _dispatch(self, blob: RankBlob, data: bytes) -> None:
         try:
             message = decode(data)
-        except msgspec.DecodeError as error:
+        except MalformedMessage as error:
             self.num_bad_messages += 1
             logger.debug("a message of %s that is none of ours: %s", blob.agent, error)
             return

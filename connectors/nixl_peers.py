@@ -3,14 +3,12 @@
 import os
 from collections.abc import Sequence
 
-import msgspec
-
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.host import host_id
 from pdkv.connectors.nixl_agent import TRANSPORTS
 from pdkv.connectors.nixl_wire import BLOB_VERSION, Mode, RankBlob, decode_blob
 from pdkv.connectors.peers import Incarnation, PeerCards
-from pdkv.errors import IncompatiblePeers
+from pdkv.errors import IncompatiblePeers, MalformedMessage
 from pdkv.messages import EngineCard
 
 
@@ -86,7 +84,7 @@ def _decode_ranks(card: EngineCard) -> list[RankBlob]:
         raise IncompatiblePeers(f"engine {card.engine} describes {len(card.rank_blobs)} ranks of {card.tp}")
     try:
         return [decode_blob(data) for data in card.rank_blobs]
-    except msgspec.DecodeError as error:
+    except MalformedMessage as error:
         raise IncompatiblePeers(
             f"engine {card.engine} (connector {card.connector}): its card names no NIXL agent: {error}"
         ) from error

@@ -9,6 +9,7 @@ from pdkv.connectors.block_runs import BlockRun
 from pdkv.connectors.nixl_agent import MAX_MESSAGE_BYTES, Memory
 from pdkv.connectors.push import PieceRange
 from pdkv.connectors.units import UnitPart
+from pdkv.decoding import decode_total
 
 BLOB_VERSION = 2
 
@@ -175,8 +176,8 @@ def encode(message: Wire) -> bytes:
 
 
 def decode(data: bytes) -> Wire:
-    """Raises msgspec.DecodeError for what is no message of ours."""
-    return _decoder.decode(data)
+    """Raises MalformedMessage for what is no message of ours."""
+    return decode_total(_decoder, data)
 
 
 def encode_blob(blob: RankBlob) -> bytes:
@@ -185,5 +186,5 @@ def encode_blob(blob: RankBlob) -> bytes:
 
 
 def decode_blob(data: bytes) -> RankBlob:
-    """Raises msgspec.DecodeError for what is none."""
-    return _blobs.decode(data)
+    """Raises MalformedMessage for what is none."""
+    return decode_total(_blobs, data)

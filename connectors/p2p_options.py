@@ -9,7 +9,8 @@ from pdkv.connectors.base import parse_options
 from pdkv.connectors.option_types import parse_count, parse_seconds
 from pdkv.connectors.p2p_wire import Address
 from pdkv.connectors.peers import Incarnation, PeerCards
-from pdkv.errors import IncompatiblePeers
+from pdkv.decoding import decode_total
+from pdkv.errors import IncompatiblePeers, MalformedMessage
 from pdkv.messages import EngineCard
 
 
@@ -36,6 +37,7 @@ _CONVERTERS: Mapping[str, Callable[[str], object]] = {
     "idle_s": parse_seconds,
     "max_groups": parse_count,
 }
+_addresses = msgspec.msgpack.Decoder(Address)
 
 
 class P2PPeers(PeerCards):
@@ -48,8 +50,8 @@ class P2PPeers(PeerCards):
             IncompatiblePeers: the card does not say.
         """
         try:
-            return msgspec.msgpack.decode(card.rank_blobs[rank], type=Address)
-        except (IndexError, msgspec.DecodeError) as error:
+            return decode_total(_addresses, card.rank_blobs[rank])
+        except (IndexError, MalformedMessage) as error:
             raise IncompatiblePeers(
                 f"engine {card.engine} (connector {card.connector}): its card names no address of rank {rank}: {error}"
             ) from error

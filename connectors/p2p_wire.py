@@ -13,7 +13,17 @@ from typing import Literal
 import msgspec
 
 from pdkv.connectors.push import PieceRange
-from pdkv.errors import KVNotFound, PdkvError, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout
+from pdkv.decoding import decode_total
+from pdkv.errors import (
+    KVNotFound,
+    MalformedMessage,
+    PdkvError,
+    PeerGone,
+    StaleEpoch,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
 
 MAX_FRAME_BYTES = 1 << 20
 _REASONS: dict[str, type[TransferError]] = {
@@ -126,8 +136,8 @@ class Control:
         if not 0 < size <= MAX_FRAME_BYTES:
             raise TransferError(f"{self._peer} sent no frame: {size} bytes are announced")
         try:
-            return _decoder.decode(self._read(size, timeout_s))
-        except msgspec.DecodeError as error:
+            return decode_total(_decoder, self._read(size, timeout_s))
+        except MalformedMessage as error:
             raise TransferError(f"{self._peer} sent no frame: {error}") from error
 
     def ask(self, frame: Frame, timeout_s: float) -> Frame:

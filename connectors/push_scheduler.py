@@ -26,7 +26,8 @@ from pdkv.connectors.base import (
 from pdkv.connectors.block_runs import BlockRun, expand_runs, make_runs
 from pdkv.connectors.peers import PeerCards
 from pdkv.connectors.planning import blocks_of
-from pdkv.errors import TransferError
+from pdkv.decoding import decode_total
+from pdkv.errors import MalformedMessage, TransferError
 from pdkv.messages import MAX_BLOB_BYTES, EngineCard
 
 
@@ -66,8 +67,8 @@ _TICKETS = msgspec.msgpack.Decoder(PushTicket)
 def decode_ticket(data: bytes) -> PushTicket | None:
     """A ticket; None: it is none."""
     try:
-        ticket = _TICKETS.decode(data)
-    except msgspec.DecodeError:
+        ticket = decode_total(_TICKETS, data)
+    except MalformedMessage:
         return None
     return ticket if 0 <= ticket.start <= ticket.stop else None
 

@@ -20,7 +20,8 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.block_copy import Bytes
 from pdkv.connectors.host import host_id
 from pdkv.connectors.shared_block_table import BlockTableReader, TableArrays, TableShape
-from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, StaleEpoch
+from pdkv.decoding import decode_total
+from pdkv.errors import ConfigError, IncompatiblePeers, MalformedMessage, PeerGone, StaleEpoch
 from pdkv.messages import KVLayout
 from pdkv.process_info import process_start_time
 
@@ -46,6 +47,9 @@ class ArenaHeader(msgspec.Struct, frozen=True):
     layout: KVLayout
     num_blocks: int
     hash_block_size: int
+
+
+_headers = msgspec.msgpack.Decoder(ArenaHeader)
 
 
 class ArenaAddress(msgspec.Struct, frozen=True):
@@ -281,6 +285,6 @@ def _read_header(memory: mmap.mmap, engine: str) -> ArenaHeader:
     if memory[:8] != MAGIC or size > HEADER_BYTES - 12:
         raise IncompatiblePeers(f"engine {engine}: its arena has magic {memory[:8]!r}, expected {MAGIC!r}")
     try:
-        return msgspec.msgpack.decode(memory[12 : 12 + size], type=ArenaHeader)
-    except msgspec.DecodeError as error:
+        return decode_total(_headers, memory[12 : 12 + size])
+    except MalformedMessage as error:
         raise IncompatiblePeers(f"engine {engine}: its arena's header cannot be read: {error}") from error

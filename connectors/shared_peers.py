@@ -7,10 +7,13 @@ import msgspec
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peers import Incarnation, PeerCards
 from pdkv.connectors.shared_arena import ArenaAddress, PeerArena, open_peer_arena
-from pdkv.errors import IncompatiblePeers, PdkvError
+from pdkv.decoding import decode_total
+from pdkv.errors import IncompatiblePeers, MalformedMessage, PdkvError
 from pdkv.messages import EngineCard
 
 logger = logging.getLogger(__name__)
+
+_addresses = msgspec.msgpack.Decoder(ArenaAddress)
 
 
 def arena_addresses(card: EngineCard) -> list[ArenaAddress]:
@@ -20,8 +23,8 @@ def arena_addresses(card: EngineCard) -> list[ArenaAddress]:
         IncompatiblePeers: its card does not say.
     """
     try:
-        addresses = [msgspec.msgpack.decode(blob, type=ArenaAddress) for blob in card.rank_blobs]
-    except msgspec.DecodeError as error:
+        addresses = [decode_total(_addresses, blob) for blob in card.rank_blobs]
+    except MalformedMessage as error:
         raise IncompatiblePeers(
             f"engine {card.engine} (connector {card.connector}): its card names no arena: {error}"
         ) from error

@@ -29,7 +29,8 @@ from pdkv.connectors.peers import Incarnation, PeerCards
 from pdkv.connectors.store_lookup import KeyLookups
 from pdkv.connectors.store_options import TransferOptions
 from pdkv.connectors.store_plan import Cut, StoreCut, StoreDrop, StoreLoad, StoreMetadata, StoreSave, Value
-from pdkv.errors import IncompatiblePeers
+from pdkv.decoding import decode_total
+from pdkv.errors import IncompatiblePeers, MalformedMessage
 from pdkv.messages import EngineCard
 
 MAX_SEEN = 4096
@@ -51,6 +52,9 @@ class _Sources:
     stop: int
 
 
+_cuts = msgspec.msgpack.Decoder(Cut)
+
+
 class StorePeers(PeerCards):
     """Peers that share the store and cut as this engine does."""
 
@@ -62,8 +66,8 @@ class StorePeers(PeerCards):
         super()._accept(peer, card)
         for blob in card.rank_blobs:
             try:
-                theirs = msgspec.msgpack.decode(blob, type=Cut)
-            except msgspec.DecodeError as error:
+                theirs = decode_total(_cuts, blob)
+            except MalformedMessage as error:
                 raise IncompatiblePeers(f"engine {card.engine} does not say how it cuts: {error}") from None
             if theirs != self._cut:
                 raise IncompatiblePeers(f"engine {card.engine} stores KV as {theirs}, this engine as {self._cut}")

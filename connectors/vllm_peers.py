@@ -8,10 +8,12 @@ from pathlib import Path
 import msgspec
 
 from pdkv.connectors.vllm_staging import PeerChange
-from pdkv.errors import ConfigError
+from pdkv.decoding import decode_total
+from pdkv.errors import ConfigError, MalformedMessage
 from pdkv.messages import EngineCard
 
 _SUFFIX = ".card"
+_cards = msgspec.msgpack.Decoder(EngineCard)
 _UNSETTLED_S = 1.0
 """A directory that changed so recently may change again within the same time stamp."""
 
@@ -73,10 +75,10 @@ class CardDirectory:
         if path == self._own:
             return None
         try:
-            card = msgspec.msgpack.decode(path.read_bytes(), type=EngineCard)
+            card = decode_total(_cards, path.read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError):
+        except (OSError, MalformedMessage):
             self.num_malformed += 1
             return None
         if not Path(f"/proc/{card.pid}").exists():

@@ -28,7 +28,7 @@ from pdkv.engine.rank_messages import (
     transfers_of,
 )
 from pdkv.engine.ring_queue import RingWriter
-from pdkv.errors import RankError, RankGone, RankTimeout
+from pdkv.errors import MalformedMessage, RankError, RankGone, RankTimeout
 from pdkv.messages import EngineCard
 
 _LAST_WORD_S = 1.0
@@ -75,7 +75,7 @@ class OtherRanks:
     def _answer_of(self, channel: RankChannel, timeout_s: float) -> Answer:
         try:
             answer = decode_answer(channel.receive(timeout_s))
-        except msgspec.DecodeError as error:
+        except MalformedMessage as error:
             raise RankError(f"{channel.peer} sent no valid answer: {error}") from None
         if isinstance(answer, Broken):
             raise RankError(f"{channel.peer} failed: {answer.reason}")

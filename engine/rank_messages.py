@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutcome, TransferResults
+from pdkv.decoding import decode_total
 from pdkv.engine.plan import StepPlan
 from pdkv.errors import ConfigError
 from pdkv.messages import EngineCard
@@ -83,13 +84,13 @@ def encode(message: Order | Answer) -> bytes:
 
 
 def decode_order(data: bytes | bytearray) -> Order:
-    """Raises msgspec.DecodeError."""
-    return _order_decoder.decode(data)
+    """Raises MalformedMessage."""
+    return decode_total(_order_decoder, data)
 
 
 def decode_answer(data: bytes | bytearray) -> Answer:
-    """Raises msgspec.DecodeError."""
-    return _answer_decoder.decode(data)
+    """Raises MalformedMessage."""
+    return decode_total(_answer_decoder, data)
 
 
 def encode_step(plan: StepPlan, drawn: Sequence[Sequence[int]]) -> bytes:

@@ -9,7 +9,9 @@ from pdkv.errors import MalformedMessage
 T = TypeVar("T")
 
 
-def decode_total(decoder: "msgspec.msgpack.Decoder[T]", data: bytes | bytearray | memoryview) -> T:
+def decode_total(
+    decoder: "msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T]", data: bytes | bytearray | memoryview
+) -> T:
     """Decode and validate one message from a peer.
 
     msgspec raises more than its own error: UnicodeDecodeError (which is a ValueError) for text that is not UTF-8,

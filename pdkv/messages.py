@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from pdkv.decoding import decode_total
 from pdkv.sampling_params import SamplingParams
 
 MAX_BLOB_BYTES = 64 * 1024
@@ -351,6 +352,6 @@ def decode_frame(data: bytes) -> Frame:
     """Decode and validate one frame.
 
     Raises:
-        msgspec.DecodeError: `data` is no valid frame (the caller counts and drops it).
+        MalformedMessage: `data` is no valid frame (the caller counts and drops it).
     """
-    return _decoder.decode(data)
+    return decode_total(_decoder, data)

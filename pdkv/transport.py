@@ -8,10 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-import msgspec
 import zmq
 
-from pdkv.errors import StartupError
+from pdkv.errors import MalformedMessage, StartupError
 from pdkv.messages import (
     EngineCard,
     EngineToRouter,
@@ -121,7 +120,7 @@ class EngineServer:
                 break
             try:
                 frame = decode_frame(parts[1]) if len(parts) == 2 else None
-            except msgspec.DecodeError:
+            except MalformedMessage:
                 frame = None
             peer = None if frame is None else self._greet(parts[0], frame)
             if frame is None or peer is None:

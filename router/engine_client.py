@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from pdkv.errors import MalformedMessage
 from pdkv.messages import EngineCard, EngineToRouter, Frame, Hello, Ready, RouterToEngine, decode_frame, encode_frame
 from pdkv.transport import configure_socket
 
@@ -178,7 +178,7 @@ class EngineClient:
             return False
         try:
             frame = decode_frame(parts[0])
-        except msgspec.DecodeError:
+        except MalformedMessage:
             self.num_dropped += 1  # the gap that it leaves in the numbers is what counts
             return True
         if frame.number != self._next_received:

@@ -10,9 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import msgspec
-
-from pdkv.errors import ConfigError, StartupError
+from pdkv.errors import ConfigError, MalformedMessage, StartupError
 from pdkv.launch.fork_server import ENVIRONMENT
 from pdkv.launch.specs import KNOWN, EngineSpec, Progress, RouterSpec, StartFailed, decode_ack, encode
 
@@ -139,7 +137,7 @@ class AckSocket:
                             return
         except TimeoutError:
             raise StartupError(f"{name} was not ready after {timeout_s:g} s") from None
-        except msgspec.DecodeError as error:
+        except MalformedMessage as error:
             raise StartupError(f"{name} sent no valid acknowledgement: {error}") from None
 
     async def _read_line(self, name: str) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.decoding import decode_total
 from pdkv.messages import Order
 
 Role = Literal["prefill", "decode", "any"]
@@ -109,8 +110,8 @@ def decode_router_spec(data: bytes) -> RouterSpec:
 
 
 def decode_ack(data: bytes) -> Ack:
-    """Raises msgspec.DecodeError for anything that is no ack."""
-    return _ack_decoder.decode(data)
+    """Raises MalformedMessage for anything that is no ack."""
+    return decode_total(_ack_decoder, data)
 
 
 def _encode_path(value: Any) -> str:

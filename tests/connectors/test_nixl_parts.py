@@ -21,7 +21,7 @@ from pdkv.connectors.nixl_memory import WORD_BYTES, GenerationTable, Slots, gene
 from pdkv.connectors.nixl_peers import NixlPeers
 from pdkv.connectors.nixl_wire import Begin, Gather, Mode, RankBlob, decode, encode, encode_blob
 from pdkv.connectors.planning import Run
-from pdkv.errors import IncompatiblePeers, PeerGone
+from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone
 from pdkv.messages import EngineCard, KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_size=8, block_size=16, dtype="float32", dtype_bytes=4)
@@ -85,9 +85,9 @@ def test_the_longest_request_fits_into_a_message() -> None:
 @pytest.mark.parametrize(
     "garbage", [b"", b"\x00", b"\x92\x63\x01", b"\x93\x0a\x01\x02", b"{}", encode(Begin("t", 1))[:-1]]
 )
-def test_what_is_no_message_is_a_decode_error(garbage: bytes) -> None:
+def test_what_is_no_message_is_malformed(garbage: bytes) -> None:
     """F16, F17."""
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(MalformedMessage):
         decode(garbage)
 
 

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from pdkv import messages
+from pdkv.errors import MalformedMessage
 from pdkv.messages import (
     Abort,
     BlockRemoved,
@@ -68,10 +69,13 @@ def test_message_is_equal_after_the_wire(message: RouterToEngine | EngineToRoute
         msgspec.msgpack.encode({"number": 0, "messages": [{"type": "Abort", "request_id": 5, "attempt": 0}]}),
         encode_frame(Frame(0, [Abort("q", 0)]))[:-1],
         encode_frame(Frame(0, [Abort("q", 0)])) + b"\x00",
+        encode_frame(Frame(0, [Abort("quiet", 0)])).replace(b"quiet", b"\xff\xfe\xfd\xfc\xfb"),  # no UTF-8
+        encode_frame(Frame(0, [Abort("q", 0)])).replace(b"request_id", b"request\xff\xfe\xfd"),  # nor in a name
+        b"\x91" * 100_000,  # nested deeper than the interpreter's stack
     ],
 )
 def test_what_is_no_frame_is_refused(data: bytes) -> None:
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(MalformedMessage):
         decode_frame(data)
 
 

@@ -36,6 +36,9 @@ from pdkv.transport import EngineServer, RouterEvent, RouterJoined, RouterLeft
 
 TIMEOUT_S = 30.0
 
+NO_TEXT = encode_frame(Frame(0, [Abort("quiet", 0)])).replace(b"quiet", b"\xff\xfe\xfd\xfc\xfb")
+"""A frame whose text is no UTF-8: its error is not msgspec's own."""
+
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Received = RouterToEngine | EngineToRouter | RouterEvent
 
@@ -75,7 +78,7 @@ def server(endpoint: str) -> Iterator[EngineServer]:
 def context() -> Iterator[Context]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     yield context
-    context.term()
+    context.destroy(linger=0)
 
 
 class Listener:
@@ -191,12 +194,18 @@ def test_many_frames_under_a_busy_sender_do_not_lose_the_wake_up(server: EngineS
 def test_malformed_frames_and_strangers_are_counted_and_end_nothing(server: EngineServer, context: Context) -> None:
     async def body(client: EngineClient, listener: Listener) -> None:
         stranger = raw_peer(context, server.endpoint)
-        junk = [b"", b"\x80\x04junk", msgspec.msgpack.encode({"number": 0, "messages": [{"type": "NoSuchMessage"}]})]
+        junk = [
+            b"",
+            b"\x80\x04junk",
+            NO_TEXT,
+            b"\x91" * 100_000,
+            msgspec.msgpack.encode({"number": 0, "messages": [{"type": "NoSuchMessage"}]}),
+        ]
         for data in junk:
             stranger.send(data)
         stranger.send_multipart([b"a", b"b", b"c"])
         stranger.send(encode_frame(Frame(0, [Abort("q", 0)])))  # well-formed, but it never said Hello
-        while server.num_dropped < 5:
+        while server.num_dropped < 7:
             assert server.poll(TIMEOUT_S)
             assert server.receive() == []
         stranger.close()
@@ -245,10 +254,13 @@ def test_gap_in_the_frames_of_an_engine_is_its_failure_and_resets_the_connection
     connected(server, context, body)
 
 
-def test_malformed_frame_of_an_engine_is_counted_and_leaves_a_gap(server: EngineServer, context: Context) -> None:
+@pytest.mark.parametrize("data", [b"junk", NO_TEXT], ids=["junk", "no UTF-8"])
+def test_malformed_frame_of_an_engine_is_counted_and_leaves_a_gap(
+    server: EngineServer, context: Context, data: bytes
+) -> None:
     async def body(client: EngineClient, listener: Listener) -> None:
         peer = server._routers["r"]
-        server._socket.send_multipart((peer.identity, b"junk"))
+        server._socket.send_multipart((peer.identity, data))
         peer.next_sent += 1
         server.send("r", [tokens(0)])
         await listener.until(lambda: bool(listener.downs))
