@@ -13,8 +13,6 @@ from pdkv.models.shard import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CPU_KV_BYTES = 256 << 20
-
 
 def make_layout(model: ModelConfig, *, block_size: int, dtype: str, shard: Shard = WHOLE) -> KVLayout:
     """The KV layout of one rank for a dtype by torch's name, such as "bfloat16"."""
@@ -78,7 +76,7 @@ def kv_cache_bytes(model: Decoder, config: EngineConfig, num_tokens: int) -> int
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory // config.tp
     if model.device.type == "cpu":
-        return DEFAULT_CPU_KV_BYTES // config.tp
+        return config.host_kv_bytes // config.tp
     return _profiled_bytes(model, config.gpu_memory_utilization, num_tokens)
 
 

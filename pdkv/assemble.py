@@ -23,6 +23,7 @@ from pdkv.engine.executor_multi import MultiProcessExecutor, OtherRanks
 from pdkv.engine.rank_follower import FirstRank
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.errors import ConfigError, RankError
+from pdkv.memory_limits import check_host_memory
 from pdkv.messages import EngineCard
 from pdkv.model_config import ModelConfig, load_model_config, model_identity
 from pdkv.models.parallel import ALONE, TensorParallel, join_ranks, open_store
@@ -103,6 +104,7 @@ def build_engine(
     on_progress(f"allocating {executor.num_blocks} KV blocks")
     connector: KVConnector | None = None
     try:
+        _check_pool_memory(config, executor)
         connector = _make_connector(plan, executor, notify)
         return _connect(plan, role, connector, executor)
     except BaseException:
@@ -139,6 +141,7 @@ def run_rank(
         executor = _load_rank(plan, _join(config, place))
         executor.num_blocks = first.wait_to_attach(executor.num_blocks)
         on_progress(f"allocating {executor.num_blocks} KV blocks")
+        _check_pool_memory(config, executor)
         connector = _make_connector(plan, executor, first.notify, rank=rank)
         worker = connector.make_worker_side(rank) if connector is not None else None
         (info,) = executor.attach(connector.allocate_kv_cache() if connector is not None else None, worker)
@@ -152,6 +155,13 @@ def run_rank(
         if executor is not None:
             _shut_down(executor, connector)
         first.close()
+
+
+def _check_pool_memory(config: EngineConfig, executor: ModelExecutor) -> None:
+    """Refuse this rank's pool if it does not fit into the host's memory. Raises ConfigError."""
+    if resolve_device(config).type == "cpu":
+        size_bytes = executor.num_blocks * executor.layout.block_bytes
+        check_host_memory(size_bytes, f"{executor.num_blocks} KV blocks (--kv-cache-memory)")
 
 
 def _limits(config: EngineConfig, handoff: HandoffConfig) -> SchedulerLimits:

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pdkv.errors import ConfigError
+from pdkv.memory_limits import has_cuda_device
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
 """The embedded model: what is served when no --model is given."""
+
+DEFAULT_HOST_KV_BYTES = 256 << 20
+"""KV pool of an engine that computes on the CPU and was told no size."""
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -61,6 +65,16 @@ class EngineConfig:
     tp: int = option(1, "ranks of one engine: processes that share its heads, neurons and vocabulary")
     rank_timeout_s: float = option(30.0, "how long a rank may keep the others waiting before the engine ends")
     cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """KV pool of the engine, all ranks together, where it computes on the CPU."""
+        return self.kv_cache_memory or DEFAULT_HOST_KV_BYTES
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether the pool will lie in host memory, as far as that can be told without torch."""
+        return self.device == "cpu" or (self.device == "auto" and not has_cuda_device())
 
     def __post_init__(self) -> None:
         if self.block_size < 16 or self.block_size % 16:

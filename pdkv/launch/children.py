@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pdkv.errors import ConfigError, MalformedMessage, StartupError
 from pdkv.launch.fork_server import ENVIRONMENT
 from pdkv.launch.specs import KNOWN, EngineSpec, Progress, RouterSpec, StartFailed, decode_ack, encode
+from pdkv.memory_limits import num_oom_kills
 
 _MAX_ACK_BYTES = 64 * 1024
 
@@ -57,14 +58,31 @@ class Child:
                 signal.pidfd_send_signal(self._pidfd, number)
 
 
-def describe_exit(status: int) -> str:
-    """An exit status in words, such as "killed by SIGKILL"."""
+def describe_exit(status: int, *, out_of_memory: bool = False) -> str:
+    """An exit status in words, such as "killed by SIGKILL"; `out_of_memory`: it was the kernel that did it."""
     if status >= 0:
         return f"exited with {status}"
+    if out_of_memory:
+        return "was killed by the kernel for want of memory; fewer engines or a smaller --kv-cache-memory would help"
     try:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"killed by signal {-status}"
+
+
+class OomWatch:
+    """Tells kills for want of memory from others: the kernel counts its own, and each explains one death."""
+
+    def __init__(self, count: Callable[[], int | None] = num_oom_kills) -> None:
+        self._count = count
+        self._num_explained = count() or 0
+
+    def explains(self, status: int) -> bool:
+        """Whether a child that ended with this status was, in all likelihood, the kernel's victim."""
+        if status != -signal.SIGKILL or (self._count() or 0) <= self._num_explained:
+            return False
+        self._num_explained += 1
+        return True
 
 
 class RankLinks:
@@ -87,6 +105,10 @@ class RankLinks:
         """Idempotent."""
         for rank in range(len(self._sockets)):
             self.handed_over(rank)
+
+
+class DiedEarly(StartupError):
+    """A child closed its acknowledgements, or ended, before it was ready."""
 
 
 class AckSocket:
@@ -121,7 +143,7 @@ class AckSocket:
 
         Raises:
             ConfigError: it reported that a flag, file or value is at fault.
-            StartupError: it failed otherwise, died, or was silent for `timeout_s`.
+            StartupError: it failed otherwise, died (DiedEarly), or was silent for `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -154,7 +176,7 @@ class AckSocket:
             except ConnectionResetError:  # it has died before it read that it is known
                 data = b""
             if not data:
-                raise StartupError(f"{name} died before it was ready")
+                raise DiedEarly(f"{name} died before it was ready")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line

@@ -19,7 +19,7 @@ from pdkv.connectors.registry import load_connector
 from pdkv.engine.core import EngineCore
 from pdkv.errors import ConfigError, RankError
 from pdkv.launch.acks import Acknowledger, StartGivenUp
-from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, watch_lifeline
+from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, sweep_if_orphaned, watch_lifeline
 from pdkv.launch.linux import set_process_name
 from pdkv.launch.logs import configure_logging
 from pdkv.launch.specs import EngineSpec, decode_engine_spec, take_spec
@@ -95,7 +95,10 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
     sockets = [socket.socket(fileno=fd) for fd in rank_fds]
     for sock in sockets:
         sock.set_inheritable(False)
-    return (_run_other_rank if spec.rank else _run_first_rank)(spec, ack, lifeline_fd, sockets)
+    try:
+        return (_run_other_rank if spec.rank else _run_first_rank)(spec, ack, lifeline_fd, sockets)
+    finally:
+        sweep_if_orphaned(lifeline_fd, spec.run_dir)
 
 
 def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, sockets: Sequence[socket.socket]) -> int:
@@ -106,6 +109,7 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
         lifeline_fd,
         lambda: notifier.stop() if serving.is_set() else os._exit(EXIT_LAUNCHER_GONE),
         grace_s=_LIFELINE_GRACE_S,
+        run_dir=spec.run_dir,
     )
     try:
         core = build_engine(
@@ -152,6 +156,7 @@ def _run_other_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
         lifeline_fd,
         lambda: None if serving.is_set() else os._exit(EXIT_LAUNCHER_GONE),  # rank 0 sees it, too, and says stop
         grace_s=_LIFELINE_GRACE_S,
+        run_dir=spec.run_dir,
     )
     place = _place(spec, sockets)
     assert place is not None, spec

@@ -15,7 +15,7 @@ import socket
 import sys
 import traceback
 
-from pdkv.launch.linux import set_process_name
+from pdkv.launch.linux import continue_when_orphaned, set_process_name
 from pdkv.launch.specs import decode_engine_spec
 
 PRELOADED = ("torch", "pdkv.assemble", "pdkv.launch.engine_process")
@@ -34,6 +34,7 @@ def main(control_fd: int, lifeline_fd: int, connector_target: str) -> None:
     """Import, then serve until the launcher is gone or closes its end of the control socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_process_name("pd fork-server")
+    continue_when_orphaned()
     _preload(connector_target)
     try:
         _serve(socket.socket(fileno=control_fd), lifeline_fd)

@@ -17,6 +17,7 @@ from pdkv.launch.linux import become_subreaper
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.specs import EngineAddress, EngineSpec, Role, RouterSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
+from pdkv.memory_limits import check_host_memory, format_bytes
 from pdkv.model_config import load_model_config
 from pdkv.router.policies import find_policy
 
@@ -63,6 +64,15 @@ def check_deployment(deployment: Deployment) -> None:
     find_policy(deployment.launch.policy)
     for config in {deployment.prefill.model, deployment.decode.model}:
         load_model_config(config)
+    check_pools(deployment)
+
+
+def check_pools(deployment: Deployment) -> None:
+    """Refuse KV pools that do not fit into this host's memory together: each alone might. Raises ConfigError."""
+    engines = [(deployment.prefill, deployment.launch.prefill), (deployment.decode, deployment.launch.decode)]
+    pools = [(config.host_kv_bytes, count) for config, count in engines if count and config.in_host_memory]
+    sizes = " and ".join(f"{count} KV pools of {format_bytes(size)}" for size, count in pools)
+    check_host_memory(sum(size * count for size, count in pools), f"{sizes} (--kv-cache-memory)")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -103,6 +113,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         served_model_name=launch.served_model_name
         or (_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name),
         policy=launch.policy,
+        run_dir=run_dir.path,
         orders=launch.orders,
         log_level=launch.log_level,
     )
@@ -132,6 +143,7 @@ def _plan_engines(
                 handoff=deployment.handoff,
                 endpoint=run_dir.endpoint(f"{prefix}-{index}"),
                 num_engines=launch.num_engines,
+                run_dir=run_dir.path,
                 log_level=launch.log_level,
                 cpus=sorted(cpus) if cpus else None,
                 kv_shards=deployment.kv_shards,

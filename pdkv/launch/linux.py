@@ -26,6 +26,11 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
+def continue_when_orphaned() -> None:
+    """Should the parent end, this process is continued if it is stopped then, and can see that for itself."""
+    _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
+
+
 def die_with_parent() -> None:
     """This process is killed when the thread that forked it ends, even if it is stopped then."""
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))

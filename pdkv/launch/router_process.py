@@ -4,11 +4,14 @@ import logging
 import sys
 
 from pdkv.launch.acks import Acknowledger, StartGivenUp
+from pdkv.launch.lifeline import sweep_if_orphaned, watch_lifeline
 from pdkv.launch.linux import set_process_name
 from pdkv.launch.logs import configure_logging
 from pdkv.launch.specs import RouterSpec, decode_router_spec, take_spec
 from pdkv.router.process import EngineEndpoint, run_router
 from pdkv.router.state import ORDERS
+
+_LIFELINE_GRACE_S = 3.0  # above what connections have to end after a stop
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +20,7 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
     """Run the router in this process; returns its exit status. It is ready when every engine has answered it."""
     configure_logging("router", spec.log_level)
     set_process_name("pd router")
+    watch_lifeline(lifeline_fd, lambda: None, grace_s=_LIFELINE_GRACE_S, run_dir=spec.run_dir)  # the loop sees it, too
     ack = Acknowledger(ack_fd)
     try:
         return run_router(
@@ -39,6 +43,8 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
         else:
             ack.failed(error)
         return 1
+    finally:
+        sweep_if_orphaned(lifeline_fd, spec.run_dir)
 
 
 if __name__ == "__main__":

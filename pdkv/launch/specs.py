@@ -24,6 +24,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     handoff: HandoffConfig
     endpoint: str  # ZeroMQ endpoint to listen on
     num_engines: int  # of the whole deployment
+    run_dir: Path | None = None  # the launch's private directory, deleted by whoever outlives the launcher
     log_level: str = "info"
     cpus: list[int] | None = None  # CPUs to pin to
     rank: int = 0  # of config.tp
@@ -53,6 +54,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: Path
     served_model_name: str
     policy: str
+    run_dir: Path | None = None  # as in EngineSpec
     orders: list[Order] = []  # hand-off orders, by preference; empty: the router's own
     await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
     log_level: str = "info"

@@ -11,7 +11,17 @@ from pathlib import Path
 import msgspec
 
 from pdkv.errors import ConfigError, PdkvError, StartupError
-from pdkv.launch.children import AckSocket, Child, ForkServer, RankLinks, describe_exit, spawn_engine, spawn_router
+from pdkv.launch.children import (
+    AckSocket,
+    Child,
+    DiedEarly,
+    ForkServer,
+    OomWatch,
+    RankLinks,
+    describe_exit,
+    spawn_engine,
+    spawn_router,
+)
 from pdkv.launch.specs import EngineSpec, RouterSpec
 
 _FIRST_BACKOFF_S = 0.1
@@ -19,6 +29,7 @@ _MAX_BACKOFF_S = 30.0
 _STABLE_S = 60.0  # who lived this long starts again without a wait
 _ROUTER_GRACE_S = 2.0  # with the engines' below the five seconds that a stop may take
 _ENGINE_GRACE_S = 1.5
+_LAST_WORD_S = 1.0  # between the end of a child's acknowledgements and its own
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +63,7 @@ class Supervisor:
         self._router: Child | None = None
         self._forks: ForkServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._oom_kills = OomWatch()
 
     async def start(self) -> None:
         """Start everything; returns when all are ready.
@@ -96,9 +108,10 @@ class Supervisor:
                 self._on_ready(name)
                 child = await _first_death(children)
                 status = await child.wait()
+                why = self._why(status)  # now: the next death is another story
                 await self._kill(children)
                 failures = 0 if loop.time() - began > _STABLE_S else failures
-                logger.error("%s (pid %d) %s; %s is started again", child.name, child.pid, describe_exit(status), name)
+                logger.error("%s (pid %d) %s; %s is started again", child.name, child.pid, why, name)
             await asyncio.sleep(backoff_s(failures))
             failures += 1
 
@@ -159,12 +172,28 @@ class Supervisor:
             ack.handed_over()
             try:
                 await ack.wait_ready(name, self._fleet.start_timeout_s, lambda text: logger.info("%s: %s", name, text))
+            except DiedEarly as error:
+                raise StartupError(f"{error}: {await self._end_of(child)}") from None
             except Exception:
                 await self._kill([child])
                 raise
             return child
         finally:
             ack.close()
+
+    async def _end_of(self, child: Child) -> str:
+        """How a child ended that has closed its acknowledgements. One that only did that is killed."""
+        try:
+            async with asyncio.timeout(_LAST_WORD_S):
+                return self._why(await child.wait())
+        except TimeoutError:
+            return "it closed its socket and went on"
+        finally:
+            await self._kill([child])
+
+    def _why(self, status: int) -> str:
+        """How a child ended that nobody told to."""
+        return describe_exit(status, out_of_memory=self._oom_kills.explains(status))
 
     def _new_fork_server(self) -> ForkServer:
         return ForkServer(self._fleet.connector_target, self._lifeline_fd)

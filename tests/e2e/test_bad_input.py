@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from deployments import Launch, Running
 
@@ -233,6 +234,7 @@ def check_start(deployment: Running, words: list[str]) -> None:
     ("flags", "words"),
     [
         (["--kv-cache-memory", "1KiB"], ["kv_cache_memory", "1024 bytes"]),
+        (["--kv-cache-memory", "1000GiB"], ["1 KV pools of 1000.0 GiB and 1", "--kv-cache-memory", "available"]),
         (["--max-model-len", "2048"], ["2048", "1024"]),
         (["--device", "cuda:99"], ["cuda:99"]),
         (["--cpu-bind", "9999"], ["9999"]),
@@ -247,6 +249,13 @@ def check_start(deployment: Running, words: list[str]) -> None:
 )
 def test_a_bad_flag_is_named(launch: Launch, flags: list[str], words: list[str]) -> None:
     check_start(launch(*flags, wait=False), words)
+
+
+def test_pools_that_fit_alone_and_not_together_are_refused_before_anything_is_allocated(launch: Launch) -> None:
+    available = psutil.virtual_memory().available
+    deployment = launch("--kv-cache-memory", str(available * 6 // 10), "--connector", "p2p", wait=False)
+    check_start(deployment, ["KV pools", "--kv-cache-memory", "available"])
+    assert "allocating" not in deployment.log
 
 
 def test_a_port_in_use_is_named(launch: Launch, deployment: Running) -> None:

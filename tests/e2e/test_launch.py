@@ -7,8 +7,10 @@ import socket
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from deployments import Launch
+from traffic import stop_process
 
 GATED_CONNECTOR = """
 from pdkv.connectors.shared_memory import SharedMemoryConnector
@@ -78,15 +80,36 @@ def test_a_signal_ends_it_with_0_while_a_stream_runs(launch: Launch, number: sig
         assert deployment.stop(number) == 0
 
 
-def test_a_killed_launcher_leaves_no_process_and_the_next_one_sweeps_the_rest(launch: Launch) -> None:
+def test_a_killed_launcher_leaves_no_process_and_no_directory(launch: Launch) -> None:
     """F24."""
     deployment = launch("--prefill", "1", "--decode", "1")
     assert deployment.complete("hello").status_code == 200
     assert deployment.stop(signal.SIGKILL) == -signal.SIGKILL
-    left = list(deployment.directory.iterdir())
-    assert len(left) == 1
+    assert not list(deployment.directory.iterdir())
+
+
+def test_a_killed_launcher_leaves_no_process_that_was_stopped(launch: Launch) -> None:
+    """F24: what is stopped cannot see that the launcher is gone, so the kernel continues it."""
+    deployment = launch("--prefill", "1", "--decode", "1")
+    children = psutil.Process(deployment.process.pid).children()
+    assert len(children) == 4  # the router, the fork server, two engines
+    for child in children:
+        stop_process(child.pid)
+    assert deployment.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert not list(deployment.directory.iterdir())
+
+
+def test_where_all_were_killed_the_next_launch_sweeps(launch: Launch) -> None:
+    """F24."""
+    deployment = launch("--prefill", "0", "--decode", "1")
+    children = psutil.Process(deployment.process.pid).children()
+    stop_process(deployment.process.pid)  # or it would start them again
+    for child in children:
+        child.kill()
+    assert deployment.stop(signal.SIGKILL) == -signal.SIGKILL
+    (left,) = deployment.directory.iterdir()
     successor = launch("--prefill", "0")
-    assert not left[0].exists()
+    assert not left.exists()
     assert successor.stop() == 0
 
 

@@ -1,6 +1,5 @@
 """Engines of several ranks as processes: right tokens, one life for all ranks, and nothing left behind."""
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -132,8 +131,6 @@ def test_a_killed_launcher_leaves_no_rank_whose_rank_0_is_stopped(launch: Launch
     deployment.process.kill()
     psutil.wait_procs([other], timeout=10)
     assert is_gone(second)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(first, signal.SIGCONT)
     assert deployment.finish(killed=True) == -signal.SIGKILL
 
 

@@ -20,11 +20,19 @@ if behaviour == "die":
 if behaviour == "refuse":
     os.write(ack_fd, b'{"type":"StartFailed","message":"dtype is wrong","config":true}\\n')
     sys.exit(1)
+def eat():
+    with open(behaviour.split()[-1] + "/cgroup.procs", "w") as group:
+        group.write(str(os.getpid()))
+    return bytearray(200 << 20)
+if behaviour.startswith("eat"):
+    eat()
 if behaviour == "stop":
     os.kill(os.getpid(), signal.SIGSTOP)
 if behaviour != "silent":
     os.write(ack_fd, b'{"type":"Progress","text":"half"}\\n{"type":"Started"}\\n')
     os.close(ack_fd)
+if behaviour.startswith("serve and eat"):
+    eat()
 os.read(lifeline_fd, 1)
 """
 

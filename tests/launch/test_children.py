@@ -14,7 +14,7 @@ import pytest
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError, StartupError
 from pdkv.launch.acks import Acknowledger, StartGivenUp
-from pdkv.launch.children import AckSocket, Child, ForkServer, describe_exit
+from pdkv.launch.children import AckSocket, Child, ForkServer, OomWatch, describe_exit
 from pdkv.launch.linux import become_subreaper
 from pdkv.launch.specs import EngineSpec
 
@@ -51,6 +51,18 @@ def test_exit_statuses_are_seen() -> None:
     statuses = run(main)
     assert statuses == [3, -9]
     assert [describe_exit(status) for status in statuses] == ["exited with 3", "killed by SIGKILL"]
+
+
+def test_a_kill_that_the_kernel_counts_is_named_as_its_own() -> None:
+    kills = 3
+    watch = OomWatch(lambda: kills)
+    assert not watch.explains(-signal.SIGKILL)
+    kills = 4
+    assert not watch.explains(-signal.SIGTERM)
+    assert watch.explains(-signal.SIGKILL)
+    assert not watch.explains(-signal.SIGKILL), "one kill explains one death"
+    assert describe_exit(-9, out_of_memory=True).startswith("was killed by the kernel for want of memory")
+    assert not OomWatch(lambda: None).explains(-signal.SIGKILL)
 
 
 def read_acks(write: Callable[[Acknowledger], None], *, timeout_s: float = 10.0) -> list[str]:

@@ -1,9 +1,10 @@
 """The supervisor over stand-in processes: ready when all are, restarts, refusals, a bounded stop."""
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pdkv.launch import supervisor as module
 from pdkv.launch.children import Child
 from pdkv.launch.specs import EngineSpec, RouterSpec
 from pdkv.launch.supervisor import Fleet, Supervisor, backoff_s
+from pdkv.memory_limits import num_oom_kills
 
 FakeChild = Callable[[str, int, str], Child]
 
@@ -152,10 +154,60 @@ def test_a_child_that_dies_fails_the_start(deck: Deck) -> None:
     deck.behaviour["router"] = "die"
 
     async def scenario() -> None:
-        with pytest.raises(StartupError, match="router died before it was ready"):
+        with pytest.raises(StartupError, match="router died before it was ready: exited with 3"):
             await deck.supervisor.start()
 
     deck.run(scenario)
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A memory cgroup of 64 MiB, whose processes the kernel kills when they want more."""
+    root = Path("/sys/fs/cgroup")
+    v1 = (root / "memory").is_dir()
+    group = (root / "memory" if v1 else root) / f"pdkv-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(str(64 << 20))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_an_engine_that_the_kernel_killed_for_want_of_memory_is_named_so(deck: Deck, small_cgroup: Path) -> None:
+    """A real kill: a child takes 200 MiB in a cgroup of 64 MiB."""
+    if num_oom_kills() is None:
+        pytest.skip("this kernel does not count its kills")
+
+    async def start() -> None:
+        deck.behaviour["decode-0"] = f"eat {small_cgroup}"
+        with pytest.raises(StartupError, match="decode-0 died before it was ready: was killed by the kernel"):
+            await deck.supervisor.start()
+
+    deck.run(start)
+
+
+def test_a_running_engine_that_the_kernel_killed_is_named_so(
+    deck: Deck, small_cgroup: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if num_oom_kills() is None:
+        pytest.skip("this kernel does not count its kills")
+
+    async def scenario() -> None:
+        deck.behaviour["decode-0"] = f"serve and eat {small_cgroup}"
+        start = asyncio.ensure_future(deck.supervisor.start())
+        while await deck.ready.get() != "decode-0":
+            pass
+        deck.behaviour["decode-0"] = "serve"
+        while await deck.ready.get() != "decode-0":
+            pass
+        await start
+
+    deck.run(scenario)
+    assert "was killed by the kernel for want of memory" in caplog.text
 
 
 def test_stop_kills_who_does_not_go(deck: Deck, monkeypatch: pytest.MonkeyPatch) -> None:

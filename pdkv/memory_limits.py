@@ -1,0 +1,131 @@
+"""How much host memory there is to take, and who was killed for want of it: /proc/meminfo and the cgroups. No torch.
+
+`posix_fallocate` of a KV pool that does not fit does not fail: it takes the machine's memory until the kernel kills
+somebody. So every pool is compared with what is available before a byte of it is allocated.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pdkv.errors import ConfigError
+
+RESERVE_FRACTION = 0.03
+MAX_RESERVE_BYTES = 1 << 30
+"""What is left to everything else: 3 % of what is available, at most 1 GiB."""
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63
+
+
+class MemoryBound(NamedTuple):
+    """The tightest bound on what a process may still allocate."""
+
+    available_bytes: int
+    source: str  # such as "MemAvailable", or the cgroup's limit file
+
+    @property
+    def usable_bytes(self) -> int:
+        """What may be taken: `available_bytes` less the reserve."""
+        return self.available_bytes - min(int(self.available_bytes * RESERVE_FRACTION), MAX_RESERVE_BYTES)
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> MemoryBound | None:
+    """The least of MemAvailable and what each cgroup of this process has left; None where neither can be read."""
+    bounds = [*_meminfo(proc), *_cgroup_bounds(proc, cgroups)]
+    return min(bounds, default=None)
+
+
+def check_host_memory(num_bytes: int, what: str) -> None:
+    """Refuse to allocate what is not there.
+
+    Args:
+        what: what the bytes are for and how to need fewer, such as "2 KV pools of 1 GiB (--kv-cache-memory)".
+
+    Raises:
+        ConfigError: `num_bytes` exceed the usable memory; names both.
+    """
+    bound = available_memory()
+    if bound is not None and num_bytes > bound.usable_bytes:
+        raise ConfigError(
+            f"{what} need {format_bytes(num_bytes)} of host memory, and {format_bytes(bound.usable_bytes)} can be had "
+            f"({bound.source}: {format_bytes(bound.available_bytes)} available)"
+        )
+
+
+def format_bytes(num_bytes: int) -> str:
+    """For people, such as "1.5 GiB"."""
+    size = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def num_oom_kills(proc: Path = Path("/proc")) -> int | None:
+    """Processes that the kernel has killed for want of memory since boot, in any cgroup; None where it does not say."""
+    try:
+        lines = (proc / "vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def _meminfo(proc: Path) -> Iterator[MemoryBound]:
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            yield MemoryBound(int(line.split()[1]) * 1024, "MemAvailable")
+
+
+def _cgroup_bounds(proc: Path, cgroups: Path) -> Iterator[MemoryBound]:
+    """Of this process' memory cgroup and its ancestors, as far as they are visible and limited."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _bounds_upwards(cgroups, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _bounds_upwards(cgroups / "memory", path, *files)
+
+
+def _bounds_upwards(root: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[MemoryBound]:
+    """What is left of each limit from the cgroup up to the root; page cache that can be dropped counts as free."""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        directory = root.joinpath(*parts[:depth])
+        allowed, used = _read_number(directory / limit), _read_number(directory / usage)
+        if allowed is None or used is None or allowed >= _NO_LIMIT_BYTES:
+            continue
+        yield MemoryBound(max(allowed - used + _read_stat(directory / "memory.stat", cache), 0), str(directory / limit))
+
+
+def _read_number(path: Path) -> int | None:
+    """None: no such file, or "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _read_stat(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
+
+
+def has_cuda_device() -> bool:
+    """Whether the NVIDIA driver shows a device, as far as that can be told without torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return hidden not in ("", "-1") and Path("/dev/nvidiactl").exists()
