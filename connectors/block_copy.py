@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.planning import Ids, Segment, merge_runs, run_starts
+from pdkv.errors import TransferError
 from pdkv.kernels import host
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,11 +28,21 @@ def copy_blocks(source: Bytes, destination: Bytes, source_ids: Ids, destination_
     Args:
         source: (num_source_blocks, block_bytes), C-contiguous.
         destination: (num_destination_blocks, block_bytes), C-contiguous, another pool.
-        source_ids: in range: the caller has checked.
-        destination_ids: in range, each at most once.
+        destination_ids: each at most once.
         staging: a flat private buffer of STAGING_BYTES.
+
+    Raises:
+        TransferError: blocks of unequal size, or ids that are not there; nothing is copied.
     """
     block_bytes = source.shape[1]
+    if block_bytes != destination.shape[1] or source_ids.size != destination_ids.size:
+        raise TransferError(
+            f"{source_ids.size} blocks of {block_bytes} bytes cannot go to {destination_ids.size} of "
+            f"{destination.shape[1]} bytes"
+        )
+    for side, ids, blocks in (("source", source_ids, source), ("destination", destination_ids, destination)):
+        if ids.size and (ids.min() < 0 or ids.max() >= len(blocks)):
+            raise TransferError(f"block ids from {ids.min()} to {ids.max()} in a {side} of {len(blocks)} blocks")
     if host.available():
         rows = host.Rows(1, 0, 0, 1, 0, 0, block_bytes)
         to, start = destination_ids * block_bytes, source_ids * block_bytes

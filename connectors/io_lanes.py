@@ -14,6 +14,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from pdkv.errors import ConfigError, PdkvError
+
 logger = logging.getLogger(__name__)
 
 Lane = Hashable
@@ -43,12 +45,21 @@ class _Lane(Generic[Item]):
         self.is_busy = False
 
 
+@dataclass(frozen=True)
+class _NoScratch:
+    """A thread's, which could not be made."""
+
+    reason: Exception
+
+
 class IOLanes(Generic[Item]):
     """Runs items, each lane's in order.
 
     Args:
         run: called with an item and the thread's scratch; must not raise.
-        make_scratch, close_scratch: what each thread keeps for itself, made and closed on it.
+        refuse: called instead of `run`, on the same thread, when there is no scratch and why; must not raise.
+        make_scratch, close_scratch: what each thread keeps for itself, made and closed on it. What cannot be made is
+            tried again for the next item.
         do_idle_work: a little work for shared threads without an item; False: there is none.
     """
 
@@ -57,12 +68,14 @@ class IOLanes(Generic[Item]):
         config: LaneConfig,
         run: Callable[[Item, Any], None],
         *,
+        refuse: Callable[[Item, Exception], None],
         make_scratch: Callable[[Lane], Any],
         close_scratch: Callable[[Lane, Any], None],
         do_idle_work: Callable[[], bool],
     ) -> None:
         self._config = config
         self._run = run
+        self._refuse = refuse
         self._make_scratch = make_scratch
         self._close_scratch = close_scratch
         self._do_idle_work = do_idle_work
@@ -74,17 +87,23 @@ class IOLanes(Generic[Item]):
         self.threads: list[threading.Thread] = []
 
     def start(self, own: Iterable[Lane] = ()) -> None:
-        """Start the shared lane's threads, and those of lanes of their own that are known already."""
+        """Start the shared lane's threads, and those of lanes of their own that are known already.
+
+        Raises:
+            ConfigError: the shared lane gets no thread.
+        """
         with self._lock:
             shared = self._lanes[SHARED_LANE] = _Lane(SHARED_LANE)
             for _ in range(self._config.num_shared):
-                self._start_thread(shared)
+                if not self._start_thread(shared) and not shared.num_threads:
+                    raise ConfigError(f"no thread {self._config.thread_name} can be started: too many run already")
             for name in own:
-                lane = self._lanes[name] = _Lane(name)
-                self._start_thread(lane)
+                self._lanes[name] = _Lane(name)
+                self._waiting.append(self._lanes[name])
+            self._start_waiting()
 
     def put(self, name: Lane, item: Item) -> None:
-        """Queue an item; its lane starts as soon as there may be another one."""
+        """Queue an item; its lane starts as soon as there may be another one, and a thread for it."""
         with self._lock:
             lane = self._lanes.get(name)
             if lane is None:
@@ -129,19 +148,29 @@ class IOLanes(Generic[Item]):
     def _start_waiting(self) -> None:
         """Start lanes that wait; where there are too many, ask as many idle ones to end."""
         while self._waiting and not self._stopping and self._num_running() < self._config.max_lanes:
-            self._start_thread(self._waiting.popleft())
+            if not self._start_thread(self._waiting[0]):
+                return  # the next item, or a thread that ends, tries again
+            self._waiting.popleft()
         if self._waiting:
             running = (lane for lane in self._lanes.values() if lane.name is not SHARED_LANE and lane.num_threads)
             idle = [lane for lane in running if not lane.is_busy and lane.items.empty()]
             for lane in idle[: len(self._waiting)]:
                 lane.items.put(None)
 
-    def _start_thread(self, lane: _Lane[Item]) -> None:
+    def _start_thread(self, lane: _Lane[Item]) -> bool:
+        """Whether there was room for another thread in the system."""
         name = f"{self._config.thread_name}-{next(self._numbers)}"
         thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
         lane.num_threads += 1
         self.threads.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            lane.num_threads -= 1
+            self.threads.remove(thread)
+            logger.warning("thread %s for lane %s: %s", name, lane.name, error)
+            return False
+        return True
 
     def _thread_ends(self, lane: _Lane[Item]) -> None:
         lane.num_threads -= 1
@@ -157,17 +186,30 @@ class IOLanes(Generic[Item]):
 
     def _serve(self, lane: _Lane[Item]) -> None:
         """One thread's life."""
-        scratch = self._make_scratch(lane.name)
+        scratch = self._try_to_make_scratch(lane)
         try:
             while (item := self._next(lane)) is not None:
-                self._run(item, scratch)
+                if isinstance(scratch, _NoScratch):
+                    scratch = self._try_to_make_scratch(lane)
+                if isinstance(scratch, _NoScratch):
+                    self._refuse(item, scratch.reason)
+                else:
+                    self._run(item, scratch)
                 del item  # a reference would keep what it names
         finally:
             try:
-                self._close_scratch(lane.name, scratch)
+                if not isinstance(scratch, _NoScratch):
+                    self._close_scratch(lane.name, scratch)
             finally:
                 with self._lock:
                     self._thread_ends(lane)
+
+    def _try_to_make_scratch(self, lane: _Lane[Item]) -> Any:
+        try:
+            return self._make_scratch(lane.name)
+        except Exception as error:  # a lane must not be lost for good
+            logger.warning("lane %s: %s", lane.name, error, exc_info=not isinstance(error, PdkvError))
+            return _NoScratch(error)
 
     def _next(self, lane: _Lane[Item]) -> Item | None:
         """Wait for the lane's next item; None: the thread ends."""

@@ -36,6 +36,9 @@ _BACKEND = "UCX"
 _PROGRESS_DELAY_US = 10_000
 """How often a progress thread looks without an event; NIXL's Python API says 0, which is a busy loop."""
 
+LEAVE_S = 0.5
+"""Who tears a connection down waits so long for its transfers to let go; a post of theirs takes a few milliseconds."""
+
 _SPINS = 50
 _WAIT_S = (0.0001, 0.001)
 """NIXL has no event for "this transfer has ended": after some looks in a row, the first and longest pause between."""
@@ -206,12 +209,16 @@ class NixlAgent:
                 raise IncompatiblePeers(f"the NIXL metadata of agent {peer!r} is that of {name!r}")
             self._peers[peer] = _Peer()
 
-    def disconnect(self, peer: str) -> None:
-        """Tear a connection down; its transfers fail. On return nothing of them is under way. Idempotent."""
+    def disconnect(self, peer: str, timeout_s: float = LEAVE_S) -> bool:
+        """Tear a connection down; its transfers fail. Idempotent.
+
+        Returns:
+            Whether nothing of them is under way any more. False: one has not let go for `timeout_s`; the connection
+            takes no more, and the last one to leave tears it down.
+        """
         with self._lock:
             connection = self._peers.get(peer)
-            if connection is not None:
-                self._tear_down(peer, connection)
+            return connection is None or self._tear_down(peer, connection, timeout_s)
 
     def is_connected(self, peer: str) -> bool:
         """Whether the peer is known and no transfer has found it gone."""
@@ -248,7 +255,7 @@ class NixlAgent:
             TransferTimeout: not done at the deadline.
             TransferError: NIXL refuses it.
         """
-        with self._active(peer) as connection:
+        with self._active(peer, is_transfer=True) as connection:
             handle = self._make(operation, peer, local, remote, kinds, notification)
             under_way = True
             try:
@@ -292,8 +299,10 @@ class NixlAgent:
         if self._closing.is_set():
             return
         self._closing.set()
-        for peer in list(self._peers):
-            self.disconnect(peer)
+        ended = [self.disconnect(peer) for peer in list(self._peers)]
+        if not all(ended):
+            logger.error("agent %s stays open: a transfer of it does not end", self.name)
+            return
         with self._lock:
             for descriptors in self._registered:
                 self._agent.deregisterMem(descriptors, [])
@@ -303,8 +312,10 @@ class NixlAgent:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _active(self, peer: str) -> Iterator[_Peer]:
-        """Use a connection; the last one to leave a broken one closes it."""
+    def _active(self, peer: str, *, is_transfer: bool = False) -> Iterator[_Peer]:
+        """Use a connection; the last one to leave a broken one closes it, and every transfer waits for that: each of
+        the others looks within a millisecond, and has a deadline.
+        """
         with self._lock:
             connection = self._peers.get(peer)
             if connection is None or not connection.is_usable() or self._closing.is_set():
@@ -317,16 +328,21 @@ class NixlAgent:
                 connection.num_active -= 1
                 self._idle.notify_all()
                 if connection.broken:
-                    self._tear_down(peer, connection)
+                    self._tear_down(peer, connection, None if is_transfer else 0.0)
 
-    def _tear_down(self, peer: str, connection: _Peer) -> None:
-        """Under the lock: end a connection, unless that has been done; there may be a new one already."""
-        connection.broken = True
-        while connection.num_active:  # whoever waits for a transfer looks at `broken` every millisecond
-            self._idle.wait()
+    def _tear_down(self, peer: str, connection: _Peer, timeout_s: float | None) -> bool:
+        """Under the lock: end a connection, unless that has been done; there may be a new one already.
+
+        Returns:
+            False: transfers have not left it within `timeout_s` (None: they end by their own deadlines).
+        """
+        connection.broken = True  # who waits for a transfer looks at it every millisecond
+        if not self._idle.wait_for(lambda: not connection.num_active, timeout_s):
+            return False
         if self._peers.get(peer) is connection:
             del self._peers[peer]
             self._invalidate(peer)
+        return True
 
     def _take_messages(self) -> None:
         """Under the lock: let UCX work, and keep what has come."""

@@ -30,7 +30,7 @@ from pdkv.connectors.nixl_memory import (
 from pdkv.connectors.nixl_options import NixlOptions
 from pdkv.connectors.nixl_peers import NixlPeers, agent_name
 from pdkv.connectors.nixl_wire import BLOB_VERSION, RankBlob, Reset, Wire, decode, encode, encode_blob
-from pdkv.errors import MalformedMessage, PdkvError, PeerGone
+from pdkv.errors import MalformedMessage, PdkvError, PeerGone, TransferTimeout
 
 if TYPE_CHECKING:
     import torch
@@ -354,7 +354,8 @@ class NixlEndpoint:
                 raise PeerGone(f"agent {blob.agent} is not known")
             if self._agent.is_connected(blob.agent):
                 return
-            self._agent.disconnect(blob.agent)
+            if not self._agent.disconnect(blob.agent):
+                raise TransferTimeout(f"agent {blob.agent}: a transfer does not leave the old connection")
             self._greeting.add(blob.agent)  # no request may overtake the Reset, which would end it
             try:
                 self._agent.connect(blob.agent, blob.metadata)

@@ -69,6 +69,7 @@ class PushReceiver:
         self._lanes: IOLanes[tuple[RankBlob, Offer]] = IOLanes(
             lanes,
             self._take,
+            refuse=lambda item, error: self._answer(item, TransferError.code),
             make_scratch=lambda lane: None,
             close_scratch=lambda lane, scratch: None,
             do_idle_work=lambda: False,
@@ -262,6 +263,10 @@ class PushReceiver:
             code = TransferError.code
             self._worker.num_unexpected_errors += 1
             logger.exception("offer of %s for %s", blob.agent, offer.key)
+        self._answer(item, code)
+
+    def _answer(self, item: tuple[RankBlob, Offer], code: str) -> None:
+        blob, offer = item
         self._endpoint.try_send(blob, Taken(offer.offer, code))
 
     def _read(self, blob: RankBlob, offer: Offer) -> None:

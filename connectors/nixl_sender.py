@@ -36,6 +36,7 @@ class _Offered(NamedTuple):
     """A batch that the receiver may read."""
 
     job: Job
+    agent: str  # whose blocks it is for
     num_bytes: int
     permit: Permit
 
@@ -177,7 +178,7 @@ class PushSender:
             raise TransferError("too many offers stand already", transfer_id=send.key[0], attempt=send.key[1])
         number = next(self._numbers)
         with self._lock:
-            self._offers[number] = _Offered(job, num_bytes, permit)
+            self._offers[number] = _Offered(job, blob.agent, num_bytes, permit)
         message = Offer(*send.key, number, *permit, whole, make_runs(ids), piece.heads.first, range_of(piece))
         try:
             self._endpoint.send(blob, message)
@@ -206,10 +207,14 @@ class PushSender:
 
     def _on_taken(self, blob: RankBlob, message: Taken) -> None:
         with self._lock:
-            offered = self._offers.pop(message.offer, None)
-        if offered is not None:
-            self._endpoint.permits.withdraw(offered.permit)
-            self._worker.end_job(offered.job, message.code, 0 if message.code else offered.num_bytes)
+            offered = self._offers.get(message.offer)
+            if offered is None:
+                return
+            if offered.agent != blob.agent:
+                raise TransferError(f"offer {message.offer} is agent {offered.agent}'s")
+            del self._offers[message.offer]
+        self._endpoint.permits.withdraw(offered.permit)
+        self._worker.end_job(offered.job, message.code, 0 if message.code else offered.num_bytes)
 
 
 def _units_of(piece: PushPiece, block_size: int) -> Ids:

@@ -21,8 +21,15 @@ from pdkv.connectors.block_copy import Bytes
 from pdkv.connectors.host import host_id
 from pdkv.connectors.shared_block_table import BlockTableReader, TableArrays, TableShape
 from pdkv.decoding import decode_total
-from pdkv.errors import ConfigError, IncompatiblePeers, MalformedMessage, PeerGone, StaleEpoch
-from pdkv.messages import KVLayout
+from pdkv.errors import (
+    ConfigError,
+    IncompatiblePeers,
+    MalformedMessage,
+    PeerGone,
+    StaleEpoch,
+    TransferError,
+)
+from pdkv.messages import EngineCard, KVLayout
 from pdkv.process_info import process_start_time
 
 logger = logging.getLogger(__name__)
@@ -34,6 +41,7 @@ _TOUCH_BYTES = 4 * 1024 * 1024  # per call, so that a stop or a waiting load is 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11's fcntl lacks it
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+_OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _LINK_PREFIX = "/memfd:pdkv:"
 
 
@@ -203,14 +211,16 @@ def token_view(data: Bytes, layout: KVLayout) -> Bytes:
     return data.reshape(len(data), layout.num_layers * 2, layout.num_kv_heads, layout.block_size, token_bytes)
 
 
-def open_peer_arena(address: ArenaAddress, *, engine: str, epoch: str) -> PeerArena:
-    """Map a peer's arena, read-only, after every check that it is the one that the card means.
+def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
+    """Map the arena of one rank of a peer, read-only, after every check that it is the one that the card means.
 
     Raises:
         PeerGone: its process is gone, or the pid or descriptor is another one's now.
         StaleEpoch: the arena belongs to another incarnation of the engine.
-        IncompatiblePeers: it lies on another host, or is no arena of this version.
+        IncompatiblePeers: it lies on another host, is no arena of this version, or is not what the card describes.
+        TransferError: this process lacks descriptors or memory for it now.
     """
+    engine = card.engine
     if address.host != host_id():
         raise IncompatiblePeers(
             f"engine {engine}: shared memory needs one host; here {host_id()}, there {address.host}"
@@ -221,22 +231,33 @@ def open_peer_arena(address: ArenaAddress, *, engine: str, epoch: str) -> PeerAr
             raise PeerGone(f"engine {engine}: descriptor {address.fd} of process {address.pid} is no arena")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise PeerGone(f"engine {engine}: process {address.pid} cannot be reached: {error.strerror}") from error
+        raise _open_error(f"engine {engine}: process {address.pid} cannot be reached", error) from error
     try:
         _check_identity(fd, address, engine)
         memory = mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    except OSError as error:  # no address space left, for example: no reason to stop serving
-        raise PeerGone(f"engine {engine}: its arena cannot be mapped: {error.strerror}") from error
+    except OSError as error:
+        raise _open_error(f"engine {engine}: its arena cannot be mapped", error) from error
     finally:
         os.close(fd)
     header = _read_header(memory, engine)
-    if (header.engine, header.epoch, header.pid) != (engine, epoch, address.pid):
-        raise StaleEpoch(f"engine {engine} epoch {epoch}: the arena is {header.engine}'s, epoch {header.epoch}")
+    if (header.engine, header.epoch, header.pid) != (engine, card.epoch, address.pid):
+        raise StaleEpoch(f"engine {engine} epoch {card.epoch}: the arena is {header.engine}'s, epoch {header.epoch}")
+    said, meant = (header.layout, header.num_blocks), (card.layout, card.num_blocks)
+    if said != meant:  # what is read is bounded by the card's numbers
+        raise IncompatiblePeers(
+            f"engine {engine}: its arena has (layout, blocks) {said!r}, its card says {meant!r}: restart that engine"
+        )
     if ArenaShape.of(header.layout, header.num_blocks).size != address.size:
         raise IncompatiblePeers(
             f"engine {engine}: an arena of {address.size} bytes has another shape than its header's"
         )
     return PeerArena(memory, header)
+
+
+def _open_error(what: str, error: OSError) -> TransferError:
+    """The peer's fault, or this process' own: that is no reason to give the peer up."""
+    kind = TransferError if error.errno in _OWN_FAULTS else PeerGone
+    return kind(f"{what}: {error.strerror}")
 
 
 def _check_identity(fd: int, address: ArenaAddress, engine: str) -> None:

@@ -8,7 +8,7 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peers import Incarnation, PeerCards
 from pdkv.connectors.shared_arena import ArenaAddress, PeerArena, open_peer_arena
 from pdkv.decoding import decode_total
-from pdkv.errors import IncompatiblePeers, MalformedMessage, PdkvError
+from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, StaleEpoch, TransferError
 from pdkv.messages import EngineCard
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class PeerArenas(PeerCards):
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
         self._addresses: dict[Incarnation, list[ArenaAddress]] = {}
+        self._short: set[Incarnation] = set()  # for which this process lacked something the last time
         self._open: dict[Incarnation, dict[int, PeerArena]] = {}  # by rank; lives on while a copy uses it
 
     def get(self, engine: str, epoch: str, rank: int = 0) -> PeerArena:
@@ -51,19 +52,26 @@ class PeerArenas(PeerCards):
             StaleEpoch: another incarnation of that engine is known, or lies behind the address.
             PeerGone: no such engine is known, or its process is gone.
             IncompatiblePeers: it is known and cannot be used.
+            TransferError: this process cannot map it now; another time it may.
         """
         peer = (engine, epoch)
         with self._lock:
             arena = self._open.get(peer, {}).get(rank)
             if arena is not None:
                 return arena
-            self._find(peer)
+            card = self._find(peer)
             try:
-                arena = open_peer_arena(self._addresses[peer][rank], engine=engine, epoch=epoch)
-            except PdkvError as error:
+                arena = open_peer_arena(self._addresses[peer][rank], card)
+            except (PeerGone, StaleEpoch, IncompatiblePeers) as error:  # of the peer, for good; others may be over soon
                 self._errors[peer] = error
                 logger.warning("no KV from engine %s: %s", engine, error)
                 raise
+            except TransferError as error:
+                if peer not in self._short:
+                    self._short.add(peer)
+                    logger.warning("no KV from engine %s for now: %s", engine, error)
+                raise
+            self._short.discard(peer)
             self._open.setdefault(peer, {})[rank] = arena
             return arena
 
@@ -80,4 +88,5 @@ class PeerArenas(PeerCards):
     def _forget(self, peer: Incarnation) -> None:
         super()._forget(peer)
         self._addresses.pop(peer, None)
+        self._short.discard(peer)
         self._open.pop(peer, None)

@@ -40,6 +40,7 @@ class Transfer:
     started: float
     jobs: set["Job"] = field(default_factory=set)  # not ended
     complete: bool = False  # no further batch comes
+    batches: set[TransferKey | None] = field(default_factory=set)  # names of all so far
     num_bytes: int = 0
     code: str = ""  # of the first failure
 

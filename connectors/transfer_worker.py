@@ -50,6 +50,7 @@ class TransferWorker(WorkerConnector):
         self.lanes: IOLanes[Job] = IOLanes(
             lanes,
             self._run,
+            refuse=self._refuse_job,
             make_scratch=self.make_scratch,
             close_scratch=self.close_scratch,
             do_idle_work=self.do_idle_work,
@@ -111,21 +112,26 @@ class TransferWorker(WorkerConnector):
             last: the transfer is complete with this batch.
 
         Returns:
-            The jobs; none where there is nothing to do, and for a transfer that has failed or is complete.
+            The jobs; none where there is nothing to do, and for a transfer that has failed or is complete: a new batch
+            of such a one fails, an order that is repeated is only counted.
         """
         now = time.monotonic()
         with self._lock:
             transfer = self._transfers.get((direction, key))
+            group = Batch(batch, started=now)
             if transfer is not None and transfer.complete:
                 self.num_unknown_keys += 1
-                return []
-            group = Batch(batch, started=now)
-            if code := self._refusal(key, direction, transfer):
+                code = TransferError.code
+                if batch not in transfer.batches:
+                    transfer.batches.add(batch)
+                    self._report_batch(direction, group, transfer.code or code)
+            elif code := self._refusal(key, direction, transfer):
                 self._report_batch(direction, group, code)
             else:
                 if transfer is None:
                     transfer = self._transfers[direction, key] = Transfer(key, direction, now)
                 transfer.complete = last
+                transfer.batches.add(batch)
                 jobs = self._make_jobs(transfer, group, tasks)
         self._notify_results()
         return [] if code else jobs
@@ -365,6 +371,15 @@ class TransferWorker(WorkerConnector):
             self._notify()
 
     # --- I/O threads ----------------------------------------------------------------------------------------------
+
+    def _refuse_job(self, job: Job, error: Exception) -> None:
+        """Its lane has nothing to run it with."""
+        with self._lock:
+            if job.state != "queued":
+                return
+            stopped = self._end(job, error.code if isinstance(error, PdkvError) else TransferError.code, 0)
+        self._interrupt(stopped)
+        self._notify_results()
 
     def _run(self, job: Job, scratch: Any) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from traffic import held_by_process, wait_until_true, wait_until_within
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.conformance.shm_files import left_behind, shm_files
 from pdkv.connectors.nixl import NixlConnector, NixlPullConnector, NixlPushConnector
-from pdkv.connectors.nixl_wire import Begin, encode
+from pdkv.connectors.nixl_wire import Begin, Taken, encode
 from pdkv.connectors.pull import BlockLoad, PullMetadata
 from pdkv.connectors.registry import load_connector
 from pdkv.errors import (
@@ -28,6 +28,7 @@ from pdkv.errors import (
     StaleEpoch,
     StaleGeneration,
     TransferCancelled,
+    TransferError,
     TransferTimeout,
 )
 from pdkv.messages import EngineCard
@@ -337,6 +338,25 @@ def test_a_receive_that_is_cancelled_waits_for_its_writers_word(world: World) ->
     prefill.signal(signal.SIGCONT)
     assert decode.outcome("half").code == TransferCancelled.code
     check_nothing_is_left(decode)
+
+
+def test_only_who_an_offer_was_made_to_can_say_that_it_is_taken(world: World) -> None:
+    """A third engine that names the offer's number ends nothing; the sender's blocks stay where they are."""
+    prefill, decode, other = (world.local(name, options={"mode": "push"}) for name in "pdo")
+    introduce(prefill, decode, other)
+    ticket = decode.load(view("t", kv="await_peer", num_tokens=65), scattered(4, 7), 0)
+    sender = prefill.ranks[0].worker
+    taken: list[Any] = []
+    sender.rank.endpoint.handle(Taken, lambda blob, message: taken.append((blob, message)))
+    prefill.push("t", ticket, scattered(4), 0, 64, last=True)
+    wait_until_true(lambda: taken, "the receiver's word is here")
+    (theirs, message), forger = taken[0], sender.rank.endpoint.peers.agent("o/1/0")
+    with pytest.raises(TransferError, match=r"offer .* is agent d/1/0's"):
+        sender._sender._on_taken(forger, message)
+    assert sender.num_open_jobs == 1
+    sender._sender._on_taken(theirs, message)
+    assert prefill.outcome("t").code == ""
+    assert decode.outcome("t").code == ""
 
 
 def test_nobody_may_write_any_more_when_the_last_piece_was_offered(world: World) -> None:

@@ -215,6 +215,44 @@ def test_what_waits_for_one_peer_holds_up_no_other(own: Own, start_peer: Callabl
     meet(own, well)
 
 
+def test_who_disconnects_does_not_wait_for_a_transfer_that_does_not_look(
+    own: Own, start_peer: Callable[..., Peer]
+) -> None:
+    """The message thread disconnects; whichever transfer leaves last closes the connection."""
+    peer = start_peer()
+    peer.signal(signal.SIGSTOP)
+    own.agent.connect(peer.name, peer.metadata)
+    began, may_look = threading.Event(), threading.Event()
+    errors: list[TransferError] = []
+
+    def hold() -> None:
+        began.set()
+        assert may_look.wait(WAIT_S)
+
+    def transfer() -> None:
+        try:
+            copy(own, peer, check=hold)
+        except TransferError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=transfer, daemon=True)
+    waiting.start()
+    assert began.wait(WAIT_S)
+    said: list[bool] = []
+    message_thread = threading.Thread(target=lambda: said.append(own.agent.disconnect(peer.name)), daemon=True)
+    message_thread.start()
+    message_thread.join(WAIT_S / 4)
+    still_waits = message_thread.is_alive()
+    may_look.set()
+    waiting.join(WAIT_S)
+    assert not still_waits
+    assert said == [False]
+    assert [type(error) for error in errors] == [TransferCancelled]
+    assert own.agent.disconnect(peer.name)
+    peer.signal(signal.SIGCONT)
+    meet(own, peer)
+
+
 def test_a_check_can_end_a_transfer(own: Own, start_peer: Callable[..., Peer]) -> None:
     peer = start_peer()
     peer.signal(signal.SIGSTOP)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pdkv.connectors import block_copy
 from pdkv.connectors.block_copy import STAGING_BYTES, Bytes, copy_blocks, copy_segments
 from pdkv.connectors.planning import Run, Segment, as_ids, merge_runs, run_starts, token_segments, whole_blocks
+from pdkv.errors import TransferError
 from pdkv.kernels import host
 
 
@@ -115,6 +116,35 @@ def test_copied_blocks_are_equal_and_others_untouched(
     assert np.array_equal(destination[destination_ids], source[source_ids])
     others = np.setdiff1d(np.arange(64), destination_ids)
     assert np.array_equal(destination[others], before[others])
+
+
+@pytest.mark.parametrize(
+    ("source_ids", "destination_ids", "destination_bytes"),
+    [
+        *(([64], [0], 64), ([-1], [0], 64), ([0], [64], 64), ([0], [-1], 64), ([0], [0, 1], 64)),
+        *(([0], [0], 32), ([0], [0], 128)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_blocks_that_are_not_there_or_of_another_size_are_not_copied(
+    source_ids: list[int], destination_ids: list[int], destination_bytes: int, compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The kernel is told addresses and looks at nothing: whatever it is asked for must lie in both pools."""
+    if not compiled:
+        monkeypatch.setattr(host, "available", lambda: False)
+    whole = _pool(66, destination_bytes, 2)
+    destination, before = whole[1:65], whole.copy()  # what lies before and behind it is in reach
+    with pytest.raises(TransferError, match="block"):
+        copy_blocks(
+            _pool(64, 64, 1),
+            destination,
+            as_ids(source_ids),
+            as_ids(destination_ids),
+            np.empty(STAGING_BYTES, np.uint8),
+        )
+    assert np.array_equal(whole, before)
 
 
 def test_small_scattered_blocks_are_staged_where_no_kernel_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The shared_memory connector when things end early: cancels, deadlines, peers that leave or do not fit, shutdown."""
 
+import errno
 import gc
 import logging
 import operator
@@ -115,6 +116,33 @@ def test_loads_from_a_peer_that_left_fail(make_engine: Engines, successor: bool,
     decode.meet(*[make_engine("p", epoch="2").card] * successor)
     decode.step()
     assert decode.outcome(request).code == code
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES], ids=errno.errorcode.__getitem__
+)
+def test_a_peer_that_cannot_be_mapped_now_is_mapped_later(
+    make_engine: Engines, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A lack of descriptors or memory here is no fault of the peer's; only what is stays with its card."""
+    prefill, decode = make_engine("p"), make_engine("d")
+    real = os.open
+
+    def open_or_fail(path: Any, *rest: Any, **named: Any) -> int:
+        if str(path).startswith("/proc/") and "/fd/" in str(path):
+            raise OSError(number, os.strerror(number))
+        return real(path, *rest, **named)
+
+    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_or_fail)
+        decode.meet(prefill.card)
+        assert decode.scheduler.get_num_new_matched_tokens(request, 0) == NO_MATCH
+    if number == errno.EACCES:
+        assert decode.scheduler.get_num_new_matched_tokens(request, 0) == NO_MATCH
+    else:
+        assert decode.start(request, [0, 1, 2], 0) == 40
+        assert decode.outcome(request).code == ""
 
 
 def test_a_copy_in_flight_outlives_its_peers_removal(make_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:

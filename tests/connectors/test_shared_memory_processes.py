@@ -54,7 +54,7 @@ class Peer:
 
     def open(self, **changes: Any) -> PeerArena:
         address = msgspec.structs.replace(self.address, **changes)
-        return open_peer_arena(address, engine=self.card.engine, epoch=self.card.epoch)
+        return open_peer_arena(address, self.card)
 
     def end(self, number: int | None = None) -> None:
         if number is not None:
@@ -233,7 +233,16 @@ def test_an_address_that_does_not_fit_is_refused(
 
 def test_another_incarnation_behind_the_address_is_refused(held_peer: Peer) -> None:
     with pytest.raises(StaleEpoch, match="peer's, epoch 2"):
-        open_peer_arena(held_peer.address, engine="peer", epoch="1")
+        open_peer_arena(held_peer.address, msgspec.structs.replace(held_peer.card, epoch="1"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_blocks": NUM_BLOCKS + 1}, {"layout": msgspec.structs.replace(LAYOUT, head_size=64)}], ids=str
+)
+def test_an_arena_that_is_not_what_the_card_says_is_refused(held_peer: Peer, changes: dict[str, Any]) -> None:
+    """What a load may name is bounded by the card's numbers, and the copy by them alone."""
+    with pytest.raises(IncompatiblePeers, match="its card says"):
+        open_peer_arena(held_peer.address, msgspec.structs.replace(held_peer.card, **changes))
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -247,7 +256,7 @@ def test_a_memfd_that_is_no_arena_is_refused(held_peer: Peer, sealed: bool) -> N
         start_time = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         address = ArenaAddress(template.host, os.getpid(), start_time, fd, os.fstat(fd).st_ino, 1 << 20)
         with pytest.raises(IncompatiblePeers, match="magic" if sealed else "not sealed"):
-            open_peer_arena(address, engine="peer", epoch="1")
+            open_peer_arena(address, msgspec.structs.replace(held_peer.card, epoch="1"))
     finally:
         os.close(fd)
 

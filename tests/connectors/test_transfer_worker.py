@@ -9,7 +9,7 @@ import pytest
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutcome
 from pdkv.connectors.io_lanes import SHARED_LANE, LaneConfig
 from pdkv.connectors.transfer_worker import Job, Task, TransferWorker
-from pdkv.errors import PeerGone
+from pdkv.errors import ConfigError, PeerGone, TransferError
 
 WAIT_S = 20.0
 KEY: TransferKey = ("t", 1)
@@ -149,6 +149,77 @@ def test_unknown_keys_are_counted_and_ignored(make_worker: Callable[..., GateWor
     assert worker.num_unknown_keys == 3
     worker.submit(KEY, "receive", [Task(Gate())])  # again, after a preemption
     assert worker.next_results()["finished_receiving"][KEY].num_bytes == 1
+
+
+def test_a_new_batch_of_a_complete_transfer_fails_and_a_repeated_one_is_counted(
+    make_worker: Callable[..., GateWorker],
+) -> None:
+    """The engine holds a batch's blocks until its name is reported; the one that is under way keeps its own."""
+    worker = make_worker()
+    held = Gate(is_open=False)
+    worker.submit(KEY, "send", [Task(held)], batch=("t/1", 1))
+    for _ in range(2):
+        assert worker.submit(KEY, "send", [Task(Gate())], batch=("t/2", 1)) == []
+        assert worker.submit(KEY, "send", [Task(Gate())], batch=("t/1", 1)) == []
+    assert worker.next_results().keys() == {"failed_sending"}
+    assert not worker.get_finished()
+    assert worker.num_unknown_keys == 4
+    held.opened.set()
+    assert set(worker.next_results()["finished_sending"]) == {("t/1", 1), KEY}
+
+
+class ScratchWorker(GateWorker):
+    """Whose threads cannot have what they need, `num_failures` times."""
+
+    num_failures = 0
+
+    def make_scratch(self, lane: Any) -> Any:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise TransferError("no buffers") if self.num_failures % 2 else MemoryError("no memory")
+        return None
+
+
+def test_a_lane_without_scratch_fails_what_it_is_given_and_recovers() -> None:
+    worker = ScratchWorker(num_shared=0)
+    worker.num_failures = 3  # as the thread starts and for the first job, then for the second one
+    for _ in range(2):
+        worker.submit(KEY, "receive", [Task(Gate(), lane="own")])
+        assert worker.next_results()["failed_receiving"][KEY].code == "transfer_failed"
+    worker.submit(KEY, "receive", [Task(Gate(), lane="own")])
+    assert worker.next_results()["finished_receiving"][KEY].num_bytes == 1
+    worker.shutdown()
+    assert not worker.lanes.threads
+    assert worker.closed == ["own"]
+
+
+def test_a_thread_that_cannot_start_is_tried_again(
+    make_worker: Callable[..., GateWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step thread goes on; what waits is served when there is room for a thread again."""
+    worker = make_worker(num_shared=0)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        worker.submit(KEY, "receive", [Task(Gate(), lane="a")])
+    assert not worker.get_finished()
+    assert not worker.lanes.threads
+    worker.submit(("u", 1), "receive", [Task(Gate(), lane="b")])
+    found: set[TransferKey] = set()
+    while len(found) < 2:
+        found |= set(worker.next_results()["finished_receiving"])
+
+
+def test_without_a_shared_thread_a_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ConfigError, match="no thread pdkv-io can be started"):
+        GateWorker()
 
 
 def test_a_posted_job_ends_by_its_transport(make_worker: Callable[..., GateWorker]) -> None:
