@@ -135,6 +135,8 @@ class TransferOutcome(NamedTuple):
     code: str = ""  # a TransferError's code, empty when it succeeded
     num_bytes: int = 0
     seconds: float = 0.0
+    num_tokens: int = 0  # of a load that failed: so many of its first tokens are in their blocks all the same
+    num_damaged: int = 0  # stored values that were not what somebody saved under their keys: taken as misses
 
 
 class TransferResults(NamedTuple):

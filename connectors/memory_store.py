@@ -6,6 +6,7 @@ transfer, found only through it and dropped on release.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import ClassVar
 
 import msgspec
@@ -221,10 +222,10 @@ class StoreWorker(MemoryWorker):
         del self._active[load.key]
         self.received(load.key, len(load.target))
 
-    def end_key(self, key: TransferKey, code: str) -> None:
-        """Nothing of this transfer lands from now on."""
+    def end_key(self, key: TransferKey, code: str, num_tokens: int = 0) -> None:
+        """Nothing of this transfer lands from now on; its first `num_tokens` tokens have."""
         if self._active.pop(key, None) is not None:
-            self.receive_failed(key, code)
+            self.receive_failed(key, code, num_tokens)
 
     def committed(self, commit: "Commit") -> None:
         """A commit is visible."""
@@ -276,18 +277,18 @@ class ReadStore(Operation):
     def deliver(self) -> Operation | None:
         worker, load = self.worker, self.load
         if self.content is None:
-            found = [worker.fabric.store.get(name) for name in load.names]
-            self.content = [content for content in found if content is not None]
-            if len(self.content) < len(found):
-                worker.end_key(load.key, KVNotFound.code)
-                return None
+            found = (worker.fabric.store.get(name) for name in load.names)
+            self.content = list(takewhile(lambda content: content is not None, found))
             return self
         if not worker.is_active(load):
             worker.fabric.num_refused += 1
             return None
-        for block_id, content in zip(load.target, self.content, strict=True):
+        for block_id, content in zip(load.target, self.content, strict=False):
             copy_in(worker.pool, [block_id], content)
-        worker.end(load)
+        if len(self.content) == len(load.names):
+            worker.end(load)
+        else:
+            worker.end_key(load.key, KVNotFound.code, len(self.content) * worker.block_size)
         return None
 
 

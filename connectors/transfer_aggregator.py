@@ -1,6 +1,7 @@
 """Results of transfers from all ranks of an engine as one: a transfer has ended when every rank has let go of it."""
 
 from collections.abc import Iterable, Mapping
+from sys import maxsize
 from typing import NamedTuple
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults
@@ -15,13 +16,24 @@ class _Pending:
         self.code = ""
         self.num_bytes = 0
         self.seconds = 0.0
+        self.num_tokens = maxsize  # where no rank failed
+        self.num_damaged = 0
 
     def add(self, rank: int, outcome: TransferOutcome, *, failed: bool) -> None:
         self.ranks.add(rank)
         if failed and not self.failed:
             self.failed, self.code = True, outcome.code
+        if failed:
+            self.num_tokens = min(self.num_tokens, outcome.num_tokens)
         self.num_bytes += outcome.num_bytes
         self.seconds = max(self.seconds, outcome.seconds)
+        self.num_damaged += outcome.num_damaged
+
+    @property
+    def outcome(self) -> TransferOutcome:
+        """Of all ranks."""
+        num_tokens = self.num_tokens if self.failed else 0
+        return TransferOutcome(self.code, self.num_bytes, self.seconds, num_tokens, self.num_damaged)
 
 
 class _Ended(NamedTuple):
@@ -35,8 +47,8 @@ class TransferAggregator:
     """Collects per-rank results. Every rank ends every transfer exactly once, also one that it had no part in.
 
     A transfer has finished when all ranks finished it. It has failed when all ended it and one failed, with the code
-    of the one that failed first: until then the others may still touch its blocks. Bytes are summed; the slowest rank
-    gives the seconds.
+    of the one that failed first: until then the others may still touch its blocks. Bytes and damaged values are summed;
+    the slowest rank gives the seconds, the one with the fewest first tokens gives those of a failed load.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -81,4 +93,4 @@ class TransferAggregator:
             if len(entry.ranks) == self._num_ranks:
                 del pending[key]
                 target = ended.failed if entry.failed else ended.finished
-                target[key] = TransferOutcome(entry.code, entry.num_bytes, entry.seconds)
+                target[key] = entry.outcome

@@ -33,6 +33,7 @@ class DecodeRole:
         local_prefill_tokens: int,
     ) -> None:
         self.num_load_failures = 0
+        self.num_partial_loads = 0  # a store had the first tokens only, which were used
         self.bytes_received = 0
         self.transfer_seconds = 0.0
         self._pool = pool
@@ -71,14 +72,16 @@ class DecodeRole:
     def load_ended(self, request: Request, ok: bool, outcome: TransferOutcome) -> bool:
         """Count, tell the router, and end the peer's lease. False: the request must fail."""
         submit = request.submit
-        if ok:
+        if ok or outcome.num_tokens:
             self.bytes_received += outcome.num_bytes
             self.transfer_seconds += outcome.seconds
-        else:
+        if not ok and outcome.num_tokens and request.kv != "await_peer":
+            self.num_partial_loads += 1
+        elif not ok:
             self.num_load_failures += 1
             logger.warning(
-                "KV load of request %s (attempt %d) failed: %s; policy %s",
-                submit.request_id, submit.attempt, outcome.code, self._policy,
+                "KV load of request %s (attempt %d) failed: %s, %d tokens came; policy %s",
+                submit.request_id, submit.attempt, outcome.code, outcome.num_tokens, self._policy,
             )  # fmt: skip
         if request.kv != "await_peer":
             return True  # a cache's miss: what it did not have is computed

@@ -399,6 +399,8 @@ class EngineCore:
             dropped_messages=counters.dropped_messages + self.external.num_unknown_results,
             transfer_seconds=base.transfer_seconds,
             steps=counters.steps,
+            damaged_values=self.external.num_damaged,
+            partial_loads=base.partial_loads,
         )
 
     def _report_load(self) -> None:

@@ -61,6 +61,7 @@ class ExternalKV:
         self.connector = connector
         self.loads: dict[TransferKey, Load] = {}
         self.num_unknown_results = 0
+        self.num_damaged = 0  # stored values that loads took as misses
         self._pool = pool
         self._block_size = block_size
         self._quarantine: dict[TransferKey, Sequence[int]] = {}
@@ -202,6 +203,8 @@ class ExternalKV:
 
     def resolve(self, results: TransferResults) -> TransferResults:
         """What the engine acts on, from what its ranks reported."""
+        for outcomes in (results.finished_receiving, results.failed_receiving):
+            self.num_damaged += sum(outcome.num_damaged for outcome in outcomes.values())
         return results if self.connector is None else self.connector.resolve_results(results)
 
     def apply(self, results: TransferResults) -> None:

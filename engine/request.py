@@ -87,6 +87,15 @@ class Request:
         self.preempted = True
         self._reset()
 
+    def resume(self, num_tokens: int) -> None:
+        """Go on behind tokens [0, num_tokens), which are in its blocks, and forget what steps in flight compute."""
+        self.restarts += 1
+        self.preempted = True  # what should have come from outside is computed again
+        self.num_external = num_tokens - self.num_local_hit
+        self.num_computed = self.num_confirmed = num_tokens
+        self.num_reported = self.num_worker_blocks = 0
+        self.sampling_in_flight = False
+
     @property
     def key(self) -> RequestKey:
         """(request_id, attempt)."""

@@ -367,19 +367,33 @@ class Scheduler:
             self.external.preempted(request)  # what it computed behind the load is void, too
         if request in self.running:
             self.running.remove(request)
-        self._fall_back(request, outcome)
+        num_loaded = load.start + outcome.num_tokens if transfer_ended and outcome.num_tokens else 0
+        self._fall_back(request, outcome, num_loaded)
 
     def _fall_back_from_queue(self, request: Request, outcome: TransferOutcome) -> None:
         self.waiting.remove(request)
         self._fall_back(request, outcome)
 
-    def _fall_back(self, request: Request, outcome: TransferOutcome) -> None:
-        """Compute here what did not come, or fail the request, as the role's policy says."""
-        request.load_failed = True
+    def _fall_back(self, request: Request, outcome: TransferOutcome, num_loaded: int = 0) -> None:
+        """Compute here what did not come, or fail the request, as the role's policy says.
+
+        Args:
+            num_loaded: tokens [0, num_loaded) are in its blocks.
+        """
         request.handoff = None
         compute_here = self.roles.load_ended(request, False, outcome)
-        if request.kv == "await_peer":
+        is_from_peer = request.kv == "await_peer"
+        if is_from_peer:
             request.kv = "local"
+        if num_loaded and compute_here:
+            self._leave_workers(request)
+            request.resume(min(num_loaded, request.num_wanted))
+            request.source_is_peer = is_from_peer
+            self.kv.commit(request)
+            self.running.append(request)
+            self.needs_step = True
+            return
+        request.load_failed = True
         self._send_back(request)
         if not compute_here:
             self.rejected.append((request, outcome))
@@ -400,6 +414,10 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         """Release blocks (a step in flight keeps them until its update) and the place in the workers' batch."""
         self.kv.free(request, step_in_flight=request.last_step_id in self._in_flight)
+        self._leave_workers(request)
+
+    def _leave_workers(self, request: Request) -> None:
+        """The request is in the workers' batch no longer."""
         if request.in_worker:
             request.in_worker = False
             self._num_worker_requests -= 1

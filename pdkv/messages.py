@@ -324,6 +324,8 @@ class Load(Message, frozen=True):
     dropped_messages: int = 0
     transfer_seconds: float = 0.0
     steps: int = 0
+    damaged_values: int = 0
+    partial_loads: int = 0
 
 
 RouterToEngine = Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Peers | Resync

@@ -81,6 +81,7 @@ def wire_core(
             load_failures=decode.num_load_failures,
             bytes_received=decode.bytes_received,
             transfer_seconds=decode.transfer_seconds,
+            partial_loads=decode.num_partial_loads,
         )
 
     roles = Roles(prefill, decode)

@@ -101,6 +101,14 @@ class _EngineCollector(Collector):
         )
         received = CounterMetricFamily("pdkv_engine_kv_received_bytes", "KV that came from peers.", labels=labels)
         failures = CounterMetricFamily("pdkv_engine_kv_load_failures", "KV loads that failed.", labels=labels)
+        partial = CounterMetricFamily(
+            "pdkv_engine_kv_partial_loads", "KV loads of which a store had the first tokens only.", labels=labels
+        )
+        damaged = CounterMetricFamily(
+            "pdkv_engine_kv_damaged_values",
+            "Stored values that were not what had been saved under their keys, and were taken as misses.",
+            labels=labels,
+        )
         preemptions = CounterMetricFamily("pdkv_engine_preemptions", "Requests taken out of the batch.", labels=labels)
         steps = CounterMetricFamily("pdkv_engine_steps", "Steps of the engine.", labels=labels)
         transfer = CounterMetricFamily("pdkv_engine_kv_transfer_seconds", "Time spent in KV transfers.", labels=labels)
@@ -115,6 +123,8 @@ class _EngineCollector(Collector):
             running.add_metric(name, load.running)
             received.add_metric(name, load.bytes_received)
             failures.add_metric(name, load.load_failures)
+            partial.add_metric(name, load.partial_loads)
+            damaged.add_metric(name, load.damaged_values)
             preemptions.add_metric(name, load.preemptions)
             steps.add_metric(name, load.steps)
             transfer.add_metric(name, load.transfer_seconds)
@@ -122,7 +132,8 @@ class _EngineCollector(Collector):
                 blocks.add_metric([*name, block_class], getattr(load.blocks, block_class))
             for source in _SOURCES:
                 sources.add_metric([*name, source], getattr(load.sources, source))
-        yield from (up, deaths, waiting, running, blocks, sources, received, failures, preemptions, steps, transfer)
+        yield from (up, deaths, waiting, running, blocks, sources, received, failures, partial, damaged)
+        yield from (preemptions, steps, transfer)
         yield CounterMetricFamily("pdkv_retries", "Generations begun again elsewhere.", dispatcher.counters.retried)
         yield CounterMetricFamily(
             "pdkv_dropped_messages", "Messages about what had ended.", dispatcher.counters.dropped_messages

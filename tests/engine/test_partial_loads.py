@@ -1,0 +1,124 @@
+"""A store that has less than it said: what came is used, the rest is computed, and every token is counted once."""
+
+from collections.abc import Iterator
+
+import pytest
+from engines import at_rest, make_core, of_type, output_of, run, submit
+from state_machine.standin import expected_tokens
+
+from pdkv.config import HandoffConfig
+from pdkv.connectors.memory_fabric import MemoryFabric
+from pdkv.engine.core import EngineCore
+from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.messages import Failed, Finished, HandedOff, KVHandoff, KVReady, Loaded, SourceCounts
+
+PROMPT = list(range(100, 133))  # 8 blocks of 4, and a token
+FABRIC = "partial-loads"
+
+
+@pytest.fixture(autouse=True)
+def _fabric() -> Iterator[None]:
+    MemoryFabric.bind(FABRIC, MemoryFabric())
+    yield
+    MemoryFabric.unbind(FABRIC)
+
+
+def engine(name: str, load: str, **arguments: object) -> EngineCore:
+    options = {"fabric": FABRIC, "mode": "store", "load": load}
+    return make_core(name=name, options=options, num_blocks=32, **arguments)  # type: ignore[arg-type]
+
+
+def lose(core: EngineCore, index: int) -> None:
+    """The prompt's block of that number is no longer in the store."""
+    (request,) = core.requests.values()
+    fabric = MemoryFabric.named(FABRIC)
+    assert request.hash_keys[index] in fabric.store
+    fabric.store.discard(request.hash_keys[index])
+
+
+def sources(messages: list) -> SourceCounts:  # type: ignore[type-arg]
+    (finished,) = of_type(messages, Finished)
+    assert isinstance(finished, Finished)
+    assert finished.sources is not None
+    return finished.sources
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+@pytest.mark.parametrize("lost", range(8))
+def test_what_lies_before_the_gap_is_used_and_the_rest_is_computed(load: str, lost: int) -> None:
+    """B1."""
+    run_prompt(engine("there", load))
+    here = engine("here", load)
+    here.handle("r", submit(PROMPT, max_tokens=3), 0.0)
+    plan = here.scheduler.schedule(0.0)
+    lose(here, lost)
+    here.finish_step(here.executor.execute(plan), 0.0)
+    messages = run(here)
+    assert output_of(messages, "a") == expected_tokens(PROMPT, 3)
+    assert sources(messages) == SourceCounts(0, 33 - 4 * lost, 0, 0, 4 * lost)
+    report = here._make_load()
+    assert (report.partial_loads, report.load_failures) == ((1, 0) if lost else (0, 1))
+    assert at_rest(here)
+    assert here.scheduler._num_worker_requests == 0
+    here.handle("r", submit(PROMPT, request_id="b", max_tokens=3), 0.0)  # what came in part is in the cache as whole
+    again = run(here)
+    assert output_of(again, "b") == expected_tokens(PROMPT, 3)
+    assert sources(again).local_hit == 32
+
+
+@pytest.mark.parametrize("lost", [1, 5])
+def test_steps_that_were_begun_behind_a_layerwise_load_bring_nothing(lost: int) -> None:
+    run_prompt(engine("there", "layerwise"), PROMPT[:25])
+    here = engine("here", "layerwise", limits=SchedulerLimits(8, 4, 4))
+    here.handle("r", submit(PROMPT, max_tokens=3), 0.0)
+    first = here.scheduler.schedule(0.0)
+    assert [(share.num_computed, share.num_scheduled) for share in first.scheduled] == [(24, 4)]
+    lose(here, lost)
+    outputs = [here.executor.execute(first)]
+    outputs.append(here.executor.execute(here.scheduler.schedule(0.0)))
+    for output in outputs:
+        here.finish_step(output, 0.0)
+    messages = run(here)
+    assert output_of(messages, "a") == expected_tokens(PROMPT, 3)
+    assert sources(messages) == SourceCounts(0, 33 - 4 * lost, 0, 0, 4 * lost)
+    assert at_rest(here)
+    reader = engine("reader", "async")
+    reader.handle("r", submit(PROMPT, max_tokens=3), 0.0)
+    assert output_of(run(reader), "a") == expected_tokens(PROMPT, 3), "nothing wrong was saved"
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_hand_off_of_which_a_part_came_does_as_the_policy_says(load: str, policy: str) -> None:
+    there = engine("there", load)
+    there.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
+    messages = run(there)
+    (handed_off,) = of_type(messages, HandedOff)
+    assert isinstance(handed_off, HandedOff)
+    first_token = output_of(messages, "a")
+    handoff: KVHandoff = handed_off.handoff
+    config = HandoffConfig(connector="memory", kv_load_failure_policy=policy)  # type: ignore[arg-type]
+    here = engine("here", load, handoff=config)
+    wanted = submit(PROMPT, max_tokens=3, output_token_ids=first_token, kv="await_peer", handoff=handoff)
+    here.handle("r", wanted, 0.0)
+    here.handle("r", KVReady("a", 0, True), 0.0)
+    plan = here.scheduler.schedule(0.0)
+    lose(here, 5)
+    here.finish_step(here.executor.execute(plan), 0.0)
+    messages = run(here)
+    (loaded,) = of_type(messages, Loaded)
+    assert isinstance(loaded, Loaded)
+    assert (loaded.ok, loaded.code) == (False, "kv_not_found")
+    if policy == "fail":
+        assert [m.code for m in of_type(messages, Failed)] == ["kv_not_found"]  # type: ignore[attr-defined]
+    else:
+        assert first_token + output_of(messages, "a") == expected_tokens(PROMPT, 3)
+        assert sources(messages) == SourceCounts(0, 13, 0, 20, 0)
+    assert here._make_load().load_failures == 1
+    assert at_rest(here)
+
+
+def run_prompt(core: EngineCore, prompt: list[int] = PROMPT) -> None:
+    """Compute and store it."""
+    core.handle("r", submit(prompt, max_tokens=1), 0.0)
+    run(core)
