@@ -3,9 +3,10 @@
 A block is in the free queue if and only if nobody holds it. A block with a key (hashed) is immutable.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from itertools import chain
 
 from pdkv.connectors.block_table import BlockTable
 from pdkv.messages import BlockCounts, BlockRemoved, BlockStored, CacheCleared, KVEvent
@@ -93,6 +94,12 @@ class BlockPool:
                 if self._keys[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
             self._count(before, self._class_of(block_id))
+
+    def num_freed_by(self, holds: Iterable[Sequence[int]]) -> int:
+        """Blocks that nobody would hold any more once these ACTIVE holds were released."""
+        active, leased, quarantined = self._holders
+        counts = Counter(chain.from_iterable(holds))
+        return sum(active[i] == n and not leased[i] and not quarantined[i] for i, n in counts.items())
 
     def is_held(self, block_id: int) -> bool:
         """Whether anybody holds the block."""

@@ -77,6 +77,11 @@ class ExternalKV:
         return connector is not None and (bool(self._news) or bool(self._cancels) or connector.has_pending_work)
 
     @property
+    def kept_blocks(self) -> Sequence[Sequence[int]]:
+        """Blocks of ended requests, held until the connector has heard what is in them: to the end of this plan."""
+        return self._kept
+
+    @property
     def is_idle(self) -> bool:
         """Whether no load, hold or quarantine is left."""
         return not (self.loads or self._quarantine or self._holds or self._cancels)

@@ -1,5 +1,8 @@
 """Blocks of requests: prefix hits, allocation, and the moment content enters the cache."""
 
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.request import Request
 
@@ -59,9 +62,18 @@ class KVCacheManager:
         """Whether blocks for `num_tokens` tokens could be had now, `hit` being the first of them. Holds nothing."""
         return self.num_taken(num_tokens, hit) <= self.pool.num_available
 
+    def num_missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that a request lacks for `num_tokens` tokens; 0 or less: none."""
+        return self.blocks_for(num_tokens) - len(request.block_ids)
+
+    def will_fit(self, request: Request, num_tokens: int, kept: Iterable[Sequence[int]]) -> bool:
+        """Whether `grow` will succeed when the steps in flight have ended and `kept` blocks are given back, too."""
+        leaving = chain(chain.from_iterable(self._step_blocks.values()), kept)
+        return self.num_missing(request, num_tokens) <= self.pool.num_available + self.pool.num_freed_by(leaving)
+
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Give a request the blocks up to `num_tokens`; False: there are not enough."""
-        missing = self.blocks_for(num_tokens) - len(request.block_ids)
+        missing = self.num_missing(request, num_tokens)
         if missing <= 0:
             return True
         new = self.pool.allocate(missing)

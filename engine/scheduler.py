@@ -1,9 +1,11 @@
 """Decides, step by step, which tokens of which requests are computed; plain data in, plain data out.
 
-Running requests first, then waiting ones, within one token budget. Chunked prefill, prefix hits, remote KV and decode
-are the same arithmetic on counters. A plan's update may lag: what its requests lost meanwhile is dropped by counter.
+Running requests first, then waiting ones, within one token budget; both by priority, and within one priority first
+come, first served. Chunked prefill, prefix hits, remote KV and decode are the same arithmetic on counters. A plan's
+update may lag: what its requests lost meanwhile is dropped by counter.
 """
 
+from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Sequence
 from math import inf
@@ -45,6 +47,11 @@ class Confirmed(NamedTuple):
 Admission = Literal["admitted", "skipped", "capped", "blocked"]
 
 
+def _priority(request: Request) -> int:
+    """Lower is more urgent."""
+    return request.submit.priority
+
+
 class Scheduler:
     """Queues and counters of one engine. Single-threaded; touches no socket, clock or tensor."""
 
@@ -53,8 +60,10 @@ class Scheduler:
         self.external = external
         self.roles = roles
         self.limits = limits
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting: deque[Request] = (
+            deque()
+        )  # by priority, then in order of arrival; a preempted one before its equals
+        self.running: list[Request] = []  # by priority, then in the order in which they began
         self.rejected: list[tuple[Request, TransferOutcome]] = []  # failed loads under the policy "fail"
         self.num_preemptions = 0
         self.needs_step = False  # something became schedulable outside a plan
@@ -77,7 +86,7 @@ class Scheduler:
         new, scheduled, ranges = self._name_shares(step_id, batch)
         waiting = [self.waiting[i] for i in range(min(len(self.waiting), NUM_PREFETCH_REQUESTS))]
         meta, cancels, freed = self.external.build_meta(step_id, ranges, waiting)
-        self.needs_step = self.needs_step or (freed and bool(self.waiting))
+        self.needs_step = self.needs_step or (freed and bool(self.waiting or self.running))
         ended, self._ended = self._ended, []
         return StepPlan(step_id=step_id, new=new, scheduled=scheduled, ended=ended, kv_meta=meta, cancels=cancels)
 
@@ -115,11 +124,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request: by priority (lower first), then in order of arrival."""
-        priority = request.submit.priority
-        index = len(self.waiting)
-        while index and self.waiting[index - 1].submit.priority > priority:
-            index -= 1
-        self.waiting.insert(index, request)
+        insort_right(self.waiting, request, key=_priority)
 
     def remove(self, request: Request) -> None:
         """The request ends here and gives everything back; what may still be written is quarantined."""
@@ -159,29 +164,56 @@ class Scheduler:
         deadlines += [d for r in self.waiting if (d := self._lookup_deadline(r)) != inf]
         return min(deadlines, default=None)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a queue is out of order, or places in the workers' batch are miscounted."""
+        for queue in (self.waiting, self.running):
+            priorities = [_priority(request) for request in queue]
+            assert priorities == sorted(priorities), priorities
+        assert self._num_worker_requests == sum(request.in_worker for request in self.running)
+
     # --- schedule: running ----------------------------------------------------------------------------------------
 
     def _schedule_running(self, budget: int, batch: list[tuple[Request, int]]) -> int:
-        """Share the budget out to running requests, oldest first; preempts from the end. Returns what is left."""
-        index = 0
+        """Share the budget out to running requests, the most urgent first; preempts from the end.
+
+        Behind one that waits for blocks only those go on that need none.
+
+        Returns:
+            What is left for waiting requests.
+        """
+        index, starved = 0, False
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             num_tokens = self._num_schedulable(request, budget)
-            if num_tokens == 0 or not (request.in_worker or self._has_slot):
+            stop = request.num_computed + num_tokens
+            must_wait = starved and self.kv.num_missing(request, stop) > 0
+            if num_tokens == 0 or must_wait or not (request.in_worker or self._has_slot):
                 index += 1
-                continue
-            while not self.kv.grow(request, request.num_computed + num_tokens):
-                victim = self._pick_victim(index)
-                if victim is None:
-                    return 0  # blocks come back with the end of a transfer or of a step: wait for it
-                self._preempt(victim)
-                if victim is request:
-                    break
-            else:
+            elif self._make_room(request, stop, index):
                 self._join(batch, request, num_tokens)
                 budget -= num_tokens
                 index += 1
-        return budget
+            elif index < len(self.running) and self.running[index] is request:  # else it was preempted itself
+                starved = True
+                index += 1
+        return 0 if starved else budget
+
+    def _make_room(self, request: Request, num_tokens: int, index: int) -> bool:
+        """Give running[index] the blocks up to `num_tokens`, preempting from the end of running[index:].
+
+        Returns:
+            False: not in this step. Blocks come back with the end of a step or of a transfer, or it was the last one.
+        """
+        while not self.kv.grow(request, num_tokens):
+            if self.kv.will_fit(request, num_tokens, self.external.kept_blocks):
+                return False
+            victim = self._pick_victim(index)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
 
     def _num_schedulable(self, request: Request, budget: int) -> int:
         """Tokens of the request to compute in this step; 0 while its next token is in flight."""
@@ -196,6 +228,10 @@ class Scheduler:
         """Whether the workers' batch takes another request."""
         return self._num_worker_requests < self.limits.max_num_seqs
 
+    def _run(self, request: Request) -> None:
+        """The request is one of the running from now on, behind its equals."""
+        insort_right(self.running, request, key=_priority)
+
     def _join(self, batch: list[tuple[Request, int]], request: Request, num_tokens: int) -> None:
         """The request computes in this step, and has a place in the workers' batch from now on."""
         if not request.in_worker:
@@ -204,14 +240,12 @@ class Scheduler:
         batch.append((request, num_tokens))
 
     def _pick_victim(self, index: int) -> Request | None:
-        """The last of running[index:] by priority and age whose blocks no transfer reads."""
-        candidates = [r for r in self.running[index:] if not self.external.has_saves(r.transfer_key)]
-        if not candidates:
-            return None
-        return max(reversed(candidates), key=lambda r: r.submit.priority)
+        """The least urgent of running[index:], none of which is in this step yet, whose blocks no transfer reads."""
+        candidates = reversed(self.running[index:])
+        return next((r for r in candidates if not self.external.has_saves(r.transfer_key)), None)
 
     def _preempt(self, request: Request) -> None:
-        """Take the request's blocks; it comes again from the head of the queue, and its content may still be found."""
+        """Take the request's blocks; it comes again before its equals, and its content may still be found."""
         self.num_preemptions += 1
         self.running.remove(request)
         load = self.external.loads.get(request.transfer_key)
@@ -239,7 +273,7 @@ class Scheduler:
             if admission == "admitted":
                 self.waiting.remove(request)
                 if num_tokens:
-                    self.running.append(request)
+                    self._run(request)
                     self._join(batch, request, num_tokens)
                     budget -= num_tokens
 
@@ -349,7 +383,7 @@ class Scheduler:
             return  # Continue brings the token
         self._take_over(load)
         self.external.confirm(request)
-        self.running.append(request)
+        self._run(request)
         self.needs_step = True
 
     def _take_over(self, load: Load) -> None:
@@ -405,10 +439,10 @@ class Scheduler:
     # --- blocks and shares ----------------------------------------------------------------------------------------
 
     def _send_back(self, request: Request) -> None:
-        """The request starts again from the head of the queue."""
+        """The request starts again from the queue, before others of its priority."""
         self._give_back(request)
         request.restart()
-        self.waiting.appendleft(request)
+        insort_left(self.waiting, request, key=_priority)
         self.needs_step = True
 
     def _give_back(self, request: Request) -> None:

@@ -1,9 +1,12 @@
 """Budgets, chunks, preemption, admission: the arithmetic of counters."""
 
+from collections import deque
+
 import pytest
 from engines import at_rest, make_core, output_of, run, submit
 from state_machine.standin import expected_tokens
 
+from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.messages import Finished, Tokens
 
@@ -107,15 +110,25 @@ def test_a_step_in_flight_keeps_the_blocks_of_a_request_that_left() -> None:
     assert not any(core.scheduler.kv.pool.is_held(block) for block in blocks)
 
 
-def test_two_steps_may_begin_before_the_first_is_finished() -> None:
+def test_steps_that_begin_before_the_last_is_finished_carry_the_next_chunks() -> None:
+    """Three chunks of a prompt in three steps under way; a token then takes as many steps as are under way, no more."""
     core = make_core(limits=limits(max_num_batched_tokens=4))
     prompt = list(range(100, 110))
     core.handle("r", submit(prompt, max_tokens=3), 0.0)
-    begun = []
-    for _ in range(40):
+    begun, num_tokens = deque[StepOutput](), list[int]()
+    schedule = core.scheduler.schedule
+
+    def counting(now: float) -> StepPlan:
+        plan = schedule(now)
+        num_tokens.append(plan.num_tokens)
+        return plan
+
+    core.scheduler.schedule = counting  # type: ignore[method-assign]
+    while core.requests:
         begun.append(core.begin_step(0.0))
         if len(begun) > 2:
-            core.finish_step(begun.pop(0), 0.0)
+            core.finish_step(begun.popleft(), 0.0)
+    assert num_tokens == [4, 4, 2, 0, 0, 1, 0, 0, 1, 0, 0]
     for output in begun:
         core.finish_step(output, 0.0)
     messages = [m for _, sent in core.take_messages(0.0) for m in sent]

@@ -26,8 +26,14 @@ def make_core(
     options: Mapping[str, str] | None = None,
     handoff: HandoffConfig | None = None,
     connector_type: type[KVConnector] = MemoryConnector,
+    max_model_len: int | None = None,
 ) -> EngineCore:
-    """An engine with router "r"; `options`: those of its (memory) connector, None: no connector."""
+    """An engine with router "r".
+
+    Args:
+        options: those of its (memory) connector; None: no connector.
+        max_model_len: None: all that the pool holds.
+    """
     handoff = handoff or HandoffConfig(connector="memory")
     limits = limits or SchedulerLimits(8, 64, kv_load_timeout_s=handoff.kv_load_timeout_s)
     layout = KVLayout(NUM_LAYERS, 1, 1, block_size, "int64", 8)
@@ -49,7 +55,7 @@ def make_core(
         layout=layout,
         hash_block_size=block_size,
         num_blocks=num_blocks,
-        max_model_len=num_blocks * block_size,
+        max_model_len=max_model_len or num_blocks * block_size,
         max_num_seqs=limits.max_num_seqs,
         rank_blobs=[worker.handshake()] if worker else [],
     )

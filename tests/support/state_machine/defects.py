@@ -194,6 +194,23 @@ def preempted_blocks_handed_off(patch: Patch) -> None:
     patch.setattr(ExternalKV, "finished", broken)
 
 
+def preempted_passes_the_urgent(patch: Patch) -> None:
+    """What was preempted, or sent back, goes to the head of the queue whatever its priority."""
+
+    def broken(self: Scheduler, request: Request) -> None:
+        self._give_back(request)
+        request.restart()
+        self.waiting.appendleft(request)
+        self.needs_step = True
+
+    patch.setattr(Scheduler, "_send_back", broken)
+
+
+def victims_by_age_alone(patch: Patch) -> None:
+    """Requests run, and give way, in the order in which they began, whatever their priority."""
+    patch.setattr(Scheduler, "_run", lambda self, request: self.running.append(request))
+
+
 DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
     (lease_freed_early, PULL),
     (quarantine_skipped, PUSH),
@@ -207,5 +224,7 @@ DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
     (decode_writes_into_its_own_hit, PULL),
     (block_cached_before_it_is_filled, PULL),
     (preempted_blocks_handed_off, PULL),
+    (preempted_passes_the_urgent, PULL),
+    (victims_by_age_alone, PULL),
 )
 """Each defect, and a pair of mode and order in which it shows."""

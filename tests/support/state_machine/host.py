@@ -219,6 +219,7 @@ class World:
         num_before = len(engine.outbox)
         self.collect(engine)
         core.scheduler.kv.pool.check_integrity()
+        core.scheduler.check_integrity()
         self.check_loads(list(engine.outbox)[num_before:])
 
     def leases(self, name: str) -> LeaseTable:
@@ -262,6 +263,7 @@ class World:
             prompt_token_ids=prompt,
             params=SamplingParams(temperature=0.0, max_tokens=num_output, seed=1),
             timeout_s=60.0,
+            priority=(0, 0, -1, 1)[chooser.below(4)],
         )
         name = f"r{len(self.clients)}"
         flow = RequestFlow(request, self.route(), request_id=name, transfer_id=f"t{name}", now=self.now)
