@@ -11,9 +11,11 @@ from pdkv.connectors.vllm_staging import PeerChange
 from pdkv.decoding import decode_total
 from pdkv.errors import ConfigError, MalformedMessage
 from pdkv.messages import EngineCard
+from pdkv.private_directory import PrivateDirectory
 
 _SUFFIX = ".card"
 _cards = msgspec.msgpack.Decoder(EngineCard)
+_MAX_CARD_BYTES = 1 << 20
 _UNSETTLED_S = 1.0
 """A directory that changed so recently may change again within the same time stamp."""
 
@@ -22,44 +24,49 @@ class CardDirectory:
     """Cards of all engines of this user that name the same directory. One thread.
 
     Raises:
-        ConfigError: it cannot be made, or others may write to it.
+        ConfigError: it cannot be made, or others could write there (PrivateDirectory).
     """
 
     def __init__(self, path: Path, engine: str) -> None:
         self.num_malformed = 0  # files that are no cards
-        self._path = path
-        self._engine = engine
         self._known: dict[str, EngineCard] = {}  # by epoch
         self._seen_ns = -1
-        self._own = path / f"{engine}{_SUFFIX}"
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = path.stat()
-        except OSError as error:
-            raise ConfigError(f"peers_dir {path}: {error.strerror}") from None
-        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise ConfigError(f"peers_dir {path}: it must be this user's, and nobody else may write to it")
+        self._own = f"{engine}{_SUFFIX}"
+        self._directory: PrivateDirectory | None = PrivateDirectory(path, "peers_dir")
 
     def publish(self, card: EngineCard) -> None:
-        """Show this engine's card to the others."""
-        draft = self._own.with_suffix(".draft")
-        draft.write_bytes(msgspec.msgpack.encode(card))
-        draft.rename(self._own)
+        """Show this engine's card to the others. Raises OSError."""
+        assert self._directory is not None, "withdrawn"
+        draft = f"{self._own}.draft"
+        self._directory.remove(draft)  # of a predecessor that was killed
+        with os.fdopen(self._directory.create(draft), "wb") as file:
+            file.write(msgspec.msgpack.encode(card))
+        self._directory.rename(draft, self._own)
 
     def withdraw(self) -> None:
         """This engine ends. Idempotent."""
-        self._own.unlink(missing_ok=True)
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.remove(self._own)
+            directory.close()
 
     def poll(self) -> PeerChange | None:
         """What changed since the last call; None: nothing. Costs one stat while nothing does."""
-        try:
-            changed_ns = self._path.stat().st_mtime_ns
-        except FileNotFoundError:
+        directory = self._directory
+        if directory is None:
             return None
-        if changed_ns == self._seen_ns and time.time() - changed_ns / 1e9 > _UNSETTLED_S:
+        try:
+            directory.reopen_if_removed()
+            changed_ns = os.fstat(directory.fd).st_mtime_ns
+            if changed_ns == self._seen_ns and time.time() - changed_ns / 1e9 > _UNSETTLED_S:
+                return None
+            with directory.entries() as entries:
+                found_names = [entry.name for entry in entries if entry.name.endswith(_SUFFIX)]
+        except (FileNotFoundError, ConfigError):  # removed; somebody else's in its place
             return None
         self._seen_ns = changed_ns
-        found = {card.epoch: card for path in sorted(self._path.glob(f"*{_SUFFIX}")) if (card := self._read(path))}
+        names = sorted(name for name in found_names if name != self._own)
+        found = {card.epoch: card for name in names if (card := self._read(directory, name))}
         added = [card for epoch, card in found.items() if epoch not in self._known]
         removed = [card for epoch, card in self._known.items() if epoch not in found]
         self._known = found
@@ -70,12 +77,14 @@ class CardDirectory:
         """The peers now known."""
         return list(self._known.values())
 
-    def _read(self, path: Path) -> EngineCard | None:
+    def _read(self, directory: PrivateDirectory, name: str) -> EngineCard | None:
         """A living peer's card; that of a dead one is removed."""
-        if path == self._own:
-            return None
         try:
-            card = decode_total(_cards, path.read_bytes())
+            fd = directory.open(name)
+            if fd is None:
+                raise MalformedMessage(f"{name} is no file of this user")
+            with os.fdopen(fd, "rb") as file:
+                card = decode_total(_cards, file.read(_MAX_CARD_BYTES))
         except FileNotFoundError:
             return None
         except (OSError, MalformedMessage):
@@ -83,6 +92,6 @@ class CardDirectory:
             return None
         if not Path(f"/proc/{card.pid}").exists():
             with contextlib.suppress(OSError):
-                path.unlink()
+                directory.remove(name)
             return None
         return card

@@ -16,7 +16,8 @@ from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.connections import Deadline
 from pdkv.kv_store.options import StoreOptions
-from pdkv.kv_store.value_file import read_value, write_value
+from pdkv.kv_store.value_file import ReadResult, read_value, write_value
+from pdkv.private_directory import PrivateDirectory
 
 _SUFFIX = ".safetensors"
 _TEMPORARY_SUFFIX = ".tmp"
@@ -34,38 +35,39 @@ class FileStore(KVStore):
       process counts what it writes and looks at the directory again after every 1/16 of the capacity: n processes
       exceed it by at most n/16.
 
-    The deadline is looked at between files; a file system that hangs holds the calling thread.
+    The deadline is looked at between files; a file system that hangs holds the calling thread. What is no regular file
+    of this user is a miss and is removed like a damaged value; nothing waits for it.
     """
 
     def __init__(self, directory: str | Path, options: StoreOptions | None = None) -> None:
         """The directory is made (mode 0700) where it is missing, and swept.
 
         Raises:
-            ConfigError: it cannot be made, read or written.
+            ConfigError: it cannot be made, read or written, or others could write there (PrivateDirectory).
         """
         self._options = options or StoreOptions()
-        self._directory = str(directory)
+        self._directory = PrivateDirectory(directory, "file store")
+        self._where = f"file store {self._directory.path}"
         self._capacity = self._options.capacity
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()  # with a capacity: files, least recently used first
         self._num_bytes = 0
         self._written_since_scan = 0
+        self._num_calls = 0  # under way
         self._closed = False
-        self.num_damaged = 0
+        self.num_damaged = 0  # values that were none; what was found in their place is removed
         self.num_evicted = 0
         try:
-            os.makedirs(self._directory, mode=0o700, exist_ok=True)
-            if not os.access(self._directory, os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "no permission to read and write")
             self._sweep()
             if self._capacity is not None:
                 self._scan()
         except OSError as error:
-            raise ConfigError(f"file store {self._directory}: {error.strerror}") from error
+            self._directory.close()
+            raise ConfigError(f"{self._where}: {error.strerror}") from error
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._io():
-            return [os.path.exists(self._path(_file_name(key))) for key in keys]
+            return [self._directory.is_file(file_name(key)) for key in keys]
 
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
         with self._io() as deadline:
@@ -82,46 +84,58 @@ class FileStore(KVStore):
             now = time.time_ns()
             for index, (key, value) in enumerate(items):
                 deadline.remaining()
-                if not os.path.exists(self._path(_file_name(key))):
+                if not self._directory.is_file(file_name(key)):
                     self._write(key, value, now - index)
             self._touch([key for key, _ in items])
 
     def delete(self, keys: Sequence[bytes]) -> None:
         with self._io():
             for key in keys:
-                self._remove(_file_name(key))
+                self._remove(file_name(key))
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            in_use = self._num_calls > 0
+        if not in_use:  # or the last call does it
+            self._directory.close()
 
     @contextlib.contextmanager
     def _io(self) -> Iterator[Deadline]:
         """A call's deadline; what the system refuses becomes a StoreError."""
-        where = f"file store {self._directory}"
-        if self._closed:
-            raise StoreUnavailable(f"{where} is closed")
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable(f"{self._where} is closed")
+            self._num_calls += 1
         try:
-            yield Deadline(self._options.operation_timeout_s, where)
+            self._directory.reopen_if_removed()
+            yield Deadline(self._options.operation_timeout_s, self._where)
         except OSError as error:
             kind = StoreFull if error.errno in _FULL else StoreUnavailable
-            raise kind(f"{where}: {error.strerror}") from error
-
-    def _path(self, name: str) -> str:
-        return f"{self._directory}/{name}"
+            raise kind(f"{self._where}: {error.strerror}") from error
+        except ConfigError as error:
+            raise StoreUnavailable(str(error)) from error
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+                is_last = self._closed and not self._num_calls
+            if is_last:
+                self._directory.close()
 
     def _read(self, key: bytes, out: Buffer, used_ns: int) -> bool:
-        name = _file_name(key)
+        name = file_name(key)
         try:
-            fd = os.open(self._path(name), os.O_RDONLY)
+            fd = self._directory.open(name)
         except FileNotFoundError:
             return False
-        try:
-            result = read_value(fd, key, out)
-            if result == "whole" and self._capacity is not None:
-                with contextlib.suppress(PermissionError):  # another user's file: that user's processes renew it
+        result: ReadResult = "damaged"
+        if fd is not None:
+            try:
+                result = read_value(fd, key, out)
+                if result == "whole" and self._capacity is not None:
                     os.utime(fd, ns=(used_ns, used_ns))
-        finally:
-            os.close(fd)
+            finally:
+                os.close(fd)
         if result == "damaged":
             self._remove(name)
             with self._lock:
@@ -130,16 +144,15 @@ class FileStore(KVStore):
 
     def _write(self, key: bytes, value: Buffer, used_ns: int) -> None:
         self._make_room(len(value))
-        name = _file_name(key)
+        name = file_name(key)
         fd, temporary = self._open_temporary()
         try:
             write_value(fd, key, value)
             os.utime(fd, ns=(used_ns, used_ns))
             size = os.fstat(fd).st_size
-            os.rename(temporary, self._path(name))
+            self._directory.rename(temporary, name)
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+            self._directory.remove(temporary)
             raise
         finally:
             os.close(fd)
@@ -152,19 +165,19 @@ class FileStore(KVStore):
     def _touch(self, keys: Sequence[bytes]) -> None:
         """A batch was used: its first file goes last."""
         with self._lock:
-            for name in map(_file_name, reversed(keys)):
+            for name in map(file_name, reversed(keys)):
                 if name in self._sizes:
                     self._sizes.move_to_end(name)
 
     def _open_temporary(self) -> tuple[int, str]:
-        """A new file that is locked as long as it is open: its descriptor and path."""
+        """A new file that is locked as long as it is open: its descriptor and name."""
         while True:
-            path = self._path(f".{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}")
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            name = f".{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}"
+            fd = self._directory.create(name)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(fd).st_nlink:
-                    return fd, path
+                    return fd, name
             except BlockingIOError:
                 pass  # a sweep was faster: it takes the file for a dead writer's
             except BaseException:
@@ -174,25 +187,27 @@ class FileStore(KVStore):
 
     def _sweep(self) -> None:
         """Remove the temporary files of writers that are gone."""
-        with os.scandir(self._directory) as entries:
+        with self._directory.entries() as entries:
             names = [entry.name for entry in entries if entry.name.endswith(_TEMPORARY_SUFFIX)]
         for name in names:
-            with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
-                fd = os.open(self._path(name), os.O_WRONLY)
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                fd = self._directory.open(name, os.O_WRONLY)
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(self._path(name))
+                    if fd is not None:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._directory.remove(name)
                 finally:
-                    os.close(fd)
+                    if fd is not None:
+                        os.close(fd)
 
     def _scan(self) -> None:
         """Count the directory again: other processes write and remove too."""
         files: list[tuple[int, str, int]] = []
-        with self._lock, os.scandir(self._directory) as entries:
+        with self._lock, self._directory.entries() as entries:
             for entry in entries:
                 if entry.name.endswith(_SUFFIX):
                     with contextlib.suppress(FileNotFoundError):
-                        status = entry.stat()
+                        status = entry.stat(follow_symlinks=False)
                         files.append((status.st_mtime_ns, entry.name, status.st_size))
             self._sizes = OrderedDict((name, size) for _, name, size in sorted(files))
             self._num_bytes = sum(self._sizes.values())
@@ -204,7 +219,7 @@ class FileStore(KVStore):
             return
         size += 1024
         if size > self._capacity:
-            raise StoreFull(f"file store {self._directory}: {size} bytes do not fit into {self._capacity}")
+            raise StoreFull(f"{self._where}: {size} bytes do not fit into {self._capacity}")
         if self._written_since_scan > self._capacity // _SCANS_PER_CAPACITY:
             self._scan()
         while (name := self._oldest_beyond(self._capacity - size)) is not None:
@@ -217,11 +232,11 @@ class FileStore(KVStore):
             return next(iter(self._sizes)) if self._sizes and self._num_bytes > limit else None
 
     def _remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(name))
+        self._directory.remove(name)
         with self._lock:
             self._num_bytes -= self._sizes.pop(name, 0)
 
 
-def _file_name(key: bytes) -> str:
+def file_name(key: bytes) -> str:
+    """The name of a key's file."""
     return hashlib.blake2b(key, digest_size=20).hexdigest() + _SUFFIX

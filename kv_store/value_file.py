@@ -1,14 +1,15 @@
 """One value in one safetensors file: 8 bytes of header length, a JSON header padded with blanks, the value.
 
-The header has the key, size and CRC-32 of the value and nothing else: a file is whole if its header is, byte for byte,
+The header has the key, size and xxh3-64 of the value and nothing else: a file is whole if its header is, byte for byte,
 the one that follows from the key and from the value that was read.
 """
 
 import json
 import os
-import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
+
+import xxhash
 
 from pdkv.kv_store.base import Buffer
 
@@ -19,10 +20,10 @@ _MAX_HEADER_BYTES = 1 << 20
 ReadResult = Literal["whole", "other_size", "damaged"]
 
 
-def encode_header(key: bytes, size: int, crc: int) -> bytes:
+def encode_header(key: bytes, size: int, checksum: int) -> bytes:
     """What stands before the value in its file."""
     header = {
-        "__metadata__": {"format": "pdkv", "key": key.hex(), "crc32": f"{crc:08x}"},
+        "__metadata__": {"format": "pdkv", "key": key.hex(), "xxh3": f"{checksum:016x}"},
         "value": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
     }
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -32,7 +33,7 @@ def encode_header(key: bytes, size: int, crc: int) -> bytes:
 
 def write_value(fd: int, key: bytes, value: Buffer) -> None:
     """Write a value's file from its start. Raises OSError."""
-    _transfer(os.pwritev, fd, [memoryview(encode_header(key, len(value), zlib.crc32(value))), value])
+    _transfer(os.pwritev, fd, [memoryview(encode_header(key, len(value), xxhash.xxh3_64_intdigest(value))), value])
 
 
 def read_value(fd: int, key: bytes, out: Buffer) -> ReadResult:
@@ -42,7 +43,7 @@ def read_value(fd: int, key: bytes, out: Buffer) -> ReadResult:
         return "other_size" if _describes_itself(fd, key) else "damaged"
     if not _transfer(os.preadv, fd, [header, out]):
         return "damaged"
-    return "whole" if header == encode_header(key, len(out), zlib.crc32(out)) else "damaged"
+    return "whole" if header == encode_header(key, len(out), xxhash.xxh3_64_intdigest(out)) else "damaged"
 
 
 def _transfer(call: Any, fd: int, buffers: Sequence[Buffer]) -> bool:

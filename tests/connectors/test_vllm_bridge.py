@@ -392,5 +392,5 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None
     path = tmp_path / "open"
     path.mkdir()
     path.chmod(0o777)
-    with pytest.raises(ConfigError, match="nobody else may write"):
+    with pytest.raises(ConfigError, match="others may write there"):
         CardDirectory(path, "a")

@@ -2,15 +2,19 @@
 
 import os
 import random
+import shutil
+import stat
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import safetensors
 
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
-from pdkv.kv_store.file_store import FileStore
+from pdkv.kv_store.file_store import FileStore, file_name
 from pdkv.kv_store.options import StoreOptions
 
 SIZE = 10_000
@@ -19,12 +23,12 @@ _WAIT_S = 20
 # Puts one value and stops between writing the file and renaming it, until its standard input ends.
 STALLED_WRITER = """
 import os, sys
-from pdkv.kv_store.file_store import FileStore
+from pdkv.kv_store.file_store import FileStore, file_name
 rename = os.rename
-def stalled(*paths):
+def stalled(*names, **directories):
     print("written", flush=True)
     sys.stdin.read()
-    rename(*paths)
+    rename(*names, **directories)
 os.rename = stalled
 FileStore(sys.argv[1]).put([(b"key", memoryview(bytes(10_000)))])
 """
@@ -33,7 +37,7 @@ FileStore(sys.argv[1]).put([(b"key", memoryview(bytes(10_000)))])
 FULL_WRITER = """
 import resource, sys
 from pdkv.errors import StoreError
-from pdkv.kv_store.file_store import FileStore
+from pdkv.kv_store.file_store import FileStore, file_name
 store = FileStore(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:
@@ -229,6 +233,122 @@ def test_a_directory_that_cannot_be_is_a_configuration_error(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file store .*/file/values: Not a directory"):
         FileStore(tmp_path / "file" / "values")
+
+
+def test_a_directory_that_is_removed_under_a_call_is_never_mixed_up_with_another(tmp_path: Path) -> None:
+    """The new directory of that name is looked at like the first one: a foreign one is no store."""
+    directory = tmp_path / "values"
+    store = FileStore(directory)
+    put(store, 1)
+    shutil.rmtree(directory)
+    directory.mkdir()
+    directory.chmod(0o777)
+    with pytest.raises(StoreUnavailable, match="others may write there"):
+        store.get([b"key1"], [memoryview(bytearray(SIZE))])
+    directory.chmod(0o700)
+    assert not get(store, 1)
+
+
+def test_a_directory_that_is_swapped_for_a_link_gains_nothing(tmp_path: Path) -> None:
+    """B8: what was checked is what is used, whatever its name means later."""
+    store = FileStore(tmp_path / "values")
+    put(store, 1)
+    forged = FileStore(tmp_path / "forged")
+    forged.put([(b"key1", value(7)), (b"key2", value(7))])
+    (tmp_path / "values").rename(tmp_path / "moved")
+    (tmp_path / "values").symlink_to(tmp_path / "forged")
+    assert get(store, 1)
+    assert not get(store, 2)
+    put(store, 3)
+    assert len(list((tmp_path / "moved").iterdir())) == 2
+
+
+def _fifo(path: Path, directory: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path, directory: Path) -> None:
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+def _link_to_a_value(path: Path, directory: Path) -> None:
+    path.symlink_to(directory / "whole")
+
+
+def _dangling_link(path: Path, directory: Path) -> None:
+    path.symlink_to(directory / "nothing")
+
+
+def _directory(path: Path, directory: Path) -> None:
+    path.mkdir()
+
+
+def _unreadable(path: Path, directory: Path) -> None:
+    path.touch(mode=0o000)
+
+
+IN_ITS_PLACE = (_fifo, _socket, _link_to_a_value, _dangling_link, _directory, _unreadable)
+
+
+@pytest.mark.parametrize("make", IN_ITS_PLACE, ids=lambda make: make.__name__[1:])
+def test_what_is_no_file_is_a_counted_miss_that_waits_for_nobody(
+    tmp_path: Path, make: Callable[[Path, Path], None]
+) -> None:
+    """B8: a FIFO held the thread that read it for good, and a link was followed."""
+    store = FileStore(tmp_path / "values")
+    put(store, 1, 2)
+    path = tmp_path / "values" / file_name(b"key1")
+    path.rename(tmp_path / "whole")
+    make(path, tmp_path)
+    assert store.contains([b"key1", b"key2"]) == [path.is_file() and not path.is_symlink(), True]
+    results: list[bool] = []
+    reader = threading.Thread(target=lambda: results.append(get(store, 1)), daemon=True)
+    reader.start()
+    reader.join(_WAIT_S)
+    assert results == [False]
+    assert store.num_damaged == 1
+    assert not os.path.lexists(path)
+    make(path, tmp_path)
+    if not path.is_dir():
+        put(store, 1)
+        assert store.contains([b"key1"]) == [True]
+
+
+@pytest.mark.parametrize("make", [_fifo, _link_to_a_value, _dangling_link, _directory], ids=lambda make: make.__name__)
+def test_a_start_is_not_held_up_by_what_looks_like_a_dead_writers_file(
+    tmp_path: Path, make: Callable[[Path, Path], None]
+) -> None:
+    (tmp_path / "values").mkdir(mode=0o700)
+    (tmp_path / "whole").write_bytes(b"not ours to touch")
+    make(tmp_path / "values" / ".x.tmp", tmp_path)
+    FileStore(tmp_path / "values").close()
+    assert list((tmp_path / "values").iterdir()) == []
+    assert (tmp_path / "whole").read_bytes() == b"not ours to touch"
+
+
+def test_another_users_file_is_a_counted_miss(tmp_path: Path) -> None:
+    """11: whoever could write here once has left nothing that is believed."""
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    store = FileStore(tmp_path)
+    put(store, 1)
+    os.chown(only_file(tmp_path), 12345, -1)
+    assert store.contains([b"key1"]) == [False]
+    assert not get(store, 1)
+    assert store.num_damaged == 1
+
+
+def test_a_store_that_is_closed_during_a_call_lets_it_end(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    put(store, 1)
+    before = len(os.listdir("/proc/self/fd"))
+    with store._io():
+        store.close()
+        assert store._directory.is_file(file_name(b"key1"))
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    with pytest.raises(StoreUnavailable, match="is closed"):
+        get(store, 1)
 
 
 def test_only_the_owner_may_look_into_the_directory(tmp_path: Path) -> None:
