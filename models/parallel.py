@@ -1,21 +1,17 @@
 """Tensor parallelism: what the ranks of one model say to each other in the middle of a forward pass."""
 
 import re
+import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pdkv.errors import RankError, RankGone, RankTimeout
+from pdkv.models.rank_memory import SLOT_BYTES, RankMemory
 from pdkv.models.shard import WHOLE, Shard
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed has it, but mypy does not see it there
-
-
-_DIRECT_BYTES = 256 << 10
-"""Gloo's ring wakes several threads: 2 to 8 times as long as a direct exchange of few rows, on a busy machine."""
 
 
 class TensorParallel:
@@ -46,24 +42,50 @@ class TensorParallel:
 ALONE = TensorParallel()
 
 
-class RankGroup(TensorParallel):
-    """Several ranks over a process group of torch.distributed; there is no global default group."""
+class HostRanks(TensorParallel):
+    """Several ranks of one host, on CPU, over memory that they share."""
 
-    def __init__(self, shard: Shard, group: Any, timeout: timedelta, *, direct_bytes: int) -> None:
-        """`group`: a ProcessGroupGloo or ProcessGroupNCCL with that timeout; NCCL's waits are ordered on the stream.
+    def __init__(self, shard: Shard, peers: Sequence[socket.socket], timeout_s: float) -> None:
+        """Meet the others over `peers`. Raises as RankMemory does."""
+        self.shard = shard
+        self._memory = RankMemory(shard, peers, timeout_s)
 
-        Args:
-            direct_bytes: up to this size a tensor goes straight to each other rank instead of around a ring.
-        """
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.view(-1)
+        for part in flat.split(SLOT_BYTES // x.itemsize):
+            if part.numel():
+                torch.sum(self._memory.exchange(part), 0, out=part)  # in the order of ranks: the same bits everywhere
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = x.shape
+        sides = x.new_empty(rows, self.shard.size, columns)
+        num_columns = min(columns, SLOT_BYTES // x.itemsize)
+        num_rows = max(SLOT_BYTES // max(num_columns * x.itemsize, 1), 1)
+        for row in range(0, rows, num_rows):
+            for column in range(0, columns, num_columns):
+                part = x[row : row + num_rows, column : column + num_columns]
+                parts = self._memory.exchange(part)
+                sides[row : row + num_rows, :, column : column + num_columns].copy_(parts.transpose(0, 1))
+        return sides.view(rows, self.shard.size * columns)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self._memory.timeout_s = timeout_s
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class DeviceRanks(TensorParallel):
+    """Several ranks on CUDA devices, over NCCL; there is no global default group."""
+
+    def __init__(self, shard: Shard, group: Any) -> None:
+        """`group`: a ProcessGroupNCCL; its waits are ordered on the stream."""
         self.shard = shard
         self._group = group
-        self._timeout = timeout
-        self._direct_bytes = direct_bytes
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         try:
-            if x.nbytes <= self._direct_bytes:
-                return torch.sum(self._exchange(x), 0, out=x)  # in the order of ranks: the same bits everywhere
             self._group.allreduce([x]).wait()
         except RuntimeError as error:
             raise _rank_error(error, self.shard) from None
@@ -71,80 +93,52 @@ class RankGroup(TensorParallel):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         size, (rows, columns) = self.shard.size, x.shape
+        parts = x.new_empty(size, rows, columns)
         try:
-            if x.nbytes <= self._direct_bytes:
-                parts = self._exchange(x)
-            else:
-                parts = x.new_empty(size, rows, columns)
-                self._group.allgather([list(parts)], [x]).wait()
+            self._group.allgather([list(parts)], [x]).wait()
         except RuntimeError as error:
             raise _rank_error(error, self.shard) from None
         return parts.transpose(0, 1).reshape(rows, size * columns)
 
-    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' x, (size, ...): one hop, and with Gloo no thread between the caller and the socket."""
-        rank, group = self.shard.rank, self._group
-        parts = x.new_empty(self.shard.size, *x.shape)
-        others = [other for other in range(self.shard.size) if other != rank]
-        works = [group.send([x], other, 0) for other in others]
-        works += [group.recv([parts[other]], other, 0) for other in others]
-        parts[rank] = x
-        for work in works:
-            work.wait(self._timeout)  # direct ones do not know the group's
-        return parts
-
     def set_timeout(self, timeout_s: float) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
-        self._group._set_default_timeout(self._timeout)
+        self._group._set_default_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
         self._group = None
 
 
-def join_ranks(store: "Store", shard: Shard, device: torch.device, timeout_s: float) -> TensorParallel:
-    """Meet the other ranks through `store`: NCCL on CUDA, Gloo over the loopback interface on CPU.
+def join_ranks(
+    shard: Shard, device: torch.device, peers: Sequence[socket.socket], store: Path | None, timeout_s: float
+) -> TensorParallel:
+    """Meet the other ranks: over shared memory on CPU, by NCCL on CUDA.
 
     Args:
+        peers: a socket to each other rank, in their order (rank_sockets.py); owned from now on.
+        store: CUDA: the file, in a private directory, in which NCCL's ranks find each other's addresses.
         timeout_s: bound of this meeting and, until `set_timeout`, of every later wait for another rank.
 
     Raises:
         RankTimeout, RankGone: not all came.
-        ConfigError: more ranks than CUDA devices.
+        ConfigError: more ranks than CUDA devices, or no memory to share.
     """
     if shard.size == 1:
         return ALONE
-    timeout = timedelta(seconds=timeout_s)
-    store.set_timeout(timeout)
+    if device.type != "cuda":
+        return HostRanks(shard, peers, timeout_s)
+    for peer in peers:
+        peer.close()
+    assert store is not None, "NCCL's ranks need a file to meet"
     try:
-        if device.type == "cuda":
-            return RankGroup(shard, _nccl_group(store, shard, device, timeout), timeout, direct_bytes=-1)
-        return RankGroup(shard, _gloo_group(store, shard, timeout), timeout, direct_bytes=_DIRECT_BYTES)
+        return DeviceRanks(shard, _nccl_group(store, shard, device, timedelta(seconds=timeout_s)))
     except RuntimeError as error:
         raise _rank_error(error, shard) from None
 
 
-def open_store(path: Path, size: int) -> "Store":
-    """The file in which `size` ranks of one host find each other's addresses; the directory must be private."""
-    import torch.distributed as distributed
+def _nccl_group(path: Path, shard: Shard, device: torch.device, timeout: timedelta) -> Any:
+    from torch.distributed import FileStore, ProcessGroupNCCL  # type: ignore[attr-defined]
 
-    store: Store = distributed.FileStore(str(path), size)  # type: ignore[attr-defined]
-    return store
-
-
-def _gloo_group(store: "Store", shard: Shard, timeout: timedelta) -> Any:
-    from torch.distributed import ProcessGroupGloo
-
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._threads = 1  # one collective at a time
-    options._timeout = timeout
-    return gloo(store, shard.rank, shard.size, options)
-
-
-def _nccl_group(store: "Store", shard: Shard, device: torch.device, timeout: timedelta) -> Any:
-    from torch.distributed import ProcessGroupNCCL
-
+    store = FileStore(str(path), shard.size)
+    store.set_timeout(timeout)
     torch.cuda.set_device(device)
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout

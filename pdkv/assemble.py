@@ -26,7 +26,7 @@ from pdkv.errors import ConfigError, RankError
 from pdkv.memory_limits import check_host_memory
 from pdkv.messages import EngineCard
 from pdkv.model_config import ModelConfig, load_model_config, model_identity
-from pdkv.models.parallel import ALONE, TensorParallel, join_ranks, open_store
+from pdkv.models.parallel import ALONE, TensorParallel, join_ranks
 from pdkv.models.shard import Shard
 from pdkv.wiring import wire_core
 
@@ -39,6 +39,7 @@ class RankPlace(NamedTuple):
 
     rank: int
     sockets: Sequence[socket.socket]  # rank 0: one to each other rank, in order; another: one to rank 0
+    peers: Sequence[socket.socket]  # one to each other rank, in order, for what they exchange in a forward pass
     store: Path  # a file that the ranks make, in a private directory
     start_timeout_s: float  # bound of each wait before the engine is ready
     wake_fd: int = -1  # rank 0: a byte written here wakes the engine's loop
@@ -192,7 +193,7 @@ def _make_executor(plan: _Plan, place: RankPlace | None) -> ModelExecutor:
 def _join(config: EngineConfig, place: RankPlace) -> TensorParallel:
     shard = Shard(place.rank, config.tp)
     device = resolve_device(config, shard)
-    return join_ranks(open_store(place.store, config.tp), shard, device, place.start_timeout_s)
+    return join_ranks(shard, device, place.peers, place.store, place.start_timeout_s)
 
 
 def _load_rank(plan: _Plan, parallel: TensorParallel) -> InProcessExecutor:

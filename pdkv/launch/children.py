@@ -14,6 +14,7 @@ from pdkv.errors import ConfigError, MalformedMessage, StartupError
 from pdkv.launch.fork_server import ENVIRONMENT
 from pdkv.launch.specs import KNOWN, EngineSpec, Progress, RouterSpec, StartFailed, decode_ack, encode
 from pdkv.memory_limits import num_oom_kills
+from pdkv.models.rank_sockets import connect_ranks
 
 _MAX_ACK_BYTES = 64 * 1024
 
@@ -86,11 +87,14 @@ class OomWatch:
 
 
 class RankLinks:
-    """The sockets between rank 0 of an engine and each of its other ranks. Their end says that a rank is gone."""
+    """The sockets between the ranks of an engine: for the orders of rank 0, then for what all exchange with all. Their
+    end says that a rank is gone.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
-        self._sockets = [[first for first, _ in pairs], *([other] for _, other in pairs)]
+        orders = [[first for first, _ in pairs], *([other] for _, other in pairs)]
+        self._sockets = [own + peers for own, peers in zip(orders, connect_ranks(num_ranks), strict=True)]
 
     def fds(self, rank: int) -> list[int]:
         """What the process of that rank inherits."""

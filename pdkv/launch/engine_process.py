@@ -75,7 +75,7 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
     """Run one rank of an engine in this process; returns its exit status: 0 after SIGTERM, 1 after an error.
 
     Args:
-        rank_fds: sockets; rank 0's to each of the others, another one's to rank 0.
+        rank_fds: sockets; rank 0's to each of the others, another one's to rank 0; then one to each other rank.
     """
     configure_logging(spec.process_name, spec.log_level)
     set_process_name(f"pd {spec.process_name}")
@@ -195,7 +195,9 @@ def _place(spec: EngineSpec, sockets: Sequence[socket.socket], wake_fd: int = -1
     """Where this rank finds the others; None where it is alone."""
     if spec.store is None:
         return None
-    return RankPlace(spec.rank, sockets, spec.store, spec.start_timeout_s, wake_fd)
+    tp = spec.config.tp
+    orders = sockets[: 1 - tp]  # the others are for what the ranks exchange
+    return RankPlace(spec.rank, orders, sockets[1 - tp :], spec.store, spec.start_timeout_s, wake_fd)
 
 
 def _freeze() -> None:

@@ -248,7 +248,7 @@ def test_all_ranks_of_an_engine_start_with_one_epoch_and_a_socket_between_them(r
         assert {child.name for child in deck.started} == {"router", "decode-0", "decode-1", "decode-1.1"}
 
     deck.run(scenario)
-    assert sorted(deck.rank_fds) == [(0, 0), (0, 1), (1, 1)]
+    assert sorted(deck.rank_fds) == [(0, 0), (0, 2), (1, 2)]
     assert len(set(deck.epochs)) == 2
     assert len(set(deck.stores)) == 1
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rank_threads import on_ranks
-from torch.distributed import HashStore
 
 from pdkv.errors import RankError, RankTimeout
 from pdkv.model_config import load_model_config
 from pdkv.models.decoder import Decoder
 from pdkv.models.linear import make_linear
 from pdkv.models.loader import load_decoder
-from pdkv.models.parallel import ALONE, TensorParallel, join_ranks, open_store
+from pdkv.models.parallel import ALONE, TensorParallel, join_ranks
 from pdkv.models.parallel_layers import GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
+from pdkv.models.rank_sockets import connect_ranks
 from pdkv.models.shard import Shard
 from tests.conftest import FAMILIES, HFModel
 
@@ -24,9 +24,8 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 
-def test_one_rank_meets_nobody_and_changes_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "store", 1)
-    parallel = join_ranks(store, Shard(), CPU, 1.0)
+def test_one_rank_meets_nobody_and_changes_nothing() -> None:
+    parallel = join_ranks(Shard(), CPU, [], None, 1.0)
     assert parallel is ALONE
     x = torch.ones(2, 3)
     assert parallel.all_reduce(x) is x
@@ -34,10 +33,10 @@ def test_one_rank_meets_nobody_and_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [2, 3000])
+@pytest.mark.parametrize("rows", [2, 9001])
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_and_sides_are_the_same_on_all_ranks(size: int, rows: int, dtype: torch.dtype) -> None:
-    """Few rows go directly, many around a ring."""
+    """Few rows go at once, many in several parts."""
     base = (torch.arange(rows * 64) % 50).to(dtype).view(rows, 64)
 
     def run(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,8 +143,10 @@ def test_variants_equal_one_rank(hf_model: HFModel, overrides: dict[str, object]
 
 
 def test_a_rank_that_never_comes_is_a_timeout() -> None:
-    with pytest.raises(RankTimeout, match="rank 0 of 2"):
-        join_ranks(HashStore(), Shard(0, 2), CPU, 0.2)
+    ours, theirs = connect_ranks(2)
+    with pytest.raises(RankTimeout, match="rank 0 of 2: rank 1 did not come in time"):
+        join_ranks(Shard(0, 2), CPU, ours, None, 0.2)
+    theirs[0].close()
 
 
 @pytest.mark.parametrize("rows", [4, 1 << 17])

@@ -22,6 +22,7 @@ from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.core import EngineCore
 from pdkv.errors import ConfigError, RankError, RankGone, RankTimeout
 from pdkv.messages import EngineToRouter, Peers, Tokens
+from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling_params import SamplingParams
 from tests.conftest import HFModel
 
@@ -43,6 +44,7 @@ class Ranked:
         )  # fmt: skip
         handoff = HandoffConfig(connector="rank_connector:RankConnector")
         self.pairs = [socket.socketpair() for _ in range(tp - 1)]
+        self.peers = connect_ranks(tp)
         store = directory / "store"
         self.threads = [
             threading.Thread(target=self._follow, args=(config, handoff, rank, store)) for rank in range(1, tp)
@@ -53,7 +55,7 @@ class Ranked:
         try:
             self.core = build_engine(
                 config, handoff, name=f"tp{tp}", epoch="1", kv_shards=4,
-                place=RankPlace(0, ours, store, 30.0, wake_write_fd),
+                place=RankPlace(0, ours, self.peers[0], store, 30.0, wake_write_fd),
             )  # fmt: skip
         except BaseException:
             self.close()
@@ -63,7 +65,7 @@ class Ranked:
     def _follow(self, config: EngineConfig, handoff: HandoffConfig, rank: int, store: Path) -> None:
         error: BaseException | None = None
         try:
-            place = RankPlace(rank, [self.pairs[rank - 1][1]], store, 30.0)
+            place = RankPlace(rank, [self.pairs[rank - 1][1]], self.peers[rank], store, 30.0)
             run_rank(config, handoff, name=f"tp{config.tp}", epoch="1", kv_shards=4, place=place)
         except BaseException as raised:
             error = raised
@@ -82,6 +84,9 @@ class Ranked:
             ours.close()
         for thread in self.threads:
             thread.join()
+        for sockets in self.peers:
+            for sock in sockets:
+                sock.close()
         for fd in (self.wake_fd, self._wake_write_fd):
             os.close(fd)
 

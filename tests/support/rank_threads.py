@@ -1,13 +1,13 @@
-"""Ranks as threads of one process: a real Gloo group, without the start of processes."""
+"""Ranks as threads of one process: real sockets and shared memory, without the start of processes."""
 
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch.distributed import HashStore
 
 from pdkv.models.parallel import TensorParallel, join_ranks
+from pdkv.models.rank_sockets import connect_ranks
 from pdkv.models.shard import Shard
 
 Result = TypeVar("Result")
@@ -15,13 +15,13 @@ Result = TypeVar("Result")
 
 def on_ranks(size: int, run: Callable[[TensorParallel], Result], *, timeout_s: float = 30.0) -> list[Result]:
     """What `run` returns on each of `size` ranks; raises what the first of them raised."""
-    store = HashStore()
+    peers = connect_ranks(size)
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
 
     def rank_main(rank: int) -> None:
         try:
-            parallel = join_ranks(store, Shard(rank, size), torch.device("cpu"), timeout_s)
+            parallel = join_ranks(Shard(rank, size), torch.device("cpu"), peers[rank], None, timeout_s)
             try:
                 results[rank] = run(parallel)
             finally:
