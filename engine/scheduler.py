@@ -424,7 +424,7 @@ class Scheduler:
             request.resume(min(num_loaded, request.num_wanted))
             request.source_is_peer = is_from_peer
             self.kv.commit(request)
-            self.running.append(request)
+            self._run(request)
             self.needs_step = True
             return
         request.load_failed = True

@@ -66,6 +66,25 @@ def test_what_lies_before_the_gap_is_used_and_the_rest_is_computed(load: str, lo
     assert sources(again).local_hit == 32
 
 
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_who_goes_on_behind_a_gap_keeps_its_place_before_who_is_less_urgent(load: str) -> None:
+    run_prompt(engine("there", load))
+    here = engine("here", load)
+    here.handle("r", submit([1, 2, 3], request_id="later", max_tokens=9, priority=5), 0.0)
+    here.step(0.0)
+    here.handle("r", submit(PROMPT, max_tokens=3, priority=1), 0.0)
+    plan = here.scheduler.schedule(0.0)
+    fabric = MemoryFabric.named(FABRIC)
+    fabric.store.discard(here.requests["a", 0].hash_keys[5])
+    here.finish_step(here.executor.execute(plan), 0.0)
+    while len(here.scheduler.running) < 2:
+        here.step(0.0)
+        here.scheduler.check_integrity()
+    assert [request.submit.request_id for request in here.scheduler.running] == ["a", "later"]
+    run(here)
+    assert at_rest(here)
+
+
 @pytest.mark.parametrize("lost", [1, 5])
 def test_steps_that_were_begun_behind_a_layerwise_load_bring_nothing(lost: int) -> None:
     run_prompt(engine("there", "layerwise"), PROMPT[:25])
