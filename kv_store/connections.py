@@ -1,6 +1,8 @@
 """Sockets to a store's server: every wait ends at a deadline, bytes land where they belong, a lost one is replaced."""
 
+import itertools
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ T = TypeVar("T")
 
 _LINE_BUFFER_BYTES = 16 * 1024  # what is read ahead of a value is copied once more: small beside a value
 _SKIP_BYTES = 1 << 20
+_RECORD_BYTES = 16 * 1024  # of TLS, at most
 _MAX_BUFFERS_PER_CALL = 512  # of sendmsg; the kernel takes 1024
 
 
@@ -57,6 +60,9 @@ class Channel:
     def send(self, buffers: Sequence[bytes | Buffer]) -> None:
         """Send buffers one behind the other, without joining them."""
         pending = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        if isinstance(self._sock, ssl.SSLSocket):
+            self._send_records(pending)
+            return
         first = 0
         while first < len(pending):
             sent = self._wait(lambda: self._sock.sendmsg(pending[first : first + _MAX_BUFFERS_PER_CALL]))  # noqa: B023
@@ -65,6 +71,13 @@ class Channel:
                 first += 1
             if sent:
                 pending[first] = pending[first][sent:]
+
+    def _send_records(self, pending: Sequence[Buffer]) -> None:
+        """With TLS there is no `sendmsg`, and each call makes a record: what is short is joined first."""
+        for is_short, run in itertools.groupby(pending, lambda buffer: len(buffer) < _RECORD_BYTES):
+            for data in [memoryview(b"".join(run))] if is_short else run:
+                while len(data):
+                    data = data[self._wait(lambda: self._sock.send(data)) :]  # noqa: B023
 
     def read_line(self) -> bytes:
         """The next line, without its CR LF."""
@@ -107,7 +120,8 @@ class Channel:
     def interrupt(self) -> None:
         """End the connection from another thread: whoever waits in it gets StoreUnavailable."""
         try:
-            self._sock.shutdown(socket.SHUT_RDWR)
+            # Not that of SSLSocket, which would have its reader go on as if there were no TLS.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
         except OSError:
             return  # it is closed or lost already
 

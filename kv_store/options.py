@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pdkv.config import parse_size
 from pdkv.errors import ConfigError
@@ -20,6 +20,11 @@ class StoreOptions:
     max_bytes_in_flight: int = 8 << 20  # asked for and not yet read, over all calls: what a server must buffer for us
     pipeline: int = 64  # most commands of one call ahead of their replies
     retry_after_s: float = 1.0  # tiers: how long one that failed is left alone
+    ssl_ca_certs: str | None = None  # file of certificates that sign the server's; none: those of the system
+    ssl_certfile: str | None = None  # this client's certificate, where the server asks for one
+    ssl_keyfile: str | None = None
+    ssl_cert_reqs: Literal["required", "optional", "none"] = "required"  # none: whoever answers is the server
+    ssl_check_hostname: bool = True  # the certificate must name the URL's host
 
 
 def _seconds(text: str) -> float:
@@ -36,6 +41,19 @@ def _count(text: str) -> int:
     return value
 
 
+def _choice(*choices: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{' or '.join(choices)} was expected")
+        return text
+
+    return convert
+
+
+def _bool(text: str) -> bool:
+    return _choice("true", "false")(text.lower()) == "true"
+
+
 CONVERTERS: Mapping[str, Callable[[str], Any]] = {
     "capacity": parse_size,
     "connect_timeout_s": _seconds,
@@ -44,6 +62,11 @@ CONVERTERS: Mapping[str, Callable[[str], Any]] = {
     "max_bytes_in_flight": parse_size,
     "pipeline": _count,
     "retry_after_s": _seconds,
+    "ssl_ca_certs": str,
+    "ssl_certfile": str,
+    "ssl_keyfile": str,
+    "ssl_cert_reqs": _choice("required", "optional", "none"),
+    "ssl_check_hostname": _bool,
 }
 
 

@@ -5,8 +5,9 @@ connection are written and their replies read here: 2.5 to 5 times as fast for v
 """
 
 import socket
+import ssl
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pdkv.errors import ConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
@@ -71,14 +72,32 @@ def _read_value(reply: _Reply, out: Buffer) -> bool:
     return True
 
 
+def _tls_arguments(options: StoreOptions, what: str) -> dict[str, Any]:
+    """What redis-py makes TLS connections from. Raises ConfigError for files that it could not load later."""
+    try:
+        context = ssl.create_default_context(cafile=options.ssl_ca_certs)
+        if options.ssl_certfile is not None:
+            context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except OSError as error:  # ssl.SSLError is one
+        files = ", ".join(filter(None, (options.ssl_ca_certs, options.ssl_certfile, options.ssl_keyfile)))
+        raise ConfigError(f"{what}: TLS with {files}: {error.strerror or error}") from None
+    return {
+        "ssl_ca_certs": options.ssl_ca_certs,
+        "ssl_certfile": options.ssl_certfile,
+        "ssl_keyfile": options.ssl_keyfile,
+        "ssl_cert_reqs": options.ssl_cert_reqs,
+        "ssl_check_hostname": options.ssl_check_hostname and options.ssl_cert_reqs != "none",
+    }
+
+
 class RedisStore(ServerStore):
     """A value is one Redis string. With `ttl_s` it goes that long after its put, however often it is read."""
 
     def __init__(self, url: str, options: StoreOptions | None = None) -> None:
-        """`url`: redis://[user:password@]host:port/db or unix://[user:password@]/path.
+        """`url`: redis://[user:password@]host:port/db, rediss:// for TLS, or unix://[user:password@]/path.
 
         Raises:
-            ConfigError: redis-py is not installed, or it refuses the URL.
+            ConfigError: redis-py is not installed, it refuses the URL, or a file of certificates cannot be read.
         """
         try:
             from redis.connection import Connection, parse_url
@@ -91,6 +110,8 @@ class RedisStore(ServerStore):
         except ValueError as error:
             raise ConfigError(f"{self.what}: {error}") from None
         self._connection_class = self._arguments.pop("connection_class", Connection)
+        if parts.scheme == "rediss":
+            self._arguments |= _tls_arguments(self.options, self.what)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._contains(keys, self._deadline())

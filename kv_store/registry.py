@@ -15,6 +15,9 @@ _TIER_OPTIONS = frozenset({"retry_after_s"})
 _SERVER_OPTIONS = frozenset({"connect_timeout_s", "operation_timeout_s", "max_bytes_in_flight", "pipeline"})
 
 
+_TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"})
+
+
 class _Scheme(NamedTuple):
     open: Callable[[SplitResult, StoreOptions], KVStore]
     options: frozenset[str]
@@ -23,8 +26,8 @@ class _Scheme(NamedTuple):
 def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
     """The store that a URL names; several URLs, separated by commas, make a TieredStore, fastest first.
 
-    memory://[name], file:///directory, redis://[user:password@]host:port/db, unix:///socket (or redis+unix://),
-    lmcache://host:port. Options stand in `options`, for all URLs that know them, or in a URL's query.
+    memory://[name], file:///directory, redis://[user:password@]host:port/db (rediss:// with TLS), unix:///socket (or
+    redis+unix://), lmcache://host:port. Options stand in `options`, for all URLs that know them, or in a URL's query.
 
     Raises:
         ConfigError: an unknown scheme or option, a value that is none, or a package that is not installed.
@@ -95,7 +98,7 @@ def _open_redis(parts: SplitResult, options: StoreOptions) -> KVStore:
     from pdkv.kv_store.redis_store import RedisStore
 
     if not re.fullmatch(r"/?|/\d+", parts.path):  # redis-py would take database 0
-        raise ConfigError(f"{without_secrets(parts.geturl())}: redis://host:port/db was expected, db a number")
+        raise ConfigError(f"{without_secrets(parts.geturl())}: {parts.scheme}://host:port/db was expected, db a number")
     return RedisStore(parts._replace(query="").geturl(), options)
 
 
@@ -117,6 +120,7 @@ _SCHEMES: Mapping[str, _Scheme] = {
     "memory": _Scheme(_open_memory, frozenset({"capacity"})),
     "file": _Scheme(_open_file, frozenset({"capacity", "operation_timeout_s"})),
     "redis": _Scheme(_open_redis, _SERVER_OPTIONS | {"ttl_s"}),
+    "rediss": _Scheme(_open_redis, _SERVER_OPTIONS | {"ttl_s"} | _TLS_OPTIONS),
     "redis+unix": _Scheme(_open_redis_socket, _SERVER_OPTIONS | {"ttl_s"}),
     "unix": _Scheme(_open_redis_socket, _SERVER_OPTIONS | {"ttl_s"}),
     "lmcache": _Scheme(_open_lmcache, _SERVER_OPTIONS),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import store_servers
+from tls import make_certificates, server_context, tls_in_front_of
 
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.registry import open_store
@@ -13,7 +14,7 @@ from pdkv.kv_store.registry import open_store
 Open = Callable[..., KVStore]
 """open_(url, **options) -> store, closed at the end of the test."""
 
-KINDS = ("memory", "file", "redis", "redis_tcp", "lmcache", "tiers")
+KINDS = ("memory", "file", "redis", "redis_tcp", "redis_tls", "lmcache", "tiers")
 
 
 @pytest.fixture
@@ -39,6 +40,13 @@ def redis_url() -> Iterator[str]:
 def redis_tcp_url() -> Iterator[str]:
     with store_servers.redis_server(tcp=True) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def redis_tls_url(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    files = make_certificates(tmp_path_factory.mktemp("tls"))
+    with tls_in_front_of(redis_url.partition("://")[2], server_context(files)) as port:
+        yield f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={files.authority}"
 
 
 @pytest.fixture(scope="session")
