@@ -92,7 +92,7 @@ def bounded(target: str, options: Mapping[str, str]) -> dict[str, str]:
     bounds = {}
     if target.startswith("pdkv.connectors.shared_storage:") or "file" in schemes:
         bounds["capacity"] = STORED_BYTES
-    if schemes & {"redis", "redis+unix", "unix"}:
+    if schemes & {"redis", "rediss", "redis+unix", "unix"}:
         bounds["ttl_s"] = STORED_S
     return {**bounds, **options}
 

@@ -45,7 +45,11 @@ def test_a_directory_may_have_blanks_and_commas(tmp_path: Path, open_: Open) -> 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nope://x", r"no store 'nope://x'; known: memory://, file://, redis://, redis\+unix://, unix://, lmcache://"),
+        (
+            "nope://x",
+            r"no store 'nope://x'; known: memory://, file://, redis://, rediss://, redis\+unix://, "
+            r"unix://, lmcache://",
+        ),
         ("/tmp/x", "no store '/tmp/x'; known: memory://"),
         ("", "no store ''; known"),
         ("memory://,nope://x", "no store 'nope://x'"),
