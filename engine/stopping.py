@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pdkv.engine.request import Request
 from pdkv.engine.sampling_checks import check_for_vocab
 from pdkv.errors import InvalidRequest
+from pdkv.limits import clip
 from pdkv.messages import FinishReason, Submit
 
 
@@ -41,6 +42,8 @@ class StopRules:
         if not 0 <= min(*prompt, *output, 0) <= max(*prompt, *output, 0) < self._vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="prompt")
         check_for_vocab(submit.params, self._vocab_size)
+        if submit.adapter:
+            raise InvalidRequest(f"adapter {clip(submit.adapter)!r} cannot be served: adapters are not supported")
         if (submit.kv == "handoff") != (submit.until == "first_token"):
             raise InvalidRequest(f"kv={submit.kv!r} does not go with until={submit.until!r}")
         if submit.kv != "local" and not has_connector:

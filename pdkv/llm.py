@@ -25,7 +25,7 @@ from pdkv.messages import (
     TokenLogprob,
     Tokens,
 )
-from pdkv.model_config import load_model_config
+from pdkv.model_config import load_model_config, log_ignored_defaults
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import TextStream, Tokenizer
 
@@ -129,6 +129,7 @@ class LLM:
     def _start(self, config: EngineConfig) -> None:
         self.config = config
         self._eos_token_ids = load_model_config(config.model).eos_token_ids
+        log_ignored_defaults(config.model)
         self.tokenizer = Tokenizer.from_dir(config.model)
         self._core = build_engine(config, name="local", epoch=secrets.token_hex(8))
         self._core.router_joined(_ROUTER_ID, self._core.card.epoch)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from pdkv.errors import ConfigError, ModelError
+from pdkv.model_fields import check_fields, check_rope_fields, ignored_sampling_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +56,26 @@ class ModelConfig:
     dtype: Dtype
     sliding_window: int | None
 
+    @property
+    def num_positions(self) -> int:
+        """Positions that the model computes: linear scaling stretches those it was trained with (as vLLM counts)."""
+        if self.rope_scaling is not None and self.rope_scaling.kind == "linear":
+            return int(self.max_position_embeddings * self.rope_scaling.factor)
+        return self.max_position_embeddings
+
 
 class _Family(NamedTuple):
     """What an architecture fixes and its config.json does not say."""
 
     attention_bias: bool | None  # None: the field `attention_bias`
     attention_output_bias: bool | None
+    mlp_bias: bool | None = False
     qk_norm: bool = False
+    reads_window: bool = True
 
 
 _FAMILIES: Mapping[str, _Family] = {
-    "LlamaForCausalLM": _Family(None, None),
+    "LlamaForCausalLM": _Family(None, None, mlp_bias=None, reads_window=False),
     "MistralForCausalLM": _Family(False, False),
     "Qwen2ForCausalLM": _Family(True, False),
     "Qwen3ForCausalLM": _Family(None, None, qk_norm=True),
@@ -147,7 +158,7 @@ def load_model_config(path: Path) -> ModelConfig:
     head_size = fields.count("head_dim", hidden_size // num_heads)
     if head_size % 2:
         raise ModelError(f"{file}: the head size must be even, got {head_size}")
-    bias = fields.flag("attention_bias")
+    bias = _flag_of_family(fields, "attention_bias", family.attention_bias)
     bos = fields.token_ids("bos_token_id")
     return ModelConfig(
         architecture=architecture,
@@ -163,9 +174,9 @@ def load_model_config(path: Path) -> ModelConfig:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        attention_bias=bias if family.attention_bias is None else family.attention_bias,
+        attention_bias=bias,
         attention_output_bias=bias if family.attention_output_bias is None else family.attention_output_bias,
-        mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias"),
+        mlp_bias=_flag_of_family(fields, "mlp_bias", family.mlp_bias),
         qk_norm=family.qk_norm,
         eos_token_ids=_eos_token_ids(path, fields),
         bos_token_id=bos[0] if bos else None,
@@ -187,7 +198,16 @@ def _architecture(fields: _Fields) -> tuple[str, _Family]:
         raise ModelError(f"{fields.path}: hidden_act {activation!r} is not supported, only 'silu'")
     if fields.values.get("quantization_config") is not None:
         raise ModelError(f"{fields.path}: quantized weights (quantization_config) are not supported")
+    check_fields(fields.path, known, fields.values, reads_window=_FAMILIES[known].reads_window)
     return known, _FAMILIES[known]
+
+
+def _flag_of_family(fields: _Fields, name: str, fixed: bool | None) -> bool:
+    """A field that a family may fix: there, no other value is computed."""
+    value = fields.flag(name, bool(fixed)) if fields.values.get(name) is not None else bool(fixed)
+    if fixed is not None and value != fixed:
+        raise ModelError(f"{fields.path}: {name} {value} is not supported for this architecture, only {fixed}")
+    return value
 
 
 def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
@@ -207,18 +227,28 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         if any(isinstance(value, dict) for value in values.values()):
             raise ModelError(f"{fields.path}: RoPE parameters per layer type are not supported: {values!r}")
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", rope.number("factor"))
-    if kind == "llama3":
-        return theta, RopeScaling(
+        scaling = None
+    elif kind == "linear":
+        scaling = RopeScaling("linear", _factor(rope))
+    elif kind == "llama3":
+        scaling = RopeScaling(
             "llama3",
-            rope.number("factor"),
+            _factor(rope),
             rope.number("low_freq_factor"),
             rope.number("high_freq_factor"),
             rope.count("original_max_position_embeddings"),
         )
-    raise ModelError(f"{fields.path}: RoPE scaling {kind!r} is not supported; known: default, linear, llama3")
+    else:
+        raise ModelError(f"{fields.path}: RoPE scaling {kind!r} is not supported; known: default, linear, llama3")
+    check_rope_fields(fields.path, kind, values)
+    return theta, scaling
+
+
+def _factor(rope: _Fields) -> float:
+    factor = rope.number("factor")
+    if not 1.0 <= factor < math.inf:
+        raise ModelError(f"{rope.path}: the factor of the RoPE parameters must be at least 1, got {factor}")
+    return factor
 
 
 def _eos_token_ids(path: Path, fields: _Fields) -> tuple[int, ...]:
@@ -228,6 +258,19 @@ def _eos_token_ids(path: Path, fields: _Fields) -> tuple[int, ...]:
     if generation.exists():
         ids += _Fields(generation, read_json(generation)).token_ids("eos_token_id")
     return tuple(dict.fromkeys(ids))
+
+
+def log_ignored_defaults(path: Path) -> None:
+    """Say which sampling defaults of generation_config.json requests do not get; once, where requests come in.
+
+    Raises:
+        ModelError: the file is there and cannot be read.
+    """
+    generation = path / "generation_config.json"
+    ignored = ignored_sampling_defaults(read_json(generation)) if generation.exists() else {}
+    if ignored:
+        listed = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
+        logger.warning("%s: sampling defaults are not applied: %s; requests must ask for them", generation, listed)
 
 
 def _dtype(fields: _Fields) -> Dtype:
@@ -254,9 +297,9 @@ def resolve_max_model_len(model: ModelConfig, requested: int | None) -> int:
     Raises:
         ConfigError: more was requested than the model has positions for.
     """
-    if requested is not None and requested > model.max_position_embeddings:
-        raise ConfigError(f"max_model_len {requested} exceeds the model's {model.max_position_embeddings} positions")
-    length = requested or model.max_position_embeddings
+    if requested is not None and requested > model.num_positions:
+        raise ConfigError(f"max_model_len {requested} exceeds the model's {model.num_positions} positions")
+    length = requested or model.num_positions
     if model.sliding_window is not None and model.sliding_window < length:
         logger.warning(
             "max_model_len is capped from %d to the sliding window of %d tokens", length, model.sliding_window

@@ -10,6 +10,9 @@ from pdkv.limits import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_TOKEN_IDS, check_count, 
 
 MAX_LOGPROBS = 20
 
+GREEDY_BELOW = 1e-5
+"""Lower temperatures are 0: vLLM's _SAMPLING_EPS."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The sampling parameters of one request; field names are OpenAI's and vLLM's.
@@ -18,7 +21,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     the token at output position i is a pure function of (seed, choice, i) and the logits.
     """
 
-    temperature: float = 1.0  # 0 = greedy
+    temperature: float = 1.0  # below GREEDY_BELOW: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = all
     min_p: float = 0.0
@@ -39,7 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
     @property
     def needs_penalties(self) -> bool:
@@ -67,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("temperature", lambda v: 0.0 <= v <= 2.0, "in [0, 2]"),
+    ("temperature", lambda v: v >= 0.0 and math.isfinite(v), "a finite number of at least 0"),
     ("top_p", lambda v: 0.0 < v <= 1.0, "in (0, 1]"),
     ("top_k", lambda v: v >= -1, "-1 or 0 (all), or at least 1"),
     ("min_p", lambda v: 0.0 <= v <= 1.0, "in [0, 1]"),

@@ -100,7 +100,7 @@ def _model_provider(
     dispatcher: "Dispatcher", tokenizer: Tokenizer, config: ModelConfig, name: str, max_model_len: int | None
 ) -> Callable[[], ServedModel]:
     """The model as it is served now: engines that come up may allow less than was asked for."""
-    limit = config.max_position_embeddings if max_model_len is None else max_model_len
+    limit = config.num_positions if max_model_len is None else max_model_len
     model = ServedModel(
         name=name,
         tokenizer=tokenizer,

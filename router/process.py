@@ -16,7 +16,7 @@ import uvicorn
 import zmq
 
 from pdkv.messages import Order
-from pdkv.model_config import load_model_config
+from pdkv.model_config import load_model_config, log_ignored_defaults
 from pdkv.router.app import create_app
 from pdkv.router.dispatch import Dispatcher
 from pdkv.router.engine_client import EngineClient
@@ -77,6 +77,7 @@ def run_router(
         client = EngineClient(engine.name, engine.endpoint, router_id=router_id, context=context)
         dispatcher.add_backend(client, engine.role)
     config = load_model_config(model)
+    log_ignored_defaults(model)
     app = create_app(dispatcher, Tokenizer.from_dir(model), config, served_model_name)
     server = _Server(
         uvicorn.Config(

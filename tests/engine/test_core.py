@@ -98,6 +98,7 @@ def test_a_deadline_fails_the_request_and_returns_its_blocks() -> None:
         ({"prompt_token_ids": [5, 100_000]}, "token ids"),
         ({"kv": "handoff", "until": "end"}, "handoff"),
         ({"kv": "await_peer"}, "connector"),
+        ({"adapter": "a-lora"}, "adapter 'a-lora'"),
         ({"params": SamplingParams(temperature=1.0)}, "seed"),
         ({"params": SamplingParams(temperature=0.0, stop_token_ids=(99_999,))}, "99999"),
     ],

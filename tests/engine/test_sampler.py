@@ -253,6 +253,29 @@ def test_greedy_takes_the_lowest_of_equals(dtype: torch.dtype) -> None:
     assert tokens_of(sample(logits, [request(GREEDY), request(GREEDY)])) == [1, 0]
 
 
+@pytest.mark.parametrize(("temperature", "chosen"), [(0.0, {1}), (9.9e-6, {1}), (1e-5, {1, 2})])
+def test_below_vllms_epsilon_nothing_is_drawn(temperature: float, chosen: set[int]) -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0, 1.0]]).repeat(20, 1)
+    requests = [request(params(temperature=temperature, seed=seed)) for seed in range(20)]
+    assert set(tokens_of(sample(logits, requests))) == chosen
+
+
+@pytest.mark.parametrize("temperature", [2.5, 100.0, 1e300])
+def test_any_finite_temperature_is_one(temperature: float) -> None:
+    """The hotter, the more alike: at these all four tokens come up."""
+    p = params(temperature=temperature)
+    p.validate()
+    logits = torch.tensor([[0.0, 2.0, 1.0, 1.0]]).repeat(200, 1)
+    drawn = tokens_of(sample(logits, [request(params(temperature=temperature, seed=seed)) for seed in range(200)]))
+    assert set(drawn) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [-0.1, math.nan, math.inf, -math.inf])
+def test_what_is_no_temperature_is_refused(temperature: float) -> None:
+    with pytest.raises(InvalidRequest, match="temperature must be a finite number of at least 0"):
+        params(temperature=temperature).validate()
+
+
 def test_penalties_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt 0, 1; output 1, 1, 2; repetition 2, presence 0.5, frequency 0.25."""
     seen: list[torch.Tensor] = []

@@ -57,7 +57,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         (["launch", "--lease-timeout-s", "1"], "lease_timeout_s (1.0) must exceed kv_load_timeout_s (30.0)"),
         (["launch", "--model", "no/such/dir"], "model directory no/such/dir does not exist"),
         (["launch", "--config", "no-such.toml"], "no-such.toml: No such file or directory"),
-        (["generate", "--temperature", "9", "x"], "temperature must be in [0, 2], got 9.0"),
+        (["generate", "--temperature", "-1", "x"], "temperature must be a finite number of at least 0, got -1.0"),
         (["generate", "--stop-token-ids", "x", "--", "y"], "--stop-token-ids: whole numbers were expected"),
         (["generate", "--model", "no/such/dir", "x"], "model directory no/such/dir does not exist"),
         (["connector", "remove"], "'remove'"),

@@ -129,7 +129,7 @@ def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        ("x", SamplingParams(temperature=9), "temperature"),
+        ("x", SamplingParams(temperature=-1), "temperature"),
         ([[]], GREEDY, "empty"),
         ([[1], [100_000]], GREEDY, "token ids"),
         ([[5] * 2000], GREEDY, "2000"),

@@ -111,6 +111,24 @@ def test_max_model_len(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     assert resolve_max_model_len(windowed, 64) == 64
 
 
+def test_linear_scaling_stretches_the_models_length(tmp_path: Path) -> None:
+    """As vLLM counts: the positions that it was trained with times the factor; llama3's are in the field already."""
+    linear = load_model_config(write(tmp_path, rope_scaling={"type": "linear", "factor": 2.5}))
+    assert resolve_max_model_len(linear, None) == 1280
+    assert resolve_max_model_len(linear, 1280) == 1280
+    with pytest.raises(ConfigError, match="1281 exceeds the model's 1280"):
+        resolve_max_model_len(linear, 1281)
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64}  # fmt: skip
+    assert resolve_max_model_len(load_model_config(write(tmp_path, rope_scaling=scaling)), None) == 512
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.0, float("inf"), float("nan")])
+def test_a_factor_that_stretches_nothing_is_refused(tmp_path: Path, factor: float) -> None:
+    with pytest.raises(ModelError, match=f"factor of the RoPE parameters must be at least 1, got {factor}"):
+        load_model_config(write(tmp_path, rope_scaling={"type": "linear", "factor": factor}))
+
+
 def test_qwen_uses_its_window_only_when_told(tmp_path: Path) -> None:
     changes = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}
     assert load_model_config(write(tmp_path, **changes)).sliding_window is None

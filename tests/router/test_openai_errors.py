@@ -40,7 +40,7 @@ def check(reply: Exchange, status: int, param: str | None, *words: str) -> None:
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 10**30}, "max_tokens", "int"),
         ({"temperature": "hot"}, "temperature", "float"),
-        ({"temperature": 2.5}, "temperature", "[0, 2]"),
+        ({"temperature": -0.5}, "temperature", "at least 0"),
         ({"top_p": 0}, "top_p", "(0, 1]"),
         ({"top_k": -2}, "top_k", "-1"),
         ({"min_p": 1.5}, "min_p", "[0, 1]"),

@@ -1,0 +1,169 @@
+"""Which fields of a config.json the model code computes, which change nothing, and which are refused by name. No torch.
+
+A field that is silently ignored is a model that speaks fluently and says the wrong thing. So a field must be read by
+`load_model_config`, be known to change nothing at inference, or have a value that switches its feature off.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pdkv.errors import ModelError
+
+
+def _names(text: str) -> frozenset[str]:
+    """Names that white space parts."""
+    return frozenset(text.split())
+
+
+READ = _names(
+    """
+    architectures vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    intermediate_size max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters
+    partial_rotary_factor tie_word_embeddings attention_bias mlp_bias eos_token_id bos_token_id dtype torch_dtype
+    hidden_act quantization_config
+    """
+)
+"""Read, and checked, by `load_model_config`."""
+
+HARMLESS = _names(
+    """
+    model_type transformers_version transformers.js_config tokenizer_class name_or_path license language
+    unsloth_version unsloth_fixed is_llama_config custom_pipelines paddlenlp_version
+    _name_or_path _commit_hash _from_auto _from_model_config _attn_implementation _attn_implementation_internal
+    _attn_implementation_autoset _flash_attn_2_enabled _moe_implementation _experts_implementation
+
+    initializer_range initializer_factor attention_dropout attn_pdrop attention_probs_dropout_prob hidden_dropout
+    hidden_dropout_prob resid_pdrop residual_dropout embd_pdrop embedding_dropout dropout ffn_dropout
+    classifier_dropout gradient_checkpointing use_gradient_checkpointing use_recompute neftune_noise_alpha
+    pretraining_tp base_model_tp_plan base_model_pp_plan tensor_parallel_degree world_size loss_type ignore_index
+    num_labels id2label label2id problem_type finetuning_task task_specific_params
+
+    use_cache cache_implementation return_dict use_return_dict output_attentions output_hidden_states
+    output_scores return_dict_in_generate torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward is_decoder
+    attn_implementation use_flash_attn use_flash_attn2 use_flash_attention use_flash_attention_2 flash_attn use_sdpa
+    use_torch_sdpa model_max_length max_sequence_length max_seq_len max_seq_length seq_length seq_len
+    original_max_position_embeddings
+
+    pad_token_id sep_token_id cls_token_id unk_token_id mask_token_id decoder_start_token_id im_start_id im_end_id
+    max_length max_new_tokens min_length min_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences bad_words_ids
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens prefix generation_config
+    """
+)
+"""They describe the file, training, initialisation, generation defaults or the way to compute, not what is computed."""
+
+_LAYER_TYPES_OF_WINDOWS = frozenset({"full_attention", "sliding_attention"})
+_ROPE_READ = _names({"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"})
+_ROPE_KIND_READS: Mapping[str, frozenset[str]] = {
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+}
+_MULTIPLIER = re.compile(r"(?:^|_)(?:multiplier|scale|scaling|factor)(?:_|$)|^(?:rotary_pct|rope_percent)$|^mup_")
+_SHOWN_CHARS = 80
+
+_Check = Callable[[Any, Mapping[str, Any]], bool]
+
+
+def _head_size(values: Mapping[str, Any]) -> float:
+    """Of fields that may still be wrong: 0 where it cannot be told."""
+    try:
+        return float(values.get("head_dim") or values["hidden_size"] / values["num_attention_heads"])
+    except (KeyError, TypeError, ZeroDivisionError, ValueError):
+        return 0.0
+
+
+def _is_attention_scale(value: Any, values: Mapping[str, Any]) -> bool:
+    """Granite's factor on q·k is the usual 1 / sqrt(head size)."""
+    size = _head_size(values)
+    return isinstance(value, float) and size > 0 and abs(value * size**0.5 - 1) < 1e-6
+
+
+_NEUTRAL: Mapping[str, _Check] = {
+    "attention_multiplier": _is_attention_scale,
+    "query_pre_attn_scalar": lambda value, values: value == _head_size(values),
+    "layer_types": lambda value, values: isinstance(value, list) and set(map(str, value)) <= {"full_attention"},
+    "activation": lambda value, values: value in ("swiglu", "silu"),  # Falcon3, beside hidden_act
+    "hidden_activation": lambda value, values: value == "silu",
+    "position_embedding_type": lambda value, values: value in ("rope", "rotary"),
+}
+"""Fields with a neutral value of their own; for all, null, false, and empty ones are neutral too."""
+
+
+def check_fields(path: Path, architecture: str, values: Mapping[str, Any], *, reads_window: bool) -> None:
+    """Refuse what the model code would ignore although it may change what the model says.
+
+    Args:
+        path: of the config.json, for the message.
+        reads_window: whether the family has sliding windows, which cap the length.
+
+    Raises:
+        ModelError: names the first such field and its value.
+    """
+    for name, value in values.items():
+        if name in READ or name in HARMLESS or _is_neutral(name, value, values):
+            continue
+        if reads_window and _is_window(name, value, values):
+            continue
+        raise ModelError(
+            f"{path}: field {name!r} = {_shown(value)} is not supported for {architecture}: its effect on the model is "
+            "not computed here, and ignoring it could give wrong tokens. If it changes nothing, take it out of the file"
+        )
+
+
+def check_rope_fields(path: Path, kind: str, rope: Mapping[str, Any]) -> None:
+    """Refuse what RoPE parameters of a known kind say and the kind does not compute.
+
+    Raises:
+        ModelError: names the first such field and its value.
+    """
+    read = _ROPE_READ | _ROPE_KIND_READS.get(kind, frozenset())
+    for name, value in rope.items():
+        if name not in read and not _is_neutral(name, value, rope):
+            raise ModelError(
+                f"{path}: field {name!r} = {_shown(value)} of the RoPE parameters is not supported for {kind!r}"
+            )
+
+
+def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
+    """Whether the value switches the field's feature off."""
+    if value is None or value is False or (isinstance(value, list | dict | str) and not value):
+        return True
+    check = _NEUTRAL.get(name)
+    if check is not None:
+        return check(value, values)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value == (1 if _MULTIPLIER.search(name) else 0)
+
+
+def _is_window(name: str, value: Any, values: Mapping[str, Any]) -> bool:
+    """Fields of sliding windows, where the family has them: `sliding_window` itself caps the length."""
+    if name == "layer_types":
+        types = set(map(str, value)) if isinstance(value, list) else {""}
+        in_use = values.get("use_sliding_window", True) and values.get("sliding_window") is not None
+        return types <= _LAYER_TYPES_OF_WINDOWS and bool(in_use)
+    return name in ("sliding_window", "use_sliding_window", "max_window_layers")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+
+
+SAMPLING_DEFAULTS: Mapping[str, float] = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "repetition_penalty": 1.0,
+}  # fmt: skip
+"""Fields of generation_config.json that vLLM takes as defaults of requests, and the values by which it says nothing."""
+
+
+def ignored_sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling defaults of a generation_config.json that no request gets here."""
+    return {
+        name: generation_config[name]
+        for name, nothing in SAMPLING_DEFAULTS.items()
+        if generation_config.get(name) not in (None, nothing)
+    }
