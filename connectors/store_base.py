@@ -1,7 +1,8 @@
 """StoreConnector: any KVStore becomes a connector. A subclass says how its store is opened, and no more.
 
 Every engine saves the KV that it has computed, in values of several units under content keys, and finds what any
-engine has saved; a hand-off is a lookup whose answer is known. No call of a store runs on the step thread.
+engine has saved; a hand-off is a lookup whose answer is known. No call of a store runs on the step thread. Whatever the
+store gives back is verified before it reaches a block (envelope.py): a store need not be trusted with its memory.
 """
 
 from abc import abstractmethod
@@ -16,10 +17,12 @@ from pdkv.connectors.base import (
     WorkerConnector,
     parse_options,
 )
+from pdkv.connectors.sign_key import make_sealer
 from pdkv.connectors.store_lookup import KeyLookups
 from pdkv.connectors.store_options import CONVERTERS, TransferOptions
 from pdkv.connectors.store_plan import StoreCut, StoreMetadata
 from pdkv.connectors.store_scheduler import StoreScheduler
+from pdkv.connectors.store_values import SealedValues
 from pdkv.connectors.store_worker import StoreWorker
 from pdkv.errors import ConfigError
 from pdkv.kv_store.base import Buffer, KVStore
@@ -51,7 +54,13 @@ class StoreConnector(KVConnector):
         groups = self.options.layer_groups
         if not groups:
             groups = min(LAYERWISE_GROUPS, config.layout.num_layers) if self.options.load == "layerwise" else 1
-        self.cut = StoreCut(config, tokens_per_value=self.options.tokens_per_value, layer_groups=groups)
+        self.sealer = make_sealer(sign=self.options.sign, key_file=self.options.sign_key_file)
+        self.cut = StoreCut(
+            config,
+            tokens_per_value=self.options.tokens_per_value,
+            layer_groups=groups,
+            signer=self.sealer.identity,
+        )
         self._store: KVStore | None = None
 
     @abstractmethod
@@ -82,12 +91,17 @@ class StoreConnector(KVConnector):
 
     def make_scheduler_side(self) -> SchedulerConnector:
         lookups = KeyLookups(
-            self.store, self.cut.suffixes, self.notify, timeout_s=self.options.lookup_timeout_s
-        )  # fmt: skip
+            self.store,
+            self.cut.suffixes,
+            self.notify,
+            timeout_s=self.options.lookup_timeout_s,
+            known_for_s=self.options.known_for_s,
+        )
         return StoreScheduler(self.config, self.options, self.cut, lookups)
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
-        return StoreWorker(self.config, self.options, self.cut, self.store, self.notify)
+        values = SealedValues(self.store, self.sealer)
+        return StoreWorker(self.config, self.options, self.cut, values, self.notify)
 
     def shutdown(self) -> None:
         store, self._store = self._store, None

@@ -20,6 +20,10 @@ MAX_KNOWN_KEYS = 1 << 16
 MAX_LOOKUPS = 1024
 """Lookups that are queued; beyond that the answer is a miss."""
 
+MAX_BARRED_KEYS = 1 << 12
+BARRED_S = 30.0
+"""So long a value that was damaged is not asked for, unless it is saved anew here."""
+
 MISS_VALID_S = 1.0
 """So long a miss is believed without asking again; the answer to a lookup is given once, however late."""
 
@@ -51,10 +55,17 @@ class KeyLookups:
         suffixes: every value consists of one part for each; one that lacks a part is a miss.
         notify: wakes the engine when an answer is there.
         timeout_s: deadline of a lookup; after it the answer is a miss.
+        known_for_s: so long an answer is believed: the store may evict.
     """
 
     def __init__(
-        self, store: KVStore, suffixes: Sequence[bytes], notify: Callable[[], None], *, timeout_s: float
+        self,
+        store: KVStore,
+        suffixes: Sequence[bytes],
+        notify: Callable[[], None],
+        *,
+        timeout_s: float,
+        known_for_s: float = 30.0,
     ) -> None:
         self.num_lookups = 0
         self.num_failed = 0  # the store said so
@@ -64,7 +75,9 @@ class KeyLookups:
         self._suffixes = list(suffixes)
         self._notify = notify
         self._timeout_s = timeout_s
-        self._known: OrderedDict[bytes, None] = OrderedDict()  # step thread and lookups, under the lock
+        self._known_for_s = known_for_s
+        self._known: OrderedDict[bytes, float] = OrderedDict()  # since when; step thread and lookups, under the lock
+        self._barred: OrderedDict[bytes, float] = OrderedDict()  # until when
         self._misses: OrderedDict[bytes, _Miss] = OrderedDict()
         self._pending: OrderedDict[bytes, _Lookup] = OrderedDict()  # by first key, in order of their deadlines
         self._queue: list[_Lookup] = []
@@ -88,10 +101,12 @@ class KeyLookups:
         """
         now = time.monotonic()
         with self._changed:
-            first = next((i for i, key in enumerate(keys) if key not in self._known), len(keys))
+            first = next((i for i, key in enumerate(keys) if not self._believes(key, now)), len(keys))
             if first == len(keys):
                 return first
             key = keys[first]
+            if key in self._barred:
+                return first
             miss = self._misses.get(key)
             if miss is not None and (not miss.told or now - miss.time < MISS_VALID_S):
                 miss.told = miss.told or wanted
@@ -110,11 +125,18 @@ class KeyLookups:
 
     def is_known(self, key: bytes) -> bool:
         """Whether the value is believed to be stored."""
+        with self._changed:
+            return self._believes(key, time.monotonic())
+
+    def was_known(self, key: bytes) -> bool:
+        """Whether the value was stored when it was looked at last, however long ago."""
         return key in self._known
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """These values are stored now."""
+        """These values are stored now, and sound: they were saved or loaded."""
         with self._changed:
+            for key in keys:
+                self._barred.pop(key, None)
             self._add(keys)
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -122,6 +144,15 @@ class KeyLookups:
         with self._changed:
             for key in keys:
                 self._known.pop(key, None)
+
+    def bar(self, key: bytes) -> None:
+        """The value was damaged: it is a miss for BARRED_S, whatever the store says."""
+        with self._changed:
+            self._known.pop(key, None)
+            self._barred.pop(key, None)
+            self._barred[key] = time.monotonic() + BARRED_S
+            while len(self._barred) > MAX_BARRED_KEYS:
+                self._barred.popitem(last=False)
 
     def close(self) -> None:
         """End the threads. Idempotent."""
@@ -135,9 +166,20 @@ class KeyLookups:
 
     # --- under the lock -------------------------------------------------------------------------------------------
 
+    def _believes(self, key: bytes, now: float) -> bool:
+        if self._barred:
+            until = self._barred.get(key)
+            if until is not None:
+                if now < until:
+                    return False
+                del self._barred[key]
+        since = self._known.get(key)
+        return since is not None and now - since < self._known_for_s
+
     def _add(self, keys: Sequence[bytes]) -> None:
+        now = time.monotonic()
         for key in keys:
-            self._known[key] = None
+            self._known[key] = now
             self._known.move_to_end(key)
             self._misses.pop(key, None)
         while len(self._known) > MAX_KNOWN_KEYS:

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from pdkv.connectors.base import LoadMode
-from pdkv.connectors.option_types import parse_choice, parse_count, parse_natural, parse_seconds
+from pdkv.connectors.option_types import parse_bool, parse_choice, parse_count, parse_natural, parse_seconds
 
 
 class TransferOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +24,9 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int = 4 << 20  # of each thread's buffer; at least one value
     max_save_bytes: int = 256 << 20  # KV under way to the store, at most a quarter of the pool; beyond it only
     # hand-offs are saved
+    known_for_s: float = 30.0  # so long a value is believed to be stored: it may have been evicted since
+    sign: bool = False  # values are signed, and read only where the signature is right; equal on all engines
+    sign_key_file: str = ""  # of the secret; empty: it is in PDKV_STORE_SIGN_KEY
 
 
 CONVERTERS: Mapping[str, Callable[[str], Any]] = {
@@ -38,5 +41,8 @@ CONVERTERS: Mapping[str, Callable[[str], Any]] = {
     "save_threads": parse_count,
     "staging_bytes": parse_count,
     "max_save_bytes": parse_count,
+    "known_for_s": parse_seconds,
+    "sign": parse_bool,
+    "sign_key_file": str,
 }
 assert set(CONVERTERS) == set(TransferOptions.__struct_fields__)

@@ -1,9 +1,9 @@
-"""How values share a staging buffer: part by part, each part's values side by side, as the pool gathers them."""
+"""How values share a staging buffer: part by part, each part's values side by side, an envelope behind each."""
 
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
+from pdkv.connectors.envelope import ENVELOPE_BYTES
 from pdkv.connectors.staging import Bytes
 from pdkv.connectors.store_plan import Value, ValuePart
 
@@ -15,16 +15,35 @@ class Piece(NamedTuple):
     values: Sequence[Value]
     unit_bytes: int
 
+
+class Slot(NamedTuple):
+    """A value's place in a buffer."""
+
+    value: Value
+    part: ValuePart
+    key: bytes
+    data: Bytes  # images of its units, and its envelope
+
     @property
-    def num_bytes(self) -> int:
-        """All of them."""
-        return sum(value.num_units for value in self.values) * self.unit_bytes
+    def body(self) -> Bytes:
+        """The images."""
+        return self.data[:-ENVELOPE_BYTES]
+
+    @property
+    def view(self) -> memoryview:
+        """The whole value, as a store takes it."""
+        return memoryview(self.data.data)
+
+
+def buffer_bytes(capacity: int, unit_bytes: int) -> int:
+    """Bytes of a buffer for `capacity` bytes of images and their envelopes; `unit_bytes`: of the smallest image."""
+    return capacity + capacity // unit_bytes * ENVELOPE_BYTES
 
 
 def pack(
     values: Sequence[Value], parts: Sequence[tuple[ValuePart, int]], capacity: int, *, split: bool
 ) -> Iterator[list[Piece]]:
-    """Fill buffers of `capacity` bytes, at least one value of any part, with all parts of all values.
+    """Fill buffers of `capacity` bytes of images, at least one value of any part, with all parts of all values.
 
     Args:
         parts: with the bytes of a unit of each.
@@ -52,14 +71,14 @@ def pack(
         yield pieces
 
 
-def lay_out(pieces: Sequence[Piece], buffer: Bytes) -> tuple[list[bytes], list[memoryview]]:
-    """Keys of the pieces' values and where in the buffer each has its place; both in the order of their tokens."""
-    places: list[tuple[int, bytes, memoryview]] = []
-    memory, offset = memoryview(buffer.data), 0
+def lay_out(pieces: Sequence[Piece], buffer: Bytes) -> list[Slot]:
+    """Where in the buffer each of the pieces' values has its place; in the order of their tokens."""
+    slots: list[Slot] = []
+    offset = 0
     for piece in pieces:
         for value in piece.values:
-            size = value.num_units * piece.unit_bytes
-            places.append((value.start, value.key + piece.part.suffix, memory[offset : offset + size]))
-            offset += size
-    places.sort(key=itemgetter(0))
-    return [key for _, key, _ in places], [view for *_, view in places]
+            stop = offset + value.num_units * piece.unit_bytes + ENVELOPE_BYTES
+            slots.append(Slot(value, piece.part, value.key + piece.part.suffix, buffer[offset:stop]))
+            offset = stop
+    slots.sort(key=lambda slot: slot.value.start)
+    return slots

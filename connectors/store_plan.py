@@ -10,24 +10,28 @@ from typing import NamedTuple
 import msgspec
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors import envelope
 from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferKey
 from pdkv.connectors.units import UnitPart
 from pdkv.errors import ConfigError
 
-_SUFFIX = struct.Struct("<IHHHH")  # tokens_per_value, shards, groups, shard, group
+_SUFFIX = struct.Struct("<IHHHHH8s")  # tokens_per_value, shards, groups, shard, group, format, signer
 _KEY_BYTES = 16
 
 
 class Cut(NamedTuple):
-    """How stored KV is cut. Engines that cut differently miss each other; they never misread each other."""
+    """How stored KV is cut, and into which form of value. Engines that do it differently miss each other."""
 
     tokens_per_value: int
     kv_shards: int
     layer_groups: int
+    format: int = 0  # of the envelope; 0: values without one, as they were before
+    signer: bytes = b""  # which secret values are signed with; empty: unsigned
 
     def suffix(self, shard: int, group: int) -> bytes:
         """What tells one part of a value's tokens from the others."""
-        return _SUFFIX.pack(*self, shard, group)
+        cut = (self.tokens_per_value, self.kv_shards, self.layer_groups)
+        return _SUFFIX.pack(*cut, shard, group, self.format, self.signer)
 
 
 class Value(NamedTuple):
@@ -64,7 +68,9 @@ class StoreCut:
         ConfigError: heads, layers or tokens that cannot be cut so.
     """
 
-    def __init__(self, config: ConnectorConfig, *, tokens_per_value: int, layer_groups: int) -> None:
+    def __init__(
+        self, config: ConnectorConfig, *, tokens_per_value: int, layer_groups: int, signer: bytes = b""
+    ) -> None:
         layout = config.layout
         heads, layers = layout.kv_heads_of_all_ranks, layout.num_layers
         if tokens_per_value < HASH_BLOCK_SIZE or tokens_per_value % HASH_BLOCK_SIZE:
@@ -74,7 +80,7 @@ class StoreCut:
         shards = min(config.kv_shards, heads)  # more ranks than heads: heads are replicated, not cut
         if heads % shards or config.kv_shards % config.tp or config.kv_shards % shards:
             raise ConfigError(f"{heads} KV heads on {config.tp} ranks cannot be cut into {config.kv_shards} shards")
-        self.cut = Cut(tokens_per_value, shards, layer_groups)
+        self.cut = Cut(tokens_per_value, shards, layer_groups, envelope.FORMAT, signer)
         self.tokens_per_value = tokens_per_value
         self.layer_groups = layer_groups
         self.suffixes = [self.cut.suffix(s, g) for g in range(layer_groups) for s in range(shards)]  # of all ranks

@@ -23,6 +23,7 @@ from pdkv.connectors.base import (
     SchedulerConnector,
     SchedulerView,
     TransferKey,
+    TransferOutcome,
     TransferResults,
 )
 from pdkv.connectors.peers import Incarnation, PeerCards
@@ -42,6 +43,13 @@ class _Batch(NamedTuple):
 
     keys: list[bytes]  # of whole values that are stored when it has succeeded
     num_bytes: int
+
+
+class _Loading(NamedTuple):
+    """A load under way."""
+
+    start: int
+    values: list[Value]  # whole ones, which other requests may find
 
 
 @dataclass(slots=True)
@@ -90,7 +98,7 @@ class StoreScheduler(SchedulerConnector):
         self._me = (config.engine, config.epoch)
         self._peers = StorePeers(config, cut.cut)
         self._queued: dict[TransferKey, StoreLoad] = {}  # for the next metadata
-        self._loading: dict[TransferKey, list[bytes]] = {}  # keys of whole values
+        self._loading: dict[TransferKey, _Loading] = {}
         self._saving: set[bytes] = set()
         self._batches: dict[TransferKey, _Batch] = {}
         self._num_save_bytes = 0
@@ -173,12 +181,9 @@ class StoreScheduler(SchedulerConnector):
         size = self._block_size
         blocks = list(block_ids[start // size : -(-stop // size)])
         self._queued[key] = StoreLoad(key, values, start, stop, blocks)
-        self._loading[key] = self._whole_keys(values)
+        whole = [value for value in values if value.num_tokens == self._cut.tokens_per_value]
+        self._loading[key] = _Loading(start, whole)
         return None
-
-    def _whole_keys(self, values: Sequence[Value]) -> list[bytes]:
-        """Keys that other requests may find."""
-        return [value.key for value in values if value.num_tokens == self._cut.tokens_per_value]
 
     # --- orders ---------------------------------------------------------------------------------------------------
 
@@ -200,7 +205,9 @@ class StoreScheduler(SchedulerConnector):
         )
 
     def _save(self, confirmed: ConfirmedRange) -> StoreSave | None:
-        """Values that are whole now; of a hand-off those, too, that were stored before and may be gone."""
+        """Values that are whole now. Those that were stored before may be gone: a hand-off looks for all of them, other
+        requests for what nobody has seen for a while.
+        """
         request, key = confirmed.request, confirmed.request.transfer_key
         if len(confirmed.block_ids) * self._block_size < confirmed.stop:
             return None  # shown again after its end, without its blocks
@@ -208,16 +215,19 @@ class StoreScheduler(SchedulerConnector):
         new: list[Value] = []
         check: list[Value] = []
         for value in self._cut.whole_values(request.block_keys, confirmed.start, confirmed.stop):
-            believed = value.key in self._saving or self.lookups.is_known(value.key)
-            (check if believed else new).append(value)
+            if value.key in self._saving or self.lookups.is_known(value.key):
+                if is_handoff:
+                    check.append(value)
+            elif self.lookups.was_known(value.key):
+                check.append(value)
+            else:
+                new.append(value)
         tail = self._cut.tail(key, confirmed.stop) if confirmed.last else None
         if is_handoff:
             self._handoffs[key] = tail
-        else:
-            check = []
-            if self._num_save_bytes + self._num_bytes(new) > self._max_save_bytes:
-                self.num_skipped_saves += len(new)
-                return None
+        elif self._num_save_bytes + self._num_bytes(new) > self._max_save_bytes:
+            self.num_skipped_saves += len(new)
+            return None
         if not (new or check or confirmed.last):
             return None
         return self._make_save(confirmed, new, check, tail)
@@ -291,9 +301,23 @@ class StoreScheduler(SchedulerConnector):
                     self.num_failed_saves += 1
                     self.lookups.forget(batch.keys)
         for key in results.finished_receiving:
-            self.lookups.add(self._loading.pop(key, ()))
-        for key in results.failed_receiving:
-            self.lookups.forget(self._loading.pop(key, ()))
+            loading = self._loading.pop(key, None)
+            if loading is not None:
+                self.lookups.add([value.key for value in loading.values])
+        for key, outcome in results.failed_receiving.items():
+            loading = self._loading.pop(key, None)
+            if loading is not None:
+                self._load_failed(loading, outcome)
+
+    def _load_failed(self, loading: _Loading, outcome: TransferOutcome) -> None:
+        """What came is sound; the first value that did not is not asked for again soon if it was damaged."""
+        stop = loading.start + outcome.num_tokens if outcome.num_tokens else loading.start
+        came = [value.key for value in loading.values if value.stop <= stop]
+        others = [value.key for value in loading.values if value.stop > stop]
+        self.lookups.add(came)
+        self.lookups.forget(others)
+        if others and outcome.num_damaged:
+            self.lookups.bar(others[0])
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
         self._peers.replace(cards)

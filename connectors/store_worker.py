@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 import msgspec
-import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferKey
+from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferKey, TransferOutcome
 from pdkv.connectors.io_lanes import Lane, LaneConfig
 from pdkv.connectors.planning import Ids, unit_index
-from pdkv.connectors.staging import Bytes, StagingBuffers
+from pdkv.connectors.staging import StagingBuffers
 from pdkv.connectors.store_options import TransferOptions
-from pdkv.connectors.store_pieces import Piece, lay_out, pack
+from pdkv.connectors.store_pieces import Piece, Slot, buffer_bytes, lay_out, pack
 from pdkv.connectors.store_plan import StoreCut, StoreLoad, StoreMetadata, StoreSave, Value, ValuePart
+from pdkv.connectors.store_progress import LayerLoad, LoadProgress
+from pdkv.connectors.store_values import SealedValues
+from pdkv.connectors.transfer_jobs import Transfer
 from pdkv.connectors.transfer_worker import Job, Task, TransferWorker
 from pdkv.connectors.units import UnitPool
 from pdkv.errors import ConfigError, KVNotFound, TransferCancelled, TransferError, TransferTimeout
-from pdkv.kv_store.base import KVStore
 
 if TYPE_CHECKING:
     import torch
@@ -51,37 +52,6 @@ class _Delete(NamedTuple):
     keys: list[bytes]
 
 
-class _LayerLoad:
-    """A load that the forward pass waits for, layer group by layer group."""
-
-    def __init__(self, num_jobs: Sequence[int]) -> None:
-        self._num_open = list(num_jobs)  # by layer group
-        self._failed = False
-        self._changed = threading.Condition()
-
-    def done(self, group: int) -> None:
-        """A job of that group has filled its blocks."""
-        with self._changed:
-            self._num_open[group] -= 1
-            self._changed.notify_all()
-
-    def fail(self) -> None:
-        """The rest does not come."""
-        with self._changed:
-            self._failed = True
-            self._changed.notify_all()
-
-    @property
-    def failed(self) -> bool:
-        """Whether the rest does not come."""
-        return self._failed
-
-    def wait(self, group: int, timeout_s: float) -> bool:
-        """Whether the group's layers came in, or the load has failed, within that time."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._failed or not self._num_open[group], timeout_s)
-
-
 class StoreWorker(TransferWorker):
     """One rank's loads and saves. Loads have the shared lane; saves have lanes of their own, and cannot delay them."""
 
@@ -90,7 +60,7 @@ class StoreWorker(TransferWorker):
         config: ConnectorConfig,
         options: TransferOptions,
         cut: StoreCut,
-        store: KVStore,
+        values: SealedValues,
         notify: Callable[[], None],
     ) -> None:
         super().__init__(
@@ -106,12 +76,13 @@ class StoreWorker(TransferWorker):
         self.num_failed_saves = 0  # jobs
         self._options = options
         self._cut = cut
-        self._store = store
+        self._values = values
         self._wake = notify
         self._block_size = config.layout.block_size
         self._saves_fail = False  # the last one did: told once
         self._numbers = count()
-        self._layer_loads: dict[TransferKey, _LayerLoad] = {}  # of this step and, until they ended, earlier ones
+        self._progress: dict[TransferKey, LoadProgress] = {}  # of loads under way
+        self._layer_loads: dict[TransferKey, LayerLoad] = {}  # of this step and, until they ended, earlier ones
         self._step_loads: list[TransferKey] = []
         self._layer_deadline = 0.0
         self._ended = threading.Event()
@@ -127,10 +98,11 @@ class StoreWorker(TransferWorker):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         per_value = self._cut.tokens_per_value // HASH_BLOCK_SIZE
-        largest = max(self._pool.unit_bytes(part.part) for part in self._cut.parts) * per_value
-        size = max(self._options.staging_bytes, largest)
+        sizes = [self._pool.unit_bytes(part.part) for part in self._cut.parts]
+        self._capacity = max(self._options.staging_bytes, max(sizes) * per_value)  # of a buffer, in bytes of images
         threads = self._options.io_threads + self._options.save_threads
-        self._staging = StagingBuffers(threads, size, pinned=not self._pool.on_cpu)
+        buffer_size = buffer_bytes(self._capacity, min(sizes))
+        self._staging = StagingBuffers(threads, buffer_size, pinned=not self._pool.on_cpu)
         self.start_threads([("save", number) for number in range(self._options.save_threads)])
 
     def handshake(self) -> bytes:
@@ -156,11 +128,12 @@ class StoreWorker(TransferWorker):
 
     def _start_load(self, load: StoreLoad) -> None:
         orders = [_Read(load, pieces) for pieces in self._pieces(load.values, self._cut.parts, split=load.layerwise)]
+        self._progress[load.key] = LoadProgress(load, len(self._cut.parts))
         if load.layerwise:
             num_jobs = [0] * self._cut.layer_groups
             for order in orders:
                 num_jobs[order.pieces[0].part.group] += 1
-            self._layer_loads[load.key] = _LayerLoad(num_jobs)
+            self._layer_loads[load.key] = LayerLoad(num_jobs)
             self._step_loads.append(load.key)
         self.submit(load.key, "receive", [Task(order) for order in orders])
 
@@ -168,8 +141,7 @@ class StoreWorker(TransferWorker):
         tasks: list[Task] = []
         if any(part.owned for part in self._cut.parts):
             whole = [value for value in save.values if value.num_tokens == self._cut.tokens_per_value]
-            size = self._staging.size_bytes
-            per_job = max(size // max(self._value_bytes, 1), 1)
+            per_job = max(self._capacity // max(self._value_bytes, 1), 1)
             chunks = [whole[i : i + per_job] for i in range(0, len(whole), per_job)]
             tasks = [
                 Task(_Write(save, chunk, False), self._save_lane((save.batch[0], i))) for i, chunk in enumerate(chunks)
@@ -225,7 +197,7 @@ class StoreWorker(TransferWorker):
             case _Write() as order:
                 return self._reported(lambda: self._write(job, order))
             case _Delete(keys):
-                return self._reported(lambda: self._store.delete(keys) or 0)
+                return self._reported(lambda: self._values.store.delete(keys) or 0)
         raise AssertionError(job.order)
 
     def _reported(self, save: Callable[[], int]) -> int:
@@ -246,64 +218,76 @@ class StoreWorker(TransferWorker):
         return num_bytes
 
     def _read(self, job: Job, order: _Read) -> int:
-        layers = self._layer_loads.get(job.key) if order.load.layerwise else None
+        load = order.load
+        layers = self._layer_loads.get(job.key) if load.layerwise else None
+        progress = self._progress[job.key]
+        num_bytes = 0
+
+        def use(slot: Slot) -> None:
+            nonlocal num_bytes
+            job.check()
+            self._fill_blocks(load, slot)
+            progress.filled(slot.value)
+            num_bytes += slot.data.nbytes
+
         try:
             with self._staging.take(job.remaining_s()) as buffer:
-                keys, views = lay_out(order.pieces, buffer)
-                found = self._store.get(keys, views)
-                if not all(found):
-                    raise KVNotFound(f"{len(found) - sum(found)} of {len(found)} values are not there or damaged")
-                job.check()
-                self._fill_blocks(order, buffer)
+                slots = [slot for slot in lay_out(order.pieces, buffer) if progress.wants(slot.value)]
+                if slots:
+                    reading = self._values.get(slots, use)
+                    progress.missed([slot.value for slot in reading.missing], reading.num_damaged)
         except BaseException:
             if layers is not None:
                 layers.fail()
             raise
         if layers is not None:
             layers.done(order.pieces[0].part.group)
-        return sum(len(view) for view in views)
+        return num_bytes
 
-    def _fill_blocks(self, order: _Read, buffer: Bytes) -> None:
-        """Scatter what lies in [load.start, load.stop): values may begin before, in blocks that are hits."""
-        load, offset = order.load, 0
-        for piece in order.pieces:
-            begin, end = piece.values[0].start, piece.values[-1].stop
-            start, stop = max(begin, load.start), min(end, load.stop)
-            if start < stop:
-                units = unit_index(load.block_ids, self._block_size, start - load.start, stop - load.start)
-                first = offset + (start - begin) // HASH_BLOCK_SIZE * piece.unit_bytes
-                self._pool.scatter(units, piece.part.part, buffer[first : first + units.size * piece.unit_bytes])
-            offset += piece.num_bytes
+    def _fill_blocks(self, load: StoreLoad, slot: Slot) -> None:
+        """Scatter what lies in [load.start, load.stop): a value may begin before, in blocks that are hits."""
+        value, part = slot.value, slot.part.part
+        start, stop = max(value.start, load.start), min(value.stop, load.stop)
+        if start < stop:
+            units = unit_index(load.block_ids, self._block_size, start - load.start, stop - load.start)
+            unit_bytes = self._pool.unit_bytes(part)
+            first = (start - value.start) // HASH_BLOCK_SIZE * unit_bytes
+            self._pool.scatter(units, part, slot.body[first : first + units.size * unit_bytes])
+
+    def ended(self, transfer: Transfer, outcome: TransferOutcome) -> TransferOutcome:
+        """A load with a gap has failed; how far it came is told."""
+        progress = self._progress.pop(transfer.key, None) if transfer.direction == "receive" else None
+        if progress is None:
+            return outcome
+        code = outcome.code or (KVNotFound.code if progress.has_gap else "")
+        num_tokens = progress.num_tokens if code else 0
+        return outcome._replace(code=code, num_tokens=num_tokens, num_damaged=progress.num_damaged)
 
     def _write(self, job: Job, order: _Write) -> int:
         parts = [part for part in self._cut.parts if part.owned]
         values = order.values
         if order.check:
             keys = [value.key + part.suffix for value in values for part in parts]
-            there = self._store.contains_for_all(keys)
+            there = self._values.store.contains_for_all(keys)
             values = [value for i, value in enumerate(values) if not all(there[i * len(parts) : (i + 1) * len(parts)])]
         num_bytes = 0
         for pieces in self._pieces(values, parts):
             with self._staging.take(job.remaining_s()) as buffer:
-                keys, views = lay_out(pieces, buffer)
-                self._gather(order.save, pieces, buffer)
+                slots = lay_out(pieces, buffer)
+                for slot in slots:
+                    self._gather(order.save, slot)
                 job.check()
-                self._store.put(list(zip(keys, views, strict=True)))
-                num_bytes += sum(len(view) for view in views)
+                self._values.put(slots)
+                num_bytes += sum(slot.data.nbytes for slot in slots)
         return num_bytes
 
-    def _gather(self, save: StoreSave, pieces: Sequence[Piece], buffer: Bytes) -> None:
-        offset = 0
-        for piece in pieces:
-            units = np.concatenate([self._units(save, value) for value in piece.values])
-            image = buffer[offset : offset + piece.num_bytes]
-            self._pool.gather(units, piece.part.part, image)
-            num_used = piece.values[-1].num_tokens % HASH_BLOCK_SIZE
-            if num_used:  # what earlier owners of the block left behind the tail stays here
-                last = image[-piece.unit_bytes :]
-                rows = piece.part.part.num_layers * 2 * piece.part.part.num_heads
-                last.reshape(rows, HASH_BLOCK_SIZE, -1)[:, num_used:] = 0
-            offset += piece.num_bytes
+    def _gather(self, save: StoreSave, slot: Slot) -> None:
+        body, part = slot.body, slot.part.part
+        self._pool.gather(self._units(save, slot.value), part, body)
+        num_used = slot.value.num_tokens % HASH_BLOCK_SIZE
+        if num_used:  # what earlier owners of the block left behind the tail stays here
+            last = body[-self._pool.unit_bytes(part) :]
+            last.reshape(part.num_layers * 2 * part.num_heads, HASH_BLOCK_SIZE, -1)[:, num_used:] = 0
 
     def _units(self, save: StoreSave, value: Value) -> Ids:
         start = value.start - save.first_token
@@ -313,4 +297,4 @@ class StoreWorker(TransferWorker):
         self, values: Sequence[Value], parts: Sequence[ValuePart], *, split: bool = False
     ) -> Iterator[list[Piece]]:
         sized = [(part, self._pool.unit_bytes(part.part)) for part in parts]
-        return pack(values, sized, self._staging.size_bytes, split=split)
+        return pack(values, sized, self._capacity, split=split)

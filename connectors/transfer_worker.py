@@ -89,6 +89,10 @@ class TransferWorker(WorkerConnector):
     def close_scratch(self, lane: Lane, scratch: Any) -> None:
         """The thread ends."""
 
+    def ended(self, transfer: Transfer, outcome: TransferOutcome) -> TransferOutcome:
+        """All of a transfer's jobs have ended; what is reported of it. Called under the lock: must not block."""
+        return outcome
+
     def do_idle_work(self) -> bool:
         """A little work of threads of the shared lane that have no job; False: there is none."""
         return False
@@ -327,7 +331,8 @@ class TransferWorker(WorkerConnector):
             return
         if self._transfers.pop((transfer.direction, transfer.key), None) is None:
             return
-        self._report(transfer.direction, transfer.key, transfer.code, transfer.num_bytes, transfer.started)
+        outcome = TransferOutcome(transfer.code, transfer.num_bytes, time.monotonic() - transfer.started)
+        self._put_result(transfer.direction, transfer.key, self.ended(transfer, outcome))
         if transfer.code and transfer.direction == "send":
             self._failed_sends[transfer.key] = transfer.code
             if len(self._failed_sends) > MAX_FAILED_SENDS:
@@ -338,8 +343,10 @@ class TransferWorker(WorkerConnector):
             self._report(direction, batch.name, code, batch.num_bytes, batch.started)
 
     def _report(self, direction: Direction, key: TransferKey, code: str, num_bytes: int, started: float) -> None:
-        name = f"{'failed' if code else 'finished'}_{direction}"
-        outcome = TransferOutcome(code, num_bytes, time.monotonic() - started)
+        self._put_result(direction, key, TransferOutcome(code, num_bytes, time.monotonic() - started))
+
+    def _put_result(self, direction: Direction, key: TransferKey, outcome: TransferOutcome) -> None:
+        name = f"{'failed' if outcome.code else 'finished'}_{direction}"
         self._results.setdefault(name, {})[key] = outcome
 
     # --- deadlines ------------------------------------------------------------------------------------------------

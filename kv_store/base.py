@@ -49,6 +49,10 @@ class KVStore(ABC):
     def delete(self, keys: Sequence[bytes]) -> None:
         """Remove keys, where they exist."""
 
+    def count_damaged(self) -> int:
+        """Values since the start that the store itself found damaged, and called misses. Does not block."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """Give connections, threads and files back. Idempotent; other methods then raise StoreUnavailable."""

@@ -93,6 +93,9 @@ class FileStore(KVStore):
             for key in keys:
                 self._remove(file_name(key))
 
+    def count_damaged(self) -> int:
+        return self.num_damaged
+
     def close(self) -> None:
         with self._lock:
             self._closed = True

@@ -85,6 +85,9 @@ class TieredStore(KVStore):
         if errors:
             raise errors[0]
 
+    def count_damaged(self) -> int:
+        return sum(tier.store.count_damaged() for tier in self.tiers)
+
     def close(self) -> None:
         for tier in self.tiers:
             tier.store.close()

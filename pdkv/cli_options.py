@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from pdkv.config import parse_size
 from pdkv.errors import ConfigError
-from pdkv.secret_options import has_secret, read_option, without_secrets
+from pdkv.secret_options import STORE_SIGN_KEY, has_secret, read_option, without_secrets
 
 ENVIRONMENT_PREFIX = "PDKV_"
 
@@ -157,7 +157,7 @@ def collect(
             option = by_variable[variable]
             given = text.split(",") if option.is_map else text
             values[option.name] = _convert(option, given, variable)
-        elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in known_variables:
+        elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in (*known_variables, STORE_SIGN_KEY):
             raise ConfigError(f"unknown environment variable {variable}{_suggestion(variable, by_variable)}")
     for option in options:
         value = arguments.get(option.name)

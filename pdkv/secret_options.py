@@ -7,6 +7,9 @@ from pdkv.errors import ConfigError
 
 MAX_FILE_BYTES = 64 * 1024
 
+STORE_SIGN_KEY = "PDKV_STORE_SIGN_KEY"
+"""The environment variable of the secret that stored values are signed with; it has no flag."""
+
 _URLS = re.compile(r"(?<=://)(?!/)[^\s'\"]+")  # file:///… has no user and no password
 _NEXT_URL = re.compile(r"(,[a-z+]+://)")
 _IN_QUERY = re.compile(r"(?<=[?&])(user(?:name)?|password)=[^&\s'\",]*", re.IGNORECASE)

@@ -91,6 +91,10 @@ def test_every_kind_from_json(tmp_path: Path) -> None:
     assert build(Sample, values(file=write(tmp_path / "f.json", json.dumps(table)))) == EXPECTED
 
 
+def test_a_secret_that_has_a_variable_and_no_flag_is_no_mistake() -> None:
+    assert values(environment={"PDKV_STORE_SIGN_KEY": "0123456789abcdef"}) == {}
+
+
 def test_the_command_line_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
     file = write(tmp_path / "f.toml", 'count = 1\nshare = 0.1\nname = "file"\n')
     environment = {"PDKV_COUNT": "2", "PDKV_SHARE": "0.2"}

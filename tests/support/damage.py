@@ -102,6 +102,9 @@ class KnownStore(KVStore):
     def delete(self, keys: Sequence[bytes]) -> None:
         self.inner.delete(keys)
 
+    def count_damaged(self) -> int:
+        return self.inner.count_damaged()
+
     def close(self) -> None:
         self.inner.close()
 

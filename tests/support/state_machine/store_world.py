@@ -6,11 +6,14 @@ sees, and when, and which calls fail.
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
 from pdkv.connectors.store_base import StoreConnector
 from pdkv.connectors.store_scheduler import StoreScheduler
+from pdkv.connectors.store_values import SealedValues
 from pdkv.connectors.store_worker import StoreWorker
+from pdkv.connectors.transfer_worker import Job
 from pdkv.errors import StoreTimeout
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.memory_store import MemoryStore
@@ -32,6 +35,7 @@ class Call:
     def __init__(self, owner: "SteppedStore", method: str) -> None:
         self.owner = owner
         self.method = method
+        self.is_load = getattr(owner.this_thread, "loads", False)  # whatever a load asks, not only `get`
         self.fails = False
         self.go = threading.Event()
 
@@ -69,7 +73,7 @@ class CallFabric:
     def let_loads_go(self, store: "SteppedStore") -> None:
         """A forward pass of the engine waits for what it loads."""
         with self._changed:
-            for call in [c for c in self._calls if c.owner is store and c.method == "get"]:
+            for call in [c for c in self._calls if c.owner is store and c.is_load]:
                 self._calls.remove(call)
                 call.go.set()
 
@@ -88,7 +92,7 @@ class CallFabric:
             if self.num_losses_due and not self._open:
                 self.num_losses_due -= 1
                 call.fails = True
-            if self._open or (store.in_forward and method == "get"):
+            if self._open or (store.in_forward and call.is_load):
                 call.go.set()
             else:
                 self._calls.append(call)
@@ -119,6 +123,7 @@ class SteppedStore(KVStore):
         self.scheduler: StoreScheduler | None = None
         self.worker: StoreWorker | None = None
         self.fabric = fabric
+        self.this_thread = threading.local()
         self._inner = inner
 
     def is_at_rest(self, calls: Sequence[Call]) -> bool:
@@ -155,6 +160,10 @@ class SteppedWorker(StoreWorker):
 
     view: SteppedStore
 
+    def run_job(self, job: Job, scratch: Any) -> int:
+        self.view.this_thread.loads = job.transfer.direction == "receive"
+        return super().run_job(job, scratch)
+
     def wait_for_layer_load(self, layer: int) -> None:
         self.view.in_forward = True
         self.view.fabric.let_loads_go(self.view)
@@ -182,7 +191,7 @@ class SteppedConnector(StoreConnector):
         return side
 
     def make_worker_side(self, rank: int) -> SteppedWorker:
-        worker = SteppedWorker(self.config, self.options, self.cut, self.store, self.notify)
+        worker = SteppedWorker(self.config, self.options, self.cut, SealedValues(self.store, self.sealer), self.notify)
         worker.view = self.view
         self.view.worker = worker
         return worker
