@@ -57,7 +57,7 @@ HARMLESS = _names(
 """They describe the file, training, initialisation, generation defaults or the way to compute, not what is computed."""
 
 _LAYER_TYPES_OF_WINDOWS = frozenset({"full_attention", "sliding_attention"})
-_ROPE_READ = _names({"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"})
+_ROPE_READ = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"})
 _ROPE_KIND_READS: Mapping[str, frozenset[str]] = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
