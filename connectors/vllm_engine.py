@@ -17,7 +17,7 @@ from pdkv.connectors.vllm_peers import CardDirectory
 from pdkv.connectors.vllm_staging import PeerChange
 from pdkv.errors import ConfigError
 from pdkv.messages import EngineCard, KVLayout
-from pdkv.model_config import model_identity
+from pdkv.model_identity import model_identity
 from pdkv.secret_options import read_option
 
 _KNOWN = {"connector", "config", "peers_dir", "staging_tokens", "save_wait_s"}

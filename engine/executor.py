@@ -20,6 +20,7 @@ from pdkv.model_config import ModelConfig, resolve_max_model_len
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.shard import WHOLE, Shard
+from pdkv.weight_files import WeightFiles
 
 
 class Executor(ABC):
@@ -55,6 +56,7 @@ class ModelExecutor(Executor):
     layout: KVLayout
     num_blocks: int
     max_model_len: int
+    models_of_other_ranks: Sequence[str] = ()  # identities of what they loaded, in order
 
     @abstractmethod
     def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
@@ -93,11 +95,15 @@ class InProcessExecutor(ModelExecutor):
         *,
         max_num_batched_tokens: int,
         parallel: TensorParallel = ALONE,
+        weights: WeightFiles | None = None,
     ) -> None:
         """Load the weights; on CUDA also run `max_num_batched_tokens` tokens to measure the memory that a step takes.
 
+        Args:
+            weights: the model's files, already open; None: they are opened here.
+
         Raises:
-            ModelError: the weights are missing or broken.
+            ModelError: the weights are missing, broken, or changed while they were read.
             ConfigError: no such device, or no room for a single KV block.
             RankError: another rank failed.
         """
@@ -122,6 +128,7 @@ class InProcessExecutor(ModelExecutor):
             device=self.device,
             max_model_len=self.max_model_len,
             parallel=parallel,
+            weights=weights,
         )
         self.num_blocks = num_blocks_that_fit(
             self.layout, kv_cache_bytes(self._model, config, min(max_num_batched_tokens, self.max_model_len))

@@ -50,13 +50,13 @@ class FirstRank:
         """Raises RankTimeout and RankGone."""
         self._channel.send(encode(answer), self._timeout_s)
 
-    def wait_to_attach(self, num_blocks: int) -> int:
-        """Say how many blocks there is room for here, and hear how many the engine has.
+    def wait_to_attach(self, num_blocks: int, model: str) -> int:
+        """Say which model was loaded and how many blocks there is room for here; hear how many the engine has.
 
         Raises:
             RankError: rank 0 is gone, late, or stopped.
         """
-        self.say(Sized(num_blocks))
+        self.say(Sized(num_blocks, model))
         order = decode_order(self._ring.get(self._start_timeout_s))
         if not isinstance(order, Attach):
             raise RankGone("rank 0 stopped before the engine was ready")

@@ -49,6 +49,7 @@ class Sized(msgspec.Struct, frozen=True, tag=True):
     """The weights are loaded; there is room for so many blocks."""
 
     num_blocks: int
+    model: str  # identity of what was loaded
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):

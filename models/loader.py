@@ -11,6 +11,7 @@ from pdkv.models.linear import Linear, can_pack, make_linear
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.parallel_layers import Embedding, GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
 from pdkv.models.rope import make_rope_table
+from pdkv.weight_files import WeightFiles
 
 
 def load_decoder(
@@ -21,19 +22,40 @@ def load_decoder(
     device: torch.device,
     max_model_len: int,
     parallel: TensorParallel = ALONE,
+    weights: WeightFiles | None = None,
 ) -> Decoder:
-    """Load one rank's weights. Positions reach up to `max_model_len`.
+    """Load one rank's weights, which then are this process's own: no later change of a file reaches them.
+
+    Args:
+        max_model_len: positions reach up to it.
+        weights: the files of `path`, already open; None: they are opened here.
 
     Raises:
-        ModelError: a weight file or tensor is missing, broken or of an unexpected shape.
+        ModelError: a weight file or tensor is missing, broken, of an unexpected shape or changed while it was read.
         ConfigError: the model cannot be divided among so many ranks.
     """
-    with Checkpoint(path) as checkpoint:
-        return _Loader(checkpoint, config, dtype, device, parallel).decoder(max_model_len)
+    if weights is None:
+        with WeightFiles(path) as opened:
+            return load_decoder(
+                path,
+                config,
+                dtype=dtype,
+                device=device,
+                max_model_len=max_model_len,
+                parallel=parallel,
+                weights=opened,
+            )
+    with Checkpoint(weights) as checkpoint:
+        decoder = _Loader(checkpoint, config, dtype, device, parallel).decoder(max_model_len)
+    weights.check_unchanged()
+    return decoder
 
 
 class _Loader:
-    """One load: where tensors come from and what becomes of them."""
+    """One load: where tensors come from and what becomes of them.
+
+    What is packed or concatenated is copied by that; all else that stays is read with `keep`.
+    """
 
     def __init__(
         self,
@@ -57,27 +79,27 @@ class _Loader:
 
     def decoder(self, max_model_len: int) -> Decoder:
         config = self.config
-        embedding = self._vocabulary("model.embed_tokens.weight")
+        embedding = self._vocabulary("model.embed_tokens.weight", keep=True)
         # A checkpoint may tie its embeddings and still hold a head, or the reverse: config.json decides.
-        head = embedding if config.tie_word_embeddings else self._vocabulary("lm_head.weight")
+        head = embedding if config.tie_word_embeddings else self._vocabulary("lm_head.weight", keep=not self.packed)
         return Decoder(
             config,
             num_heads=self.heads.stop - self.heads.start,
             num_kv_heads=self.kv_heads.stop - self.kv_heads.start,
             embedding=self._embedding(embedding),
             layers=[self._layer(f"model.layers.{i}.") for i in range(config.num_layers)],
-            norm=self._tensor("model.norm.weight", (config.hidden_size,)),
+            norm=self._tensor("model.norm.weight", (config.hidden_size,), keep=True),
             lm_head=self._head(make_linear(head, None, packed=self.packed)),
             rope=make_rope_table(config, max_model_len, self.dtype, self.device),
         )
 
-    def _vocabulary(self, name: str) -> torch.Tensor:
+    def _vocabulary(self, name: str, *, keep: bool) -> torch.Tensor:
         """This rank's rows of a table by token id; of equal size on all ranks, padded with zeros."""
         config, words = self.config, self.words
         shape = (config.vocab_size, config.hidden_size)
         if self.parallel.shard.size == 1:
-            return self._tensor(name, shape)
-        rows = self._tensor(name, shape, (words, slice(None)))
+            return self._tensor(name, shape, keep=keep)
+        rows = self._tensor(name, shape, (words, slice(None)), keep=keep)
         num_rows = -(-config.vocab_size // self.parallel.shard.size)
         return torch.nn.functional.pad(rows, (0, 0, 0, num_rows - len(rows)))
 
@@ -98,7 +120,7 @@ class _Loader:
         q, kv = self._rows(self.heads), self._rows(self.kv_heads)
         q_rows, kv_rows, neurons = config.num_heads * head_size, config.num_kv_heads * head_size, self.neurons
         return DecoderLayer(
-            input_norm=self._tensor(prefix + "input_layernorm.weight", (hidden,)),
+            input_norm=self._tensor(prefix + "input_layernorm.weight", (hidden,), keep=True),
             qkv=self._fused(
                 [
                     (attention + "q_proj", q_rows, q),
@@ -107,10 +129,10 @@ class _Loader:
                 ],
                 bias=config.attention_bias,
             ),
-            q_norm=self._tensor(attention + "q_norm.weight", (head_size,)) if config.qk_norm else None,
-            k_norm=self._tensor(attention + "k_norm.weight", (head_size,)) if config.qk_norm else None,
+            q_norm=self._tensor(attention + "q_norm.weight", (head_size,), keep=True) if config.qk_norm else None,
+            k_norm=self._tensor(attention + "k_norm.weight", (head_size,), keep=True) if config.qk_norm else None,
             output=self._by_columns(attention + "o_proj", q_rows, q, bias=config.attention_output_bias),
-            mlp_norm=self._tensor(prefix + "post_attention_layernorm.weight", (hidden,)),
+            mlp_norm=self._tensor(prefix + "post_attention_layernorm.weight", (hidden,), keep=True),
             gate_up=self._fused(
                 [(mlp + name, config.intermediate_size, neurons) for name in ("gate_proj", "up_proj")],
                 bias=config.mlp_bias,
@@ -121,8 +143,11 @@ class _Loader:
     def _rows(self, heads: slice) -> slice:
         return slice(heads.start * self.config.head_size, heads.stop * self.config.head_size)
 
-    def _tensor(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
-        return self.checkpoint.get(name, shape, part).to(self.device, self.dtype)
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = (), *, keep: bool = False
+    ) -> torch.Tensor:
+        """With `keep` memory of its own; without, it may lie in the file, and is to be copied before the load ends."""
+        return self.checkpoint.get(name, shape, part).to(self.device, self.dtype, copy=keep)
 
     def _fused(self, parts: list[tuple[str, int, slice]], *, bias: bool) -> Linear:
         """Projections with a common input as one; each part is (name, all its rows, this rank's rows)."""
@@ -134,8 +159,10 @@ class _Loader:
     def _by_columns(self, name: str, columns: int, mine: slice, *, bias: bool) -> Linear:
         """A projection back to the hidden size, divided by its input; ranks add their parts up."""
         hidden = self.config.hidden_size
-        weight = self._tensor(f"{name}.weight", (hidden, columns), self._part(slice(None), mine)).contiguous()
-        own_bias = self._tensor(f"{name}.bias", (hidden,)) if bias and self.parallel.shard.rank == 0 else None
+        part = self._part(slice(None), mine)
+        weight = self._tensor(f"{name}.weight", (hidden, columns), part, keep=not self.packed).contiguous()
+        has_bias = bias and self.parallel.shard.rank == 0
+        own_bias = self._tensor(f"{name}.bias", (hidden,), keep=True) if has_bias else None
         linear = make_linear(weight, own_bias, packed=self.packed)
         return linear if self.parallel.shard.size == 1 else RowParallelLinear(linear, self.parallel)
 

@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.config import EngineConfig, HandoffConfig
@@ -22,16 +22,19 @@ from pdkv.engine.executor import Executor, InProcessExecutor, ModelExecutor, res
 from pdkv.engine.executor_multi import MultiProcessExecutor, OtherRanks
 from pdkv.engine.rank_follower import FirstRank
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.errors import ConfigError, RankError
+from pdkv.errors import ConfigError, ModelError, RankError
 from pdkv.memory_limits import check_host_memory
 from pdkv.messages import EngineCard
-from pdkv.model_config import ModelConfig, load_model_config, model_identity
+from pdkv.model_config import ModelConfig, load_model_config
+from pdkv.model_identity import ModelSource
 from pdkv.models.parallel import ALONE, TensorParallel, join_ranks
 from pdkv.models.shard import Shard
 from pdkv.wiring import wire_core
 
 CPU_STEP_TOKENS = 2048
 GPU_STEP_TOKENS = 8192
+
+_Executor = TypeVar("_Executor", bound=ModelExecutor)
 
 
 class RankPlace(NamedTuple):
@@ -58,7 +61,6 @@ class _Plan(NamedTuple):
     epoch: str
     kv_shards: int
     model: ModelConfig
-    identity: str
     limits: SchedulerLimits
 
     @classmethod
@@ -66,10 +68,12 @@ class _Plan(NamedTuple):
         cls, config: EngineConfig, handoff: HandoffConfig | None, name: str, epoch: str, kv_shards: int
     ) -> "_Plan":
         """Raises ModelError for a model directory that is missing, broken or not supported."""
-        model, identity = load_model_config(config.model), model_identity(config.model)
-        return cls(
-            config, handoff, name, epoch, kv_shards, model, identity, _limits(config, handoff or HandoffConfig())
-        )
+        model = load_model_config(config.model)
+        return cls(config, handoff, name, epoch, kv_shards, model, _limits(config, handoff or HandoffConfig()))
+
+    def open_model(self) -> ModelSource:
+        """The weights; their identity is taken while they are loaded. Raises ModelError."""
+        return ModelSource(self.config.model, self.model)
 
 
 def build_engine(
@@ -83,6 +87,7 @@ def build_engine(
     place: RankPlace | None = None,
     notify: Callable[[], None] = _nothing,
     on_progress: Callable[[str], None] = _nothing,
+    on_identity: Callable[[str], None] = _nothing,
 ) -> EngineCore:
     """Load the model and make an engine around it, in this process; with config.tp > 1, its rank 0.
 
@@ -92,6 +97,7 @@ def build_engine(
         place: where the other ranks are, for config.tp > 1.
         notify: thread-safe; the connector wakes the engine's loop with it.
         on_progress: is told what takes time.
+        on_identity: is told the model's identity once, as soon as it is known: before the load, or after it.
 
     Raises:
         ConfigError: a wrong value, model directory or connector.
@@ -100,14 +106,15 @@ def build_engine(
     plan = _Plan.read(config, handoff, name, epoch, kv_shards)
     if config.tp > 1 and place is None:
         raise ConfigError(f"tp {config.tp} needs a process per rank, which `pd launch` starts; here is only this one")
-    on_progress("loading weights")
-    executor = _make_executor(plan, place)
+    with plan.open_model() as source:
+        on_progress("loading weights")
+        executor, identity = _load(source, on_identity, lambda: _make_executor(plan, source, place))
     on_progress(f"allocating {executor.num_blocks} KV blocks")
     connector: KVConnector | None = None
     try:
         _check_pool_memory(config, executor)
-        connector = _make_connector(plan, executor, notify)
-        return _connect(plan, role, connector, executor)
+        connector = _make_connector(plan, identity, executor, notify)
+        return _connect(plan, identity, role, connector, executor)
     except BaseException:
         _shut_down(executor, connector)
         raise
@@ -122,11 +129,13 @@ def run_rank(
     kv_shards: int = 1,
     place: RankPlace,
     on_progress: Callable[[str], None] = _nothing,
+    on_identity: Callable[[str], None] = _nothing,
     on_ready: Callable[[], None] = _nothing,
 ) -> None:
     """Be one more rank of an engine, whose rank 0 `build_engine` makes elsewhere; returns when that one stops.
 
     Args:
+        on_identity: is told the model's identity once; every rank takes it, and over all of the weights.
         on_ready: called when this rank can run steps.
 
     Raises:
@@ -139,11 +148,12 @@ def run_rank(
     connector: KVConnector | None = None
     try:
         plan = _Plan.read(config, handoff, name, epoch, kv_shards)
-        executor = _load_rank(plan, _join(config, place))
-        executor.num_blocks = first.wait_to_attach(executor.num_blocks)
+        with plan.open_model() as source:
+            executor, identity = _load(source, on_identity, lambda: _load_rank(plan, source, _join(config, place)))
+        executor.num_blocks = first.wait_to_attach(executor.num_blocks, identity)
         on_progress(f"allocating {executor.num_blocks} KV blocks")
         _check_pool_memory(config, executor)
-        connector = _make_connector(plan, executor, first.notify, rank=rank)
+        connector = _make_connector(plan, identity, executor, first.notify, rank=rank)
         worker = connector.make_worker_side(rank) if connector is not None else None
         (info,) = executor.attach(connector.allocate_kv_cache() if connector is not None else None, worker)
         first.attached(info)
@@ -175,13 +185,38 @@ def _limits(config: EngineConfig, handoff: HandoffConfig) -> SchedulerLimits:
     )
 
 
-def _make_executor(plan: _Plan, place: RankPlace | None) -> ModelExecutor:
+def _load(
+    source: ModelSource, on_identity: Callable[[str], None], make: Callable[[], _Executor]
+) -> tuple[_Executor, str]:
+    """Make an executor while the identity of what it loads is taken, and tell that one.
+
+    Raises:
+        ModelError: a file changed meanwhile, or another rank has loaded another model.
+    """
+    known = source.known()
+    if known is not None:
+        on_identity(known)
+    executor = make()
+    try:
+        identity = source.identity()
+        if known is None:
+            on_identity(identity)
+        for rank, other in enumerate(executor.models_of_other_ranks, 1):
+            if other != identity:
+                raise ModelError(f"rank 0 has loaded model {identity}, rank {rank} has loaded {other}: files changed")
+    except BaseException:
+        executor.shutdown()
+        raise
+    return executor, identity
+
+
+def _make_executor(plan: _Plan, source: ModelSource, place: RankPlace | None) -> ModelExecutor:
     """The engine's only rank, or its first one with the others."""
     if place is None or plan.config.tp == 1:
-        return _load_rank(plan, ALONE)
+        return _load_rank(plan, source, ALONE)
     others = OtherRanks(place.sockets, wake_fd=place.wake_fd, start_timeout_s=place.start_timeout_s)
     try:
-        local = _load_rank(plan, _join(plan.config, place))
+        local = _load_rank(plan, source, _join(plan.config, place))
         return MultiProcessExecutor(local, others, timeout_s=plan.config.rank_timeout_s)
     except RankError as error:
         raise others.why(error) from None
@@ -196,14 +231,18 @@ def _join(config: EngineConfig, place: RankPlace) -> TensorParallel:
     return join_ranks(shard, device, place.peers, place.store, place.start_timeout_s)
 
 
-def _load_rank(plan: _Plan, parallel: TensorParallel) -> InProcessExecutor:
+def _load_rank(plan: _Plan, source: ModelSource, parallel: TensorParallel) -> InProcessExecutor:
     return InProcessExecutor(
-        plan.model, plan.config, max_num_batched_tokens=plan.limits.max_num_batched_tokens, parallel=parallel
+        plan.model,
+        plan.config,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
+        parallel=parallel,
+        weights=source.files,
     )
 
 
 def _make_connector(
-    plan: _Plan, executor: ModelExecutor, notify: Callable[[], None], *, rank: int = 0
+    plan: _Plan, identity: str, executor: ModelExecutor, notify: Callable[[], None], *, rank: int = 0
 ) -> KVConnector | None:
     """One rank's connector; None for an engine without."""
     if plan.handoff is None:
@@ -214,7 +253,7 @@ def _make_connector(
         layout=executor.layout,
         num_blocks=executor.num_blocks,
         options=plan.handoff.connector_config,
-        model=plan.identity,
+        model=identity,
         rank=rank,
         tp=plan.config.tp,
         kv_shards=plan.kv_shards,
@@ -222,7 +261,9 @@ def _make_connector(
     return load_connector(plan.handoff.connector)(connector_config, notify)
 
 
-def _connect(plan: _Plan, role: str, connector: KVConnector | None, executor: ModelExecutor) -> EngineCore:
+def _connect(
+    plan: _Plan, identity: str, role: str, connector: KVConnector | None, executor: ModelExecutor
+) -> EngineCore:
     """Give the executor its pool and the core its card."""
     block_table: BlockTable = LocalBlockTable(executor.num_blocks)
     scheduler_side: SchedulerConnector | None = None
@@ -241,7 +282,7 @@ def _connect(plan: _Plan, role: str, connector: KVConnector | None, executor: Mo
         kind=connector.kind if connector is not None else "store",
         content_addressed=connector.content_addressed if connector is not None else False,
         orders=connector.orders() if connector is not None else [],
-        model=plan.identity,
+        model=identity,
         layout=executor.layout,
         hash_block_size=HASH_BLOCK_SIZE,
         num_blocks=executor.num_blocks,

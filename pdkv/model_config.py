@@ -1,10 +1,8 @@
-"""What a Hugging Face model directory says about its model: a checked `ModelConfig`, an identity digest. No torch."""
+"""What a Hugging Face model directory says about its model: a checked `ModelConfig`. No torch."""
 
-import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -306,36 +304,3 @@ def resolve_max_model_len(model: ModelConfig, requested: int | None) -> int:
         )
         return model.sliding_window
     return length
-
-
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
-
-
-def model_identity(path: Path) -> str:
-    """A digest that is equal in every process that reads the same model, and (sampled) differs for other weights.
-
-    Covers config.json, and of each weight file its name, size, safetensors header and 16 pages of content.
-
-    Raises:
-        ModelError: a file is missing or cannot be read.
-    """
-    digest = hashlib.blake2b(digest_size=16, person=b"pdkv-model")
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{path}: no *.safetensors file")
-    try:
-        digest.update((path / "config.json").read_bytes())
-        for file in files:
-            with file.open("rb") as stream:
-                size = os.fstat(stream.fileno()).st_size
-                digest.update(f"\0{file.name}\0{size}\0".encode())
-                header_bytes = min(8 + int.from_bytes(stream.read(8), "little"), size)
-                stream.seek(0)
-                digest.update(stream.read(header_bytes))
-                for i in range(_SAMPLES):
-                    stream.seek(header_bytes + (size - header_bytes) * i // _SAMPLES)
-                    digest.update(stream.read(_SAMPLE_BYTES))
-    except OSError as error:
-        raise ModelError(f"model directory {path}: {error}") from None
-    return digest.hexdigest()

@@ -1,7 +1,7 @@
 """Fixtures that several folders share: small random Hugging Face models."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ HFModel = Callable[..., Path]
 """(family, dtype="float32", **config_overrides) -> model directory without a tokenizer."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Digests of the tests' models go to a cache of this session, that of every process it starts included."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from pdkv.errors import ConfigError, ModelError
 from pdkv.model_config import load_model_config
+from pdkv.models import loader
 from pdkv.models.decoder import Decoder
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
@@ -96,3 +97,41 @@ def test_sizes_are_derived_from_the_shard(tiny_model_dir: Path) -> None:
     assert (replicated.num_heads, replicated.num_kv_heads) == (1, 1)
     with pytest.raises(ConfigError, match="3 ranks"):
         load(tiny_model_dir, parallel=OneOf(0, 3))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_writing_to_the_file_afterwards_changes_no_loaded_weight(
+    hf_model: HFModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, packed: bool, size: int
+) -> None:
+    """safetensors hands out views of the mapped file, which a copy onto it would change under a running engine."""
+    monkeypatch.setattr(loader, "can_pack", lambda *_: packed)
+    path = Path(shutil.copytree(hf_model(family), tmp_path / "model"))
+    decoder = load(path, parallel=OneOf(0, size))
+    before = [tensor.clone() for tensor in tensors_of(decoder)]
+    assert len(before) > 10
+    file = path / "model.safetensors"
+    with file.open("r+b") as out:
+        out.write(bytes(file.stat().st_size))
+    for tensor, copy in zip(tensors_of(decoder), before, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def tensors_of(root: object) -> list[torch.Tensor]:
+    """Every tensor that an object of the model holds, at any depth, once; packed ones as plain ones."""
+    found: dict[int, torch.Tensor] = {}
+
+    def visit(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value.to_dense() if value.is_mkldnn else value
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+        elif type(value).__module__.startswith("pdkv.models"):
+            names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
+            for name in names:
+                visit(getattr(value, name))
+
+    visit(root)
+    return list(found.values())

@@ -2,16 +2,13 @@
 
 import json
 import logging
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdkv.errors import ConfigError, ModelError
-from pdkv.model_config import RopeScaling, load_model_config, model_identity, resolve_max_model_len
+from pdkv.model_config import RopeScaling, load_model_config, resolve_max_model_len
 from tests.conftest import HFModel
 
 LLAMA: dict[str, Any] = {
@@ -133,32 +130,3 @@ def test_qwen_uses_its_window_only_when_told(tmp_path: Path) -> None:
     changes = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}
     assert load_model_config(write(tmp_path, **changes)).sliding_window is None
     assert load_model_config(write(tmp_path, **changes, use_sliding_window=True)).sliding_window == 128
-
-
-def test_identity_covers_configuration_and_weights(tiny_model_dir: Path, tmp_path: Path) -> None:
-    identity = model_identity(tiny_model_dir)
-    copy = tmp_path / "copy"
-    shutil.copytree(tiny_model_dir, copy)
-    assert model_identity(copy) == identity
-    weights = copy / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    content[int.from_bytes(content[:8], "little") + 8] ^= 1
-    weights.write_bytes(bytes(content))
-    assert model_identity(copy) != identity
-    shutil.copy(tiny_model_dir / "model.safetensors", weights)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "rope_theta": 1.0}))
-    assert model_identity(copy) != identity
-
-
-def test_identity_is_the_same_in_another_process(tiny_model_dir: Path) -> None:
-    code = "import sys; from pathlib import Path; from pdkv.model_config import model_identity\n"
-    code += "print(model_identity(Path(sys.argv[1]))); assert 'torch' not in sys.modules"
-    run = subprocess.run([sys.executable, "-c", code, str(tiny_model_dir)], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == model_identity(tiny_model_dir)
-
-
-def test_identity_without_weights_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="safetensors"):
-        model_identity(write(tmp_path))
