@@ -1,8 +1,13 @@
 """The Triton kernels against their references in higher precision; run by test_triton.py, in a process of their own."""
 
+import math
+
 import pytest
 import torch
+from attention_case import MIXES, Case, Shape
 
+from pdkv.engine import attention_cuda
+from pdkv.engine.attention_cuda import CudaAttention
 from pdkv.kernels.kv_copy import gather_blocks_reference, scatter_blocks_reference, write_kv_reference
 from pdkv.kernels.kv_copy_triton import copy_blocks_triton, write_kv_triton
 from pdkv.kernels.paged_attention import paged_attention_reference
@@ -61,18 +66,65 @@ def test_paged_attention(
     torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-def test_paged_attention_reads_nothing_behind_the_sequence(device: torch.device) -> None:
-    """Not-a-number in every slot that belongs to no token, and block numbers out of range behind the last block."""
+POISONS = ["nan", "inf", "-inf", "largest"]
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_paged_attention_reads_nothing_behind_the_sequence(
+    poison: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Poison in every slot that belongs to no token, and block numbers out of range behind the last block."""
+    value = torch.finfo(dtype).max if poison == "largest" else float(poison)
     q, pool, tables, seq_lens, cu_seqlens_q = attention_inputs(MIXED, (4, 2), 32, 16, padding=0)
-    clean = paged_attention_reference(q, pool, 2, tables, seq_lens, cu_seqlens_q, 0.2)
+    q, pool = q.to(dtype), pool.to(dtype)
+    tensors = [t.to(device) for t in (q, pool, tables, seq_lens, cu_seqlens_q)]
+    clean = paged_attention_triton(tensors[0], tensors[1], 2, *tensors[2:], scale=0.2)
     for row, seq_len in zip(tables, seq_lens.tolist(), strict=True):
         slots = pool[row.long()].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # (layers, 2, heads, tokens, head_size)
-        slots[..., seq_len:, :] = torch.nan
+        slots[..., seq_len:, :] = value
         pool[row.long()] = slots.unflatten(3, (len(row), 16)).permute(3, 0, 1, 2, 4, 5)
         row[-(-seq_len // 16) :] = 1 << 20
     tensors = [t.to(device) for t in (q, pool, tables, seq_lens, cu_seqlens_q)]
     result = paged_attention_triton(tensors[0], tensors[1], 2, *tensors[2:], scale=0.2)
-    torch.testing.assert_close(result.cpu(), clean, atol=2e-6, rtol=2e-6)
+    assert torch.equal(result, clean)
+
+
+@pytest.fixture
+def in_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA backend launches the Triton kernels here, too, where its own choice would be the references."""
+    if device.type == "cpu":
+        monkeypatch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
+        monkeypatch.setattr(attention_cuda, "write_kv", write_kv_triton)
+
+
+@pytest.mark.usefixtures("in_triton")
+@pytest.mark.parametrize("mix", [*MIXES[:2], [(0, 40), (37, 1), (0, 3), (30, 20), (15, 1)], MIXES[5][:9]], ids=len)
+@pytest.mark.parametrize("shape", [Shape(), Shape(4, 4, 80, 48)], ids=str)
+def test_the_backend_equals_attention_written_out(
+    mix: list[tuple[int, int]], shape: Shape, device: torch.device
+) -> None:
+    case = Case(mix, shape=shape).to(device)
+    expected = [case.expected(layer) for layer in range(shape.layers)]
+    backend = CudaAttention(case.pool, shape.heads)
+    for layer in range(shape.layers):
+        torch.testing.assert_close(case.run(backend, layer).double(), expected[layer], rtol=1e-5, atol=1e-5)
+    some = case.run(backend, shape.layers - 1, last_only=True)
+    torch.testing.assert_close(some.double(), expected[-1][case.last_rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy remarks on what the neighbour computes
+@pytest.mark.usefixtures("in_triton")
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, torch.finfo(torch.float32).max])
+def test_the_backend_reads_only_what_a_request_owns(poison: float, device: torch.device) -> None:
+    """Poison in tails, in nobody's blocks and in a neighbour: the others get what they get beside nothing odd."""
+    mix = [(0, 20), (37, 1), (0, 3), (40, 10), (15, 1)]
+    clean, poisoned = Case(mix).to(device), Case(mix).to(device)
+    poisoned.fill_foreign(poison)
+    poisoned.poison(3, poison)
+    others = torch.ones(len(clean.qkv), dtype=torch.bool)
+    others[clean.rows(3)] = False
+    results = [case.run(CudaAttention(case.pool, case.shape.heads), 0)[others] for case in (clean, poisoned)]
+    assert torch.equal(*results)
 
 
 def test_paged_attention_takes_strided_queries(device: torch.device) -> None:

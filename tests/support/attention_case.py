@@ -1,0 +1,121 @@
+"""A step over requests with random KV in a pool of their own: to run on an attention backend, and in float64."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from pdkv.engine.attention import AttentionBackend
+from pdkv.engine.attention_cpu import CpuAttention
+from pdkv.engine.batch import PersistentBatch, StepInputs
+from pdkv.engine.plan import NewRequest, ScheduledRequest
+from pdkv.sampling_params import SamplingParams
+
+MIXES = [
+    [(0, 1)],
+    [(0, 16), (0, 17), (0, 15)],
+    [(0, 300)],
+    [(0, 200), (37, 1), (0, 3), (150, 140), (16, 1), (15, 1)],
+    [(length, 1) for length in (0, 1, 15, 16, 17, 31, 32, 33, 500, 501, 900)],
+    [(length % 7, 1 + length % 5) for length in range(40)],
+]
+"""Steps as (computed, scheduled) of each request."""
+
+
+class Shape(NamedTuple):
+    """What a pool and the queries on it look like."""
+
+    heads: int = 6
+    kv_heads: int = 2
+    head_size: int = 16
+    block_size: int = 16
+    layers: int = 2
+
+
+class Case:
+    """Requests given as (computed, scheduled), with random K and V already in the pool; five blocks are nobody's."""
+
+    def __init__(
+        self,
+        requests: Sequence[tuple[int, int]],
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        shape: Shape | None = None,
+    ) -> None:
+        shape = self.shape = shape or Shape()
+        generator = torch.Generator().manual_seed(seed)
+        blocks = [-(-(computed + count) // shape.block_size) for computed, count in requests]
+        ids = torch.randperm(sum(blocks) + 5, generator=generator).tolist()
+        sizes = (len(ids), shape.layers, 2, shape.kv_heads, shape.block_size, shape.head_size)
+        self.pool = torch.randn(sizes, generator=generator).to(dtype)
+        self.requests = requests
+        self.batch = PersistentBatch(len(requests), 4096, shape.block_size)
+        for i, ((computed, count), num_blocks) in enumerate(zip(requests, blocks, strict=True)):
+            own = [ids.pop() for _ in range(num_blocks)]
+            tokens = [0] * (computed + count)
+            self.batch.add(NewRequest((str(i), 0), 0, tokens, [], SamplingParams(), own))
+        self.inputs: StepInputs = self.batch.prepare(
+            [ScheduledRequest((str(i), 0), c, n, [], True) for i, (c, n) in enumerate(requests)]
+        )
+        total = len(self.inputs.positions)
+        rows = shape.heads + 2 * shape.kv_heads
+        self.qkv = torch.randn(total, rows, shape.head_size, generator=generator).to(dtype)
+        self.last_rows = self.inputs.cu_seqlens_q[1:] - 1
+
+    def blocks(self, request: int) -> list[int]:
+        """The request's blocks, in order."""
+        computed, count = self.requests[request]
+        num_blocks = -(-(computed + count) // self.shape.block_size)
+        return [int(block) for block in self.batch.block_tables[request, :num_blocks]]
+
+    def rows(self, request: int) -> slice:
+        """The request's tokens in the step."""
+        return slice(int(self.inputs.cu_seqlens_q[request]), int(self.inputs.cu_seqlens_q[request + 1]))
+
+    def fill_foreign(self, value: float) -> None:
+        """Put `value` wherever no request has computed KV: tails, places that this step writes, nobody's blocks."""
+        foreign = torch.ones(self.pool.shape[0], self.shape.block_size, dtype=torch.bool)
+        for i, (computed, _) in enumerate(self.requests):
+            for j, block in enumerate(self.blocks(i)):
+                foreign[block, : max(0, computed - j * self.shape.block_size)] = False
+        self.pool.permute(0, 4, 1, 2, 3, 5)[foreign] = value
+
+    def poison(self, request: int, value: float) -> None:
+        """Put `value` into all that the request owns: its KV, and its rows of the step."""
+        self.pool[self.blocks(request)] = value
+        self.qkv[self.rows(request)] = value
+
+    def to(self, device: torch.device) -> "Case":
+        """The same step on another device."""
+        self.pool, self.qkv = self.pool.to(device), self.qkv.to(device)
+        return self
+
+    def run(self, backend: AttentionBackend, layer: int, *, last_only: bool = False) -> torch.Tensor:
+        """(tokens, heads * head_size) of the backend; its padding rows are NaN on the way in."""
+        backend.prepare(self.inputs, self.batch.block_tables, self.last_rows if last_only else None)
+        wanted = len(self.last_rows) if last_only else len(self.qkv)
+        padding = self.qkv.new_full((backend.padded(len(self.qkv)) - len(self.qkv), *self.qkv.shape[1:]), float("nan"))
+        out = backend.attend(layer, torch.cat((self.qkv, padding)))
+        assert len(out) == backend.padded(wanted)
+        return out[:wanted]
+
+    def expected(self, layer: int) -> torch.Tensor:
+        """In float64, request by request, with the step's own K and V taken from qkv."""
+        heads, kv_heads, head_size = self.shape.heads, self.shape.kv_heads, self.shape.head_size
+        out = []
+        for i, (computed, count) in enumerate(self.requests):
+            kv = self.pool[self.blocks(i), layer].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :computed]
+            own = self.qkv[self.rows(i)].double().transpose(0, 1)
+            fresh = own[heads:].view(2, kv_heads, count, head_size)
+            k, v = torch.cat((kv, fresh), dim=2).repeat_interleave(heads // kv_heads, dim=1)
+            visible = torch.ones(count, computed + count, device=k.device).tril(computed).bool()
+            attended = torch.nn.functional.scaled_dot_product_attention(own[:heads], k, v, attn_mask=visible)
+            out.append(attended.transpose(0, 1).flatten(1))
+        return torch.cat(out)
+
+
+def without_compiled_kernel(kv_pool: torch.Tensor, num_heads: int) -> CpuAttention:
+    """The CPU backend of a machine without a compiler."""
+    backend = CpuAttention(kv_pool, num_heads)
+    backend._singles = None
+    return backend
