@@ -8,15 +8,17 @@ import hashlib
 import logging
 import os
 import secrets
-import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from pdkv.decoding import decode_total
+from pdkv.errors import ConfigError, MalformedMessage
 from pdkv.file_lock import FileLock
-from pdkv.weight_files import Stamp, WeightFile
+from pdkv.private_directory import PrivateDirectory
+from pdkv.weight_files import WeightFile
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ DIGEST_BYTES = 16
 _VERSION = 1
 _CHECKSUM_BYTES = 16
 _MAX_OTHER_BYTES = 16 * 1024  # of an entry besides its digests
-_MAX_ENTRIES = 1024
+_MAX_FILES = 2048  # an entry has a lock beside it
 _MAX_TEMPORARY_AGE_S = 3600.0  # of a file that its writer left behind
 _MIN_AGE_S = 2.0
 """A file that was changed so recently may be changed again within one tick of its clock, and look the same."""
@@ -49,53 +51,34 @@ def cache_directory() -> Path:
 class DigestCache:
     """An open cache directory, or none; a context manager. Used by one thread."""
 
-    def __init__(self, fd: int) -> None:
-        """`fd`: of a directory that is this user's alone; negative: nothing is found or kept."""
-        self._fd = fd
-
-    @classmethod
-    def open(cls, directory: Path | None = None) -> "DigestCache":
-        """The user's cache, or that of `directory`. A directory that others could write to or own is not used."""
+    def __init__(self, directory: Path | None = None) -> None:
+        """The user's cache, or that of `directory`. One that others may write to, or that cannot be, is not used."""
+        self._directory: PrivateDirectory | None = None
         try:
-            directory = directory or cache_directory()
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except (OSError, RuntimeError) as error:
-            logger.info("digests of weights are not kept: %s", error)
-            return cls(-1)
-        status = os.fstat(fd)
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            logger.warning(
-                "%s is not used: it belongs to user %d with mode %o, user %d with mode 700 was expected; remove it",
-                directory, status.st_uid, stat.S_IMODE(status.st_mode), os.geteuid(),
-            )  # fmt: skip
-            os.close(fd)
-            return cls(-1)
-        return cls(fd)
+            self._directory = PrivateDirectory(directory or cache_directory(), "cache of digests of weights")
+        except (ConfigError, RuntimeError) as error:
+            logger.warning("%s; digests of weights are not kept", error)
 
     def __enter__(self) -> "DigestCache":
         return self
 
     def __exit__(self, *_: object) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        if self._directory is not None:
+            self._directory.close()
 
     def keeps(self, file: WeightFile) -> bool:
         """Whether digests of this file can be kept: not while it is too young to be told from a later version."""
-        return self._fd >= 0 and file.opened_at - file.stamp.ctime_ns / 1e9 > _MIN_AGE_S
+        return self._directory is not None and file.opened_at - file.stamp.ctime_ns / 1e9 > _MIN_AGE_S
 
     def get(self, file: WeightFile) -> list[bytes] | None:
         """The digests of the file's tensors as it was when it was opened."""
-        if self._fd < 0:
-            return None
         try:
             data = self._read(_entry_name(file), limit=_MAX_OTHER_BYTES + 20 * len(file.tensors))
             body = data[_CHECKSUM_BYTES:]
             if _checksum(body) != data[:_CHECKSUM_BYTES]:
                 return None
-            entry = _decoder.decode(body)
-        except (OSError, msgspec.DecodeError, UnicodeError):
+            entry = decode_total(_decoder, body)
+        except (OSError, MalformedMessage):
             return None
         expected = (_VERSION, _path_text(file), tuple(file.stamp), len(file.tensors))
         found = (entry.version, entry.path, entry.stamp, len(entry.digests))
@@ -104,59 +87,59 @@ class DigestCache:
 
     def put(self, file: WeightFile, digests: Sequence[bytes]) -> None:
         """Keep what was taken of an unchanged file, all or nothing."""
-        if not self.keeps(file):
+        directory = self._directory
+        if directory is None or not self.keeps(file):
             return
-        stamp: Stamp = file.stamp
-        body = msgspec.msgpack.encode(_Entry(_VERSION, _path_text(file), tuple(stamp), list(digests)))
+        body = msgspec.msgpack.encode(_Entry(_VERSION, _path_text(file), tuple(file.stamp), list(digests)))
         name = _entry_name(file)
         temporary = f".{name}-{secrets.token_hex(4)}"
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
             try:
-                with os.fdopen(fd, "wb") as out:
+                with os.fdopen(directory.create(temporary), "wb") as out:
                     out.write(_checksum(body) + body)
-                os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+                directory.rename(temporary, name)
             except OSError:
-                os.unlink(temporary, dir_fd=self._fd)
+                directory.remove(temporary)
                 raise
-            self._prune()
+            _prune(directory)
         except OSError as error:
             logger.info("digests of %s are not kept: %s", file.path, error)
 
     def lock(self, file: WeightFile) -> FileLock | None:
         """A lock that all who take digests of this path respect; None: there can be none."""
-        if self._fd < 0:
+        if self._directory is None:
             return None
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        name = f"{_entry_name(file)}.lock"
         try:
-            return FileLock(os.open(f"{_entry_name(file)}.lock", flags, 0o600, dir_fd=self._fd))
+            with contextlib.suppress(FileExistsError):
+                return FileLock(self._directory.create(name))
+            fd = self._directory.open(name)
         except OSError:
             return None
+        return None if fd is None else FileLock(fd)
 
     def _read(self, name: str, limit: int) -> bytes:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        with os.fdopen(os.open(name, flags, dir_fd=self._fd), "rb") as entry:
-            status = os.fstat(entry.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > limit:
-                raise OSError(f"{name} is no entry of this user")
-            return entry.read(limit)
+        """Empty: there is no such entry of this user, or one that is too long. Raises OSError."""
+        fd = None if self._directory is None else self._directory.open(name)
+        if fd is None:
+            return b""
+        with os.fdopen(fd, "rb") as entry:
+            return entry.read(limit) if os.fstat(fd).st_size <= limit else b""
 
-    def _prune(self) -> None:
-        """Delete the oldest entries of too many, and what killed writers left."""
-        entries = sorted(self._names(), reverse=True)
-        overdue = [name for _, name in entries[2 * _MAX_ENTRIES :]]  # each may have a lock beside it
-        killed = time.time() - _MAX_TEMPORARY_AGE_S
-        overdue += [name for changed_s, name in entries if name.startswith(".") and changed_s < killed]
-        for name in overdue:
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=self._fd)
 
-    def _names(self) -> Iterator[tuple[float, str]]:
-        """(time of the last change, name) of each file."""
-        with os.scandir(self._fd) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    yield entry.stat(follow_symlinks=False).st_mtime, entry.name
+def _prune(directory: PrivateDirectory) -> None:
+    """Delete the oldest of too many files, and what killed writers left. Raises OSError."""
+    with directory.entries() as found:
+        files = []
+        for entry in found:
+            with contextlib.suppress(FileNotFoundError):
+                files.append((entry.stat(follow_symlinks=False).st_mtime, entry.name))
+    files.sort(reverse=True)
+    killed = time.time() - _MAX_TEMPORARY_AGE_S
+    overdue = [name for _, name in files[_MAX_FILES:]]
+    overdue += [name for changed_s, name in files if name.startswith(".") and changed_s < killed]
+    for name in overdue:
+        directory.remove(name)
 
 
 def _path_text(file: WeightFile) -> str:

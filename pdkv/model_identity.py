@@ -95,7 +95,7 @@ class ModelSource:
     def _known_digests(self) -> dict[Path, Sequence[bytes]] | None:
         """Of all files, from the cache."""
         known: dict[Path, Sequence[bytes]] = {}
-        with DigestCache.open(self._cache_directory) as cache:
+        with DigestCache(self._cache_directory) as cache:
             for file in self.files.files:
                 digests = cache.get(file)
                 if digests is None:
@@ -105,7 +105,7 @@ class ModelSource:
 
     def _run(self) -> None:
         try:
-            with DigestCache.open(self._cache_directory) as cache:
+            with DigestCache(self._cache_directory) as cache:
                 digests = {file.path: self._digests(file, cache) for file in self.files.files}
             self._result.set_result(self._combine(digests))
         except BaseException as error:  # whoever asks for the identity gets it
