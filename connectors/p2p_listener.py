@@ -1,10 +1,8 @@
-"""Where a rank's `p2p` peers connect: one thread that accepts, one per link, and bounds for all of them.
+"""Where a rank's `p2p` peers connect: a door that knows them, a thread per link, and bounds for all of them.
 
-Whatever comes in is either a link of a peer that knows the token, or refused, counted and closed.
+Whatever comes in is either a link of a peer that knows the secret, or refused, counted and closed (peer_door.py).
 """
 
-import contextlib
-import hmac
 import itertools
 import logging
 import socket
@@ -16,13 +14,19 @@ from typing import NamedTuple
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p_group import Group, GroupFactory
 from pdkv.connectors.p2p_pieces import PieceBuffers
-from pdkv.connectors.p2p_wire import Control, Hello, Offer, Welcome, refusal
+from pdkv.connectors.p2p_wire import CHANNEL, Control, Offer, Welcome, refusal
+from pdkv.connectors.peer_auth import Hello, Party, Session
+from pdkv.connectors.peer_door import Door
 from pdkv.errors import PdkvError, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
-MAX_STRANGERS = 64
-"""Connections that have not said who they are."""
+MAX_WAITING = 64
+"""Links of peers for which there is no room yet."""
+
+
+BACKLOG = 1024
+"""Connections that the kernel keeps until the door's thread takes them: a burst of strangers fills no queue."""
 
 
 class LinkLimits(NamedTuple):
@@ -36,9 +40,10 @@ class LinkLimits(NamedTuple):
 class Link:
     """One connection from a peer: its frames and its group. One thread serves it."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, peer: Party) -> None:
         self.control = control
-        self.hello: Hello | None = None  # None: a stranger yet
+        self.peer = peer
+        self.has_room = False  # among the links that are served
         self.group: Group | None = None
         self.is_idle = False
         self.gives_way = False  # to another one: its next offer is not taken any more
@@ -68,25 +73,35 @@ class LinkListener:
         self,
         config: ConnectorConfig,
         factory: GroupFactory,
-        token: bytes,
+        secret: bytes,
         limits: LinkLimits,
         serve: Callable[[Link, Offer], None],
     ) -> None:
         """Raises OSError if the host's address cannot be listened on."""
-        self.num_refused = 0  # connections that were no peer's, or broke the rules
-        self._config = config
+        self._num_failed = 0  # links that broke the rules
+        self._party = Party(config.engine, config.epoch, config.rank)
         self._factory = factory
-        self._token = token
         self._limits = limits
         self._serve_offer = serve
         self._changed = threading.Condition()  # guards what follows
         self._links: set[Link] = set()
         self._threads: set[threading.Thread] = set()
         self._stopping = False
-        self._listener = socket.create_server((factory.host, 0), backlog=128)
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._accept, name="pdkv-p2p-listen", daemon=True)
-        self._thread.start()
+        listener = socket.create_server((factory.host, 0), backlog=BACKLOG)
+        self.port: int = listener.getsockname()[1]
+        self.door = Door(
+            listener,
+            secret,
+            CHANNEL,
+            handshake_timeout_s=limits.handshake_timeout_s,
+            welcome=self._welcome,
+            name="pdkv-p2p-listen",
+        )
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that were no peer's, and links that broke the rules."""
+        return self.door.num_refused + self._num_failed
 
     @property
     def num_links(self) -> int:
@@ -107,39 +122,32 @@ class LinkListener:
             self._stopping = True
             links, threads = list(self._links), list(self._threads)
             self._changed.notify_all()
-        with contextlib.suppress(OSError):  # closed before
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
         for link in links:
             link.control.interrupt()
         deadline = time.monotonic() + timeout_s
-        for thread in (self._thread, *threads):
+        if not self.door.close(timeout_s):
+            logger.error("the thread that accepts links does not end")
+        for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
             if thread.is_alive():
                 logger.error("thread %s does not end", thread.name)
 
     # --- threads --------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, (host, port, *_) = self._listener.accept()
-            except OSError as error:
-                if self._stopping:
-                    return
-                logger.warning("a link could not be accepted: %s", error)  # no descriptors left, for example
-                threading.Event().wait(0.1)
-                continue
-            link = Link(Control(connection, f"{host}:{port}"))
-            thread = threading.Thread(target=self._serve, args=(link,), name=f"pdkv-p2p-link-{port}", daemon=True)
-            with self._changed:
-                welcome = not self._stopping and len(self._links) - self._num_known() < MAX_STRANGERS
-                if welcome:
-                    self._links.add(link)
-                    self._threads.add(thread)
-            if not (welcome and self._start(link, thread)):
-                self.num_refused += 1
-                link.close()
+    def _welcome(self, connection: socket.socket, session: Session, source: str) -> None:
+        """A peer that is known, on the door's thread: a thread of its own serves it."""
+        peer = session.hello.source
+        link = Link(Control(connection, f"engine {peer.engine} rank {peer.rank} at {source}", session), peer)
+        name = f"pdkv-p2p-link-{peer.engine}-{peer.rank}"
+        thread = threading.Thread(target=self._serve, args=(link, session.hello), name=name, daemon=True)
+        with self._changed:
+            welcome = not self._stopping and len(self._links) - self._num_known() < MAX_WAITING
+            if welcome:
+                self._links.add(link)
+                self._threads.add(thread)
+        if not (welcome and self._start(link, thread)):
+            self._num_failed += 1
+            link.close()
 
     def _start(self, link: Link, thread: threading.Thread) -> bool:
         """Whether there was room for another thread."""
@@ -153,13 +161,13 @@ class LinkListener:
             return False
         return True
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: Link, hello: Hello) -> None:
         """One link's life."""
         try:
-            if self._greet(link):
+            if self._greet(link, hello):
                 self._serve_offers(link)
         except Exception:  # a link must not take anything else with it
-            self.num_refused += 1
+            self._num_failed += 1
             logger.exception("a link failed")
         finally:
             link.close()
@@ -168,20 +176,14 @@ class LinkListener:
                 self._threads.discard(threading.current_thread())
                 self._changed.notify_all()
 
-    def _greet(self, link: Link) -> bool:
-        """Find out who connects, find room, and make the group. False: it came to nothing."""
+    def _greet(self, link: Link, hello: Hello) -> bool:
+        """See whom the peer means, find room, and make the group. False: it came to nothing."""
+        limit_s = self._limits.handshake_timeout_s
+        timeout_s = hello.timeout_s if 0.0 <= hello.timeout_s <= limit_s else limit_s
         try:
-            frame = link.control.receive(self._limits.handshake_timeout_s)
-            if not isinstance(frame, Hello) or not hmac.compare_digest(frame.token, self._token):
-                raise TransferError("not a peer")
-        except TransferError as error:
-            self.num_refused += 1
-            logger.debug("a connection was refused: %s", error)
-            return False
-        timeout_s = min(max(frame.timeout_s, 0.0), self._limits.handshake_timeout_s)
-        try:
-            self._check(frame)
-            self._find_room(link, frame, timeout_s)
+            if hello.target != self._party:
+                raise StaleEpoch(f"here is {self._party}, not {hello.target}")
+            self._find_room(link, timeout_s)
             link.control.send(Welcome(), timeout_s)
             link.group = self._factory.make(link.control, rank=1, timeout_s=timeout_s)
         except PdkvError as error:
@@ -191,7 +193,6 @@ class LinkListener:
 
     def _serve_offers(self, link: Link) -> None:
         """Serve a link until it is idle for too long, its peer leaves, or something goes wrong."""
-        assert link.hello is not None
         timeout_s = self._limits.handshake_timeout_s
         for number in itertools.count():
             with self._changed:
@@ -209,10 +210,10 @@ class LinkListener:
                     raise TransferError(f"{type(frame).__name__} instead of an offer")
                 self._serve_offer(link, frame)
             except (PeerGone, TransferCancelled, TransferTimeout) as error:
-                logger.debug("the link of engine %s rank %d ends: %s", link.hello.engine, link.hello.rank, error)
+                logger.debug("the link of engine %s rank %d ends: %s", link.peer.engine, link.peer.rank, error)
                 return
             except PdkvError as error:
-                self.num_refused += 1
+                self._num_failed += 1
                 self._refuse(link, error)
                 return
 
@@ -223,15 +224,8 @@ class LinkListener:
         except TransferError as problem:
             logger.debug("a refusal did not arrive: %s", problem)
 
-    def _check(self, hello: Hello) -> None:
-        """Raises StaleEpoch for one who means another incarnation, or another rank."""
-        mine = (self._config.engine, self._config.epoch, self._config.rank)
-        meant = (hello.to_engine, hello.to_epoch, hello.to_rank)
-        if meant != mine:
-            raise StaleEpoch(f"engine, epoch and rank here are {mine}, not {meant}")
-
-    def _find_room(self, link: Link, hello: Hello, timeout_s: float) -> None:
-        """Make the link a peer's. An idle one gives way where there are too many; else wait for one.
+    def _find_room(self, link: Link, timeout_s: float) -> None:
+        """Make the link one that is served. An idle one gives way where there are too many; else wait for one.
 
         Raises:
             TransferTimeout: all are busy for so long.
@@ -243,16 +237,16 @@ class LinkListener:
         with self._changed:
             if not self._changed.wait_for(has_room, timeout_s):
                 raise TransferTimeout(f"all {self._limits.max_links} groups are busy")
-            link.hello = hello
+            link.has_room = True
 
     # --- under the lock -------------------------------------------------------------------------------------------
 
     def _num_known(self) -> int:
-        return sum(link.hello is not None for link in self._links)
+        return sum(link.has_room for link in self._links)
 
     def _close_idle(self) -> bool:
         """Ask an idle link to end. Always False: there is room when it has."""
-        idle = next((link for link in self._links if link.hello is not None and link.is_idle), None)
+        idle = next((link for link in self._links if link.has_room and link.is_idle), None)
         if idle is not None:
             idle.is_idle, idle.gives_way = False, True
             idle.control.interrupt()
@@ -260,4 +254,4 @@ class LinkListener:
 
 
 def _is_of(link: Link, engine: str, epoch: str) -> bool:
-    return link.hello is not None and (link.hello.engine, link.hello.epoch) == (engine, epoch)
+    return (link.peer.engine, link.peer.epoch) == (engine, epoch)

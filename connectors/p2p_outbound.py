@@ -1,15 +1,21 @@
 """A lane's link to one rank of a peer: made when it is needed, made again when it is gone."""
 
 import socket
+import threading
+import time
 
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p_group import Group, GroupFactory
 from pdkv.connectors.p2p_options import P2POptions, P2PPeers
 from pdkv.connectors.p2p_pieces import PieceBuffers
-from pdkv.connectors.p2p_wire import Accepted, Control, Hello, Offer, Welcome
+from pdkv.connectors.p2p_wire import Accepted, Address, Control, Offer, Welcome
+from pdkv.connectors.peer_auth import Party
 from pdkv.connectors.push import PushPiece
 from pdkv.connectors.transfer_worker import Job
-from pdkv.errors import PeerGone, TransferError, TransferTimeout
+from pdkv.errors import PeerGone, TransferError, TransferTimeout, Unauthenticated
+
+DIAL_PAUSES_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, None)
+"""Before a connection that ended during the greeting is made again."""
 
 MAX_OFFERS = 3
 """Links on which one piece is offered, where the receiver closes them at that moment."""
@@ -54,7 +60,7 @@ class Outbound:
                 self.close()
                 if number == MAX_OFFERS - 1:
                     raise
-            except TransferTimeout:
+            except (TransferTimeout, Unauthenticated):
                 self.close()
                 raise
         raise AssertionError("unreachable")
@@ -85,21 +91,38 @@ class Outbound:
         address = self._peers.address(card, rank)
         if address.backend != self._factory.backend:
             raise TransferError(f"{address.backend} in engine {card.engine}, {self._factory.backend} here")
-        peer = f"engine {card.engine} rank {rank}"
-        timeout_s = min(job.remaining_s(), self._options.handshake_timeout_s)
+        deadline = time.monotonic() + min(job.remaining_s(), self._options.handshake_timeout_s)
+        source, target = Party(mine.engine, mine.epoch, mine.rank), Party(card.engine, card.epoch, rank)
+        for pause_s in DIAL_PAUSES_S:
+            timeout_s = max(deadline - time.monotonic(), 1e-3)
+            control = self.control = _dial(address, target, timeout_s)
+            try:
+                job.check()  # an interrupt has found no connection until here
+                control.greet(address.secret, source, target, timeout_s)
+                if not isinstance(control.expect(max(deadline - time.monotonic(), 1e-3)), Welcome):
+                    raise TransferError(f"engine {card.engine} rank {rank} answers something else")
+                break
+            except PeerGone:  # strangers may have pushed this connection out of the door: so briefly that it pays
+                self.close()
+                if pause_s is None or time.monotonic() + pause_s >= deadline:
+                    raise
+                threading.Event().wait(pause_s)
+            except BaseException:
+                self.close()
+                raise
         try:
-            connection = socket.create_connection((address.host, address.port), timeout_s)
-        except OSError as error:
-            kind = TransferTimeout if isinstance(error, TimeoutError) else PeerGone
-            raise kind(f"{peer} cannot be reached: {error}") from error
-        self.control = Control(connection, peer)
-        try:
-            job.check()  # an interrupt has found no connection until here
-            hello = Hello(address.token, mine.engine, mine.epoch, mine.rank, card.engine, card.epoch, rank, timeout_s)
-            if not isinstance(self.control.ask(hello, timeout_s), Welcome):
-                raise PeerGone(f"{peer} answers something else")
-            self.group = self._factory.make(self.control, rank=0, timeout_s=timeout_s)
+            self.group = self._factory.make(control, rank=0, timeout_s=max(deadline - time.monotonic(), 1e-3))
         except BaseException:
             self.close()
             raise
         self.num_groups += 1
+
+
+def _dial(address: Address, target: Party, timeout_s: float) -> Control:
+    """A connection to whoever listens at an address. Raises TransferTimeout or PeerGone."""
+    peer = f"engine {target.engine} rank {target.rank}"
+    try:
+        return Control(socket.create_connection((address.host, address.port), timeout_s), peer)
+    except OSError as error:
+        kind = TransferTimeout if isinstance(error, TimeoutError) else PeerGone
+        raise kind(f"{peer} cannot be reached: {error}") from error

@@ -1,8 +1,8 @@
 """What the two ends of a `p2p` link say to each other beside the KV itself: typed frames on a TCP connection.
 
-The sender connects and says Hello; after Welcome both make a group of two, by Put. Then per piece: Offer, Accepted,
-the KV over the group, Delivered. Anything may be answered by Refused. A frame is its length (4 bytes, little endian)
-and msgpack.
+The sender connects, and both ends prove who they are (peer_auth.py); after Welcome both make a group of two, by Put.
+Then per piece: Offer, Accepted, the KV over the group, Delivered. Anything may be answered by Refused. A frame is a
+sealed header and msgpack.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from pdkv.connectors.peer_auth import HEADER_BYTES, Party, Session, dial, strong_digest_of
 from pdkv.connectors.push import PieceRange
 from pdkv.decoding import decode_total
 from pdkv.errors import (
@@ -23,8 +24,10 @@ from pdkv.errors import (
     TransferCancelled,
     TransferError,
     TransferTimeout,
+    Unauthenticated,
 )
 
+CHANNEL = "p2p"
 MAX_FRAME_BYTES = 1 << 20
 _REASONS: dict[str, type[TransferError]] = {
     error.code: error for error in (KVNotFound, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout)
@@ -32,29 +35,19 @@ _REASONS: dict[str, type[TransferError]] = {
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """How a rank is reached: in the engine's card. `token` is known to who has the card, and to nobody else."""
+    """How a rank is reached: in the engine's card. `secret` is known to who has the card, and to nobody else."""
 
     host: str
     port: int
-    token: bytes
+    secret: bytes
     backend: str  # "gloo" or "nccl"
+
+    def __repr__(self) -> str:
+        return f"Address({self.host!r}, {self.port}, secret not shown, {self.backend!r})"
 
 
 class _Frame(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base of all frames."""
-
-
-class Hello(_Frame, frozen=True):
-    """Who connects, and to whom."""
-
-    token: bytes
-    engine: str
-    epoch: str
-    rank: int
-    to_engine: str
-    to_epoch: str
-    to_rank: int
-    timeout_s: float  # how long the sender waits
 
 
 class Welcome(_Frame, frozen=True):
@@ -95,7 +88,7 @@ class Refused(_Frame, frozen=True):
     text: str
 
 
-Frame = Hello | Welcome | Put | Offer | Accepted | Delivered | Refused
+Frame = Welcome | Put | Offer | Accepted | Delivered | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
@@ -110,20 +103,28 @@ class Control:
     """One end of a connection. One thread uses it; any may `interrupt` it.
 
     All errors are TransferErrors: PeerGone when the connection ended, TransferTimeout when the peer is silent,
-    TransferError for what is no frame.
+    Unauthenticated for what the peer has not said, TransferError for what is no frame.
     """
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(self, connection: socket.socket, peer: str, session: Session | None = None) -> None:
+        """`session`: None for an end that dials, which has to `greet` first."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._peer = peer
+        self._session = session
+
+    def greet(self, secret: bytes, source: Party, target: Party, timeout_s: float) -> None:
+        """Prove who this is, and have the other end prove it. Raises also what `dial` does."""
+        self._session = dial(self._socket, secret, CHANNEL, source, target, timeout_s)
 
     def send(self, frame: Frame, timeout_s: float) -> None:
         """Send a frame."""
+        assert self._session is not None, "greet comes first"
         data = _encoder.encode(frame)
+        header = self._session.sending.make(len(data), strong_digest_of(data))
         try:
             self._socket.settimeout(timeout_s)
-            self._socket.sendall(len(data).to_bytes(4, "little") + data)
+            self._socket.sendall(header + data)
         except TimeoutError:
             raise TransferTimeout(f"{self._peer} takes nothing for {timeout_s:g} s") from None
         except OSError as error:
@@ -131,12 +132,16 @@ class Control:
 
     def receive(self, timeout_s: float, *, idle_s: float | None = None) -> Frame:
         """Wait for a frame, for its beginning up to `idle_s` where that is given."""
-        head = self._read(4, timeout_s if idle_s is None else idle_s)
-        size = int.from_bytes(head, "little")
+        assert self._session is not None, "greet comes first"
+        header = self._read(HEADER_BYTES, timeout_s if idle_s is None else idle_s)
+        size, digest = self._session.receiving.open(header)
         if not 0 < size <= MAX_FRAME_BYTES:
             raise TransferError(f"{self._peer} sent no frame: {size} bytes are announced")
+        data = self._read(size, timeout_s)
+        if strong_digest_of(data) != digest:
+            raise Unauthenticated(f"{self._peer}: somebody has changed a message")
         try:
-            return decode_total(_decoder, self._read(size, timeout_s))
+            return decode_total(_decoder, data)
         except MalformedMessage as error:
             raise TransferError(f"{self._peer} sent no frame: {error}") from error
 

@@ -23,6 +23,7 @@ from pdkv.connectors.p2p_options import P2POptions, P2PPeers
 from pdkv.connectors.p2p_outbound import Outbound
 from pdkv.connectors.p2p_pieces import PieceBuffers, PiecePool
 from pdkv.connectors.p2p_wire import Accepted, Address, Delivered, Offer, refusal
+from pdkv.connectors.peer_auth import SECRET_BYTES
 from pdkv.connectors.push import Incoming, PushPiece, PushWorker
 from pdkv.connectors.transfer_worker import JOIN_TIMEOUT_S, Job
 from pdkv.errors import KVNotFound, PdkvError, TransferCancelled, TransferError
@@ -52,7 +53,7 @@ class P2PWorker(PushWorker):
         self.listener: LinkListener | None = None
         self._p2p_peers = peers
         self._options = options
-        self._token = secrets.token_bytes(16)
+        self._secret = secrets.token_bytes(SECRET_BYTES)
         self._pool: PiecePool | None = None
         self._factory: GroupFactory | None = None
         self._busy_lock = threading.Lock()
@@ -66,13 +67,13 @@ class P2PWorker(PushWorker):
         self._pool = PiecePool(kv_cache, self.config.layout)
         self._factory = GroupFactory(options.host, kv_cache.device.type, options.timeout_s)
         limits = LinkLimits(options.max_groups, 2 * options.idle_s, options.handshake_timeout_s)
-        self.listener = LinkListener(self.config, self._factory, self._token, limits, self._take)
+        self.listener = LinkListener(self.config, self._factory, self._secret, limits, self._take)
         self.start_threads()
 
     def handshake(self) -> bytes:
         assert self._factory is not None, "register_kv_caches comes first"
         assert self.listener is not None
-        address = Address(self._factory.host, self.listener.port, self._token, self._factory.backend)
+        address = Address(self._factory.host, self.listener.port, self._secret, self._factory.backend)
         return msgspec.msgpack.encode(address)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:

@@ -22,6 +22,7 @@ PdkvError
     ├── StaleGeneration      the source blocks were reused while they were read
     ├── StaleEpoch           it names an incarnation of the peer that is gone
     ├── PeerGone             the peer went away
+    ├── Unauthenticated      who is at the other end does not know the secret, or a message is not its own
     ├── KVNotFound           the source does not have the blocks (any more)
     └── StoreError           a KV store failed
         ├── StoreUnavailable it cannot be reached, or not any more
@@ -176,6 +177,12 @@ class PeerGone(TransferError):
     """The peer went away."""
 
     code = "peer_gone"
+
+
+class Unauthenticated(TransferError):
+    """Who is at the other end of a connection is not the peer, or somebody meddled with what it said."""
+
+    code = "unauthenticated"
 
 
 class KVNotFound(TransferError):

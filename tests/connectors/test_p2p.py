@@ -1,10 +1,12 @@
 """The p2p connector between engines of any shape: the right bytes at the right place, or a typed error."""
 
 import contextlib
+import itertools
 import os
 import random
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,9 +21,11 @@ from pdkv.connectors import p2p_pieces
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p import P2PConnector
 from pdkv.connectors.p2p_pieces import PieceBuffers, PiecePool, messages_of, plan_blocks
-from pdkv.connectors.p2p_wire import Address, Hello, Offer
+from pdkv.connectors.p2p_wire import Address, Control, Offer, Welcome
+from pdkv.connectors.peer_auth import Party
+from pdkv.connectors.peer_door import MAX_STRANGERS
 from pdkv.connectors.push import PieceRange
-from pdkv.errors import ConfigError, TransferError
+from pdkv.errors import ConfigError, StaleEpoch, TransferError
 
 torch.set_num_threads(1)
 
@@ -421,16 +425,14 @@ def address_of(engine: PushEngine) -> Address:
     return msgspec.msgpack.decode(engine.card.rank_blobs[0], type=Address)
 
 
-def frame(data: bytes) -> bytes:
-    return len(data).to_bytes(4, "little") + data
-
-
-def hello(address: Address, **changes: Any) -> bytes:
-    values: dict[str, Any] = {
-        "token": address.token, "engine": "p", "epoch": "1", "rank": 0, "to_engine": "d", "to_epoch": "1",
-        "to_rank": 0, "timeout_s": 1.0,
-    }  # fmt: skip
-    return frame(msgspec.msgpack.encode(Hello(**(values | changes))))
+def greeted(listening: PushEngine, **changes: Any) -> tuple[socket.socket, Control]:
+    """A connection to an engine's rank 0 by who knows its secret; `changes`: whom it says it means."""
+    address = address_of(listening)
+    connection = socket.create_connection((address.host, address.port), WAIT_S)
+    control = Control(connection, "the engine")
+    target = Party(**({"engine": "d", "epoch": "1", "rank": 0} | changes))
+    control.greet(address.secret, Party("p", "1", 0), target, WAIT_S)
+    return connection, control
 
 
 def test_garbage_is_refused_and_nobody_else_notices(make_engine: Engines) -> None:
@@ -438,9 +440,9 @@ def test_garbage_is_refused_and_nobody_else_notices(make_engine: Engines) -> Non
     prefill, decode = pair(make_engine, handshake_timeout_s="1")
     address, listener = address_of(decode), decode.workers[0].listener
     junk = [
-        b"", b"\0", b"\xff" * 4, frame(b""), frame(b"\xc1"), frame(os.urandom(100)), b"GET / HTTP/1.1\r\n\r\n",
-        os.urandom(100_000), (1 << 30).to_bytes(4, "little"), frame(b"x" * 50)[:20], hello(address, token=b"?"),
-        frame(msgspec.msgpack.encode({"type": "Offer"})),
+        b"", b"\0", b"\xff" * 4, b"\0\0", b"\1\0\xc1", b"\x64\0" + os.urandom(100), b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(100_000), (1 << 30).to_bytes(4, "little"), b"\x32\0" + b"x" * 20,
+        b"\x05\0" + msgspec.msgpack.encode(["Hello"])[:5], b"\x88\x13" + b"\x91" * 5000,
     ]  # fmt: skip
     for i, data in enumerate(junk):
         with socket.create_connection((address.host, address.port)) as connection, contextlib.suppress(OSError):
@@ -451,25 +453,107 @@ def test_garbage_is_refused_and_nobody_else_notices(make_engine: Engines) -> Non
     wait_until_true(lambda: listener.num_refused == len(junk), "all refused")
 
 
-@pytest.mark.parametrize("changes", [{"to_epoch": "0"}, {"to_engine": "x"}, {"to_rank": 1}], ids=str)
+@pytest.mark.parametrize("changes", [{"epoch": "0"}, {"engine": "x"}, {"rank": 1}], ids=str)
 def test_who_means_another_incarnation_is_told(make_engine: Engines, changes: dict[str, Any]) -> None:
     """F5."""
     _, decode = pair(make_engine)
-    address = address_of(decode)
-    with socket.create_connection((address.host, address.port)) as connection:
-        connection.sendall(hello(address, **changes))
-        assert b"stale_epoch" in connection.recv(1000)
+    connection, control = greeted(decode, **changes)
+    with connection, pytest.raises(StaleEpoch, match="here is Party"):
+        control.expect(WAIT_S)
 
 
 def test_a_peer_that_greets_and_then_talks_nonsense_is_dropped(make_engine: Engines) -> None:
     prefill, decode = pair(make_engine, handshake_timeout_s="1")
-    address, listener = address_of(decode), decode.workers[0].listener
-    with socket.create_connection((address.host, address.port)) as connection:
-        connection.sendall(hello(address) + frame(b"\xc1"))
-        while connection.recv(1000):
-            pass
+    listener = decode.workers[0].listener
+    connection, control = greeted(decode)
+    with connection:
+        assert isinstance(control.expect(WAIT_S), Welcome)
+        connection.sendall(os.urandom(200))
+        with contextlib.suppress(ConnectionError):
+            while connection.recv(1000):
+                pass
     wait_until_true(lambda: listener.num_links == 0, "no links")
     move(prefill, decode)
+
+
+def test_idle_strangers_keep_no_peer_out_and_hold_a_bounded_number_of_descriptors(make_engine: Engines) -> None:
+    """64 of them used to close every new link: each transfer failed and was computed again."""
+    prefill, decode = pair(make_engine, handshake_timeout_s="10")
+    address, door = address_of(decode), decode.workers[0].listener.door
+    with contextlib.ExitStack() as strangers:
+        for i in range(1000):
+            stranger = strangers.enter_context(socket.create_connection((address.host, address.port), WAIT_S))
+            if i % 2:
+                stranger.sendall(b"\x64")  # the beginning of a greeting
+        wait_until_true(lambda: door.num_strangers + door.num_refused == 1000, "all have been seen")
+        assert door.num_strangers <= MAX_STRANGERS
+        for i in range(3):
+            decode.meet()
+            decode.meet(prefill.card)
+            wait_until_true(lambda: decode.workers[0].listener.num_links == 0, "the link has ended")
+            move(prefill, decode, f"t{i}")
+
+
+def test_a_peer_gets_in_while_strangers_connect_in_a_loop(make_engine: Engines) -> None:
+    prefill, decode = pair(make_engine, timeout_s="20")
+    address, enough, num_connections = address_of(decode), threading.Event(), itertools.count()
+
+    def knock() -> None:
+        kept: deque[socket.socket] = deque()
+        while not enough.is_set():
+            with contextlib.suppress(OSError):
+                kept.append(socket.create_connection((address.host, address.port), 1.0))
+                next(num_connections)
+            if len(kept) > 200:
+                kept.popleft().close()
+        for connection in kept:
+            connection.close()
+
+    stranger = threading.Thread(target=knock)
+    stranger.start()
+    try:
+        for i in range(5):
+            move(prefill, decode, f"t{i}")
+            decode.meet()
+            decode.meet(prefill.card)
+    finally:
+        enough.set()
+        stranger.join()
+    assert next(num_connections) > 100
+
+
+def test_who_holds_a_peers_port_learns_nothing_and_the_send_fails_with_a_type(make_engine: Engines) -> None:
+    """The secret used to be the first thing that was sent, to whoever listened."""
+    prefill, decode = pair(make_engine)
+    address = address_of(decode)
+    with socket.create_server(("127.0.0.1", 0)) as thief:
+        stolen = msgspec.structs.replace(address, port=thief.getsockname()[1])
+        card = msgspec.structs.replace(decode.card, rank_blobs=[msgspec.msgpack.encode(stolen)])
+        prefill.meet(card)
+        heard: list[bytes] = []
+
+        def listen() -> None:
+            connection, _ = thief.accept()
+            with connection:
+                heard.append(connection.recv(4096))
+                challenge = msgspec.msgpack.encode(["Challenge", bytes(32), bytes(32)])
+                connection.sendall(len(challenge).to_bytes(2, "little") + challenge)
+                while data := connection.recv(4096):
+                    heard.append(data)
+
+        listening = threading.Thread(target=listen)
+        listening.start()
+        transfer(prefill, decode, "t", [9, 3, 1], [0, 1, 2], 40)
+        assert prefill.outcome("sending", ("t", 1)).code == "unauthenticated"
+        listening.join(WAIT_S)
+    assert len(heard) == 1  # a greeting, and no answer to that challenge
+    assert b"Hello" in heard[0]
+    assert address.secret not in heard[0]
+
+
+def test_the_secret_is_not_shown() -> None:
+    address = Address("127.0.0.1", 1, b"secretsecret", "gloo")
+    assert "secretsecret" not in f"{address} {address!r} {(address,)}"
 
 
 # --- everything is given back ---------------------------------------------------------------------------------------
