@@ -1,4 +1,4 @@
-"""`pd launch`: options of the topology, the hand-off and the engines, these also per role."""
+"""`pd launch`: options of the topology, the hand-off, HTTP and the engines, these also per role."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.cli_options import Option, add_options, build, collect, options_of, warn_of_secrets
-from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.config import EngineConfig, HandoffConfig, HttpLimits
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
 
@@ -19,6 +19,7 @@ def option_groups() -> dict[str, list[Option]]:
         "topology": options_of(LaunchConfig),
         "engines": options_of(EngineConfig),
         "hand-off": options_of(HandoffConfig),
+        "HTTP": options_of(HttpLimits),
     }
     for role in ROLES:
         groups[f"{role} engines only"] = options_of(EngineConfig, role=role, exclude=("model",))
@@ -50,6 +51,7 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     return Deployment(
         launch=launch,
         handoff=build(HandoffConfig, values),
+        http=build(HttpLimits, values),
         prefill=build(EngineConfig, values, role="prefill"),
         decode=build(EngineConfig, values, role="decode"),
     )

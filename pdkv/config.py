@@ -1,7 +1,8 @@
 """Configuration: frozen dataclasses layered by owner. A field's help text is the command line's and the docs'."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,3 +116,41 @@ class HandoffConfig:
             )
         if self.max_leased_fraction <= 0.0:
             raise ConfigError(f"max_leased_fraction must be above 0, got {self.max_leased_fraction}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """What one client, and all of them together, may cost the HTTP server."""
+
+    max_body_bytes: int = option(4 << 20, "largest request body; a larger one is answered with 413", size=True)
+    max_body_memory: int = option(
+        64 << 20, "bodies of all requests together until they are tokenized; above it requests get 503", size=True
+    )
+    max_queued_text: int = option(
+        16 << 20, "bodies that wait for the tokenizer or are in it; above it requests get 503", size=True
+    )
+    max_header_bytes: int = option(32 << 10, "request line and headers of one request; more get 431", size=True)
+    max_headers: int = option(100, "headers of one request; more get 431")
+    max_url_bytes: int = option(8 << 10, "length of a URL; a longer one is answered with 414", size=True)
+    max_connections: int = option(
+        8192, "connections at once, less where the limit on open files is low; above it they get 503"
+    )
+    header_timeout_s: float = option(
+        10.0, "how long headers may take, from a request's first byte; the first one's, from connecting"
+    )
+    body_timeout_s: float = option(60.0, "how long a request's body may take")
+    idle_timeout_s: float = option(75.0, "how long a connection may stay open between requests")
+
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{field_.name} must be above 0 and finite, got {value}")
+        if self.max_body_memory < self.max_body_bytes:
+            raise ConfigError(
+                f"max_body_memory ({self.max_body_memory}) must be at least max_body_bytes ({self.max_body_bytes})"
+            )
+        if self.max_url_bytes > self.max_header_bytes:
+            raise ConfigError(
+                f"max_url_bytes ({self.max_url_bytes}) must be at most max_header_bytes ({self.max_header_bytes})"
+            )

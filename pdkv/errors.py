@@ -12,6 +12,7 @@ PdkvError
 │   └── RankGone             it went away
 ├── MalformedMessage         bytes from a peer that are no message: counted and dropped
 ├── EngineUnavailable        no engine can take the request now: HTTP 503
+├── ServerBusy               the router has as much under way as it may: HTTP 503
 ├── RequestFailed            one request ended with an error
 │   ├── RequestTimeout       its deadline passed
 │   ├── RequestAborted       its client or its router gave it up
@@ -107,6 +108,12 @@ class EngineUnavailable(PdkvError):
     """No engine can take the request now."""
 
     code = "engine_unavailable"
+
+
+class ServerBusy(PdkvError):
+    """The router has as much under way as it may; the same request can work a moment later."""
+
+    code = "server_busy"
 
 
 class RequestFailed(PdkvError):

@@ -27,7 +27,7 @@ from pdkv.messages import (
 )
 from pdkv.model_config import load_model_config, log_ignored_defaults
 from pdkv.sampling_params import SamplingParams
-from pdkv.text import TextStream, Tokenizer
+from pdkv.text import StopAutomaton, TextStream, Tokenizer
 
 _ROUTER_ID = "local"
 Prompt = str | list[int]
@@ -188,6 +188,7 @@ class LLM:
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        stops = StopAutomaton(params.stop) if params.stop else ()
         choices = []
         for index in range(params.n):
             submit = Submit(
@@ -201,7 +202,7 @@ class LLM:
             )
             stream = TextStream(
                 self.tokenizer.detokenizer(),
-                stop=params.stop,
+                stop=stops,
                 min_tokens=params.min_tokens,
                 stop_token_ids=stop_token_ids,
             )

@@ -11,18 +11,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdkv.config import HttpLimits
+from pdkv.limits import clip
 from pdkv.model_config import ModelConfig
+from pdkv.router.budget import ByteBudget
 from pdkv.router.endpoint import GenerateEndpoint
 from pdkv.router.metrics import Metrics
-from pdkv.router.openai import Job, ServedModel, prepare_chat, prepare_completion, unknown_model
+from pdkv.router.openai import Cancelled, Job, ServedModel, prepare_chat, prepare_completion, unknown_model
 from pdkv.router.protocol import decode_chat, decode_completion
 from pdkv.router.responses import describe_error, error_body
+from pdkv.router.text_pool import TextPool
 from pdkv.text import Tokenizer
 
 if TYPE_CHECKING:
     from pdkv.router.dispatch import Dispatcher
-
-MAX_BODY_BYTES = 32 * 1024 * 1024
 
 
 def create_app(
@@ -33,14 +35,19 @@ def create_app(
     max_model_len: int | None = None,
     *,
     request_timeout_s: float = 600.0,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    limits: HttpLimits | None = None,
+    bodies: ByteBudget | None = None,
 ) -> Starlette:
     """The ASGI application in front of a dispatcher, which the caller connects and closes.
 
     Args:
         max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
         request_timeout_s: deadline of every request; a client may shorten its own by the header x-pd-timeout-s.
+        limits: bounds of bodies (default: the options').
+        bodies: the budget of bodies' bytes, where others take of it, too.
     """
+    limits = limits or HttpLimits()
+    bodies = bodies or body_budget(limits)
     metrics = Metrics(dispatcher)
     model = _model_provider(dispatcher, tokenizer, model_config, served_model_name, max_model_len)
     created = int(time.time())
@@ -74,7 +81,9 @@ def create_app(
         "model": model,
         "metrics": metrics,
         "request_timeout_s": request_timeout_s,
-        "max_body_bytes": max_body_bytes,
+        "limits": limits,
+        "bodies": bodies,
+        "pool": TextPool(limits.max_queued_text),
     }
     routes = [
         generate("/v1/completions", GenerateEndpoint("completions", _prepare_completion, **common)),
@@ -88,12 +97,17 @@ def create_app(
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _internal_error})
 
 
-async def _prepare_completion(body: bytes, model: ServedModel) -> Job:
-    return await prepare_completion(decode_completion(body), model)
+def body_budget(limits: HttpLimits) -> ByteBudget:
+    """Of all bodies that are received or not yet tokenized."""
+    return ByteBudget(limits.max_body_memory, "the bodies")
 
 
-async def _prepare_chat(body: bytes, model: ServedModel) -> Job:
-    return await prepare_chat(decode_chat(body), model)
+def _prepare_completion(body: bytes, model: ServedModel, cancelled: Cancelled) -> Job:
+    return prepare_completion(decode_completion(body), model, cancelled)
+
+
+def _prepare_chat(body: bytes, model: ServedModel, cancelled: Cancelled) -> Job:
+    return prepare_chat(decode_chat(body), model, cancelled)
 
 
 def _model_provider(
@@ -137,7 +151,7 @@ def _json_response(body: object, status: int = 200) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """404 and 405 in OpenAI's shape."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {clip(request.scope['path'])}: {error.detail}"  # its url trusts the Host header
     response = _json_response(error_body(message, status=error.status_code), status=error.status_code)
     response.headers.update(error.headers or {})
     return response

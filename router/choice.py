@@ -47,7 +47,7 @@ class Choice:
         self._text = self._new_text(job, model)
         self._echo_pending = job.echo
         self._num_echoed = 0  # characters
-        params = msgspec.structs.replace(job.params, seed=seed)
+        params = msgspec.structs.replace(job.params, seed=seed, stop=())  # the engines know nothing of stop strings
         room = model.max_model_len - len(self.prompt.token_ids)
         if params.max_tokens is not None and params.max_tokens > room:  # only a default can be: see prepare_completion
             params = msgspec.structs.replace(params, max_tokens=room)
@@ -58,7 +58,7 @@ class Choice:
         ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *model.eos_token_ids)
         return TextStream(
             self._tokenizer.detokenizer(skip_special_tokens=job.skip_special_tokens),
-            stop=params.stop,
+            stop=job.stops or (),
             min_tokens=params.min_tokens,
             stop_token_ids=ends,
         )

@@ -8,7 +8,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,18 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from pdkv.errors import InvalidRequest, PdkvError, RequestTimeout
+from pdkv.config import HttpLimits
+from pdkv.errors import InvalidRequest, PdkvError, RequestTimeout, ServerBusy
+from pdkv.limits import clip
+from pdkv.router.budget import ByteBudget, Share
 from pdkv.router.choice import ChoiceDelta
 from pdkv.router.fanout import Fanout
 from pdkv.router.metrics import Endpoint, Metrics, RequestMetrics
-from pdkv.router.openai import Job, ServedModel
+from pdkv.router.openai import Cancelled, Job, ServedModel
+from pdkv.router.request_body import Disconnected, read_body
 from pdkv.router.responses import WholeChoice, describe_error, error_status, prompt_extras, usage
 from pdkv.router.sse import DONE, ChunkEncoder, error_event
+from pdkv.router.text_pool import INLINE_BYTES, TextPool
 
 if TYPE_CHECKING:
     from pdkv.router.dispatch import Dispatcher
@@ -30,15 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RawHeaders = list[tuple[bytes, bytes]]
-Prepare = Callable[[bytes, ServedModel], Awaitable[Job]]
-"""From a body to a checked request; raises InvalidRequest."""
+Prepare = Callable[[bytes, ServedModel, Cancelled], Job]
+"""From a body to a checked request; raises InvalidRequest. Runs on any thread."""
 
 MAX_LABEL = 256
 """Characters of a client's x-request-id."""
-
-
-class _Disconnected(Exception):
-    """The client is gone: nobody is left to be told anything."""
 
 
 class GenerateEndpoint:
@@ -53,15 +54,20 @@ class GenerateEndpoint:
         model: Callable[[], ServedModel],
         metrics: Metrics,
         request_timeout_s: float,
-        max_body_bytes: int,
+        limits: HttpLimits,
+        bodies: ByteBudget,
+        pool: TextPool,
     ) -> None:
+        """`bodies` and `pool` are shared by the endpoints."""
         self._name = name
         self._prepare = prepare
         self._dispatcher = dispatcher
         self._model = model
         self._metrics = metrics
         self._request_timeout_s = request_timeout_s
-        self._max_body_bytes = max_body_bytes
+        self._limits = limits
+        self._bodies = bodies
+        self._pool = pool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = RequestMetrics(self._metrics, self._name)
@@ -70,11 +76,11 @@ class GenerateEndpoint:
         outcome = "internal_error"
         try:
             outcome = await self._serve(headers, receive, exchange, metrics)
-        except _Disconnected:
+        except Disconnected:
             outcome = "disconnected"
         except PdkvError as error:
             outcome = error.code
-            if error_status(error) >= 500:
+            if error_status(error) >= 500 and not isinstance(error, ServerBusy):  # a log line each would be work, too
                 logger.warning("request %s failed: %s: %s", exchange.request_id, error.code, error)
             await exchange.fail(error)
         finally:
@@ -84,25 +90,20 @@ class GenerateEndpoint:
         """Serve one request and say how it ended."""
         exchange.check_label()
         timeout_s = min(_client_timeout(headers), self._request_timeout_s)
-        try:
-            body = await _read_body(headers, receive, self._max_body_bytes, timeout_s)
-        except TimeoutError:
-            what = f"the body was not here within {timeout_s:g} s"
-            raise RequestTimeout(what, request_id=exchange.request_id) from None
         model = self._model()
-        job = await self._prepare(body, model)
+        job, gone = await self._receive_job(headers, receive, exchange, model, timeout_s)
         fanout = Fanout(job, model, self._dispatcher, metrics, timeout_s=timeout_s, label=exchange.request_id)
-        watcher = asyncio.create_task(_abort_when_gone(receive, fanout))
+        gone.add_done_callback(lambda _: fanout.abort())
         try:
             async with aclosing(fanout.deltas()) as deltas:
                 serve = _stream if job.stream else _reply
                 await serve(deltas, fanout, model, exchange)
         except PdkvError as error:
             if fanout.aborted:
-                raise _Disconnected from error
+                raise Disconnected from error
             raise
         finally:
-            watcher.cancel()
+            gone.cancel()
             fanout.abort()
         metrics.served(
             num_prompt_tokens=fanout.num_prompt_tokens,
@@ -110,6 +111,46 @@ class GenerateEndpoint:
             num_completion_tokens=fanout.num_completion_tokens,
         )
         return "ok"
+
+    async def _receive_job(
+        self, headers: Headers, receive: Receive, exchange: "_Exchange", model: ServedModel, timeout_s: float
+    ) -> tuple[Job, "asyncio.Task[None]"]:
+        """The checked request, and the task that ends when the client goes away. The body is dropped on return."""
+        body_timeout_s = min(timeout_s, self._limits.body_timeout_s)
+        with Share(self._bodies) as share:
+            try:
+                body = await read_body(
+                    headers, receive, share, limit=self._limits.max_body_bytes, timeout_s=body_timeout_s
+                )
+            except TimeoutError:
+                what = f"the body was not here within {body_timeout_s:g} s"
+                if timeout_s <= body_timeout_s:
+                    raise RequestTimeout(what, request_id=exchange.request_id) from None
+                raise InvalidRequest(f"{what} (--body-timeout-s)", status=408) from None
+            exchange.body_is_here = True
+            gone = asyncio.create_task(_wait_until_gone(receive))
+            try:
+                if len(body) <= INLINE_BYTES:
+                    return self._prepare(body, model, gone.done), gone
+                return await self._prepare_on_thread(body, model, gone, timeout_s, exchange), gone
+            except BaseException:
+                gone.cancel()
+                raise
+
+    async def _prepare_on_thread(
+        self, body: bytes, model: ServedModel, gone: "asyncio.Task[None]", timeout_s: float, exchange: "_Exchange"
+    ) -> Job:
+        """Given up when the client goes away or its deadline passes."""
+        work = asyncio.ensure_future(self._pool.run(len(body), lambda cancelled: self._prepare(body, model, cancelled)))
+        try:
+            await asyncio.wait({work, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if gone.done():
+                raise Disconnected
+            raise RequestTimeout(f"not tokenized within {timeout_s:g} s", request_id=exchange.request_id)
+        finally:
+            work.cancel()
 
 
 class _Exchange:
@@ -119,6 +160,8 @@ class _Exchange:
         self._send = send
         self._label = label
         self._streaming = False
+        self.body_is_here = False
+        """Else the connection ends with the response: what is still to come is no next request."""
         self.reply_id = secrets.token_hex(12)
         self.request_id = self.reply_id if label is None or len(label) > MAX_LABEL else label
         self.created = int(time.time())
@@ -135,6 +178,8 @@ class _Exchange:
         headers.append((b"content-length", b"%d" % len(data)))
         if status == 503:
             headers.append((b"retry-after", b"1"))
+        if not self.body_is_here:
+            headers.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": data})
 
@@ -224,40 +269,10 @@ def _usage(fanout: Fanout) -> dict[str, Any]:
     return usage(fanout.num_prompt_tokens, fanout.num_completion_tokens, fanout.num_cached_tokens)
 
 
-async def _abort_when_gone(receive: Receive, fanout: Fanout) -> None:
+async def _wait_until_gone(receive: Receive) -> None:
+    """Returns when the client has gone away; the body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    fanout.abort()
-
-
-async def _read_body(headers: Headers, receive: Receive, limit: int, timeout_s: float) -> bytes:
-    """The request's body, JSON by its content type.
-
-    Raises:
-        InvalidRequest: another content type (415), or more than `limit` bytes (413).
-        TimeoutError: it is not here within `timeout_s`.
-    """
-    content_type = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise InvalidRequest(f"content-type must be application/json, got {content_type!r}", status=415)
-    announced = headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    async with asyncio.timeout(timeout_s):
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _Disconnected
-            body += message.get("body", b"")
-            if len(body) > limit:
-                raise _too_large(limit)
-            if not message.get("more_body", False):
-                return bytes(body)
-
-
-def _too_large(limit: int) -> InvalidRequest:
-    return InvalidRequest(f"the body must have at most {limit} bytes", status=413)
 
 
 def _client_timeout(headers: Headers) -> float:
@@ -271,6 +286,6 @@ def _client_timeout(headers: Headers) -> float:
         timeout_s = math.nan
     if not timeout_s > 0.0:
         raise InvalidRequest(
-            f"x-pd-timeout-s must be a number of seconds above 0, got {text!r}", param="x-pd-timeout-s"
+            f"x-pd-timeout-s must be a number of seconds above 0, got {clip(text)!r}", param="x-pd-timeout-s"
         )
     return timeout_s

@@ -15,6 +15,8 @@ from pdkv.router.openai import Job, ServedModel
 if TYPE_CHECKING:
     from pdkv.router.dispatch import Dispatcher, Generation
 
+_STARTS_IN_A_ROW = 16
+
 
 class Fanout:
     """Of each prompt the first choice goes first, the others after its first delta: the prompt's blocks are hits then.
@@ -93,6 +95,7 @@ class Fanout:
         for choice in self.choices[:: self.job.n]:
             self._start(choice)
             self._pump(choice)
+            await self._take_turns(choice.index // self.job.n)
         num_unfinished = len(self.choices)
         while num_unfinished:
             await self._wake.wait()
@@ -114,6 +117,11 @@ class Fanout:
         generation = self._dispatcher.start(choice.request(timeout_s=timeout_s, label=self._label))
         self._generations[choice.index] = generation
         return generation
+
+    async def _take_turns(self, index: int) -> None:
+        """Between starts: a thousand choices must not hold up other requests."""
+        if index % _STARTS_IN_A_ROW == _STARTS_IN_A_ROW - 1:
+            await asyncio.sleep(0)
 
     def _show(self, choice: Choice, generation: "Generation", delta: Delta) -> ChoiceDelta:
         """What a delta of an engine shows to the client."""
@@ -148,6 +156,7 @@ class Fanout:
                 for index in siblings:
                     self._start(self.choices[index], time.monotonic() - began)
                     self._pump(self.choices[index])
+                    await self._take_turns(index)
                 siblings = range(0)
                 if choice.finished:
                     return

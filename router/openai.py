@@ -1,20 +1,26 @@
-"""From a typed OpenAI request to what is generated: every check, the chat template, the tokenizer."""
+"""From a typed OpenAI request to what is generated: every check, the chat template, the tokenizer.
 
-import asyncio
-from collections.abc import Sequence
+Nothing here awaits: small bodies are prepared on the event loop, others on a thread of `router/text_pool.py`. Counts
+and lengths are checked before anything is done per choice, prompt, message or character.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from pdkv.errors import InvalidRequest
-from pdkv.limits import MAX_CHOICES, check_cache_salt, clip
+from pdkv.errors import InvalidRequest, RequestAborted
+from pdkv.limits import MAX_CHOICES, MAX_MESSAGES, MAX_TOTAL_PROMPT_TOKENS, check_cache_salt, clip
 from pdkv.router.protocol import ChatBody, CompletionBody, Message
 from pdkv.sampling_params import SamplingParams
-from pdkv.text import Tokenizer
+from pdkv.text import StopAutomaton, Tokenizer
 
-LONG_TEXT = 2_000
-"""Characters from which texts are tokenized on a thread: about 3 ms, which other requests would wait."""
+SAMPLE_CHARS_PER_TOKEN = 16
+"""Of a text with more characters per token of the model's length, the beginning is tokenized first."""
+
+Cancelled = Callable[[], bool]
+"""Whether nobody waits for the result any more; asked between two prompts."""
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -42,6 +48,11 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int  # tokens, prompt and output together
 
+    @property
+    def max_prompt_chars(self) -> int:
+        """No text with more characters can fit into the model's length."""
+        return self.max_model_len * self.tokenizer.max_token_chars
+
     def with_max_model_len(self, max_model_len: int) -> "ServedModel":
         """The same model with another length."""
         return replace(self, max_model_len=max_model_len)
@@ -60,6 +71,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool
     prompts: list[Prompt]
     params: SamplingParams  # of every choice; where the client gave no seed, one is drawn per prompt
+    stops: StopAutomaton | None = None  # of params.stop
     n: int
     stream: bool
     include_usage: bool
@@ -72,11 +84,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
 
 
-async def prepare_completion(body: CompletionBody, model: ServedModel) -> Job:
+def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Cancelled = lambda: False) -> Job:
     """Check and tokenize a completions request.
 
     Raises:
         InvalidRequest: names the field and what was expected of it.
+        RequestAborted: it was cancelled meanwhile.
     """
     _check_model(body.model, model)
     echo = body.echo or False
@@ -91,17 +104,14 @@ async def prepare_completion(body: CompletionBody, model: ServedModel) -> Job:
         prompt_logprobs=num_prompt_logprobs,
     )
     _check_params(params, body, model)
-    prompts = await _prompts(body.prompt, model)
+    prompts = _prompts(body.prompt, params.n, model, cancelled)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     _check_length(longest, params.max_tokens if body.max_tokens else None, model, "prompt")
-    if len(prompts) * params.n > MAX_CHOICES:
-        raise InvalidRequest(
-            f"prompts times n must be at most {MAX_CHOICES}, got {len(prompts)} * {params.n}", param="prompt"
-        )
+    _check_total(sum(len(prompt.token_ids) for prompt in prompts), params.n, "prompt")
     return _job(body, prompts, params, chat=False, echo=echo, prompt_only=prompt_only)
 
 
-async def prepare_chat(body: ChatBody, model: ServedModel) -> Job:
+def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lambda: False) -> Job:
     """Check, render and tokenize a chat request; raises as `prepare_completion`."""
     _check_model(body.model, model)
     if body.top_logprobs is not None and not body.logprobs:
@@ -118,13 +128,13 @@ async def prepare_chat(body: ChatBody, model: ServedModel) -> Job:
         prompt_logprobs=body.prompt_logprobs,
     )
     _check_params(params, body, model)
-    if not body.messages:
-        raise InvalidRequest("messages must not be empty", param="messages")
+    _check_messages(body.messages, model)
     text = model.tokenizer.render_chat([_message(message) for message in body.messages])
-    [token_ids] = await _encode([text], model.tokenizer, add_special_tokens=False)
+    token_ids = _encode(text, model, "messages", cancelled, add_special_tokens=False)
     if not token_ids:
         raise InvalidRequest("messages must not be empty: the prompt has no tokens", param="messages")
     _check_length(len(token_ids), max_tokens, model, "messages")
+    _check_total(len(token_ids), params.n, "messages")
     return _job(body, [Prompt(token_ids, text)], params, chat=True)
 
 
@@ -146,6 +156,7 @@ def _job(
         chat=chat,
         prompts=prompts,
         params=msgspec.structs.replace(params, n=1),
+        stops=StopAutomaton(params.stop) if params.stop else None,
         n=params.n,
         stream=stream,
         include_usage=body.stream_options is not None and (body.stream_options.include_usage or False),
@@ -233,49 +244,117 @@ def _check_length(num_prompt: int, max_tokens: int | None, model: ServedModel, p
     """The prompt and the output that was asked for fit into the model's length."""
     limit = model.max_model_len
     if num_prompt >= limit:
-        error = InvalidRequest(
+        raise _too_long(
             f"the prompt has {num_prompt} tokens, but the model's length is {limit} tokens "
             "and at least one must be generated",
-            param=param,
+            param,
         )
-    elif max_tokens is not None and num_prompt + max_tokens > limit:
-        error = InvalidRequest(
+    if max_tokens is not None and num_prompt + max_tokens > limit:
+        raise _too_long(
             f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}: "
             f"together more than the model's length of {limit} tokens",
-            param="max_tokens",
+            "max_tokens",
         )
-    else:
-        return
+
+
+def _too_long(message: str, param: str) -> InvalidRequest:
+    error = InvalidRequest(message, param=param)
     error.code = "context_length_exceeded"
-    raise error
+    return error
+
+
+def _check_total(num_tokens: int, n: int, param: str) -> None:
+    """Every choice's Submit carries its prompt."""
+    if num_tokens * n > MAX_TOTAL_PROMPT_TOKENS:
+        raise InvalidRequest(
+            f"prompt tokens times n must be at most {MAX_TOTAL_PROMPT_TOKENS}, got {num_tokens} * {n}", param=param
+        )
+
+
+def _check_messages(messages: Sequence[Message], model: ServedModel) -> None:
+    """Counts and characters, before the template sees them."""
+    if not messages:
+        raise InvalidRequest("messages must not be empty", param="messages")
+    num_parts = sum(1 if isinstance(message.content, str) else len(message.content) for message in messages)
+    if max(len(messages), num_parts) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"messages must have at most {MAX_MESSAGES} turns and as many text parts, "
+            f"got {len(messages)} and {num_parts}",
+            param="messages",
+        )
+    num_chars = sum(
+        len(message.content) if isinstance(message.content, str) else sum(len(part.text) for part in message.content)
+        for message in messages
+    )
+    _check_chars(num_chars, model, "messages")
 
 
 # --- prompts ------------------------------------------------------------------------------------------------------
 
 
-async def _prompts(prompt: str | list[str | int | list[int]], model: ServedModel) -> list[Prompt]:
+def _prompts(
+    prompt: str | list[str | int | list[int]], n: int, model: ServedModel, cancelled: Cancelled
+) -> list[Prompt]:
     """A text, a list of texts, token ids or a list of them."""
     parts = [prompt] if isinstance(prompt, str) else prompt
+    if not parts:
+        raise InvalidRequest("prompt must not be empty", param="prompt")
+    if isinstance(parts[0], int):
+        _check_length(len(parts), None, model, "prompt")
+    elif len(parts) * n > MAX_CHOICES:
+        raise InvalidRequest(f"prompts times n must be at most {MAX_CHOICES}, got {len(parts)} * {n}", param="prompt")
     kinds = set(map(type, parts))
     if len(kinds) > 1:
         raise InvalidRequest("prompt must be of one kind: texts, token ids, or lists of token ids", param="prompt")
     if kinds == {str}:
         texts = cast(list[str], parts)
-        token_lists = await _encode(texts, model.tokenizer, add_special_tokens=True)
-        prompts = [Prompt(token_ids, text) for token_ids, text in zip(token_lists, texts, strict=True)]
+        for text in texts:
+            _check_chars(len(text), model, "prompt")
+        prompts = [Prompt(_encode(text, model, "prompt", cancelled, add_special_tokens=True), text) for text in texts]
     else:
         prompts = [Prompt(ids, None) for ids in cast(list[list[int]], [parts] if kinds == {int} else parts)]
+        _check_length(max(len(token_ids) for token_ids, _ in prompts), None, model, "prompt")
         for token_ids, _ in prompts:
             _check_token_ids(token_ids, model, "prompt")
-    if not prompts or any(not token_ids or text == "" for token_ids, text in prompts):
+    if any(not token_ids or text == "" for token_ids, text in prompts):
         raise InvalidRequest("prompt must not be empty", param="prompt")
     return prompts
 
 
-async def _encode(texts: list[str], tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[list[int]]:
-    if sum(map(len, texts)) < LONG_TEXT:
-        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-    return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens)
+def _check_chars(num_chars: int, model: ServedModel, param: str) -> None:
+    """Before a text is tokenized: whether it can fit at all."""
+    if num_chars > model.max_prompt_chars:
+        raise _too_long(
+            f"the prompt has {num_chars} characters, but the model's length is {model.max_model_len} tokens "
+            f"of at most {model.tokenizer.max_token_chars} characters",
+            param,
+        )
+
+
+def _encode(text: str, model: ServedModel, param: str, cancelled: Cancelled, *, add_special_tokens: bool) -> list[int]:
+    """Tokens of a text.
+
+    The tokenizer cannot be interrupted, so of a text that will hardly fit the beginning comes first: if that alone has
+    twice the model's length, no ending can make it fit (what follows changes the last few of its tokens).
+
+    Raises:
+        InvalidRequest: it cannot fit.
+        RequestAborted: it was cancelled meanwhile.
+    """
+    _check_chars(len(text), model, param)
+    limit = model.max_model_len
+    sample = text[: limit * SAMPLE_CHARS_PER_TOKEN]
+    for piece in (sample, text) if len(sample) < len(text) else (text,):
+        if cancelled():
+            raise RequestAborted("the client went away", request_id="")
+        token_ids = model.tokenizer.encode(piece, add_special_tokens=add_special_tokens)
+        if piece is not text and len(token_ids) >= 2 * limit:
+            raise _too_long(
+                f"the prompt has {len(text)} characters, the first {len(piece)} of them have {len(token_ids)} tokens, "
+                f"but the model's length is {limit} tokens",
+                param,
+            )
+    return token_ids
 
 
 def _message(message: Message) -> dict[str, str]:

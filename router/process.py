@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -10,16 +11,21 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import uvicorn
 import zmq
+from starlette.types import ASGIApp
 
+from pdkv.config import HttpLimits
 from pdkv.messages import Order
 from pdkv.model_config import load_model_config, log_ignored_defaults
-from pdkv.router.app import create_app
+from pdkv.router.app import body_budget, create_app
+from pdkv.router.budget import ByteBudget
 from pdkv.router.dispatch import Dispatcher
 from pdkv.router.engine_client import EngineClient
+from pdkv.router.http_connections import Connections, connection_limit, raise_open_files_limit
+from pdkv.router.http_limits import LimitedProtocol
 from pdkv.router.policies import DEFAULT_POLICY
 from pdkv.router.state import ORDERS
 from pdkv.text import Tokenizer
@@ -56,6 +62,7 @@ def run_router(
     policy: str = DEFAULT_POLICY,
     orders: Sequence[Order] = ORDERS,
     await_all: bool = True,
+    limits: HttpLimits | None = None,
     lifeline_fd: int | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> int:
@@ -78,20 +85,11 @@ def run_router(
         dispatcher.add_backend(client, engine.role)
     config = load_model_config(model)
     log_ignored_defaults(model)
-    app = create_app(dispatcher, Tokenizer.from_dir(model), config, served_model_name)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-        )
-    )
+    limits = limits or HttpLimits()
+    max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(engines))
+    bodies = body_budget(limits)
+    app = create_app(dispatcher, Tokenizer.from_dir(model), config, served_model_name, limits=limits, bodies=bodies)
+    server = _Server(server_config(app, limits, bodies, max_connections))
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again
     try:
@@ -100,6 +98,22 @@ def run_router(
     finally:
         context.term()
     return 0
+
+
+def server_config(app: ASGIApp, limits: HttpLimits, bodies: ByteBudget, max_connections: int) -> uvicorn.Config:
+    """uvicorn with our bounds; `bodies` is the application's budget."""
+    protocol = functools.partial(LimitedProtocol, limits=limits, room=Connections(max_connections), bodies=bodies)
+    return uvicorn.Config(
+        app,
+        http=cast(type[asyncio.Protocol], protocol),
+        ws="none",
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=cast(int, limits.idle_timeout_s),  # seconds for loop.call_later: fractions are fine
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
 
 
 async def _serve(

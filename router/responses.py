@@ -10,11 +10,16 @@ from pdkv.errors import (
     PdkvError,
     RequestAborted,
     RequestTimeout,
+    ServerBusy,
 )
+from pdkv.limits import clip
 from pdkv.messages import TokenLogprob
 from pdkv.router.choice import Choice, ChoiceDelta, ShownLogprob
 from pdkv.router.openai import Job
 from pdkv.text import Tokenizer
+
+_MAX_MESSAGE_CHARS = 1024
+"""Of an error: whatever of the client's words is in it, the reply is small."""
 
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -25,7 +30,7 @@ def error_status(error: PdkvError) -> int:
     match error:
         case InvalidRequest():
             return error.status
-        case EngineUnavailable() | EngineDied() | RequestAborted():  # the server's own abort: the client is still there
+        case EngineUnavailable() | EngineDied() | ServerBusy() | RequestAborted():  # the server's own abort
             return 503
         case RequestTimeout():
             return 504
@@ -34,9 +39,10 @@ def error_status(error: PdkvError) -> int:
 
 
 def error_body(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
+    """An error in OpenAI's shape; a long message or field name is clipped."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    param = None if param is None else clip(param)
+    return {"error": {"message": clip(message, _MAX_MESSAGE_CHARS), "type": kind, "param": param, "code": code}}
 
 
 def describe_error(error: PdkvError) -> tuple[int, dict[str, Any]]:

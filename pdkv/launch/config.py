@@ -1,10 +1,10 @@
 """What one launch is made of: the options of `pd launch` beside those of the engines and the hand-off."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from pdkv.config import EngineConfig, HandoffConfig, option
+from pdkv.config import EngineConfig, HandoffConfig, HttpLimits, option
 from pdkv.errors import ConfigError
 from pdkv.messages import Order
 
@@ -59,6 +59,7 @@ class Deployment:
     handoff: HandoffConfig
     prefill: EngineConfig
     decode: EngineConfig
+    http: HttpLimits = field(default_factory=HttpLimits)
 
     @property
     def num_ranks(self) -> int:

@@ -116,6 +116,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         run_dir=run_dir.path,
         orders=launch.orders,
         log_level=launch.log_level,
+        limits=deployment.http,
     )
     return Fleet(
         engines=engines,

@@ -32,6 +32,7 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             policy=spec.policy,
             orders=spec.orders or ORDERS,
             await_all=spec.await_all,
+            limits=spec.limits,
             lifeline_fd=lifeline_fd,
             on_ready=ack.ready,
         )

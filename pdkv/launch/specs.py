@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.config import EngineConfig, HandoffConfig, HttpLimits
 from pdkv.decoding import decode_total
 from pdkv.messages import Order
 
@@ -58,6 +58,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     orders: list[Order] = []  # hand-off orders, by preference; empty: the router's own
     await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
     log_level: str = "info"
+    limits: HttpLimits = HttpLimits()
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -2,8 +2,8 @@
 
 from pdkv.text.chat_template import ChatTemplate
 from pdkv.text.detokenizer import Detokenizer
-from pdkv.text.stop_strings import StopStrings
+from pdkv.text.stop_strings import StopAutomaton, StopStrings
 from pdkv.text.text_stream import TextPiece, TextStream
 from pdkv.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "TextPiece", "TextStream", "Tokenizer"]
+__all__ = ["ChatTemplate", "Detokenizer", "StopAutomaton", "StopStrings", "TextPiece", "TextStream", "Tokenizer"]

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pdkv.text.detokenizer import Detokenizer
-from pdkv.text.stop_strings import StopStrings
+from pdkv.text.stop_strings import StopAutomaton, StopStrings
 
 
 class TextPiece(NamedTuple):
@@ -22,13 +22,17 @@ class TextStream:
         self,
         detokenizer: Detokenizer,
         *,
-        stop: Sequence[str] = (),
+        stop: StopAutomaton | Sequence[str] = (),
         min_tokens: int = 0,
         stop_token_ids: Collection[int] = (),
     ) -> None:
-        """`stop_token_ids`: whatever token ends this choice, its end of sequence too unless that is ignored."""
+        """Args:
+        stop: stop strings, or the automaton that the choices of a request share.
+        min_tokens: tokens before which no stop string ends the text.
+        stop_token_ids: whatever token ends this choice, its end of sequence too unless that is ignored.
+        """
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stop) if stop else None
+        self._stops = StopStrings(stop) if isinstance(stop, StopAutomaton) or stop else None
         self._min_tokens = min_tokens
         self._stop_token_ids = frozenset(stop_token_ids)
         self.num_tokens = 0

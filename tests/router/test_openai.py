@@ -89,7 +89,7 @@ def test_every_sampling_parameter_reaches_the_engine() -> None:
     reply = complete(dispatcher, **fields, logprobs=4, cache_salt="tenant", priority=-3, user="somebody")
     assert reply.status == 200
     [request] = dispatcher.requests
-    fields |= {"logit_bias": {5: -100.0, 6: 1.5}, "stop": ("x", "yz"), "stop_token_ids": (9,)}
+    fields |= {"logit_bias": {5: -100.0, 6: 1.5}, "stop": (), "stop_token_ids": (9,)}  # stop strings are the router's
     assert request.params == SamplingParams(**fields, logprobs=4)
     assert (request.cache_salt, request.priority) == ("tenant", -3)
 

@@ -7,6 +7,8 @@ from asgi_client import Exchange, call, run
 from fake_dispatcher import FakeDispatcher
 from small_app import MAX_MODEL_LEN, MODEL, make_app, tokenizer
 
+from pdkv.config import HttpLimits
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
 
@@ -187,12 +189,12 @@ def test_messages_that_are_too_long_say_all_numbers() -> None:
 
 
 def test_a_body_that_is_too_large_is_413() -> None:
-    reply = refused(COMPLETIONS, {"model": MODEL, "prompt": "x" * 2000}, max_body_bytes=1000)
+    reply = refused(COMPLETIONS, {"model": MODEL, "prompt": "x" * 2000}, limits=HttpLimits(max_body_bytes=1000))
     check(reply, 413, None, "1000 bytes")
 
 
 def test_an_announced_size_is_refused_before_it_is_read() -> None:
-    app = make_app(FakeDispatcher(), max_body_bytes=1000)
+    app = make_app(FakeDispatcher(), limits=HttpLimits(max_body_bytes=1000))
     reply = run(call(app, "POST", COMPLETIONS, b"", {"content-length": "1001"}))
     assert reply.status == 413
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkv.text import StopStrings
+from pdkv.text import StopAutomaton, StopStrings
 
 WORD = st.text("abé", min_size=1, max_size=5)
 
@@ -62,3 +62,44 @@ def test_the_end_of_one_that_was_not_accepted_may_begin_the_next() -> None:
     matcher = StopStrings(["aa"])
     assert matcher.push("xaa", accept=False) == ("xa", None)
     assert matcher.push("a") == ("", "aa")
+
+
+@settings(max_examples=300)
+@given(
+    deltas=st.lists(st.tuples(st.text("abé", max_size=6), st.booleans()), max_size=8),
+    stops=st.lists(WORD, min_size=1, max_size=4),
+)
+def test_what_is_shown_and_held_is_the_text(deltas: list[tuple[str, bool]], stops: list[str]) -> None:
+    matcher = StopStrings(stops)
+    shown, text = "", ""
+    for delta, accept in deltas:
+        piece, found = matcher.push(delta, accept=accept)
+        shown, text = shown + piece, text + delta
+        if found is not None:
+            assert text.startswith(shown + found)
+            return
+        held = text[len(shown) :]
+        assert text.startswith(shown)
+        longest = max(
+            (n for n in range(len(text) + 1) if any(s.startswith(text[len(text) - n :]) and len(s) > n for s in stops)),
+            default=0,
+        )
+        assert len(held) == longest
+    assert shown + matcher.flush() == text
+
+
+def test_choices_share_one_automaton_and_have_their_own_states() -> None:
+    automaton = StopAutomaton(["abc", "b"])
+    one, other = StopStrings(automaton), StopStrings(automaton)
+    assert one.push("xa") == ("x", None)
+    assert other.push("b") == ("", "b")
+    assert one.push("bc") == ("a", "b")
+
+
+def test_the_worst_stop_strings_cost_a_state_per_character() -> None:
+    """A text that matches them all but for the last character: the work is one table, not one per stop string."""
+    stops = ["a" * length + "b" for length in range(2, 66)]
+    automaton = StopAutomaton(stops)
+    assert automaton.num_states == 65 + 64 + 1
+    text, found = StopStrings(automaton).push("a" * 100_000 + "c")
+    assert (len(text), found) == (100_001, None)

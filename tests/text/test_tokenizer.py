@@ -34,7 +34,6 @@ def test_ids_and_text_are_those_of_transformers(model_dir: Path) -> None:
         for special in (True, False):
             ids = ours.encode(text, add_special_tokens=special)
             assert ids == theirs.encode(text, add_special_tokens=special)
-            assert [ids, ids] == ours.encode_batch([text, text], add_special_tokens=special)
             for skip in (True, False):
                 assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 

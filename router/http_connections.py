@@ -1,0 +1,67 @@
+"""How many connections the HTTP server may have, and which of them go when there are too many."""
+
+import os
+import resource
+import time
+from typing import Protocol
+
+_EVICTABLE_S = 1.0
+"""A connection that has been idle for so long makes room for a new one."""
+
+_RESERVED = 32
+"""Descriptors for everything else: engines that come back, files, a pipe or two."""
+
+_RESERVED_PER_ENGINE = 2
+
+
+class Evictable(Protocol):
+    """A connection that may have to go."""
+
+    def evict(self) -> None:
+        """Close now; nothing is answered."""
+
+
+class Connections:
+    """Admits connections up to a limit; an idle one makes room."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._spare = max(4, limit // 16)
+        self._idle: dict[Evictable, float] = {}  # without a request in progress, and since when; the oldest first
+
+    def admit(self, count: int) -> bool:
+        """Whether connection number `count` may stay; may evict an idle one."""
+        if count <= self._limit:
+            return True
+        oldest = next(iter(self._idle), None)
+        if oldest is None or time.monotonic() - self._idle[oldest] < _EVICTABLE_S:
+            return False
+        self.leave(oldest)
+        oldest.evict()
+        return True
+
+    def may_answer(self, count: int) -> bool:
+        """Whether there is a descriptor to spare for telling connection number `count` that it may not stay."""
+        return count <= self._limit + self._spare
+
+    def idle(self, connection: Evictable) -> None:
+        """It waits for a request."""
+        self._idle.setdefault(connection, time.monotonic())
+
+    def leave(self, connection: Evictable) -> None:
+        """It is served, or gone."""
+        self._idle.pop(connection, None)
+
+
+def raise_open_files_limit() -> int:
+    """Make the soft limit on open files the hard one; returns it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def connection_limit(asked: int, open_files_limit: int, num_engines: int) -> int:
+    """`asked`, or as many as leave descriptors for the engines' sockets and for saying no."""
+    free = open_files_limit - len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else open_files_limit
+    for_clients = max(free - _RESERVED - _RESERVED_PER_ENGINE * num_engines, free // 2)
+    return max(1, min(asked, for_clients * 16 // 17 - 4))

@@ -1,0 +1,56 @@
+"""Where large bodies are decoded, rendered and tokenized: two threads, so that the loop and small prompts go on."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from pdkv.router.budget import ByteBudget
+
+T = TypeVar("T")
+
+INLINE_BYTES = 2_000
+"""Bodies up to this size are worked on by the caller: it takes some milliseconds at most."""
+
+_LONG_BYTES = 64 * 1024
+"""Bodies from this size on have a thread of their own, so that no other waits behind them."""
+
+
+class TextPool:
+    """Two queues with a thread each, and one budget for the bytes in both.
+
+    Work that nobody waits for any more leaves its queue; what has begun is told by its `cancelled`, and ends with the
+    piece at hand.
+    """
+
+    def __init__(self, max_queued_bytes: int) -> None:
+        self._budget = ByteBudget(max_queued_bytes, "the texts to be tokenized")
+        self._short = ThreadPoolExecutor(1, "text-short")
+        self._long = ThreadPoolExecutor(1, "text-long")
+
+    @property
+    def held(self) -> int:
+        """Bytes that wait or are worked on."""
+        return self._budget.held
+
+    async def run(self, size: int, work: Callable[[Callable[[], bool]], T]) -> T:
+        """The result of `work(cancelled)` on a body of `size` bytes; cancel the caller to give it up.
+
+        Raises:
+            ServerBusy: too much is waiting. Else whatever `work` raises.
+        """
+        self._budget.take(size)
+        cancelled = threading.Event()
+        lane = self._long if size >= _LONG_BYTES else self._short
+        future = lane.submit(work, cancelled.is_set)
+        future.add_done_callback(lambda _: self._budget.give(size))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            cancelled.set()
+
+    def close(self) -> None:
+        """Drop what waits; what runs ends with its piece."""
+        for lane in (self._short, self._long):
+            lane.shutdown(wait=False, cancel_futures=True)
