@@ -145,12 +145,19 @@ class KeyLookups:
             for key in keys:
                 self._known.pop(key, None)
 
-    def bar(self, key: bytes) -> None:
-        """The value was damaged: it is a miss for BARRED_S, whatever the store says."""
+    def is_barred(self, key: bytes) -> bool:
+        """Whether the value was damaged a while ago, or stood behind one that was."""
         with self._changed:
-            self._known.pop(key, None)
-            self._barred.pop(key, None)
-            self._barred[key] = time.monotonic() + BARRED_S
+            return time.monotonic() < self._barred.get(key, 0.0)
+
+    def bar(self, keys: Sequence[bytes]) -> None:
+        """The values are damaged, or may be: they are misses for BARRED_S, whatever the store says."""
+        until = time.monotonic() + BARRED_S
+        with self._changed:
+            for key in keys:
+                self._known.pop(key, None)
+                self._barred.pop(key, None)
+                self._barred[key] = until
             while len(self._barred) > MAX_BARRED_KEYS:
                 self._barred.popitem(last=False)
 

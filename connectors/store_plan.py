@@ -156,6 +156,7 @@ class StoreSave(msgspec.Struct, frozen=True):
     first_token: int
     block_ids: list[int]  # the first one begins with first_token
     last: bool  # the transfer is complete with this save
+    replaced: list[bytes] = []  # keys of values that were damaged: what may still be there goes first
 
 
 class StoreDrop(msgspec.Struct, frozen=True):

@@ -253,6 +253,7 @@ class StoreScheduler(SchedulerConnector):
             first_token=first * size,
             block_ids=list(confirmed.block_ids[first:last]),
             last=confirmed.last,
+            replaced=[key for key in keys if self.lookups.is_barred(key)],
         )
 
     def _num_bytes(self, values: Sequence[Value]) -> int:
@@ -310,14 +311,14 @@ class StoreScheduler(SchedulerConnector):
                 self._load_failed(loading, outcome)
 
     def _load_failed(self, loading: _Loading, outcome: TransferOutcome) -> None:
-        """What came is sound; the first value that did not is not asked for again soon if it was damaged."""
+        """What came is sound. Behind damage nothing is: nobody has looked at it, and the next save replaces it."""
         stop = loading.start + outcome.num_tokens if outcome.num_tokens else loading.start
         came = [value.key for value in loading.values if value.stop <= stop]
         others = [value.key for value in loading.values if value.stop > stop]
         self.lookups.add(came)
         self.lookups.forget(others)
-        if others and outcome.num_damaged:
-            self.lookups.bar(others[0])
+        if outcome.num_damaged:
+            self.lookups.bar(others)
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
         self._peers.replace(cards)

@@ -277,6 +277,8 @@ class StoreWorker(TransferWorker):
                 for slot in slots:
                     self._gather(order.save, slot)
                 job.check()
+                if replaced := [slot.key for slot in slots if slot.value.key in order.save.replaced]:
+                    self._values.store.delete(replaced)
                 self._values.put(slots)
                 num_bytes += sum(slot.data.nbytes for slot in slots)
         return num_bytes

@@ -8,6 +8,7 @@ from pdkv.engine.block_pool import BlockPool
 from pdkv.engine.external import ExternalKV
 from pdkv.engine.hooks import Outbox
 from pdkv.engine.request import Request
+from pdkv.errors import KVNotFound
 from pdkv.messages import Allocated, Loaded, Release
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class DecodeRole:
         local_prefill_tokens: int,
     ) -> None:
         self.num_load_failures = 0
-        self.num_partial_loads = 0  # a store had the first tokens only, which were used
+        self.num_partial_loads = 0  # a store had less than it said: what came is used
         self.bytes_received = 0
         self.transfer_seconds = 0.0
         self._pool = pool
@@ -75,8 +76,8 @@ class DecodeRole:
         if ok or outcome.num_tokens:
             self.bytes_received += outcome.num_bytes
             self.transfer_seconds += outcome.seconds
-        if not ok and outcome.num_tokens and request.kv != "await_peer":
-            self.num_partial_loads += 1
+        if not ok and request.kv != "await_peer" and outcome.code == KVNotFound.code:
+            self.num_partial_loads += 1  # a cache may lose what it promised
         elif not ok:
             self.num_load_failures += 1
             logger.warning(

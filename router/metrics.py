@@ -102,7 +102,7 @@ class _EngineCollector(Collector):
         received = CounterMetricFamily("pdkv_engine_kv_received_bytes", "KV that came from peers.", labels=labels)
         failures = CounterMetricFamily("pdkv_engine_kv_load_failures", "KV loads that failed.", labels=labels)
         partial = CounterMetricFamily(
-            "pdkv_engine_kv_partial_loads", "KV loads of which a store had the first tokens only.", labels=labels
+            "pdkv_engine_kv_partial_loads", "KV loads of which a store had less than it had said.", labels=labels
         )
         damaged = CounterMetricFamily(
             "pdkv_engine_kv_damaged_values",

@@ -229,10 +229,29 @@ def test_damage_that_cannot_be_deleted_is_asked_for_again_after_a_while_only(
     assert engine.load(local("later"), scattered(256, 16), 256).num_tokens == 128
 
 
+def test_damage_that_could_not_be_deleted_goes_with_the_next_save(store: FaultyStore, make: MakeEngine) -> None:
+    """A store leaves a key that exists as it is."""
+    kv, _ = prefill(make("p"), 256)
+    engine, blocks = make("o"), scattered(256, 16)
+    assert engine.ask(local()) == 256
+    flip(store, keys_of(engine)[2])
+    store.failing["delete"] = StoreUnavailable("not now")
+    assert engine.load(local(), blocks, 256).num_tokens == 128
+    store.failing.clear()
+    engine.fill(blocks, kv)
+    engine.save(view("s", num_tokens=257, salt="0"), blocks, 256, start=128)
+    assert store.calls[-2:] == [("delete", 2), ("put", 2)], "what lies behind it, too: nobody has looked at it"
+    engine.pools[0].fill_(-1)
+    assert engine.ask(local("v")) == 256
+    outcome = engine.load(local("v"), blocks, 256)
+    assert (outcome.code, outcome.num_damaged) == ("", 0)
+    assert torch.equal(engine.tokens(blocks, 256), kv)
+
+
 def test_what_is_barred_is_bounded() -> None:
     lookups = KeyLookups(FaultyStore(), [b""], lambda: None, timeout_s=1.0)
     for number in range(store_lookup.MAX_BARRED_KEYS + 100):
-        lookups.bar(b"%d" % number)
+        lookups.bar([b"%d" % number])
     assert len(lookups._barred) == store_lookup.MAX_BARRED_KEYS
     lookups.close()
 

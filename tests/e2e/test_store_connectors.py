@@ -107,6 +107,29 @@ def test_preempted_requests_say_the_right_tokens(workload: Workload, urls: Calla
         check_preempted(run_all(deployment, workload), run_all(deployment, workload))
 
 
+def test_flipped_bits_in_redis_change_no_token(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attack 2: what one deployment has saved, signed, is damaged before the next one reads it."""
+    import redis
+
+    monkeypatch.setenv("PDKV_STORE_SIGN_KEY", "a secret of the test's own")
+    with redis_server() as url:
+        flags = [*TOPOLOGIES["1P1D"], *over("store", f"url={url}", "sign=true", PATIENT)]
+        with deployed(workload, *flags) as deployment:
+            run_all(deployment, workload)
+        with redis.Redis(unix_socket_path=url.removeprefix("unix://")) as client:
+            keys = list(client.scan_iter())
+            for key in keys:
+                middle = client.strlen(key) // 2 | 3  # an exponent's bit
+                client.setrange(key, middle, bytes([client.getrange(key, middle, middle)[0] ^ 0x40]))
+        with deployed(workload, *flags) as deployment:
+            check_replies(complete_all(deployment, workload.bodies), workload.expected)
+            books = settled_books(deployment, lambda now: now.total("prefill") >= workload.num_prompt_tokens)
+    assert keys
+    assert books.of("kv_damaged_values", "prefill") > 0
+    assert books.sources("prefill")["store"] == 0, "not one of them was taken"
+    assert "secret of the test" not in deployment.log
+
+
 # --- what is found ------------------------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ def test_what_lies_before_the_gap_is_used_and_the_rest_is_computed(load: str, lo
     assert output_of(messages, "a") == expected_tokens(PROMPT, 3)
     assert sources(messages) == SourceCounts(0, 33 - 4 * lost, 0, 0, 4 * lost)
     report = here._make_load()
-    assert (report.partial_loads, report.load_failures) == ((1, 0) if lost else (0, 1))
+    assert (report.partial_loads, report.load_failures) == (1, 0)
     assert at_rest(here)
     assert here.scheduler._num_worker_requests == 0
     here.handle("r", submit(PROMPT, request_id="b", max_tokens=3), 0.0)  # what came in part is in the cache as whole

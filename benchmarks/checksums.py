@@ -1,0 +1,129 @@
+"""What the checksum of stored values costs: hits with it and without, in turns, in one process.
+
+    python -m benchmarks.checksums redis
+    python -m benchmarks.checksums file --sign
+
+A hit is timed from the step that begins the load until all of it is in its blocks; `mid` layout, blocks in no order.
+"""
+
+import argparse
+import contextlib
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median, quantiles
+
+import torch
+
+from benchmarks.redis_server import redis_server
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.envelope import Sealer
+from pdkv.connectors.store_options import TransferOptions
+from pdkv.connectors.store_plan import StoreCut, StoreLoad, StoreMetadata, StoreSave
+from pdkv.connectors.store_values import SealedValues
+from pdkv.connectors.store_worker import StoreWorker
+from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.registry import open_store
+from pdkv.messages import KVLayout
+
+MID = KVLayout(16, 8, 64, HASH_BLOCK_SIZE, "bfloat16", 2)
+WAIT_S = 60.0
+
+
+class Unchecked(Sealer):
+    """Envelopes that nobody computes or looks at."""
+
+    def seal(self, key: bytes, value: Buffer) -> None:
+        pass
+
+    def is_whole(self, key: bytes, value: Buffer) -> bool:
+        return True
+
+
+class Reader:
+    """One engine's worker side over a store."""
+
+    def __init__(self, store: KVStore, sealer: Sealer, pool: torch.Tensor) -> None:
+        options = TransferOptions(transfer_timeout_s=WAIT_S)
+        config = ConnectorConfig(engine="e", epoch="1", layout=MID, num_blocks=len(pool))
+        self.cut = StoreCut(config, tokens_per_value=options.tokens_per_value, layer_groups=1)
+        self._ended = threading.Semaphore(0)
+        self.worker = StoreWorker(config, options, self.cut, SealedValues(store, sealer), self._ended.release)
+        self.worker.register_kv_caches(pool)
+        self._step = 0
+
+    def run(self, *, loads: Sequence[StoreLoad] = (), saves: Sequence[StoreSave] = ()) -> float:
+        """Seconds of one step's transfers, each of which succeeds."""
+        self._step += 1
+        began = time.perf_counter()
+        self.worker.start_load_kv(StoreMetadata(step_id=self._step, loads=list(loads), saves=list(saves)))
+        while not (results := self.worker.get_finished()):
+            assert self._ended.acquire(timeout=WAIT_S)
+        seconds = time.perf_counter() - began
+        assert not results.failed_receiving
+        assert not results.failed_sending
+        return seconds
+
+
+def measure(url: str, num_tokens: int, rounds: int, secret: bytes | None) -> tuple[list[float], list[float]]:
+    """Seconds of each hit, with and without."""
+    num_blocks = num_tokens // HASH_BLOCK_SIZE
+    pool = torch.randn(2 * num_blocks, MID.num_layers, 2, MID.num_kv_heads, HASH_BLOCK_SIZE, MID.head_size).bfloat16()
+    rng = random.Random(0)
+    blocks = rng.sample(range(2 * num_blocks), num_blocks)
+    keys = [rng.randbytes(16) for _ in range(num_blocks)]
+    with open_store(url) as store:
+        readers = [Reader(store, sealer, pool) for sealer in (Sealer(secret), Unchecked())]
+        values = readers[0].cut.whole_values(keys, 0, num_tokens)
+        readers[0].run(saves=[StoreSave(("save", 1), ("save", 1), values, [], 0, blocks, True)])
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for number in range(2 * (rounds + 1)):
+            which = (number + number // 2) % 2  # on, off, off, on: neither is always the second one
+            load = StoreLoad(
+                (f"load-{number}", 1), values, 0, num_tokens, rng.sample(range(2 * num_blocks), num_blocks)
+            )
+            took = readers[which].run(loads=[load])
+            if number >= 2:
+                seconds[which].append(took)
+        for reader in readers:
+            reader.worker.shutdown()
+    return seconds
+
+
+@contextlib.contextmanager
+def place(kind: str) -> Iterator[str]:
+    """A URL of an empty store."""
+    if kind == "redis":
+        with redis_server() as url:
+            yield url
+    else:
+        with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as directory:
+            yield f"file://{directory}/kv"
+
+
+def main() -> None:
+    """Print medians and spreads."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store", choices=("redis", "file"))
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--sign", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with place(given.store) as url:
+        checked, unchecked = measure(url, given.tokens, given.rounds, b"0123456789abcdef" if given.sign else None)
+    size = given.tokens * MID.token_bytes
+    for name, seconds in (("with", checked), ("without", unchecked)):
+        low, _, high = quantiles(seconds, n=4)
+        print(f"{name:8} {median(seconds) * 1e3:7.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f}), "
+              f"{size / median(seconds) / 1e9:.2f} GB/s")  # fmt: skip
+    costs = sorted(on / off - 1 for on, off in zip(checked, unchecked, strict=True))
+    low, _, high = quantiles(costs, n=4)
+    print(f"cost     {median(costs):7.1%} of a hit ({low:.1%} to {high:.1%}), {len(costs)} pairs")
+
+
+if __name__ == "__main__":
+    main()
