@@ -162,7 +162,7 @@ class NixlEndpoint:
             agent=self._agent.name,
             metadata=self._agent.metadata(),
             host=host_id(),
-            doorbell=self._doorbell.name,
+            doorbell=self._doorbell.address,
             pool=self.pool,
             block_bytes=self.config.layout.block_bytes,
             slots=self._slot_region,
@@ -313,14 +313,15 @@ class NixlEndpoint:
 
         self.post(connect)
 
-    def forget(self, agents: list[str]) -> None:
+    def forget(self, blobs: Sequence[RankBlob]) -> None:
         """Peers are gone: tear their connections down, soon."""
 
         def disconnect() -> None:
-            for agent in agents:
-                self._agent.disconnect(agent)
+            for blob in blobs:
+                self._doorbell.forget(blob.doorbell)
+                self._agent.disconnect(blob.agent)
                 for helper in self._helpers:
-                    helper.forget(agent)
+                    helper.forget(blob.agent)
 
         self.post(disconnect)
 

@@ -37,10 +37,14 @@ class NixlPeers(PeerCards):
         with self._lock:
             return self._agents.get(name)
 
-    def agents_of(self, engine: str, epoch: str) -> list[str]:
-        """The agents of an incarnation that is known."""
+    def ranks_of(self, engine: str, epoch: str) -> list[RankBlob]:
+        """The ranks of an incarnation that is known."""
         with self._lock:
-            return [blob.agent for blob in self._ranks.get((engine, epoch), [])]
+            return list(self._ranks.get((engine, epoch), []))
+
+    def agents_of(self, engine: str, epoch: str) -> list[str]:
+        """Their agents."""
+        return [blob.agent for blob in self.ranks_of(engine, epoch)]
 
     # --- under the lock -------------------------------------------------------------------------------------------
 

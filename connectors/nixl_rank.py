@@ -58,11 +58,12 @@ class NixlRank:
         Returns:
             The agents that are gone.
         """
-        gone = [agent for card in removed for agent in self._peers.agents_of(card.engine, card.epoch)]
+        ranks = [blob for card in removed for blob in self._peers.ranks_of(card.engine, card.epoch)]
+        gone = [blob.agent for blob in ranks]
         change()
         self.endpoint.meet([agent for card in added for agent in self._peers.agents_of(card.engine, card.epoch)])
         if gone:
-            self.endpoint.forget(gone)
+            self.endpoint.forget(ranks)
             self.endpoint.post(lambda: self.source.forget(gone))
         return gone
 

@@ -7,11 +7,12 @@ import msgspec
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.block_runs import BlockRun
 from pdkv.connectors.nixl_agent import MAX_MESSAGE_BYTES, Memory
+from pdkv.connectors.nixl_doorbell import DoorbellAddress
 from pdkv.connectors.push import PieceRange
 from pdkv.connectors.units import UnitPart
 from pdkv.decoding import decode_total
 
-BLOB_VERSION = 2
+BLOB_VERSION = 3
 
 Mode = Literal["pull", "push"]
 
@@ -24,7 +25,7 @@ class RankBlob(msgspec.Struct, frozen=True, array_like=True):
     agent: str  # engine/epoch/rank
     metadata: bytes  # NIXL's, of the agent and the regions below
     host: str
-    doorbell: bytes
+    doorbell: DoorbellAddress
     pool: Memory
     block_bytes: int
     slots: Memory  # what is gathered lies here, slot by slot; then their generations

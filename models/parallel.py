@@ -52,9 +52,9 @@ class HostRanks(TensorParallel):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.view(-1)
-        for part in flat.split(SLOT_BYTES // x.itemsize):
-            if part.numel():
-                torch.sum(self._memory.exchange(part), 0, out=part)  # in the order of ranks: the same bits everywhere
+        for start in range(0, flat.numel(), SLOT_BYTES // x.itemsize):
+            part = flat[start : start + SLOT_BYTES // x.itemsize]
+            torch.sum(self._memory.exchange(part), 0, out=part)  # in the order of ranks: the same bits everywhere
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

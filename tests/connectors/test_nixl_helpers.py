@@ -13,6 +13,7 @@ from traffic import wait_until_true
 
 from pdkv.connectors.host import host_id
 from pdkv.connectors.nixl_agent import NixlAgent
+from pdkv.connectors.nixl_doorbell import NO_DOORBELL
 from pdkv.connectors.nixl_helpers import Helper, SharedPosts
 from pdkv.connectors.nixl_wire import BLOB_VERSION, RankBlob
 from pdkv.errors import PeerGone, TransferCancelled
@@ -50,8 +51,9 @@ def start_helper(own: Own) -> Iterator[Callable[[], Helper]]:
 
 def blob_of(peer: Peer) -> RankBlob:
     return RankBlob(
-        version=BLOB_VERSION, mode="pull", agent=peer.name, metadata=peer.metadata, host=host_id(), doorbell=b"",
-        pool=peer.region, block_bytes=PIECE, slots=peer.region, slot_bytes=PIECE, permits=peer.region,
+        version=BLOB_VERSION, mode="pull", agent=peer.name, metadata=peer.metadata, host=host_id(),
+        doorbell=NO_DOORBELL, pool=peer.region, block_bytes=PIECE, slots=peer.region, slot_bytes=PIECE,
+        permits=peer.region,
     )  # fmt: skip
 
 

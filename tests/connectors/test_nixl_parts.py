@@ -1,5 +1,9 @@
 """Parts of the `nixl` connector that need no NIXL: plans, messages, cards, the doorbell, slots, posts."""
 
+import os
+import stat
+import subprocess
+import sys
 import threading
 
 import hypothesis
@@ -11,11 +15,12 @@ import pytest
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_runs import make_runs
+from pdkv.connectors.conformance.sockets import listeners
 from pdkv.connectors.host import host_id
 from pdkv.connectors.huge_pages import use_huge_pages
 from pdkv.connectors.nixl_agent import MAX_MESSAGE_BYTES, Memory
 from pdkv.connectors.nixl_blocks import POST_BYTES, cut_runs
-from pdkv.connectors.nixl_doorbell import Doorbell
+from pdkv.connectors.nixl_doorbell import NO_DOORBELL, Doorbell
 from pdkv.connectors.nixl_gather import MAX_UNITS, plan_chunks
 from pdkv.connectors.nixl_memory import WORD_BYTES, GenerationTable, Slots, generation_offset
 from pdkv.connectors.nixl_peers import NixlPeers
@@ -103,7 +108,7 @@ def make_card(blob: bytes, **changes: object) -> EngineCard:
 def make_blob(**changes: object) -> bytes:
     size = LAYOUT.block_bytes
     values: dict[str, object] = {
-        "version": 2, "mode": "pull", "agent": "p/1/0", "metadata": b"", "host": host_id(), "doorbell": b"",
+        "version": 3, "mode": "pull", "agent": "p/1/0", "metadata": b"", "host": host_id(), "doorbell": NO_DOORBELL,
         "pool": Memory(1 << 20, NUM_BLOCKS * size), "block_bytes": size, "slots": Memory(0, 1), "slot_bytes": 4096,
         "permits": Memory(0, 8),
     }  # fmt: skip
@@ -202,18 +207,69 @@ def test_a_ring_ends_the_wait_and_rings_are_forgotten_together() -> None:
         woken: list[bool] = []
         waiting = threading.Thread(target=lambda: woken.append(own.wait(20.0)))
         waiting.start()
-        other.ring(own.name)
+        other.ring(own.address)
         waiting.join(20.0)
         assert woken == [True]
-        for _ in range(1000):  # more than a socket holds: nobody is held up
-            other.ring(own.name)
+        for _ in range(100_000):  # more than a pipe holds: nobody is held up
+            other.ring(own.address)
         assert own.wait(0.0)
         assert not own.wait(0.0)
         own.wake()
         assert own.wait(20.0)
     finally:
         own.close()
-        other.ring(own.name)  # nobody is there
+        other.ring(own.address)  # nobody is there
         other.close()
         other.close()
     assert not own.wait(0.0)
+
+
+def test_the_wait_for_a_ring_ends_while_somebody_rings_on() -> None:
+    """It used to read datagrams until there were none: whoever rang faster held the thread."""
+    own, other = Doorbell(), Doorbell()
+    rung, looked = threading.Event(), threading.Event()
+
+    def ring_on() -> None:
+        while not looked.is_set():
+            other.ring(own.address)
+            rung.set()
+
+    ringing = threading.Thread(target=ring_on)
+    ringing.start()
+    try:
+        assert rung.wait(20.0)
+        for _ in range(100):
+            own.wait(0.0)
+    finally:
+        looked.set()
+        ringing.join()
+        own.close()
+        other.close()
+
+
+def test_nobody_but_processes_of_this_user_reaches_a_doorbell() -> None:
+    """No socket, no name: only what /proc opens, which asks who wants it."""
+    before = sockets_that_take_something()
+    own, other = Doorbell(), Doorbell()
+    try:
+        assert sockets_that_take_something() == before
+        mode = os.stat(f"/proc/self/fd/{own.address.fd}").st_mode
+        assert stat.S_ISFIFO(mode)
+        assert stat.S_IMODE(mode) == 0o600
+        if os.geteuid() == 0:  # as another user
+            code = "import os, sys; os.setgid(65534); os.setuid(65534); open(sys.argv[1], 'wb', buffering=0)"
+            path = f"/proc/{os.getpid()}/fd/{own.address.fd}"
+            failed = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+            assert "PermissionError" in failed.stderr
+        changes = [{"pid": 1}, {"start_time": 1}, {"fd": 0}, {"fd": -1}, {"fd": 10**6}, {"inode": 1}, {"pid": 2**40}]
+        for change in changes:  # a recycled pid or descriptor, or a card that lies
+            other.ring(msgspec.structs.replace(own.address, **change))
+        assert not own.wait(0.0)
+        assert not other._open
+    finally:
+        own.close()
+        other.close()
+
+
+def sockets_that_take_something() -> list[str]:
+    return [str(listener) for listener in listeners(os.getpid())]
