@@ -6,6 +6,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, RequestAborted, RequestTimeout
@@ -27,6 +28,7 @@ from pdkv.messages import (
     RouterToEngine,
     Tokens,
 )
+from pdkv.refusal_note import RefusalNote
 from pdkv.router.backend import Backend
 from pdkv.router.flow import FlowMessage, RequestFlow, Sends
 from pdkv.router.generate import Delta, GenerateRequest
@@ -57,6 +59,7 @@ class Dispatcher:
         orders: Sequence[Order] = ORDERS,
         max_retries: int = MAX_RETRIES,
         await_all: bool = True,
+        identity: str = "",
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -67,7 +70,7 @@ class Dispatcher:
         Raises:
             ConfigError: no such policy.
         """
-        self.fleet = Fleet(complete_once=not await_all)
+        self.fleet = Fleet(complete_once=not await_all, identity=identity)
         self.index = PrefixIndex()
         self.counters = Counters()
         self._max_retries = max_retries
@@ -82,10 +85,10 @@ class Dispatcher:
 
     # --- engines --------------------------------------------------------------------------------------------------
 
-    def add_backend(self, backend: Backend, role: str) -> None:
-        """Make an engine known, before `connect`."""
+    def add_backend(self, backend: Backend, role: str, refusal: Path | None = None) -> None:
+        """Make an engine known, before `connect`. `refusal`: where a launcher says why it keeps the engine out."""
         self._backends[backend.name] = backend
-        self.fleet.add(backend.name, role)
+        self.fleet.add(backend.name, role, RefusalNote(refusal) if refusal is not None else None)
 
     def connect(self) -> None:
         """Connect to all engines, in the running event loop."""

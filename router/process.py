@@ -42,6 +42,7 @@ class EngineEndpoint(NamedTuple):
     name: str  # unique, such as "prefill-0"
     role: str  # "prefill", "decode" or "any"
     endpoint: str  # ipc:// or tcp://
+    refusal: Path | None = None  # where a launcher says why it keeps the engine out (RefusalNote)
 
 
 class _Server(uvicorn.Server):
@@ -63,6 +64,7 @@ def run_router(
     orders: Sequence[Order] = ORDERS,
     await_all: bool = True,
     limits: HttpLimits | None = None,
+    identity: str = "",
     lifeline_fd: int | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> int:
@@ -78,11 +80,11 @@ def run_router(
     Raises:
         ConfigError: an unknown policy, a model directory that is broken, or engines that cannot work together.
     """
-    dispatcher = Dispatcher(policy=policy, orders=orders, await_all=await_all)
+    dispatcher = Dispatcher(policy=policy, orders=orders, await_all=await_all, identity=identity)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     for engine in engines:
         client = EngineClient(engine.name, engine.endpoint, router_id=router_id, context=context)
-        dispatcher.add_backend(client, engine.role)
+        dispatcher.add_backend(client, engine.role, engine.refusal)
     config = load_model_config(model)
     log_ignored_defaults(model)
     limits = limits or HttpLimits()

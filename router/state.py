@@ -9,6 +9,7 @@ import msgspec
 
 from pdkv.errors import IncompatiblePeers
 from pdkv.messages import BlockCounts, EngineCard, Load, Order
+from pdkv.refusal_note import RefusalNote
 from pdkv.router.policies import EngineView
 
 EngineLife = Literal["starting", "ready", "dead"]
@@ -39,6 +40,8 @@ class EngineState:
     num_deaths: int = 0
     num_failures: int = 0  # in a row
     open_until: float = 0.0
+    refusal: str | None = None  # why the incarnation that came last stays out
+    note: RefusalNote | None = None  # where a launcher says why it keeps the engine out
 
     @property
     def waiting(self) -> int:
@@ -80,18 +83,27 @@ class EngineState:
         return self.card.pid if self.card is not None and self.life == "ready" else None
 
     def describe(self) -> dict[str, Any]:
-        """JSON-ready: {name, role, pid, ranks, state, waiting, running, blocks}; the last three as it said last."""
-        load = self.load
+        """JSON-ready: {name, role, pid, ranks, state, reason, waiting, running, blocks}; the last three as it said.
+
+        State "refused" has a reason: the engine cannot work with the others, and gets no request.
+        """
+        load, reason = self.load, self._reason()
         return {
             "name": self.name,
             "role": self.role,
             "pid": self.pid,
             "ranks": list(self.card.rank_pids) if self.card is not None and self.life == "ready" else [],
-            "state": self.life,
+            "state": self.life if reason is None else "refused",
+            "reason": reason,
             "waiting": load.waiting if load is not None else 0,
             "running": load.running if load is not None else 0,
             "blocks": msgspec.to_builtins(self.blocks),
         }
+
+    def _reason(self) -> str | None:
+        if self.life == "ready":
+            return None
+        return self.refusal or (self.note.read() if self.note is not None else None)
 
     def view(self) -> EngineView:
         """What a policy sees."""
@@ -128,26 +140,37 @@ class Counters:
 class Fleet:
     """All engines by name. Names are fixed; incarnations come and go."""
 
-    def __init__(self, *, complete_once: bool = False) -> None:
+    def __init__(self, *, complete_once: bool = False, identity: str = "") -> None:
+        """`identity`: of the model that engines must have; empty: that of the first one that comes up."""
         self.engines: dict[str, EngineState] = {}
         self.complete_once = complete_once  # every engine has been ready at the same time
+        self._identity = identity
         self._marks: dict[tuple[str, str], float] = {}  # pair -> end of the mark
 
-    def add(self, name: str, role: str) -> EngineState:
+    def add(self, name: str, role: str, note: RefusalNote | None = None) -> EngineState:
         """Make an engine known that has yet to start."""
         assert name not in self.engines, f"two engines are named {name}"
-        state = self.engines[name] = EngineState(name, role)
+        state = self.engines[name] = EngineState(name, role, note=note)
         return state
 
     def came_up(self, name: str, card: EngineCard) -> EngineState:
         """An incarnation of the engine is ready.
 
         Raises:
-            IncompatiblePeers: it cannot exchange KV with the engines that are ready; it stays out.
+            IncompatiblePeers: it cannot exchange KV with the engines that are ready, or has another model than the
+                deployment started with; it stays out.
         """
         state = self.engines[name]
-        for other in self.cards():
-            check_compatible(other, card)
+        try:
+            for other in self.cards():
+                check_compatible(other, card)
+            if self._identity and card.model != self._identity:
+                raise IncompatiblePeers(f"{name} has model {card.model}, the deployment started with {self._identity}")
+        except IncompatiblePeers as error:
+            state.refusal = str(error)
+            raise
+        self._identity = card.model
+        state.refusal = None
         state.life, state.card, state.load, state.in_flight = "ready", card, None, 0
         state.role = card.role
         state.succeeded()

@@ -5,7 +5,7 @@ import logging
 import os
 
 from pdkv.errors import ConfigError, RankError
-from pdkv.launch.specs import KNOWN, Ack, Progress, Started, StartFailed, encode
+from pdkv.launch.specs import KNOWN, Ack, Identified, Progress, Started, StartFailed, encode
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ class Acknowledger:
     def progress(self, text: str) -> None:
         """A step of the start."""
         self._write(Progress(text))
+
+    def identified(self, model: str) -> None:
+        """The identity of the model that this process loads."""
+        self._write(Identified(model))
 
     def ready(self) -> None:
         """The last ack of a good start."""

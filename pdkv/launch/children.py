@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from pdkv.errors import ConfigError, MalformedMessage, StartupError
 from pdkv.launch.fork_server import ENVIRONMENT
-from pdkv.launch.specs import KNOWN, EngineSpec, Progress, RouterSpec, StartFailed, decode_ack, encode
+from pdkv.launch.specs import KNOWN, EngineSpec, Identified, Progress, RouterSpec, StartFailed, decode_ack, encode
 from pdkv.memory_limits import num_oom_kills
 from pdkv.models.rank_sockets import connect_ranks
 
@@ -111,6 +111,10 @@ class RankLinks:
             self.handed_over(rank)
 
 
+def _nothing(*_: object) -> None:
+    """Nobody listens."""
+
+
 class DiedEarly(StartupError):
     """A child closed its acknowledgements, or ended, before it was ready."""
 
@@ -142,8 +146,17 @@ class AckSocket:
         with contextlib.suppress(BrokenPipeError):  # it is dead already, as `wait_ready` will find
             self._ours.send(KNOWN)
 
-    async def wait_ready(self, name: str, timeout_s: float, on_progress: Callable[[str], None]) -> None:
+    async def wait_ready(
+        self,
+        name: str,
+        timeout_s: float,
+        on_progress: Callable[[str], None],
+        on_identity: Callable[[str], None] = _nothing,
+    ) -> None:
         """Return when the child has reported that it is ready.
+
+        Args:
+            on_identity: is told the identity of the model that it loads; what this raises ends the wait.
 
         Raises:
             ConfigError: it reported that a flag, file or value is at fault.
@@ -155,6 +168,8 @@ class AckSocket:
                     match decode_ack(await self._read_line(name)):
                         case Progress(text=text):
                             on_progress(text)
+                        case Identified(model=model):
+                            on_identity(model)
                         case StartFailed(message=message, config=True):
                             raise ConfigError(message)
                         case StartFailed(message=message):

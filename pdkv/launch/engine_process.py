@@ -122,6 +122,7 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
             place=_place(spec, sockets, notifier.write_fd),
             notify=notifier.notify,
             on_progress=ack.progress,
+            on_identity=ack.identified,
         )
         server = EngineServer(spec.endpoint, core.card)
     except StartGivenUp:
@@ -176,6 +177,7 @@ def _run_other_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
             kv_shards=spec.kv_shards,
             place=place,
             on_progress=ack.progress,
+            on_identity=ack.identified,
             on_ready=on_ready,
         )
     except StartGivenUp:

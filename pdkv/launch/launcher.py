@@ -108,7 +108,10 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
     model = deployment.prefill.model
     router = RouterSpec(
         router_id="router",
-        engines=[EngineAddress(spec.name, spec.role, spec.endpoint) for spec in engines],
+        engines=[
+            EngineAddress(spec.name, spec.role, spec.endpoint, run_dir.path / f"{spec.name}.refused")
+            for spec in engines
+        ],
         model=model,
         served_model_name=launch.served_model_name
         or (_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name),

@@ -26,13 +26,16 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
         return run_router(
             router_id=spec.router_id,
             listen_fd=listen_fd,
-            engines=[EngineEndpoint(engine.name, engine.role, engine.endpoint) for engine in spec.engines],
+            engines=[
+                EngineEndpoint(engine.name, engine.role, engine.endpoint, engine.refusal) for engine in spec.engines
+            ],
             model=spec.model,
             served_model_name=spec.served_model_name,
             policy=spec.policy,
             orders=spec.orders or ORDERS,
             await_all=spec.await_all,
             limits=spec.limits,
+            identity=spec.identity,
             lifeline_fd=lifeline_fd,
             on_ready=ack.ready,
         )

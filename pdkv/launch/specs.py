@@ -44,6 +44,7 @@ class EngineAddress(msgspec.Struct, frozen=True):
     name: str
     role: Role
     endpoint: str
+    refusal: Path | None = None  # RefusalNote of the launcher
 
 
 class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +57,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     run_dir: Path | None = None  # as in EngineSpec
     orders: list[Order] = []  # hand-off orders, by preference; empty: the router's own
+    identity: str = ""  # of the model that engines must have; empty: the first engine's
     await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
     log_level: str = "info"
     limits: HttpLimits = HttpLimits()
@@ -65,6 +67,12 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     """A step of the start, for people."""
 
     text: str
+
+
+class Identified(msgspec.Struct, frozen=True, tag=True):
+    """Which model is being loaded. Every rank says it once, before it is ready."""
+
+    model: str  # identity
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -81,7 +89,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 KNOWN = b"k"
 """What the launcher says to a starting child when it has its pid."""
 
-Ack = Progress | Started | StartFailed
+Ack = Progress | Identified | Started | StartFailed
 _ack_decoder: msgspec.json.Decoder[Ack] = msgspec.json.Decoder(Ack)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdkv.errors import ConfigError, PdkvError, StartupError
+from pdkv.errors import ConfigError, IncompatiblePeers, PdkvError, StartupError
 from pdkv.launch.children import (
     AckSocket,
     Child,
@@ -22,7 +22,9 @@ from pdkv.launch.children import (
     spawn_engine,
     spawn_router,
 )
+from pdkv.launch.deployment_model import DeploymentModel
 from pdkv.launch.specs import EngineSpec, RouterSpec
+from pdkv.refusal_note import RefusalNote
 
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 30.0
@@ -64,6 +66,8 @@ class Supervisor:
         self._forks: ForkServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._oom_kills = OomWatch()
+        self._model = DeploymentModel()
+        self._notes = {a.name: RefusalNote(a.refusal) for a in fleet.router.engines if a.refusal is not None}
 
     async def start(self) -> None:
         """Start everything; returns when all are ready.
@@ -75,7 +79,7 @@ class Supervisor:
             self._forks = self._new_fork_server()  # its imports take longest: it goes first
         first_ready = [self._keep_running("router", self._start_router)]
         first_ready += [
-            self._keep_running(spec.name, lambda spec=spec: self._start_engine(spec))  # type: ignore[misc]
+            self._keep_running(spec.name, lambda spec=spec: self._admit_engine(spec))  # type: ignore[misc]
             for spec in self._fleet.engines
         ]
         await asyncio.gather(*first_ready)
@@ -118,13 +122,30 @@ class Supervisor:
     async def _start_router(self) -> list[Child]:
         spec = self._fleet.router
         if self._router is not None:  # a second one must not wait for an engine that cannot start
-            spec = msgspec.structs.replace(spec, await_all=False)
+            spec = msgspec.structs.replace(spec, await_all=False, identity=self._model.identity)
 
         async def spawn(ack: AckSocket) -> Child:
             self._router = spawn_router(spec, self._listen_fd, ack.child_fd, self._lifeline_fd)
             return self._router
 
         return [await self._start_child("router", spawn)]
+
+    async def _admit_engine(self, spec: EngineSpec) -> list[Child]:
+        """Start an engine; routers hear of one that is refused."""
+        note = self._notes.get(spec.name)
+        try:
+            ranks = await self._start_engine(spec)
+        except IncompatiblePeers as error:
+            if note is not None:
+                note.write(str(error))
+            raise
+        except Exception:
+            if note is not None:
+                note.clear()
+            raise
+        if note is not None:
+            note.clear()
+        return ranks
 
     async def _start_engine(self, spec: EngineSpec) -> list[Child]:
         """Start all ranks of an engine; returns when each is ready. If one fails, none is left."""
@@ -166,12 +187,19 @@ class Supervisor:
     async def _start_child(self, name: str, spawn: Callable[[AckSocket], Awaitable[Child]]) -> Child:
         """Spawn a child and wait for its ack. One that does not become ready is killed."""
         ack = AckSocket()
+
+        def on_progress(text: str) -> None:
+            logger.info("%s: %s", name, text)
+
+        def on_identity(model: str) -> None:
+            self._model.check(name, model)
+
         try:
             child = await spawn(ack)
             self._children.add(child)
             ack.handed_over()
             try:
-                await ack.wait_ready(name, self._fleet.start_timeout_s, lambda text: logger.info("%s: %s", name, text))
+                await ack.wait_ready(name, self._fleet.start_timeout_s, on_progress, on_identity)
             except DiedEarly as error:
                 raise StartupError(f"{error}: {await self._end_of(child)}") from None
             except Exception:

@@ -28,6 +28,8 @@ if behaviour.startswith("eat"):
     eat()
 if behaviour == "stop":
     os.kill(os.getpid(), signal.SIGSTOP)
+if behaviour.startswith("model"):
+    os.write(ack_fd, b'{"type":"Identified","model":"%s"}\\n' % behaviour.split()[1].encode())
 if behaviour != "silent":
     os.write(ack_fd, b'{"type":"Progress","text":"half"}\\n{"type":"Started"}\\n')
     os.close(ack_fd)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pdkv.config import EngineConfig, HandoffConfig
-from pdkv.errors import ConfigError, StartupError
+from pdkv.errors import ConfigError, IncompatiblePeers, StartupError
 from pdkv.launch import supervisor as module
 from pdkv.launch.children import Child
-from pdkv.launch.specs import EngineSpec, RouterSpec
+from pdkv.launch.specs import EngineAddress, EngineSpec, RouterSpec
 from pdkv.launch.supervisor import Fleet, Supervisor, backoff_s
 from pdkv.memory_limits import num_oom_kills
 
@@ -24,7 +24,13 @@ class Deck:
     """A supervisor whose children are stand-ins; `behaviour[name]` is what the next start of `name` does."""
 
     def __init__(
-        self, fake_child: FakeChild, lifeline: int, monkeypatch: pytest.MonkeyPatch, *, store: Path | None = None
+        self,
+        fake_child: FakeChild,
+        lifeline: int,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        store: Path | None = None,
+        notes: Path | None = None,
     ) -> None:
         self.behaviour: dict[str, str] = {}
         self.started: list[Child] = []
@@ -39,7 +45,7 @@ class Deck:
             behaviour = self.behaviour.get(name, "serve")
             child = fake_child(name, ack_fd, behaviour)
             self.started.append(child)
-            if behaviour == "die":
+            if behaviour in ("die", "model B"):
                 self.failed.put_nowait(name)
             return child
 
@@ -64,8 +70,12 @@ class Deck:
             )
             for i in range(2)
         ]  # fmt: skip
+        addresses = [
+            EngineAddress(spec.name, spec.role, spec.endpoint, notes / spec.name if notes is not None else None)
+            for spec in engines
+        ]
         router = RouterSpec(
-            router_id="router", engines=[], model=Path("m"), served_model_name="m", policy="round_robin"
+            router_id="router", engines=addresses, model=Path("m"), served_model_name="m", policy="round_robin"
         )
         fleet = Fleet(
             engines=engines, router=router, connector_target="x:Y", start_timeout_s=20.0, use_fork_server=False
@@ -158,6 +168,48 @@ def test_a_child_that_dies_fails_the_start(deck: Deck) -> None:
             await deck.supervisor.start()
 
     deck.run(scenario)
+
+
+@pytest.mark.parametrize("name", ["decode-1", "decode-1.1"])
+def test_engines_and_ranks_of_other_models_fail_the_start_with_both_values(ranked_deck: Deck, name: str) -> None:
+    behaviour = dict.fromkeys(["decode-0", "decode-1", "decode-1.1"], "model A")
+    ranked_deck.behaviour = {**behaviour, name: "model B"}
+
+    async def scenario() -> None:
+        with pytest.raises(IncompatiblePeers, match=r"has model (A, .*started with model B|B, .*started with model A)"):
+            await ranked_deck.supervisor.start()
+
+    ranked_deck.run(scenario)
+
+
+def test_a_restarted_engine_of_another_model_stays_out_until_it_has_the_first_one_again(
+    fake_child: FakeChild, lifeline: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Finding 1b, even when no engine of the first model is left; a restarted router is told which model it was."""
+    deck = Deck(fake_child, lifeline, monkeypatch, notes=tmp_path)
+    deck.behaviour = {"decode-0": "model A", "decode-1": "model A"}
+    reason = "decode-0 has model B, but the deployment started with model A (of decode-"
+
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        for _ in range(3):
+            deck.ready.get_nowait()
+        deck.behaviour["decode-0"] = "model B"
+        os.kill(deck.newest("decode-0").pid, signal.SIGKILL)
+        for _ in range(2):  # the second start begins when the first one has been refused
+            await deck.failed.get()
+        assert reason in caplog.text
+        assert (tmp_path / "decode-0").read_text().startswith(reason)
+        assert not (tmp_path / "decode-1").exists()
+        os.kill(deck.newest("router").pid, signal.SIGKILL)
+        assert await deck.ready.get() == "router"
+        deck.behaviour["decode-0"] = "model A"
+        assert await deck.ready.get() == "decode-0"
+        assert not (tmp_path / "decode-0").exists()
+
+    deck.run(scenario)
+    assert [spec.identity for spec in deck.routers] == ["", "A"]
 
 
 @pytest.fixture

@@ -489,6 +489,7 @@ def test_topology_and_snapshots_show_what_engines_said_last() -> None:
             "pid": 1,
             "ranks": [],
             "state": "ready",
+            "reason": None,
             "waiting": 1,
             "running": 2,
             "blocks": {"total": 100, "free": 60, "cached": 10, "active": 20, "leased": 5, "quarantined": 5},

@@ -1,5 +1,6 @@
 """Engines as the router sees them: loads, breakers, marks, compatibility, legal orders."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from scripted_engine import make_card
 
 from pdkv.errors import IncompatiblePeers
 from pdkv.messages import BlockCounts, KVLayout, Load
+from pdkv.refusal_note import RefusalNote
 from pdkv.router.state import BREAKER_FAILURES, BREAKER_OPEN_S, ORDERS, PAIR_MARK_S, Fleet
 
 BLOCKS = BlockCounts(total=10, free=4, cached=3, active=2, leased=1, quarantined=0)
@@ -49,6 +51,7 @@ def test_description_is_the_topology_entry() -> None:
         "pid": 1,
         "ranks": [],
         "state": "ready",
+        "reason": None,
         "waiting": 1,
         "running": 2,
         "blocks": {"total": 10, "free": 4, "cached": 3, "active": 2, "leased": 1, "quarantined": 0},
@@ -132,6 +135,39 @@ def test_incompatible_engine_stays_out_with_both_values_said(changes: dict[str, 
     with pytest.raises(IncompatiblePeers, match=says):
         fleet.came_up("decode-0", make_card("decode-0", "decode", **changes))
     assert not fleet.is_ready("decode-0")
+
+
+def test_another_model_stays_out_even_when_no_engine_of_the_first_one_is_left() -> None:
+    """And a router that starts later is told which one that was."""
+    fleet = make_fleet()
+    for name in fleet.engines:
+        fleet.went_down(name)
+    later = Fleet(identity="m")
+    later.add("decode-0", "decode")
+    for refusing in (fleet, later):
+        with pytest.raises(IncompatiblePeers, match="decode-0 has model other, the deployment started with m"):
+            refusing.came_up("decode-0", make_card("decode-0", "decode", model="other"))
+        engine = refusing.engines["decode-0"].describe()
+        assert (engine["state"], engine["pid"]) == ("refused", None)
+        assert engine["reason"] == "decode-0 has model other, the deployment started with m"
+        assert refusing.candidates(["decode"], 0.0) == []
+        refusing.came_up("decode-0", make_card("decode-0", "decode"))
+        engine = refusing.engines["decode-0"].describe()
+        assert (engine["state"], engine["reason"]) == ("ready", None)
+
+
+def test_what_the_launcher_says_about_an_engine_is_shown_while_it_is_not_ready(tmp_path: Path) -> None:
+    note = RefusalNote(tmp_path / "decode-0.refused")
+    fleet = Fleet()
+    engine = fleet.add("decode-0", "decode", note)
+    assert (engine.describe()["state"], engine.describe()["reason"]) == ("starting", None)
+    note.write("x" * 5000)
+    assert (engine.describe()["state"], engine.describe()["reason"]) == ("refused", "x" * 4096)
+    fleet.came_up("decode-0", make_card("decode-0", "decode"))
+    assert engine.describe()["state"] == "ready"
+    fleet.went_down("decode-0")
+    note.clear()
+    assert (engine.describe()["state"], engine.describe()["reason"]) == ("dead", None)
 
 
 def test_unequal_block_sizes_are_compatible() -> None:
