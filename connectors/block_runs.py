@@ -70,6 +70,7 @@ def encode_blocks(block_ids: Sequence[int], generations: Sequence[int]) -> bytes
 def decode_blocks(payload: bytes) -> tuple[list[int], list[int]] | None:
     """(block ids, generations) of a hand-off's payload; None: it names none."""
     try:
-        return expand_runs(decode_total(_RUNS, payload))
+        runs = decode_total(_RUNS, payload)
     except MalformedMessage:
         return None
+    return expand_runs(runs)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.engine.plan import NewRequest, RequestKey, ScheduledRequest
+from pdkv.engine.plan import NewRequest, ScheduledRequest
+from pdkv.messages import RequestKey
 
 IntArray = npt.NDArray[np.integer]
 

@@ -1,5 +1,6 @@
 """One engine: messages in, steps, messages out. The loop around it owns the clock and the sockets."""
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,22 +8,26 @@ from dataclasses import dataclass
 import msgspec
 
 from pdkv.block_keys import root_key
-from pdkv.connectors.base import TransferOutcome
+from pdkv.connectors.base import TransferKey, TransferOutcome
 from pdkv.engine.executor import Executor
 from pdkv.engine.external import ExternalKV
 from pdkv.engine.hooks import RoleHooks
-from pdkv.engine.plan import RequestKey, StepOutput
+from pdkv.engine.plan import StepOutput
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Confirmed, Scheduler
 from pdkv.engine.stopping import StopRules
-from pdkv.errors import InvalidRequest, RequestTimeout
+from pdkv.errors import InvalidRequest, PdkvError, RankError, RequestTimeout
+from pdkv.frames import key_of
 from pdkv.messages import (
+    MAX_ERROR_CHARS,
     Abort,
+    CacheCleared,
     Continue,
     EngineCard,
     EngineToRouter,
     Failed,
     Finished,
+    KVEvent,
     KVEvents,
     KVHandoff,
     KVReady,
@@ -30,12 +35,18 @@ from pdkv.messages import (
     Load,
     Peers,
     Release,
+    RequestKey,
     Resync,
     RouterToEngine,
     SourceCounts,
     Submit,
     Tokens,
 )
+
+logger = logging.getLogger(__name__)
+
+MAX_KEYS_PER_EVENTS = 16_384
+"""Block keys that one KVEvents tells; more are told in parts."""
 
 MAX_TOMBSTONES = 4096
 """Aborts that overtook their Submit, and ended attempts, that are remembered."""
@@ -112,6 +123,7 @@ class EngineCore:
         self.counters = Counters()
         self.requests: dict[RequestKey, Request] = {}
         self._attempts: dict[str, int] = {}  # live requests' attempt
+        self._transfers: dict[TransferKey, RequestKey] = {}  # live requests' transfers
         self._ended: OrderedDict[RequestKey, None] = OrderedDict()
         self._outbox = outbox
         self._stop_rules = stop_rules
@@ -126,6 +138,7 @@ class EngineCore:
         self._last_step = 0.0
         self._last_load: Load | None = None
         self._event_number = 0
+        self._told: set[str] = set()  # routers that were told the whole cache since messages left last
 
     # --- the loop's view ------------------------------------------------------------------------------------------
 
@@ -185,6 +198,7 @@ class EngineCore:
         if now >= self._next_load or not self.has_work:
             self._next_load = now + LOAD_INTERVAL_S
             self._report_load()
+        self._told.clear()
         return self._outbox.take()
 
     def shutdown(self) -> None:
@@ -214,6 +228,27 @@ class EngineCore:
             self._update_peers()
         self._dirty = True
 
+    def handle_guarded(self, router_id: str, message: RouterToEngine, now: float) -> None:
+        """Act on one message; one that this code cannot stand fails its own request and nothing else.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        try:
+            self.handle(router_id, message, now)
+        except RankError:
+            raise
+        except Exception as error:
+            self.counters.dropped_messages += 1
+            kind = type(message).__name__
+            logger.exception("a %s of router %s is dropped after an error", kind, router_id)
+            key = key_of(message)
+            if key is not None:
+                text = f"{kind} led to an error in the engine: {type(error).__name__}: {error}"
+                code = error.code if isinstance(error, PdkvError) else PdkvError.code
+                self._outbox(router_id, Failed(*key, code, text[:MAX_ERROR_CHARS], False))
+                self._on_abort(router_id, key)
+
     def handle(self, router_id: str, message: RouterToEngine, now: float) -> None:
         """Act on one message; what belongs to an ended or unknown attempt is counted and dropped."""
         self._dirty = True
@@ -221,18 +256,19 @@ class EngineCore:
             case Submit():
                 self._submit(router_id, message, now)
             case Abort(request_id=request_id, attempt=attempt):
-                self._on_abort((request_id, attempt))
+                self._on_abort(router_id, (request_id, attempt))
             case Peers(cards=cards):
                 self._cards.pop(router_id, None)
                 self._cards[router_id] = cards
                 self._update_peers()
             case Resync():
-                self._send_snapshot(router_id)
+                if router_id in self._routers and router_id not in self._told:
+                    self._send_snapshot(router_id)
             case Continue() | KVTicket() | KVHandoff() | KVReady() | Release():
                 request = (
                     None if isinstance(message, Release) else self.requests.get((message.request_id, message.attempt))
                 )
-                if request is not None:
+                if request is not None and request.router_id == router_id:
                     self._deliver(request, message)
                 elif not self.roles.handle(router_id, message):
                     self.counters.dropped_messages += 1
@@ -244,12 +280,11 @@ class EngineCore:
         match message:
             case Continue(token_ids=token_ids):
                 if not request.output_token_ids and not request.in_worker:  # else it draws the token itself
-                    request.output_token_ids += token_ids
-                    self.scheduler.wake_load(request)
-            case KVTicket(ticket=ticket):
+                    self._continue(request, token_ids)
+            case KVTicket(ticket=ticket) if request.submit.kv == "handoff":
                 request.ticket = ticket
                 self.external.confirm(request, again=True)
-            case KVHandoff():
+            case KVHandoff() if message.transfer_id == request.submit.transfer_id:
                 if request.kv == "await_peer":
                     request.handoff = message
             case KVReady(ok=ok, code=code):
@@ -257,6 +292,18 @@ class EngineCore:
                 if not ok:
                     self.scheduler.fail_load(request, TransferOutcome(code))
                     self._fail_rejected()
+            case _:  # a ticket for who sends nothing, a hand-off of another transfer
+                self.counters.dropped_messages += 1
+
+    def _continue(self, request: Request, token_ids: Sequence[int]) -> None:
+        """The first token is known; what follows is drawn here."""
+        try:
+            self._stop_rules.check_continue(request, token_ids)
+        except InvalidRequest as error:
+            self._fail(request, error.code, str(error), False)
+            return
+        request.output_token_ids += token_ids
+        self.scheduler.wake_load(request)
 
     def _submit(self, router_id: str, submit: Submit, now: float) -> None:
         key = (submit.request_id, submit.attempt)
@@ -264,18 +311,20 @@ class EngineCore:
         if key in self._ended or (live is not None and live >= submit.attempt):
             self.counters.dropped_messages += 1
             return
-        if live is not None:
-            self._abort(self.requests[(submit.request_id, live)])
+        older = None if live is None else self.requests[(submit.request_id, live)]
+        try:
+            self._check(router_id, submit, older)
+        except InvalidRequest as error:
+            text = str(error)[:MAX_ERROR_CHARS]
+            self._outbox(router_id, Failed(*key, error.code, text, False, error.param or ""))
+            return
+        if older is not None:
+            self._abort(older)
         layout = self.card.layout
         root = root_key(
             model=self.card.model, layout=layout.identity, adapter=submit.adapter, cache_salt=submit.cache_salt
         )
         request = Request(submit, router_id, root, now)
-        try:
-            self._stop_rules.check(submit, has_connector=self.external.connector is not None)
-        except InvalidRequest as error:
-            self._outbox(router_id, Failed(*key, error.code, str(error), False))
-            return
         reason, stop_token_id = self._stop_rules.ended(request)
         if reason is not None:
             self._outbox(router_id, Finished(*key, reason, SourceCounts(), stop_token_id))
@@ -283,11 +332,26 @@ class EngineCore:
             return
         self.requests[key] = request
         self._attempts[submit.request_id] = submit.attempt
+        self._transfers[request.transfer_key] = key
         self.scheduler.add(request)
 
-    def _on_abort(self, key: RequestKey) -> None:
+    def _check(self, router_id: str, submit: Submit, older: Request | None) -> None:
+        """Raises InvalidRequest for a Submit that can never work, or that would take what is another request's."""
+        self._stop_rules.check(submit, has_connector=self.external.connector is not None)
+        if older is not None and older.router_id != router_id:
+            raise InvalidRequest(f"request {submit.request_id} is another router's", param="request_id")
+        transfer = (submit.transfer_id, submit.attempt)
+        if transfer in self._transfers or self.roles.holds(transfer):
+            raise InvalidRequest(f"transfer {submit.transfer_id} is another request's", param="transfer_id")
+        if submit.handoff is not None and submit.handoff.transfer_id != submit.transfer_id:
+            text = f"the hand-off is of transfer {submit.handoff.transfer_id}, not of {submit.transfer_id}"
+            raise InvalidRequest(text, param="handoff")
+
+    def _on_abort(self, router_id: str, key: RequestKey) -> None:
         request = self.requests.get(key)
-        if request is not None:
+        if request is not None and request.router_id != router_id:
+            self.counters.dropped_messages += 1
+        elif request is not None:
             self._abort(request)
         elif self._attempts.get(key[0], -1) < key[1]:
             self._remember(key)
@@ -337,7 +401,7 @@ class EngineCore:
         self._forget(request)
 
     def _fail(self, request: Request, code: str, message: str, retryable: bool) -> None:
-        self._outbox(request.router_id, Failed(*request.key, code, message, retryable))
+        self._outbox(request.router_id, Failed(*request.key, code, message[:MAX_ERROR_CHARS], retryable))
         self._abort(request)
 
     def _fail_rejected(self) -> None:
@@ -350,6 +414,7 @@ class EngineCore:
         self.scheduler.remove(request)
         del self.requests[request.key]
         del self._attempts[request.submit.request_id]
+        self._transfers.pop(request.transfer_key, None)
         self._remember(request.key)
 
     def _remember(self, key: RequestKey) -> None:
@@ -376,12 +441,15 @@ class EngineCore:
         if pool.events:
             events, pool.events = pool.events, []
             self._event_number += 1
-            for router_id in self._routers:
-                self._outbox(router_id, KVEvents(self._event_number, events))
+            for part in _parts(self._event_number, events):
+                for router_id in self._routers:
+                    self._outbox(router_id, part)
 
     def _send_snapshot(self, router_id: str) -> None:
         """Tell one router the whole cache, under the number of the last events."""
-        self._outbox(router_id, KVEvents(self._event_number, self.scheduler.kv.pool.snapshot_events()))
+        self._told.add(router_id)
+        for part in _parts(self._event_number, self.scheduler.kv.pool.snapshot_events()):
+            self._outbox(router_id, part)
 
     def _make_load(self) -> Load:
         base, counters = self._load_report(), self.counters
@@ -409,3 +477,17 @@ class EngineCore:
             self._last_load = load
             for router_id in self._routers:
                 self._outbox(router_id, load)
+
+
+def _parts(number: int, events: Sequence[KVEvent]) -> list[KVEvents]:
+    """The events under one number, in messages of about MAX_KEYS_PER_EVENTS keys."""
+    parts: list[list[KVEvent]] = [[]]
+    num_keys = 0
+    for event in events:
+        if num_keys >= MAX_KEYS_PER_EVENTS:
+            parts.append([])
+            num_keys = 0
+        parts[-1].append(event)
+        num_keys += 1 if isinstance(event, CacheCleared) else len(event.keys)
+    last = len(parts) - 1
+    return [KVEvents(number, part, more=i < last) for i, part in enumerate(parts)]

@@ -52,6 +52,10 @@ class RoleHooks(Protocol):
         """A message that names no live request. True: it was this role's."""
         ...
 
+    def holds(self, key: TransferKey) -> bool:
+        """Whether the KV of that transfer is kept for a reader."""
+        ...
+
     def router_left(self, router_id: str) -> None:
         """Everything of that router ends."""
         ...

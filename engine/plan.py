@@ -5,11 +5,8 @@ from typing import NamedTuple
 import msgspec
 
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
-from pdkv.messages import TokenLogprob
+from pdkv.messages import RequestKey, TokenLogprob
 from pdkv.sampling_params import SamplingParams
-
-RequestKey = tuple[str, int]
-"""(request_id, attempt)."""
 
 
 class NewRequest(msgspec.Struct, frozen=True):

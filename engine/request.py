@@ -5,8 +5,7 @@ from math import inf
 
 from pdkv.block_keys import extend_keys
 from pdkv.connectors.base import RequestView, TransferKey
-from pdkv.engine.plan import RequestKey
-from pdkv.messages import SourceCounts, Submit
+from pdkv.messages import RequestKey, SourceCounts, Submit
 
 
 class Request:

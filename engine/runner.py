@@ -8,10 +8,10 @@ import torch
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.engine.attention import make_backend, pad, to_tensor
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
-from pdkv.engine.plan import NewRequest, RequestKey, SampledTokens, ScheduledRequest, StepOutput, StepPlan
+from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepOutput, StepPlan
 from pdkv.engine.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampler import SamplingState
-from pdkv.messages import TokenLogprob
+from pdkv.messages import RequestKey, TokenLogprob
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.sampling_params import SamplingParams
 

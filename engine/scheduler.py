@@ -15,8 +15,9 @@ from pdkv.connectors.base import NO_MATCH, MatchedTokens, ScheduledRange, Transf
 from pdkv.engine.external import NUM_PREFETCH_REQUESTS, ExternalKV, Load
 from pdkv.engine.hooks import RoleHooks
 from pdkv.engine.kv_cache_manager import KVCacheManager
-from pdkv.engine.plan import NewRequest, RequestKey, SampledTokens, ScheduledRequest, StepOutput, StepPlan
+from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepOutput, StepPlan
 from pdkv.engine.request import Request
+from pdkv.messages import RequestKey
 
 
 class SchedulerLimits(NamedTuple):

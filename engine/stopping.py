@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pdkv.engine.request import Request
 from pdkv.engine.sampling_checks import check_for_vocab
 from pdkv.errors import InvalidRequest
-from pdkv.limits import clip
+from pdkv.limits import MAX_ADAPTER_BYTES, check_cache_salt, clip, utf8_bytes
 from pdkv.messages import FinishReason, Submit
 
 
@@ -30,6 +30,10 @@ class StopRules:
         Raises:
             InvalidRequest: naming the value and what was expected.
         """
+        check_cache_salt(submit.cache_salt)
+        if utf8_bytes(submit.adapter, MAX_ADAPTER_BYTES) > MAX_ADAPTER_BYTES:
+            raise InvalidRequest(f"adapter must have at most {MAX_ADAPTER_BYTES} bytes of UTF-8", param="adapter")
+        submit.params.validate()
         prompt, output = submit.prompt_token_ids, submit.output_token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -48,6 +52,13 @@ class StopRules:
             raise InvalidRequest(f"kv={submit.kv!r} does not go with until={submit.until!r}")
         if submit.kv != "local" and not has_connector:
             raise InvalidRequest(f"kv={submit.kv!r} needs a connector, and this engine has none")
+
+    def check_continue(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Refuse tokens that the request cannot go on from. Raises InvalidRequest."""
+        if request.num_tokens + len(token_ids) >= self._max_len:
+            raise InvalidRequest(f"{len(token_ids)} tokens leave no room for one more", param="token_ids")
+        if not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < self._vocab_size:
+            raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="token_ids")
 
     def ended(self, request: Request) -> tuple[FinishReason | None, int | None]:
         """Whether the output that a Submit brought is complete already: its Finished got lost with an engine."""

@@ -11,6 +11,7 @@ PdkvError
 │   ├── RankTimeout          it did not answer in time
 │   └── RankGone             it went away
 ├── MalformedMessage         bytes from a peer that are no message: counted and dropped
+├── UnsendableMessage        a message to a peer that no frame can carry
 ├── EngineUnavailable        no engine can take the request now: HTTP 503
 ├── ServerBusy               the router has as much under way as it may: HTTP 503
 ├── RequestFailed            one request ended with an error
@@ -102,6 +103,12 @@ class MalformedMessage(PdkvError):
     """Bytes from a peer that cannot be decoded; who receives them counts and drops them."""
 
     code = "malformed_message"
+
+
+class UnsendableMessage(PdkvError):
+    """A message to a peer that is too long for a frame, or that has a value which the wire cannot express."""
+
+    code = "unsendable_message"
 
 
 class EngineUnavailable(PdkvError):

@@ -1,14 +1,16 @@
 """Wire messages between the router and the engines: frozen tagged structs, msgpack, one decoder.
 
 Grouped by receiver. Every message about a request carries (request_id, attempt): what belongs to an ended attempt is
-dropped. Durations, never points in time, cross the wire. New fields are appended with defaults.
+dropped. Durations, never points in time, cross the wire. New fields are appended with defaults. Ranges that every
+sender keeps are part of the types, so that what is out of range does not pass the decoder (`pdkv/frames.py`).
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from pdkv.decoding import decode_total
+from pdkv.limits import MAX_ID_BYTES, MAX_N
 from pdkv.sampling_params import SamplingParams
 
 MAX_BLOB_BYTES = 64 * 1024
@@ -17,6 +19,27 @@ MAX_BLOB_BYTES = 64 * 1024
 Order = Literal["prefill_first", "concurrent", "needs_peer_first", "decode_first"]
 ConnectorKind = Literal["store", "pull", "push"]
 FinishReason = Literal["stop", "length"]
+
+RequestKey = tuple[str, int]
+"""(request_id, attempt)."""
+
+MAX_ERROR_CHARS = 4096
+"""Of the text of a Failed."""
+
+MAX_RANKS = 1024
+"""Of one engine."""
+
+Id = Annotated[str, Meta(max_length=MAX_ID_BYTES)]
+Text = Annotated[str, Meta(max_length=1024)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Size = Annotated[int, Meta(ge=1, lt=2**31)]
+Natural = Annotated[int, Meta(ge=0, lt=2**31)]
+Attempt = Natural
+TokenId = Natural
+RoleName = Annotated[str, Meta(pattern="^(prefill|decode|any)$")]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+Blob = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
+BlockKey = Annotated[bytes, Meta(min_length=1, max_length=64)]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, array_like=False, tag=True):
@@ -29,13 +52,13 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, array_like=False,
 class KVLayout(msgspec.Struct, frozen=True):
     """Shape of one rank's KV cache: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), block-major."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    block_size: int  # tokens per block
-    dtype: str  # torch's name, such as "bfloat16"
-    dtype_bytes: int
-    total_kv_heads: int = 0  # of all ranks together, each head counted once; 0: num_kv_heads
+    num_layers: Size
+    num_kv_heads: Size
+    head_size: Size
+    block_size: Size  # tokens per block
+    dtype: Id  # torch's name, such as "bfloat16"
+    dtype_bytes: Size
+    total_kv_heads: Natural = 0  # of all ranks together, each head counted once; 0: num_kv_heads
 
     @property
     def kv_heads_of_all_ranks(self) -> int:
@@ -66,55 +89,56 @@ class KVLayout(msgspec.Struct, frozen=True):
 class EngineCard(Message, frozen=True):
     """What an engine publishes about itself when it is ready; the router distributes cards to peers."""
 
-    engine: str  # name, unique in a deployment, such as "prefill-0"
-    epoch: str  # one incarnation of that name
-    role: str  # "prefill", "decode" or "any": a default of the router's policy, nothing more
-    pid: int
-    connector: str
+    engine: Id  # name, unique in a deployment, such as "prefill-0"
+    epoch: Id  # one incarnation of that name
+    role: RoleName  # a default of the router's policy, nothing more
+    pid: Natural
+    connector: Text
     kind: ConnectorKind
     content_addressed: bool
-    orders: list[Order]
-    model: str  # identity digest of configuration and weights
+    orders: Annotated[list[Order], Meta(max_length=16)]
+    model: Text  # identity digest of configuration and weights
     layout: KVLayout
-    hash_block_size: int
-    num_blocks: int
-    max_model_len: int
-    max_num_seqs: int
-    tp: int = 1
-    pp: int = 1
-    rank_blobs: list[bytes] = []  # per rank: what the connector's worker side needs to be reached
-    rank_pids: list[int] = []  # per rank; the first is `pid`
+    hash_block_size: Size
+    num_blocks: Size
+    max_model_len: Size
+    max_num_seqs: Size
+    tp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    pp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    rank_blobs: Annotated[list[Blob], Meta(max_length=MAX_RANKS)] = []  # what each rank's connector needs to be reached
+    rank_pids: Annotated[list[Natural], Meta(max_length=MAX_RANKS)] = []  # per rank; the first is `pid`
+    beats: Text = ""  # ZeroMQ endpoint of its Beats; "": it sends none
 
 
 class KVHandoff(Message, frozen=True):
     """Where the KV of a prompt lies after prefill; prefill engine -> router -> decode engine."""
 
-    request_id: str
-    attempt: int
-    transfer_id: str
-    engine: str
-    epoch: str
-    num_tokens: int  # prompt + output tokens whose KV can be had
-    payload: bytes  # msgpack, the connector's own, at most MAX_BLOB_BYTES
+    request_id: Id
+    attempt: Attempt
+    transfer_id: Id
+    engine: Id
+    epoch: Id
+    num_tokens: Natural  # prompt + output tokens whose KV can be had
+    payload: Blob  # msgpack, the connector's own, at most MAX_BLOB_BYTES
 
 
 class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prompt tokens of one choice on one engine by where their KV came from; they sum to the prompt's length."""
 
-    computed: int = 0
-    recomputed: int = 0  # computed again after a preemption or a failed load
-    local_hit: int = 0
-    remote: int = 0  # through a hand-off
-    store: int = 0  # content-addressed, from a store or another engine's cache
+    computed: Count = 0
+    recomputed: Count = 0  # computed again after a preemption or a failed load
+    local_hit: Count = 0
+    remote: Count = 0  # through a hand-off
+    store: Count = 0  # content-addressed, from a store or another engine's cache
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probability of one token, its rank (1 = most likely) and the alternatives asked for."""
 
-    token_id: int
+    token_id: TokenId
     logprob: float
-    rank: int
-    top: list[tuple[int, float]] = []
+    rank: Count
+    top: Annotated[list[tuple[TokenId, float]], Meta(max_length=256)] = []
 
 
 # --- router -> engine ---------------------------------------------------------------------------------------------
@@ -123,58 +147,58 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class Hello(Message, frozen=True):
     """A router's first frame on a connection; a new epoch ends only its own predecessor's requests and leases."""
 
-    router_id: str
-    epoch: str
+    router_id: Id
+    epoch: Id
 
 
 class Submit(Message, frozen=True, kw_only=True):
     """Run a request. Hand-off, retry and migration are a Submit with non-empty output."""
 
-    request_id: str  # the router's own, one per choice
-    transfer_id: str
-    attempt: int
-    choice: int = 0
-    prompt_token_ids: list[int]
-    output_token_ids: list[int] = []
+    request_id: Id  # the router's own, one per choice
+    transfer_id: Id
+    attempt: Attempt
+    choice: Annotated[int, Meta(ge=0, lt=MAX_N)] = 0
+    prompt_token_ids: list[TokenId]
+    output_token_ids: list[TokenId] = []
     params: SamplingParams
     cache_salt: str = ""
     adapter: str = ""
     priority: int = 0
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] = 600.0
     until: Literal["first_token", "end"] = "end"
     kv: Literal["local", "handoff", "await_peer"] = "local"
     conditional: bool = False  # await_peer only: the engine may decline and prefill by itself
     handoff: KVHandoff | None = None  # await_peer, prefill first
-    ticket: bytes | None = None  # handoff, needs peer first
+    ticket: Blob | None = None  # handoff, needs peer first
 
 
 class Abort(Message, frozen=True):
     """Give a request up; may overtake its Submit and then cancels it on arrival."""
 
-    request_id: str
-    attempt: int
+    request_id: Id
+    attempt: Attempt
 
 
 class KVTicket(Message, frozen=True):
     """The decode side's allocation for a transfer, forwarded to the prefill engine."""
 
-    request_id: str
-    attempt: int
-    ticket: bytes
+    request_id: Id
+    attempt: Attempt
+    ticket: Blob
 
 
 class Continue(Message, frozen=True):
     """The first token, for a decode engine that was dispatched before it was known."""
 
-    request_id: str
-    attempt: int
-    token_ids: list[int]
+    request_id: Id
+    attempt: Attempt
+    token_ids: list[TokenId]
 
 
 class Peers(Message, frozen=True):
     """All engine cards now known; an engine that is missing here is gone."""
 
-    cards: list[EngineCard]
+    cards: Annotated[list[EngineCard], Meta(max_length=65536)]
 
 
 class Resync(Message, frozen=True):
@@ -187,17 +211,17 @@ class Resync(Message, frozen=True):
 class KVReady(Message, frozen=True):
     """The KV of a transfer is delivered (or never will be): prefill engine -> router -> decode engine."""
 
-    request_id: str
-    attempt: int
+    request_id: Id
+    attempt: Attempt
     ok: bool
-    code: str = ""
+    code: Id = ""
 
 
 class Release(Message, frozen=True):
     """End the prefill engine's lease: ack, abort and peer death are this one idempotent message."""
 
-    transfer_id: str
-    attempt: int
+    transfer_id: Id
+    attempt: Attempt
 
 
 # --- engine -> router ---------------------------------------------------------------------------------------------
@@ -212,10 +236,10 @@ class Ready(Message, frozen=True):
 class Tokens(Message, frozen=True):
     """New output tokens of one request. `position` is the output index of the first of them."""
 
-    request_id: str
-    attempt: int
-    position: int
-    token_ids: list[int]
+    request_id: Id
+    attempt: Attempt
+    position: Natural
+    token_ids: list[TokenId]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first token only; entry 0 is None
     sources: SourceCounts | None = None  # with the first token only: who stops early hears no Finished
@@ -224,18 +248,18 @@ class Tokens(Message, frozen=True):
 class Finished(Message, frozen=True):
     """The request ended by itself; `stop_token_id` is the token that ended it, where one did."""
 
-    request_id: str
-    attempt: int
+    request_id: Id
+    attempt: Attempt
     reason: FinishReason
     sources: SourceCounts
-    stop_token_id: int | None = None
+    stop_token_id: TokenId | None = None
 
 
 class HandedOff(Message, frozen=True):
     """The prefill engine's last word about a request that goes on elsewhere; the KVHandoff goes to decode verbatim."""
 
-    request_id: str
-    attempt: int
+    request_id: Id
+    attempt: Attempt
     sources: SourceCounts
     handoff: KVHandoff
 
@@ -243,11 +267,12 @@ class HandedOff(Message, frozen=True):
 class Failed(Message, frozen=True):
     """The request ended with an error; `code` is a PdkvError's."""
 
-    request_id: str
-    attempt: int
-    code: str
-    message: str
+    request_id: Id
+    attempt: Attempt
+    code: Id
+    message: Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
     retryable: bool
+    param: Id = ""  # the field at fault, where one is
 
 
 class Allocated(Message, frozen=True):
@@ -255,35 +280,35 @@ class Allocated(Message, frozen=True):
     the prompt's end, that its own cache has everything but the first token.
     """
 
-    request_id: str
-    attempt: int
-    start: int  # wanted token range [start, stop)
-    stop: int
-    ticket: bytes | None = None
+    request_id: Id
+    attempt: Attempt
+    start: Natural  # wanted token range [start, stop)
+    stop: Natural
+    ticket: Blob | None = None
 
 
 class Loaded(Message, frozen=True):
     """Decode's remote load ended: where the tokens came from, for counters and the pair's marks."""
 
-    request_id: str
-    attempt: int
+    request_id: Id
+    attempt: Attempt
     ok: bool
-    code: str = ""
-    num_bytes: int = 0
-    seconds: float = 0.0
+    code: Id = ""
+    num_bytes: Count = 0
+    seconds: Seconds = 0.0
 
 
 class BlockStored(Message, frozen=True):
     """Full blocks entered the cache: one chain of hash-block keys behind `parent` (None: a chain's root)."""
 
-    keys: list[bytes]
-    parent: bytes | None
+    keys: list[BlockKey]
+    parent: BlockKey | None
 
 
 class BlockRemoved(Message, frozen=True):
     """Blocks left the cache."""
 
-    keys: list[bytes]
+    keys: list[BlockKey]
 
 
 class CacheCleared(Message, frozen=True):
@@ -293,67 +318,68 @@ class CacheCleared(Message, frozen=True):
 KVEvent = BlockStored | BlockRemoved | CacheCleared
 
 
+class Disconnect(Message, frozen=True):
+    """The engine's last word on a connection of which it has lost track: a frame is missing, or cannot be read."""
+
+    reason: Text
+
+
 class KVEvents(Message, frozen=True):
     """Cache changes, numbered per engine; a gap asks for a Resync."""
 
-    number: int
+    number: Count
     events: list[KVEvent]
+    more: bool = False  # the next part has the same number
 
 
 class BlockCounts(msgspec.Struct, frozen=True):
     """The ownership equation: free + cached + active + leased + quarantined = total."""
 
-    total: int
-    free: int
-    cached: int
-    active: int
-    leased: int
-    quarantined: int
+    total: Count
+    free: Count
+    cached: Count
+    active: Count
+    leased: Count
+    quarantined: Count
 
 
 class Load(Message, frozen=True):
     """How busy the engine is, and its counters since start."""
 
-    waiting: int
-    running: int
+    waiting: Count
+    running: Count
     blocks: BlockCounts
     sources: SourceCounts = SourceCounts()
-    preemptions: int = 0
-    load_failures: int = 0
-    bytes_received: int = 0
-    dropped_messages: int = 0
-    transfer_seconds: float = 0.0
-    steps: int = 0
-    damaged_values: int = 0
-    partial_loads: int = 0
+    preemptions: Count = 0
+    load_failures: Count = 0
+    bytes_received: Count = 0
+    dropped_messages: Count = 0
+    transfer_seconds: Seconds = 0.0
+    steps: Count = 0
+    damaged_values: Count = 0
+    partial_loads: Count = 0
+
+
+class Beat(Message, frozen=True):
+    """The engine's process runs. Sent twice a second beside the frames, by a thread of its own, in a long step, too."""
+
+    epoch: Id
+    busy_s: Seconds  # since when its loop has been at what it does now; 0: it waits for something to do
 
 
 RouterToEngine = Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Peers | Resync
 EngineToRouter = (
-    Ready | Tokens | Finished | HandedOff | Failed | Allocated | Loaded | KVReady | Release | KVEvents | Load
+    Ready
+    | Tokens
+    | Finished
+    | HandedOff
+    | Failed
+    | Allocated
+    | Loaded
+    | KVReady
+    | Release
+    | KVEvents
+    | Load
+    | Disconnect
+    | Beat
 )
-
-
-class Frame(msgspec.Struct, frozen=True):
-    """What one ZeroMQ message carries; `number` counts frames per (sender, receiver), a gap is a failure."""
-
-    number: int
-    messages: list[RouterToEngine | EngineToRouter]
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Frame)
-
-
-def encode_frame(frame: Frame) -> bytes:
-    """Encode a frame as msgpack."""
-    return _encoder.encode(frame)
-
-
-def decode_frame(data: bytes) -> Frame:
-    """Decode and validate one frame.
-
-    Raises:
-        MalformedMessage: `data` is no valid frame (the caller counts and drops it).
-    """
-    return decode_total(_decoder, data)

@@ -40,6 +40,9 @@ class Roles:
     def handle(self, router_id: str, message: RouterToEngine) -> bool:
         return self.prefill.handle(router_id, message)
 
+    def holds(self, key: TransferKey) -> bool:
+        return self.prefill.holds(key)
+
     def router_left(self, router_id: str) -> None:
         self.prefill.router_left(router_id)
 

@@ -72,15 +72,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda v: v >= 0.0 and math.isfinite(v), "a finite number of at least 0"),
     ("top_p", lambda v: 0.0 < v <= 1.0, "in (0, 1]"),
-    ("top_k", lambda v: v >= -1, "-1 or 0 (all), or at least 1"),
+    ("top_k", lambda v: -1 <= v < 2**31, "-1 or 0 (all), or at least 1 and below 2**31"),
     ("min_p", lambda v: 0.0 <= v <= 1.0, "in [0, 1]"),
     ("repetition_penalty", lambda v: v > 0.0 and math.isfinite(v), "a finite number above 0"),
     ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
     ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
     ("seed", lambda v: -(2**63) <= v < 2**63, "a 64-bit integer"),
     ("n", lambda v: 1 <= v <= MAX_N, f"in [1, {MAX_N}]"),
-    ("max_tokens", lambda v: v >= 1, "at least 1"),
-    ("min_tokens", lambda v: v >= 0, "at least 0"),
+    ("max_tokens", lambda v: 1 <= v < 2**31, "at least 1 and below 2**31"),
+    ("min_tokens", lambda v: 0 <= v < 2**31, "at least 0 and below 2**31"),
     ("logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
     ("prompt_logprobs", lambda v: 0 <= v <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
 )

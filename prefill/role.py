@@ -95,12 +95,14 @@ class PrefillRole:
         """Release, and a ticket that comes after the prefill's end."""
         match message:
             case Release(transfer_id=transfer_id, attempt=attempt):
-                if self.leases.end((transfer_id, attempt)) is not None:
-                    self._external.aborted((transfer_id, attempt), cancel_sending=True)
-                return True
+                return self._release(router_id, (transfer_id, attempt))
             case KVTicket(request_id=request_id, attempt=attempt, ticket=ticket):
-                return self._late_ticket(request_id, attempt, ticket)
+                return self._late_ticket(router_id, request_id, attempt, ticket)
         return False
+
+    def holds(self, key: TransferKey) -> bool:
+        """Whether there is a lease."""
+        return self.leases.get(key) is not None
 
     def router_left(self, router_id: str) -> None:
         """End the leases of that router's requests."""
@@ -126,9 +128,18 @@ class PrefillRole:
         if len(self._failed_early) > MAX_EARLY_FAILURES:
             self._failed_early.popitem(last=False)
 
-    def _late_ticket(self, request_id: str, attempt: int, ticket: bytes) -> bool:
+    def _release(self, router_id: str, key: TransferKey) -> bool:
+        """End a lease for the router that it was granted to. One that is over already is no mistake."""
+        lease = self.leases.get(key)
+        if lease is not None and lease.request.router_id != router_id:
+            return False
+        if self.leases.end(key) is not None:
+            self._external.aborted(key, cancel_sending=True)
+        return True
+
+    def _late_ticket(self, router_id: str, request_id: str, attempt: int, ticket: bytes) -> bool:
         lease = self.leases.of_request(request_id, attempt)
-        if lease is None:
+        if lease is None or lease.request.router_id != router_id:
             return False
         lease.request.ticket = ticket
         self._external.reconfirm(lease.request, lease.block_ids)

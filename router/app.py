@@ -53,9 +53,10 @@ def create_app(
     created = int(time.time())
 
     async def health(request: Request) -> Response:
-        if dispatcher.ready:
+        fault = dispatcher.fault
+        if not fault:
             return _json_response({"status": "ok"})
-        return _json_response(error_body("the engines are not ready", status=503, code="not_ready"), status=503)
+        return _json_response(error_body(fault, status=503, code="not_ready"), status=503)
 
     async def list_models(request: Request) -> Response:
         return _json_response({"object": "list", "data": [_model_card(model(), created)]})

@@ -5,13 +5,23 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdkv.errors import EngineUnavailable, IncompatiblePeers, RequestAborted, RequestTimeout
+from pdkv.errors import (
+    EngineUnavailable,
+    IncompatiblePeers,
+    InvalidRequest,
+    RequestAborted,
+    RequestFailed,
+    RequestTimeout,
+    UnsendableMessage,
+)
+from pdkv.frames import key_of
 from pdkv.messages import (
     Allocated,
+    Beat,
     EngineCard,
     EngineToRouter,
     Failed,
@@ -24,6 +34,7 @@ from pdkv.messages import (
     Order,
     Peers,
     Release,
+    RequestKey,
     Resync,
     RouterToEngine,
     Tokens,
@@ -36,7 +47,7 @@ from pdkv.router.generation import Generation
 from pdkv.router.policies import DEFAULT_POLICY
 from pdkv.router.prefix_index import PrefixIndex
 from pdkv.router.routing import RouteChooser
-from pdkv.router.state import ORDERS, Counters, EngineSnapshot, Fleet
+from pdkv.router.state import ORDERS, TICK_S, Counters, EngineSnapshot, Fleet
 
 __all__ = ["Counters", "Delta", "Dispatcher", "EngineSnapshot", "GenerateRequest", "Generation"]
 
@@ -81,6 +92,7 @@ class Dispatcher:
         self._transfers: dict[str, Generation] = {}  # by transfer_id
         self._settled = asyncio.Event()  # it is known whether this start succeeds
         self._refusal: IncompatiblePeers | None = None  # why it does not
+        self._ticker: asyncio.TimerHandle | None = None
         self._closed = False
 
     # --- engines --------------------------------------------------------------------------------------------------
@@ -94,10 +106,13 @@ class Dispatcher:
         """Connect to all engines, in the running event loop."""
         for backend in self._backends.values():
             backend.connect(self)
+        self._tick()
 
     def close(self) -> None:
         """End all generations and disconnect. Idempotent."""
         self._closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
         for generation in list(self._generations.values()):
             self._apply(generation, generation.flow.fail(EngineUnavailable("the router is shutting down")))
         for backend in self._backends.values():
@@ -108,6 +123,21 @@ class Dispatcher:
         """Whether requests can be served: every engine has been ready once, and a pair is ready now."""
         roles = {e.role for e in self.fleet.engines.values() if e.life == "ready"}
         return self.fleet.complete_once and not self._closed and ("any" in roles or {"prefill", "decode"} <= roles)
+
+    @property
+    def fault(self) -> str:
+        """Why no request can be answered now, for people; empty where one can be."""
+        if self._closed:
+            return "the router is shutting down"
+        if not self.fleet.complete_once:
+            missing = [e.name for e in self.fleet.engines.values() if e.life != "ready"]
+            return f"not all engines have been ready yet: {', '.join(missing)}"
+        return self.fleet.fault
+
+    def _tick(self) -> None:
+        """Engines that say nothing grow older by a tick; while this loop is held up, nobody does."""
+        self.fleet.tick()
+        self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     async def wait_ready(self) -> None:
         """Return when it has been ready for the first time.
@@ -197,8 +227,11 @@ class Dispatcher:
         if self.ready:
             self._settled.set()
 
-    def engine_down(self, name: str, reason: str) -> None:
-        """An incarnation is gone: what it worked on ends or goes elsewhere, and its peers hear of it."""
+    def engine_down(self, name: str, reason: str, suspects: Collection[RequestKey] = ()) -> None:
+        """An incarnation is gone: what it worked on ends or goes elsewhere, and its peers hear of it.
+
+        One of the `suspects` may have ended it: none of them is sent to another engine.
+        """
         if not self.fleet.is_ready(name):
             return
         logger.warning("%s is gone: %s", name, reason)
@@ -206,32 +239,53 @@ class Dispatcher:
         self.index.remove_engine(name)
         for generation in list(self._generations.values()):
             if name in (generation.flow.route.prefill, generation.flow.route.decode):
-                self._survive(generation, name)
+                key = (generation.request_id, generation.flow.attempt)
+                self._survive(generation, name, suspect=key in suspects)
         self._send_peers()
 
     def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
         """One frame of an engine that is up."""
         if not self.fleet.is_ready(name):
-            self.counters.dropped_messages += len(messages)
+            self.counters.dropped_messages += sum(not isinstance(m, Beat) for m in messages)
             return
         now = self._clock()
+        self.fleet.engines[name].num_quiet_ticks = 0
         for message in messages:
-            match message:
-                case Tokens() | Finished() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
-                    self._handle(self._generations.get(message.request_id), name, message, now)
-                case Release():
-                    self._handle(self._transfers.get(message.transfer_id), name, message, now)
-                case Load():
-                    self.fleet.engines[name].load = message
-                case KVEvents():
-                    if not self.index.apply(name, message):
-                        self._send(name, Resync())
-                case _:
-                    self.counters.dropped_messages += 1
+            try:
+                self._take(name, message, now)
+            except Exception as error:
+                self._mishandled(name, message, error)
+
+    def _take(self, name: str, message: RouterToEngine | EngineToRouter, now: float) -> None:
+        """Act on one message of an engine."""
+        match message:
+            case Tokens() | Finished() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
+                self._handle(self._generations.get(message.request_id), name, message, now)
+            case Release():
+                self._handle(self._transfers.get(message.transfer_id), name, message, now)
+            case Load():
+                self.fleet.engines[name].load = message
+            case Beat():
+                self.fleet.engines[name].busy_s = message.busy_s
+            case KVEvents():
+                if not self.index.apply(name, message):
+                    self._send(name, Resync())
+            case _:
+                self.counters.dropped_messages += 1
+
+    def _mishandled(self, name: str, message: RouterToEngine | EngineToRouter, error: Exception) -> None:
+        """A message that this code cannot stand costs its own request and nothing else."""
+        self.counters.dropped_messages += 1
+        logger.error("a %s of %s is dropped after an error", type(message).__name__, name, exc_info=error)
+        key = key_of(message)
+        generation = self._generations.get(key[0]) if key is not None else None
+        if generation is not None:
+            text = f"a {type(message).__name__} of {name} led to an error in the router: {type(error).__name__}"
+            self._apply(generation, generation.flow.fail(RequestFailed(text, request_id=generation.request_id)))
 
     def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
         """Advance one generation. Tokens are the hot path: nothing else changes with them."""
-        if generation is None or generation.flow.attempt != message.attempt:
+        if generation is None or generation.flow.attempt != message.attempt or engine not in generation.flow.route[:2]:
             self.counters.dropped_messages += 1
             return
         flow = generation.flow
@@ -247,9 +301,12 @@ class Dispatcher:
             logger.warning("KV load from %s to %s failed: %s", flow.route.prefill, flow.route.decode, message.code)
         self._apply(generation, sends)
 
-    def _survive(self, generation: Generation, engine: str) -> None:
+    def _survive(self, generation: Generation, engine: str, *, suspect: bool) -> None:
         """An engine of the generation's route died; only a decode part that has not begun can go elsewhere."""
         flow = generation.flow
+        if suspect:
+            self._apply(generation, flow.engine_died(engine, suspect=True))
+            return
         if engine == flow.route.decode and flow.decode == "idle" and flow.prefill == "running":
             others = self.fleet.candidates(("decode", "any"), self._clock(), without=(engine,))
             if others:
@@ -323,8 +380,17 @@ class Dispatcher:
             counters.failed[flow.failure.code] += 1
 
     def _send(self, engine: str, message: RouterToEngine) -> None:
-        if self.fleet.is_ready(engine):
+        """Pass a message on; a request that no frame can carry ends here."""
+        if not self.fleet.is_ready(engine):
+            return
+        try:
             self._backends[engine].send(message)
+        except UnsendableMessage as error:
+            logger.warning("a message to %s is dropped: %s", engine, error)
+            key = key_of(message)
+            generation = self._generations.get(key[0]) if key is not None else None
+            if generation is not None:
+                self._apply(generation, generation.flow.fail(InvalidRequest(str(error))))
 
     def _send_peers(self) -> None:
         peers = Peers(cards=self.fleet.cards())

@@ -3,14 +3,31 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol, cast
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdkv.errors import MalformedMessage
-from pdkv.messages import EngineCard, EngineToRouter, Frame, Hello, Ready, RouterToEngine, decode_frame, encode_frame
+from pdkv.frames import BadMessage, ReceivedFrame, decode_frame, encode_message, encode_raw_frame, key_of, split
+from pdkv.messages import (
+    MAX_ERROR_CHARS,
+    Abort,
+    Beat,
+    Disconnect,
+    EngineCard,
+    EngineToRouter,
+    Failed,
+    Hello,
+    Ready,
+    RequestKey,
+    RouterToEngine,
+)
+from pdkv.router.beats import BeatReader
 from pdkv.transport import configure_socket
 
 logger = logging.getLogger(__name__)
@@ -23,6 +40,9 @@ HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 5.0, 20.0
 
 FRAMES_PER_TURN = 64
 """Frames that a client hands over before other callbacks of the event loop have their turn."""
+
+BYTES_PER_TURN = 1 << 20
+"""And bytes, after which it takes no further frame in that turn."""
 
 
 def _descriptor(socket: "zmq.Socket[bytes]") -> int:
@@ -39,33 +59,46 @@ class EngineListener(Protocol):
     def engine_up(self, name: str, card: EngineCard) -> None:
         """The engine is connected; a new incarnation has a new card.epoch."""
 
-    def engine_down(self, name: str, reason: str) -> None:
-        """The engine that was up is gone: nothing that was asked of it will be answered."""
+    def engine_down(self, name: str, reason: str, suspects: Collection[RequestKey] = ()) -> None:
+        """The engine that was up is gone: nothing that was asked of it will be answered.
+
+        `suspects`: requests of which it had just begun to handle a message. One of them may have ended it.
+        """
 
     def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
-        """One frame."""
+        """One frame, or a beat."""
+
+
+class _SentFrame(NamedTuple):
+    """A frame that the engine has not said to have handled."""
+
+    number: int
+    keys: list[RequestKey]
 
 
 class EngineClient:
     """A router's connection to one engine: connects, says Hello, and connects anew whenever it is lost.
 
-    Death is seen by the connection's end and by a gap in the frame numbers. Every connection has a fresh epoch and a
-    fresh socket, so nothing that was meant for one incarnation can reach the next.
+    Death is seen by the connection's end, by a gap in the frame numbers and by a Disconnect. Every connection has a
+    fresh epoch and a fresh socket, so nothing that was meant for one incarnation can reach the next.
     """
 
     def __init__(self, name: str, endpoint: str, *, router_id: str, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self.name = name
         self.endpoint = endpoint
         self.card: EngineCard | None = None
-        self.num_dropped = 0  # malformed frames, and frames before Ready
+        self.num_dropped = 0  # malformed frames and messages, and frames before Ready
         self._router_id = router_id
         self._context = context
         self._listener: EngineListener | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
-        self._outbox: list[RouterToEngine] = []
+        self._outbox: list[tuple[msgspec.Raw, RequestKey | None]] = []
+        self._beats: BeatReader | None = None
         self._next_sent = 0
         self._next_received = 0
+        self._num_begun = 0  # frames that the engine has begun to handle
+        self._unhandled: deque[_SentFrame] = deque()
         self._reconnect: asyncio.TimerHandle | None = None
 
     def connect(self, listener: EngineListener) -> None:
@@ -75,11 +108,16 @@ class EngineClient:
         self._open()
 
     def send(self, message: RouterToEngine) -> None:
-        """Queue a message for an engine that is up; what one turn of the event loop queues leaves as one frame."""
+        """Queue a message for an engine that is up; what one turn of the event loop queues leaves together.
+
+        Raises:
+            UnsendableMessage: no frame can carry it; nothing is queued.
+        """
         assert self.card is not None, f"{self.name} is not connected"
+        encoded = encode_message(message)
         if not self._outbox:
             self._loop.call_soon(self._flush)
-        self._outbox.append(message)
+        self._outbox.append((encoded, key_of(message)))
 
     def close(self) -> None:
         """Disconnect for good, without a word to the listener. Idempotent."""
@@ -90,7 +128,8 @@ class EngineClient:
 
     def _open(self) -> None:
         self._reconnect = None
-        self._next_sent = self._next_received = 0
+        self._next_sent = self._next_received = self._num_begun = 0
+        self._unhandled.clear()
         self._socket = socket = self._context.socket(zmq.DEALER)
         configure_socket(socket)
         remote = self.endpoint.startswith("tcp://")
@@ -101,7 +140,8 @@ class EngineClient:
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1000))
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(self.endpoint)
-        self._send_frame([Hello(router_id=self._router_id, epoch=secrets.token_hex(8))])
+        hello = Hello(router_id=self._router_id, epoch=secrets.token_hex(8))
+        self._send_frame([encode_message(hello)], [])
         self._watch(self._monitor, self._read_monitor)
         self._watch(socket, self._drain)
 
@@ -113,6 +153,9 @@ class EngineClient:
     def _shut(self) -> None:
         self._outbox.clear()
         self.card = None
+        if self._beats is not None:
+            self._beats.close()
+            self._beats = None
         if self._socket is None or self._monitor is None:
             return
         self._loop.remove_reader(_descriptor(self._socket))
@@ -127,23 +170,26 @@ class EngineClient:
         if self._socket is None:
             return
         was_up = self.card is not None
+        suspects = {key for frame in self._unhandled if frame.number < self._num_begun for key in frame.keys}
         self._shut()
         self._reconnect = self._loop.call_later(RECONNECT_S, self._open)
         if was_up and self._listener is not None:
-            self._listener.engine_down(self.name, reason)
+            self._listener.engine_down(self.name, reason, suspects)
 
     def _flush(self) -> None:
         if self._socket is not None and self._outbox:
             messages, self._outbox = self._outbox, []
-            self._send_frame(messages)
+            keys = iter([key for _, key in messages])
+            for group in split(encoded for encoded, _ in messages):
+                self._send_frame(group, [key for key in islice(keys, len(group)) if key is not None])
             if _is_readable(self._socket):  # the send may have swallowed the signal
                 self._loop.call_soon(self._drain)
 
-    def _send_frame(self, messages: Sequence[RouterToEngine]) -> None:
+    def _send_frame(self, messages: list[msgspec.Raw], keys: list[RequestKey]) -> None:
         assert self._socket is not None
-        frame = Frame(number=self._next_sent, messages=list(messages))
+        self._unhandled.append(_SentFrame(self._next_sent, keys))
+        self._socket.send(encode_raw_frame(self._next_sent, messages), zmq.NOBLOCK)
         self._next_sent += 1
-        self._socket.send(encode_frame(frame), zmq.NOBLOCK)
 
     def _read_monitor(self) -> None:
         while self._monitor is not None and _is_readable(self._monitor):
@@ -157,8 +203,11 @@ class EngineClient:
     def _drain(self) -> None:
         socket = self._socket
         try:
+            size = 0
             for _ in range(FRAMES_PER_TURN):
-                if self._socket is not socket or not self._receive():
+                received = self._receive() if self._socket is socket else 0
+                size += received
+                if not received or size >= BYTES_PER_TURN:
                     return
         finally:  # after an exception of the listener, too, the next frame must be read
             if self._socket is not None and _is_readable(self._socket):
@@ -168,36 +217,75 @@ class EngineClient:
         while self._receive():
             pass
 
-    def _receive(self) -> bool:
-        """Read and deliver one frame. False: there is none."""
+    def _receive(self) -> int:
+        """Read and deliver one frame. Returns its bytes (at least 1); 0: there is none."""
         if self._socket is None:
-            return False
+            return 0
         try:
             parts = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
-            return False
+            return 0
         try:
             frame = decode_frame(parts[0])
-        except MalformedMessage:
-            self.num_dropped += 1  # the gap that it leaves in the numbers is what counts
-            return True
+        except MalformedMessage as error:
+            self.num_dropped += 1
+            self._lost(f"a frame of it cannot be read: {error}")
+            return 1
         if frame.number != self._next_received:
             self._lost(f"frame {frame.number} came instead of {self._next_received}")
-            return True
+            return 1
         self._next_received += 1
-        self._deliver(frame.messages)
-        return True
+        self._note_progress(frame)
+        messages = [m for message in frame.messages if (m := self._checked(message)) is not None]
+        if messages:
+            self._deliver(messages)
+        return max(len(parts[0]), 1)
+
+    def _note_progress(self, frame: ReceivedFrame) -> None:
+        """What the engine says that it has handled cannot have ended it."""
+        self._num_begun = max(self._num_begun, frame.begun)
+        while self._unhandled and self._unhandled[0].number < frame.handled:
+            self._unhandled.popleft()
+
+    def _checked(self, message: RouterToEngine | EngineToRouter | BadMessage) -> RouterToEngine | EngineToRouter | None:
+        """The message; instead of a bad one the failure of what it was about."""
+        if not isinstance(message, BadMessage):
+            return message
+        self.num_dropped += 1
+        logger.error("a message of %s is dropped: %s", self.name, message.reason)
+        if message.key is None or self.card is None:
+            return None
+        self.send(Abort(*message.key))
+        text = f"{self.name} sent a message that cannot be read: {message.reason}"[:MAX_ERROR_CHARS]
+        return Failed(*message.key, MalformedMessage.code, text, retryable=True)
 
     def _deliver(self, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
         assert self._listener is not None
+        if isinstance(messages[-1], Disconnect):
+            self._lost(f"it ended the connection: {messages[-1].reason}")
+            return
         if self.card is None:
-            first = messages[0] if messages else None
+            first = messages[0]
             if not isinstance(first, Ready) or first.card.engine != self.name:
                 self.num_dropped += 1
-                logger.error("%s: expected Ready of %s, got %r", self.endpoint, self.name, first)
+                logger.error("%s: expected Ready of %s, got %.300r", self.endpoint, self.name, first)
                 return
             self.card = first.card
             self._listener.engine_up(self.name, first.card)
+            self._listen(first.card)
             messages = messages[1:]
-        if messages:
+        if messages and self._listener is not None:
             self._listener.engine_messages(self.name, messages)
+
+    def _listen(self, card: EngineCard) -> None:
+        """Hear the engine's beats, if it sends any."""
+        if not card.beats or self._socket is None:
+            return
+        try:
+            self._beats = BeatReader(self._context, card.beats, card.epoch, self._beat)
+        except zmq.ZMQError as error:
+            logger.error("%s: its beats cannot be heard at %s: %s", self.name, card.beats, error)
+
+    def _beat(self, beat: Beat) -> None:
+        if self._listener is not None:
+            self._listener.engine_messages(self.name, [beat])

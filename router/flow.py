@@ -154,10 +154,16 @@ class RequestFlow:
             case Failed():
                 return self._on_failed(engine, message)
 
-    def engine_died(self, engine: str) -> Sends:
-        """An engine of the route is gone; nothing more will come from it."""
+    def engine_died(self, engine: str, *, suspect: bool = False) -> Sends:
+        """An engine of the route is gone; nothing more will come from it.
+
+        `suspect`: it went while it handled a message of this request, which is not sent to another engine then.
+        """
         if self.ended:
             return _NOTHING
+        if suspect:
+            text = f"engine {engine} ended while it took a message of this request in; it is not sent to another one"
+            return self.fail(EngineDied(text, request_id=self.request_id), engine=engine)
         route = self.route
         if engine == route.prefill and not route.aggregated and (self.prefill == "done" or self.declined):
             # Its part was over. Decode finds out about the KV by its peers, but only a prefill engine that writes into
@@ -204,6 +210,9 @@ class RequestFlow:
         if num_known < 0:
             text = f"engine {engine} sent token {message.position} before {len(output)}"
             return self.fail(RequestFailed(text, request_id=self.request_id), engine=engine)
+        fault = self._fault_of(message)
+        if fault:
+            return self.fail(RequestFailed(f"engine {engine} sent {fault}", request_id=self.request_id), engine=engine)
         if num_known:
             self.num_duplicates += min(num_known, len(token_ids))
             if num_known >= len(token_ids):
@@ -224,6 +233,18 @@ class RequestFlow:
         if self.decode == "running" and not self.declined and not self._is_last(len(output)):
             sends.append((self.route.decode, Continue(self.request_id, self.attempt, token_ids)))
         return sends
+
+    def _fault_of(self, message: Tokens) -> str:
+        """What is wrong with tokens that no engine in order would send; empty: nothing."""
+        max_tokens, prompt = self.request.params.max_tokens, self.request.prompt_token_ids
+        num_tokens = len(message.token_ids)
+        if max_tokens is not None and message.position + num_tokens > max_tokens:
+            return f"token {message.position + num_tokens} of at most {max_tokens}"
+        if message.logprobs is not None and len(message.logprobs) != num_tokens:
+            return f"{len(message.logprobs)} logprobs for {num_tokens} tokens"
+        if message.prompt_logprobs is not None and len(message.prompt_logprobs) != len(prompt):
+            return f"{len(message.prompt_logprobs)} prompt logprobs for {len(prompt)} tokens"
+        return ""
 
     def _on_finished(self, engine: str, message: Finished) -> Sends:
         if engine == self.route.decode:
@@ -285,7 +306,7 @@ class RequestFlow:
             if self.declined:
                 return _NOTHING
         if message.code == InvalidRequest.code:
-            return self.fail(InvalidRequest(message.message))
+            return self.fail(InvalidRequest(message.message, param=message.param or None))
         kind = _FAILURES.get(message.code, RequestFailed)
         error = kind(message.message, request_id=self.request_id, retryable=message.retryable)
         error.code = message.code

@@ -73,7 +73,7 @@ class PrefixIndex:
             self._clear(part)
             return False
         part.asked = False
-        part.next_number = events.number + 1
+        part.next_number = events.number if events.more else events.number + 1
         for event in events.events:
             match event:
                 case BlockStored():

@@ -23,6 +23,15 @@ BREAKER_FAILURES = 5
 BREAKER_OPEN_S = 10.0
 """How long an engine is passed over then; one more failure afterwards opens it again."""
 
+TICK_S = 0.5
+"""How often the router counts for how long its engines have been silent."""
+
+SUSPECT_TICKS = 6
+"""An engine that should send Beats and has said nothing for so many ticks is a suspect: stopped, or starved."""
+
+STUCK_STEP_S = 120.0
+"""An engine whose loop has been at one thing for so long is a suspect, too, although its process runs."""
+
 PAIR_MARK_S = 10.0
 """How long a (prefill, decode) pair is passed over after a failed KV load."""
 
@@ -38,6 +47,8 @@ class EngineState:
     load: Load | None = None  # the last report of this incarnation
     in_flight: int = 0  # requests of this router that it has, or will get
     num_deaths: int = 0
+    num_quiet_ticks: int = 0  # since it was heard last
+    busy_s: float = 0.0  # how long its loop had been at one thing, at its last beat
     num_failures: int = 0  # in a row
     open_until: float = 0.0
     refusal: str | None = None  # why the incarnation that came last stays out
@@ -78,12 +89,35 @@ class EngineState:
             self.open_until = now + BREAKER_OPEN_S
 
     @property
+    def silent_for_s(self) -> float:
+        """For how long an engine that is ready has said nothing; 0 for one that sends no beats."""
+        return self.num_quiet_ticks * TICK_S if self.life == "ready" and self._beats else 0.0
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it seems to be stopped or stuck. It may go on: nothing is taken from it."""
+        return self.silent_for_s >= SUSPECT_TICKS * TICK_S or (self.life == "ready" and self.busy_s >= STUCK_STEP_S)
+
+    @property
+    def _beats(self) -> bool:
+        return self.card is not None and bool(self.card.beats)
+
+    @property
+    def condition(self) -> str:
+        """For people: "ready", or why it cannot answer now."""
+        if self.life != "ready" or not self.suspect:
+            return self.life if self._reason() is None else "refused"
+        if self.busy_s >= STUCK_STEP_S:
+            return f"at one step for {self.busy_s:.0f} s"
+        return f"silent for {self.silent_for_s:.1f} s"
+
+    @property
     def pid(self) -> int | None:
         """Of the incarnation that is ready."""
         return self.card.pid if self.card is not None and self.life == "ready" else None
 
     def describe(self) -> dict[str, Any]:
-        """JSON-ready: {name, role, pid, ranks, state, reason, waiting, running, blocks}; the last three as it said.
+        """JSON-ready: what the engine is and does; load, busy_s and blocks as it said last.
 
         State "refused" has a reason: the engine cannot work with the others, and gets no request.
         """
@@ -95,6 +129,9 @@ class EngineState:
             "ranks": list(self.card.rank_pids) if self.card is not None and self.life == "ready" else [],
             "state": self.life if reason is None else "refused",
             "reason": reason,
+            "suspect": self.suspect,
+            "silent_for_s": self.silent_for_s,
+            "busy_s": round(self.busy_s, 3) if self.life == "ready" else 0.0,
             "waiting": load.waiting if load is not None else 0,
             "running": load.running if load is not None else 0,
             "blocks": msgspec.to_builtins(self.blocks),
@@ -172,7 +209,7 @@ class Fleet:
         self._identity = card.model
         state.refusal = None
         state.life, state.card, state.load, state.in_flight = "ready", card, None, 0
-        state.role = card.role
+        state.role, state.num_quiet_ticks, state.busy_s = card.role, 0, 0.0
         state.succeeded()
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
         return state
@@ -193,11 +230,30 @@ class Fleet:
         return self.engines[name].life == "ready"
 
     def candidates(self, roles: Iterable[str], now: float, *, without: Sequence[str] = ()) -> list[EngineView]:
-        """Ready engines of these roles. Engines in `without`, then open breakers, are left out if others are left."""
+        """Ready engines of these roles.
+
+        Engines in `without`, then suspects, then those with an open breaker are left out if others are left.
+        """
         ready = [e for e in self.engines.values() if e.life == "ready" and e.role in roles]
         others = [e for e in ready if e.name not in without] or ready
-        closed = [e for e in others if e.open_until <= now] or others
+        awake = [e for e in others if not e.suspect] or others
+        closed = [e for e in awake if e.open_until <= now] or awake
         return [e.view() for e in closed]
+
+    def tick(self) -> None:
+        """TICK_S have passed; who speaks sets its own count back."""
+        for engine in self.engines.values():
+            engine.num_quiet_ticks += 1
+
+    @property
+    def fault(self) -> str:
+        """Why no prompt can be run and decoded now, for people; empty where one can be."""
+        live = {e.role for e in self.engines.values() if e.life == "ready" and not e.suspect}
+        for role in ("prefill", "decode"):
+            if "any" not in live and role not in live:
+                those = [f"{e.name} is {e.condition}" for e in self.engines.values() if e.role in (role, "any")]
+                return f"no {role} engine is live: {', '.join(those) or 'there is none'}"
+        return ""
 
     def mark(self, prefill: str, decode: str, now: float) -> None:
         """A KV load from `prefill` to `decode` failed."""

@@ -232,7 +232,8 @@ def serve(core: EngineCore, server: EngineServer, notifier: Notifier) -> None:
                 case RouterLeft():
                     core.router_left(router_id)
                 case _:  # what is no message to an engine is counted and dropped there
-                    core.handle(router_id, cast(RouterToEngine, message), now)
+                    core.handle_guarded(router_id, cast(RouterToEngine, message), now)
+        server.acknowledge()
         deadline = core.next_deadline() if not core.has_work else now
         if deadline is not None and deadline <= now:
             core.step(now)

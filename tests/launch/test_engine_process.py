@@ -23,6 +23,7 @@ class Server:
         self.notifier = notifier
         self.timeouts: list[float | None] = []
         self.sent: list[tuple[str, list[Any]]] = []
+        self.acknowledged = 0
 
     def poll(self, timeout_s: float | None, extra_fd: int | None = None) -> bool:
         assert extra_fd == self.notifier.fd
@@ -34,6 +35,9 @@ class Server:
         if not self.script:
             self.notifier.stop()
         return received
+
+    def acknowledge(self) -> None:
+        self.acknowledged += 1
 
     def send(self, router_id: str, messages: list[Any]) -> None:
         self.sent.append((router_id, messages))
@@ -54,7 +58,7 @@ class Core:
     def router_left(self, router_id: str) -> None:
         self.calls.append(("left", router_id))
 
-    def handle(self, router_id: str, message: Any, now: float) -> None:
+    def handle_guarded(self, router_id: str, message: Any, now: float) -> None:
         self.calls.append(("handle", router_id, message))
         self.has_work = True
 

@@ -14,8 +14,8 @@ from pdkv.connectors.push_scheduler import decode_ticket as decode_push_ticket
 from pdkv.decoding import decode_total
 from pdkv.engine.rank_messages import decode_answer, decode_order
 from pdkv.errors import MalformedMessage
+from pdkv.frames import decode_frame
 from pdkv.launch.specs import decode_ack
-from pdkv.messages import decode_frame
 
 HOSTILE = {
     "a key that is no UTF-8": b"\x81\xa3\xff\xfe\xfd\x01",

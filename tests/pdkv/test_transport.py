@@ -6,60 +6,31 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 import pytest
 import zmq
 from traffic import stop_process
+from wire_rig import TIMEOUT_S, Context, Listener, connected, make_card, raw_peer, receive, tokens
 
 from pdkv.errors import StartupError
+from pdkv.frames import Frame, encode_frame
 from pdkv.messages import (
     Abort,
-    EngineCard,
-    EngineToRouter,
-    Frame,
     Hello,
-    KVLayout,
     Release,
     Resync,
-    RouterToEngine,
     Tokens,
-    encode_frame,
 )
 from pdkv.router import engine_client
 from pdkv.router.engine_client import EngineClient
-from pdkv.transport import EngineServer, RouterEvent, RouterJoined, RouterLeft
+from pdkv.transport import EngineServer, RouterJoined, RouterLeft
 
-TIMEOUT_S = 30.0
-
-NO_TEXT = encode_frame(Frame(0, [Abort("quiet", 0)])).replace(b"quiet", b"\xff\xfe\xfd\xfc\xfb")
+NO_TEXT = encode_frame(Frame(0, [Abort("q", 0)])).replace(b"messages", b"messag\xff\xfe")
 """A frame whose text is no UTF-8: its error is not msgspec's own."""
-
-Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
-Received = RouterToEngine | EngineToRouter | RouterEvent
-
-
-def make_card(engine: str = "decode-0", epoch: str = "e0") -> EngineCard:
-    return EngineCard(
-        engine=engine,
-        epoch=epoch,
-        role="decode",
-        pid=os.getpid(),
-        connector="memory",
-        kind="pull",
-        content_addressed=False,
-        orders=["prefill_first"],
-        model="m",
-        layout=KVLayout(num_layers=1, num_kv_heads=1, head_size=8, block_size=16, dtype="float32", dtype_bytes=4),
-        hash_block_size=16,
-        num_blocks=8,
-        max_model_len=128,
-        max_num_seqs=4,
-    )
 
 
 @pytest.fixture
@@ -81,78 +52,9 @@ def context() -> Iterator[Context]:
     context.destroy(linger=0)
 
 
-class Listener:
-    """Records what a client says, and lets a test wait for it."""
-
-    def __init__(self) -> None:
-        self.cards: list[EngineCard] = []
-        self.downs: list[str] = []
-        self.frames: list[Sequence[object]] = []
-        self.changed = asyncio.Event()
-
-    def engine_up(self, name: str, card: EngineCard) -> None:
-        self.cards.append(card)
-        self.changed.set()
-
-    def engine_down(self, name: str, reason: str) -> None:
-        self.downs.append(reason)
-        self.changed.set()
-
-    def engine_messages(self, name: str, messages: Sequence[object]) -> None:
-        self.frames.append(messages)
-        self.changed.set()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
-
-def receive(server: EngineServer, num: int) -> list[tuple[str, Received]]:
-    """At least `num` messages and events."""
-    received: list[tuple[str, Received]] = []
-    while len(received) < num:
-        assert server.poll(TIMEOUT_S), f"only {received} came"
-        received.extend(server.receive())
-    return received
-
-
-def connected(
-    server: EngineServer, context: Context, body: Callable[[EngineClient, Listener], Awaitable[None]]
-) -> None:
-    """Run `body` with a client that is up; the server's side of the handshake is read."""
-
-    async def main() -> None:
-        client, listener = EngineClient("decode-0", server.endpoint, router_id="r", context=context), Listener()
-        client.connect(listener)
-        try:
-            (joined,) = await asyncio.to_thread(receive, server, 1)
-            assert joined[0] == "r"
-            assert isinstance(joined[1], RouterJoined)
-            await listener.until(lambda: bool(listener.cards))
-            await body(client, listener)
-        finally:
-            client.close()
-
-    asyncio.run(main())
-
-
-def raw_peer(context: Context, endpoint: str) -> "zmq.Socket[bytes]":
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.rcvtimeo = int(TIMEOUT_S * 1000)
-    socket.connect(endpoint)
-    return socket
-
-
-def tokens(i: int) -> Tokens:
-    return Tokens(f"q{i}", 0, i, [i])
-
-
 def test_handshake_and_messages_in_both_directions_keep_their_order(server: EngineServer, context: Context) -> None:
     async def body(client: EngineClient, listener: Listener) -> None:
-        assert listener.cards == [make_card()]
+        assert listener.cards == [server.card]
         for i in range(300):
             client.send(Abort(f"q{i}", i))
         got = await asyncio.to_thread(receive, server, 300)

@@ -65,6 +65,10 @@ class FakeDispatcher:
         self.counters = SimpleNamespace(retried=2, dropped_messages=3)
 
     @property
+    def fault(self) -> str:
+        return "" if self.ready else "no decode engine is live"
+
+    @property
     def requests(self) -> list[GenerateRequest]:
         """All that was started."""
         return [generation.request for generation in self.generations]

@@ -12,11 +12,10 @@ from pdkv.connectors.memory_push import MemoryPushWorker
 from pdkv.connectors.memory_store import StoreMetadata, StoreScheduler, StoreWorker
 from pdkv.engine.block_pool import Holder
 from pdkv.engine.external import ExternalKV
-from pdkv.engine.plan import RequestKey
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Scheduler
 from pdkv.errors import PeerGone
-from pdkv.messages import Order
+from pdkv.messages import Order, RequestKey
 from pdkv.prefill.leases import LeaseTable
 
 Pair = tuple[str, Order, str]

@@ -1,0 +1,58 @@
+"""The router's ear for the beats of one engine."""
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import zmq
+
+from pdkv.frames import decode_message
+from pdkv.messages import Beat
+
+_MAX_BEAT_BYTES = 64 * 1024
+_MAX_UNREAD_BEATS = 16
+
+
+class BeatReader:
+    """Hands over the Beats of one incarnation of an engine until `close`. Lives in one event loop."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, epoch: str, on_beat: Callable[[Beat], None]
+    ) -> None:
+        """Raises zmq.ZMQError: there can be no such endpoint."""
+        self.num_dropped = 0  # what is no Beat of that incarnation
+        self._epoch = epoch
+        self._on_beat = on_beat
+        self._loop = asyncio.get_running_loop()
+        self._socket = socket = context.socket(zmq.SUB)
+        socket.linger = 0
+        socket.set_hwm(_MAX_UNREAD_BEATS)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BEAT_BYTES)
+        socket.subscribe(b"")
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        self._fd = cast(int, socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._read)
+        self._loop.call_soon(self._read)
+
+    def close(self) -> None:
+        """No beat comes any more. Idempotent."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._socket.close(linger=0)
+
+    def _read(self) -> None:
+        """ZeroMQ signals changes of state only: read all that is there."""
+        while not self._socket.closed:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            beat = decode_message(parts[0])
+            if isinstance(beat, Beat) and beat.epoch == self._epoch:
+                self._on_beat(beat)
+            else:
+                self.num_dropped += 1

@@ -1,0 +1,110 @@
+"""Both ends of the wire between router and engine, over real sockets, for tests of either."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TypeAlias
+
+import zmq
+
+from pdkv.messages import Beat, EngineCard, KVLayout, RequestKey, Tokens
+from pdkv.router.engine_client import EngineClient
+from pdkv.transport import EngineServer, Received, RouterJoined
+
+TIMEOUT_S = 30.0
+
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+
+
+def make_card(engine: str = "decode-0", epoch: str = "e0") -> EngineCard:
+    return EngineCard(
+        engine=engine,
+        epoch=epoch,
+        role="decode",
+        pid=os.getpid(),
+        connector="memory",
+        kind="pull",
+        content_addressed=False,
+        orders=["prefill_first"],
+        model="m",
+        layout=KVLayout(num_layers=1, num_kv_heads=1, head_size=8, block_size=16, dtype="float32", dtype_bytes=4),
+        hash_block_size=16,
+        num_blocks=8,
+        max_model_len=128,
+        max_num_seqs=4,
+    )
+
+
+class Listener:
+    """Records what a client says, and lets a test wait for it."""
+
+    def __init__(self) -> None:
+        self.cards: list[EngineCard] = []
+        self.downs: list[str] = []
+        self.suspects: list[set[RequestKey]] = []
+        self.beats: list[Beat] = []
+        self.frames: list[Sequence[object]] = []
+        self.changed = asyncio.Event()
+
+    def engine_up(self, name: str, card: EngineCard) -> None:
+        self.cards.append(card)
+        self.changed.set()
+
+    def engine_down(self, name: str, reason: str, suspects: Collection[RequestKey] = ()) -> None:
+        self.downs.append(reason)
+        self.suspects.append(set(suspects))
+        self.changed.set()
+
+    def engine_messages(self, name: str, messages: Sequence[object]) -> None:
+        if isinstance(messages[0], Beat):
+            self.beats.append(messages[0])
+        else:
+            self.frames.append(messages)
+        self.changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def receive(server: EngineServer, num: int) -> list[tuple[str, Received]]:
+    """At least `num` messages and events."""
+    received: list[tuple[str, Received]] = []
+    while len(received) < num:
+        assert server.poll(TIMEOUT_S), f"only {received} came"
+        received.extend(server.receive())
+    return received
+
+
+def connected(
+    server: EngineServer, context: Context, body: Callable[[EngineClient, Listener], Awaitable[None]]
+) -> None:
+    """Run `body` with a client that is up; the server's side of the handshake is read."""
+
+    async def main() -> None:
+        client, listener = EngineClient("decode-0", server.endpoint, router_id="r", context=context), Listener()
+        client.connect(listener)
+        try:
+            (joined,) = await asyncio.to_thread(receive, server, 1)
+            assert joined[0] == "r"
+            assert isinstance(joined[1], RouterJoined)
+            await listener.until(lambda: bool(listener.cards))
+            await body(client, listener)
+        finally:
+            client.close()
+
+    asyncio.run(main())
+
+
+def raw_peer(context: Context, endpoint: str) -> "zmq.Socket[bytes]":
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.rcvtimeo = int(TIMEOUT_S * 1000)
+    socket.connect(endpoint)
+    return socket
+
+
+def tokens(i: int) -> Tokens:
+    return Tokens(f"q{i}", 0, i, [i])
