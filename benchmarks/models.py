@@ -1,4 +1,4 @@
-"""Random Llama models to measure with: tiny (5 M parameters) and mid (200 M), bfloat16. Nothing is downloaded.
+"""Random Llama models to measure with: tiny (5 M parameters), mid (200 M), large (960 M); bfloat16, no download.
 
     python -m benchmarks.models tiny FOLDER
 
@@ -32,6 +32,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
     },
+    "large": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
 }
 _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _SEED = 0
@@ -59,8 +66,8 @@ def make_model(path: Path, size: str) -> None:
         bos_token_id=0,
         eos_token_id=1,
     )
-    make: Any = LlamaForCausalLM
-    model = make(config).to(torch.bfloat16)
+    make: Any = LlamaForCausalLM._from_config
+    model = make(config, dtype=torch.bfloat16)  # never as float32: the large one would take 4 GB
     path.parent.mkdir(parents=True, exist_ok=True)
     work = tempfile.mkdtemp(dir=path.parent)
     try:

@@ -13,7 +13,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from benchmarks import connectors, engine_vs_vllm, interference, many, pd_balance, pd_vs_vllm, peers, startup, ttft
+from benchmarks import (
+    connectors,
+    engine_vs_vllm,
+    identity,
+    interference,
+    many,
+    pd_balance,
+    pd_vs_vllm,
+    peers,
+    startup,
+    ttft,
+)
 from benchmarks.report import Claim, Context, Outcome, load_average, save, show
 
 WORK = Path(__file__).parent.parent / ".bench"
@@ -28,6 +39,8 @@ def _of(module_run: Callable[[Context, str], list[Claim]], size: str) -> Benchma
 
 BENCHMARKS: dict[str, Benchmark] = {
     "startup": startup.run,
+    "identity_mid": _of(identity.run, "mid"),
+    "identity_large": _of(identity.run, "large"),
     "ttft_tiny": _of(ttft.run, "tiny"),
     "ttft_mid": _of(ttft.run, "mid"),
     "engine_tiny": _of(engine_vs_vllm.run, "tiny"),

@@ -90,7 +90,7 @@ class DigestCache:
         directory = self._directory
         if directory is None or not self.keeps(file):
             return
-        body = msgspec.msgpack.encode(_Entry(_VERSION, _path_text(file), tuple(file.stamp), list(digests)))
+        body = msgspec.msgpack.encode(_Entry(_VERSION, _path_text(file), file.stamp, list(digests)))
         name = _entry_name(file)
         temporary = f".{name}-{secrets.token_hex(4)}"
         try:

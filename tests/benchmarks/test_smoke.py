@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from nixl_rig import needs_nixl
 
-from benchmarks import connectors, layerwise, startup
+from benchmarks import connectors, identity, layerwise, startup
 from benchmarks.redis_server import find_binary, redis_server
 from benchmarks.report import Claim, Context
 
@@ -49,3 +49,8 @@ def test_a_hit_in_a_store_is_compared_with_a_local_one(tmp_path: Path) -> None:
         [claim] = layerwise.run(Context(tmp_path, None, quick=True), url)
     check([claim])
     assert claim.figures["local ms"] > 0
+
+
+@pytest.mark.slow
+def test_starts_with_and_without_an_identity_are_compared(tmp_path: Path) -> None:
+    check(identity.run(Context(tmp_path, None, quick=True), "tiny"))

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from pdkv.errors import ConfigError, ModelError
 from pdkv.model_config import load_model_config
 from pdkv.models import loader
+from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.decoder import Decoder
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
@@ -135,3 +137,20 @@ def tensors_of(root: object) -> list[torch.Tensor]:
 
     visit(root)
     return list(found.values())
+
+
+def test_a_file_that_is_replaced_during_the_load_is_an_error_that_names_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = Checkpoint.get
+    file = model_dir / "model.safetensors"
+
+    def replace_and_get(self: Checkpoint, *arguments: Any) -> torch.Tensor:
+        if not (model_dir / "old").exists():
+            file.rename(model_dir / "old")
+            shutil.copy(model_dir / "old", file)
+        return get(self, *arguments)
+
+    monkeypatch.setattr(Checkpoint, "get", replace_and_get)
+    with pytest.raises(ModelError, match=r"model\.safetensors: was replaced"):
+        load(model_dir)

@@ -20,7 +20,8 @@ from pdkv.assemble import RankPlace, build_engine, run_rank
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.core import EngineCore
-from pdkv.errors import ConfigError, RankError, RankGone, RankTimeout
+from pdkv.engine.rank_follower import FirstRank
+from pdkv.errors import ConfigError, ModelError, RankError, RankGone, RankTimeout
 from pdkv.messages import EngineToRouter, Peers, Tokens
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling_params import SamplingParams
@@ -265,3 +266,14 @@ def test_ranks_without_processes_are_refused(tiny_model_dir: Path) -> None:
 def test_heads_that_cannot_be_divided_are_refused_by_every_rank(tiny_model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="3 ranks"):
         Ranked(tiny_model_dir, 3, tmp_path)
+
+
+def test_ranks_that_have_loaded_other_models_are_refused_with_both_identities(
+    make_engine: MakeEngine, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_to_attach = FirstRank.wait_to_attach
+    monkeypatch.setattr(
+        FirstRank, "wait_to_attach", lambda self, num_blocks, model: wait_to_attach(self, num_blocks, "another")
+    )
+    with pytest.raises(ModelError, match=r"rank 0 has loaded model [0-9a-f]{32}, rank 1 has loaded another"):
+        make_engine(tiny_model_dir, 2)
