@@ -100,7 +100,7 @@ class FileStore(KVStore):
         with self._lock:
             self._closed = True
             in_use = self._num_calls > 0
-        if not in_use:  # or the last call does it
+        if not in_use:  # or `_end_call` does it
             self._directory.close()
 
     @contextlib.contextmanager
@@ -119,11 +119,15 @@ class FileStore(KVStore):
         except ConfigError as error:
             raise StoreUnavailable(str(error)) from error
         finally:
-            with self._lock:
-                self._num_calls -= 1
-                is_last = self._closed and not self._num_calls
-            if is_last:
-                self._directory.close()
+            self._end_call()
+
+    def _end_call(self) -> None:
+        """The last call of a store that was closed meanwhile gives the directory back."""
+        with self._lock:
+            self._num_calls -= 1
+            is_last = self._closed and not self._num_calls
+        if is_last:
+            self._directory.close()
 
     def _read(self, key: bytes, out: Buffer, used_ns: int) -> bool:
         name = file_name(key)

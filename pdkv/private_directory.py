@@ -145,7 +145,10 @@ class PrivateDirectory:
                 "chown it, or name another directory"
             )
         if mode & _WRITABLE_BY_OTHERS:
-            raise ConfigError(f"{found}: others may write there, and what they write would be believed; chmod go-w it")
+            raise ConfigError(
+                f"{found}: others may write there, and what they write would be believed; chmod go-w it, or name a "
+                "directory below it, which will be this user's"
+            )
 
 
 def _is_ours(status: os.stat_result) -> bool:

@@ -242,7 +242,7 @@ class ForkServer:
         """Starts it at once; the imports run while the launcher goes on."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        arguments = [theirs.fileno(), lifeline_fd, connector_target]
+        arguments: list[int | str] = [theirs.fileno(), lifeline_fd, connector_target]
         popen = _spawn("pdkv.launch.fork_server", arguments, [theirs.fileno(), lifeline_fd])
         theirs.close()
         self._control = ours

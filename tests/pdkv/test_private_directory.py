@@ -31,7 +31,7 @@ def test_one_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> N
         PrivateDirectory(path, "file store")
     assert str(caught.value) == (
         f"file store {path} belongs to uid {os.geteuid()} and has mode {mode:04o}: others may write there, and what "
-        "they write would be believed; chmod go-w it"
+        "they write would be believed; chmod go-w it, or name a directory below it, which will be this user's"
     )
 
 
