@@ -10,7 +10,15 @@ import torch
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import WorkerConnector
 from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
-from pdkv.engine.kv_cache import allocate_pool, check_pool, kv_cache_bytes, make_layout, num_blocks_that_fit
+from pdkv.engine.kv_cache import (
+    allocate_pool,
+    check_length,
+    check_pool,
+    make_layout,
+    num_blocks_that_fit,
+    pool_bytes,
+    profiled_bytes,
+)
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.runner import ModelRunner
 from pdkv.engine.threads import StepThreads
@@ -104,7 +112,7 @@ class InProcessExecutor(ModelExecutor):
 
         Raises:
             ModelError: the weights are missing, broken, or changed while they were read.
-            ConfigError: no such device, or no room for a single KV block.
+            ConfigError: no such device, or no room for the KV of one request of the longest length.
             RankError: another rank failed.
         """
         shard = self.shard = parallel.shard
@@ -117,6 +125,9 @@ class InProcessExecutor(ModelExecutor):
         dtype = model_config.dtype if config.dtype == "auto" else config.dtype
         self.max_model_len = resolve_max_model_len(model_config, config.max_model_len)
         self.layout = make_layout(model_config, block_size=config.block_size, dtype=dtype, shard=shard)
+        size_bytes = pool_bytes(config, self.device)
+        if size_bytes is not None:
+            self._size_pool(config, size_bytes)  # before the weights, which may take minutes
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._rank_timeout_s = config.rank_timeout_s
@@ -130,14 +141,18 @@ class InProcessExecutor(ModelExecutor):
             parallel=parallel,
             weights=weights,
         )
-        self.num_blocks = num_blocks_that_fit(
-            self.layout, kv_cache_bytes(self._model, config, min(max_num_batched_tokens, self.max_model_len))
-        )
+        if size_bytes is None:
+            num_tokens = min(max_num_batched_tokens, self.max_model_len)
+            self._size_pool(config, profiled_bytes(self._model, config.gpu_memory_utilization, num_tokens))
         self._threads: StepThreads | None = None
         if self.device.type == "cpu":
             self._threads = StepThreads(model_config, dtype, torch.get_num_threads(), shard.size)
         self._runner: ModelRunner | None = None
         self._worker: WorkerConnector | None = None
+
+    def _size_pool(self, config: EngineConfig, size_bytes: int) -> None:
+        self.num_blocks = num_blocks_that_fit(self.layout, size_bytes)
+        check_length(config, self.layout, self.num_blocks, self.max_model_len)
 
     def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
         if kv_pool is None:

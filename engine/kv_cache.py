@@ -6,6 +6,7 @@ import torch
 
 from pdkv.config import EngineConfig
 from pdkv.errors import ConfigError
+from pdkv.memory_limits import format_bytes
 from pdkv.messages import KVLayout
 from pdkv.model_config import DTYPE_BYTES, ModelConfig
 from pdkv.models.decoder import Decoder
@@ -65,24 +66,38 @@ def check_pool(pool: torch.Tensor, layout: KVLayout, num_blocks: int) -> None:
         raise ConfigError(f"the connector's KV pool is {got}, contiguous={pool.is_contiguous()}; expected {expected}")
 
 
-def kv_cache_bytes(model: Decoder, config: EngineConfig, num_tokens: int) -> int:
-    """Bytes for one rank's pool: a part of --kv-cache-memory, or of 256 MiB (CPU); else what a step leaves of its GPU.
+def check_length(config: EngineConfig, layout: KVLayout, num_blocks: int, max_model_len: int) -> None:
+    """Refuse a pool that does not hold one request of the longest length: it would be cut short, or never run.
 
-    The step that is measured has `num_tokens` tokens.
+    Raises:
+        ConfigError: names both figures, and what to set.
+    """
+    capacity = num_blocks * layout.block_size
+    if capacity >= max_model_len:
+        return
+    needed = -(-max_model_len // layout.block_size) * layout.block_bytes * config.tp
+    whose = "max_model_len" if config.max_model_len is not None else "the model's length"
+    raise ConfigError(
+        f"the KV pool of {format_bytes(num_blocks * layout.block_bytes * config.tp)} holds {capacity} tokens, and a "
+        f"request may have {max_model_len} ({whose}), which take {format_bytes(needed)}: "
+        f"give --kv-cache-memory {-(-needed >> 20)}MiB or more, or --max-model-len {capacity} or less"
+    )
+
+
+def pool_bytes(config: EngineConfig, device: torch.device) -> int | None:
+    """Bytes of one rank's pool where they do not depend on what a step leaves: all but the default on a GPU."""
+    if config.kv_cache_memory is None and device.type != "cpu":
+        return None
+    return config.host_kv_bytes // config.tp
+
+
+@torch.inference_mode()
+def profiled_bytes(model: Decoder, utilization: float, num_tokens: int) -> int:
+    """Bytes that a step of `num_tokens` tokens leaves of a GPU: run one without a cache, see what it took at its peak.
 
     Raises:
         ConfigError: nothing is left.
     """
-    if config.kv_cache_memory is not None:
-        return config.kv_cache_memory // config.tp
-    if model.device.type == "cpu":
-        return config.host_kv_bytes // config.tp
-    return _profiled_bytes(model, config.gpu_memory_utilization, num_tokens)
-
-
-@torch.inference_mode()
-def _profiled_bytes(model: Decoder, utilization: float, num_tokens: int) -> int:
-    """Run one step without a cache and see how much memory it took at its peak."""
     device = model.device
     torch.cuda.reset_peak_memory_stats(device)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)

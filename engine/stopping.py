@@ -13,15 +13,12 @@ class StopRules:
     """End-of-sequence, stop token ids and lengths. Stop strings belong to the text side.
 
     Args:
-        max_model_len: most tokens of prompt + output.
-        capacity_tokens: tokens that the KV pool holds; a request must fit alone.
+        max_model_len: most tokens of prompt + output, as the engine's card says. The KV pool holds as many.
     """
 
-    def __init__(
-        self, *, eos_token_ids: Sequence[int], max_model_len: int, capacity_tokens: int, vocab_size: int
-    ) -> None:
+    def __init__(self, *, eos_token_ids: Sequence[int], max_model_len: int, vocab_size: int) -> None:
         self._eos = frozenset(eos_token_ids)
-        self._max_len = min(max_model_len, capacity_tokens)
+        self._max_len = max_model_len
         self._vocab_size = vocab_size
 
     def check(self, submit: Submit, *, has_connector: bool) -> None:

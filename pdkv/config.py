@@ -56,7 +56,11 @@ class EngineConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: cuda where there is one")
     block_size: int = option(16, "tokens per KV block, a multiple of 16")
-    kv_cache_memory: int | None = option(None, "KV pool of one engine, such as 512MiB (CPU default: 256MiB)", size=True)
+    kv_cache_memory: int | None = option(
+        None,
+        "KV pool of one engine, such as 512MiB (CPU default: 256MiB); it must hold a request of max_model_len",
+        size=True,
+    )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use")
     max_num_seqs: int = option(256, "most requests in one step")
     max_num_batched_tokens: int | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)")

@@ -36,7 +36,7 @@ def wire_core(
     shutdown: Callable[[], None],
     local_prefill_tokens: int = LOCAL_PREFILL_TOKENS,
 ) -> EngineCore:
-    """An engine around an executor whose KV pool has card.num_blocks blocks.
+    """An engine around an executor whose KV pool has card.num_blocks blocks, enough for card.max_model_len tokens.
 
     Args:
         connector: the scheduler side; None for an engine without peers and stores.
@@ -44,6 +44,7 @@ def wire_core(
         shutdown: called once, when the core shuts down.
     """
     layout = card.layout
+    assert card.num_blocks * layout.block_size >= card.max_model_len, "a request of the longest length must fit alone"
     pool = BlockPool(card.num_blocks, block_table)
     kv = KVCacheManager(pool, block_size=layout.block_size, hash_block_size=card.hash_block_size)
     external = ExternalKV(connector, pool, block_size=layout.block_size)
@@ -89,7 +90,6 @@ def wire_core(
     stop_rules = StopRules(
         eos_token_ids=eos_token_ids,
         max_model_len=card.max_model_len,
-        capacity_tokens=card.num_blocks * layout.block_size,
         vocab_size=vocab_size,
     )
     return EngineCore(

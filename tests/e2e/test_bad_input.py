@@ -60,7 +60,7 @@ def error_of(reply: httpx.Response, status: int) -> dict[str, Any]:
         ("completions", {"prompt": "x" * 1000, "max_tokens": 25}, 400, "max_tokens", "max_tokens is 25"),
         ("completions", {"max_tokens": "many"}, 400, "max_tokens", "str"),
         ("completions", {"max_tokens": -1}, 400, "max_tokens", "-1"),
-        ("completions", {"temperature": 9}, 400, "temperature", "9"),
+        ("completions", {"temperature": -9}, 400, "temperature", "9"),
         ("completions", {"n": 1000}, 400, "n", "1000"),
         ("completions", {"stop_token_ids": [VOCABULARY]}, 400, "stop_token_ids", str(VOCABULARY)),
         ("completions", {"logit_bias": {"9999": 1}}, 400, "logit_bias", "9999"),
@@ -234,6 +234,10 @@ def check_start(deployment: Running, words: list[str]) -> None:
     ("flags", "words"),
     [
         (["--kv-cache-memory", "1KiB"], ["kv_cache_memory", "1024 bytes"]),
+        (
+            ["--kv-cache-memory", "512KiB"],
+            ["holds", "1024 (the model's length)", "--kv-cache-memory", "--max-model-len"],
+        ),
         (["--kv-cache-memory", "1000GiB"], ["1 KV pools of 1000.0 GiB and 1", "--kv-cache-memory", "available"]),
         (["--max-model-len", "2048"], ["2048", "1024"]),
         (["--device", "cuda:99"], ["cuda:99"]),

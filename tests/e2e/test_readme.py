@@ -32,7 +32,7 @@ def promised(source: str) -> str:
 def test_the_client_example_prints_what_it_says() -> None:
     (example,) = [source for source in PYTHON if "openai" in source]
     with launches(DEFAULT_MODEL) as launch:
-        running = launch("--prefill", "1", "--decode", "1")
+        running = launch("--prefill", "1", "--decode", "1", "--kv-cache-memory", "16MiB")
         output = run_python(example.replace("http://127.0.0.1:8000", running.url))
     assert output.strip() == promised(example)
 

@@ -28,6 +28,12 @@ class Family:
         fields = {"kv_cache_memory": AMPLE_POOL_BLOCKS * self.workload.block_bytes, **fields}
         return LLM(self.workload.path, threads=1, device="cpu", **fields)
 
+    @property
+    def small_pool(self) -> dict[str, int]:
+        """Fields of an engine that cannot hold all prompts."""
+        num_blocks = SMALL_POOL_BLOCKS
+        return {"kv_cache_memory": num_blocks * self.workload.block_bytes, "max_model_len": num_blocks * 16}
+
     def check(self, llm: LLM, params: SamplingParams = GREEDY) -> list[Any]:
         """Complete all prompts at once; returns the outputs, which are right."""
         outputs = llm.generate([e.prompt for e in self.workload.expected], params, progress=False)
@@ -54,7 +60,7 @@ def test_first_pass_and_replay(family: Family, threshold: int) -> None:
 
 
 def test_preemption(family: Family) -> None:
-    with family.llm(kv_cache_memory=SMALL_POOL_BLOCKS * family.workload.block_bytes) as llm:
+    with family.llm(**family.small_pool) as llm:
         family.check(llm)
         assert llm._core.scheduler.num_preemptions > 0
         num_preemptions = llm._core.scheduler.num_preemptions
@@ -74,8 +80,7 @@ def test_bigger_blocks_and_small_batches(family: Family) -> None:
 
 def test_logprobs_in_chunks_and_under_preemption(family: Family) -> None:
     params = msgspec.structs.replace(GREEDY, logprobs=2, prompt_logprobs=0)
-    fields = {"long_prefill_token_threshold": 48, "kv_cache_memory": SMALL_POOL_BLOCKS * family.workload.block_bytes}
-    with family.llm(**fields) as llm:
+    with family.llm(long_prefill_token_threshold=48, **family.small_pool) as llm:
         outputs = family.check(llm, params)
         assert llm._core.scheduler.num_preemptions > 0
     for output, (prompt, continuation) in zip(outputs, family.workload.expected, strict=True):

@@ -15,15 +15,16 @@ from serving_checks import Books, complete_all, read_books, serve_directory, set
 NUM_OUTPUT = 56
 
 CHUNKED = ("--long-prefill-token-threshold", "48")
-SMALL_PREFILL_POOL = ("--prefill-kv-cache-memory", "{small}")
-SMALL_DECODE_POOL = ("--decode-kv-cache-memory", "{small}")
+SMALL_POOL_BLOCKS = 44  # the longest prompt and its output take 41
+AMPLE_POOL_BLOCKS = 800
+SMALL_POOL_TOKENS = str(SMALL_POOL_BLOCKS * 16)
+
+SMALL_PREFILL_POOL = ("--prefill-kv-cache-memory", "{small}", "--prefill-max-model-len", SMALL_POOL_TOKENS)
+SMALL_DECODE_POOL = ("--decode-kv-cache-memory", "{small}", "--decode-max-model-len", SMALL_POOL_TOKENS)
 """Room for the longest prompt and its output and little more; all forty need ten times as much."""
 
 PREEMPTING = (*SMALL_PREFILL_POOL, *SMALL_DECODE_POOL, *CHUNKED, "--max-leased-fraction", "4")
 """Chunks, and no cap on prompts in the making: each finds room when it begins, and not all do when they go on."""
-
-SMALL_POOL_BLOCKS = 44  # the longest prompt and its output take 41
-AMPLE_POOL_BLOCKS = 800
 
 TOPOLOGIES = {"1P1D": ("--prefill", "1", "--decode", "1"), "2P4D": ("--prefill", "2", "--decode", "4")}
 AGGREGATED = ("--prefill", "0", "--decode", "2")

@@ -1,0 +1,146 @@
+"""An engine promises no length that its KV pool cannot hold, and says so before it loads a weight."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployments import write_tokenizer
+from engines import at_rest, make_core, of_type, output_of, run, submit
+from small_models import make_hf_model
+from state_machine.standin import expected_tokens
+
+from pdkv import LLM, SamplingParams
+from pdkv.config import EngineConfig
+from pdkv.engine.executor import InProcessExecutor
+from pdkv.engine.kv_cache import check_length, make_layout, num_blocks_that_fit
+from pdkv.errors import ConfigError, InvalidRequest, ModelError
+from pdkv.messages import Failed, Finished
+from pdkv.model_config import load_model_config
+from pdkv.models.shard import Shard
+
+BLOCK_BYTES = 3 * 2 * 2 * 16 * 16 * 4  # of the small models: layers, K and V, heads, tokens, head size, float32
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """1,024 positions; a token of KV takes 768 bytes."""
+    return make_hf_model(tmp_path / "model", "llama", "float32")
+
+
+def make_executor(model: Path, **fields: Any) -> InProcessExecutor:
+    config = EngineConfig(model=model, device="cpu", threads=1, **fields)
+    return InProcessExecutor(load_model_config(model), config, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"kv_cache_memory": 20 * BLOCK_BYTES, "max_model_len": 321},
+            "the KV pool of 240 KiB holds 320 tokens, and a request may have 321 (max_model_len), which take 252 KiB: "
+            "give --kv-cache-memory 1MiB or more, or --max-model-len 320 or less",
+        ),
+        (
+            {"kv_cache_memory": 300_000},
+            "the KV pool of 288 KiB holds 384 tokens, and a request may have 1024 (the model's length), which take "
+            "768 KiB: give --kv-cache-memory 1MiB or more, or --max-model-len 384 or less",
+        ),
+    ],
+    ids=["explicit", "the model's"],
+)
+def test_a_pool_that_is_too_small_is_an_error_before_weights_are_loaded(
+    model: Path, fields: dict[str, int], message: str
+) -> None:
+    for file in model.glob("*.safetensors"):
+        file.write_bytes(b"no weights")
+    with pytest.raises(ConfigError) as error:
+        make_executor(model, **fields)
+    assert str(error.value) == message
+    with pytest.raises(ModelError):  # what the same engine with room for the length says
+        make_executor(model, kv_cache_memory=1 << 20)
+
+
+@pytest.mark.parametrize("what", ["--kv-cache-memory", "--max-model-len"])
+def test_what_the_error_says_to_give_is_enough(model: Path, what: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_executor(model, kv_cache_memory=300_000)
+    given = int(str(error.value).split(f"{what} ")[1].split()[0].removesuffix("MiB"))
+    if what == "--kv-cache-memory":
+        executor = make_executor(model, kv_cache_memory=given << 20)
+    else:
+        executor = make_executor(model, kv_cache_memory=300_000, max_model_len=given)
+    assert executor.num_blocks * 16 >= executor.max_model_len
+    executor.shutdown()
+
+
+def test_the_default_pool_of_a_big_model_says_what_to_set(tmp_path: Path) -> None:
+    """Llama-3-8B on the CPU: 128 KiB a token, so that 256 MiB hold a quarter of its 8,192 positions."""
+    config = EngineConfig(model=tmp_path, device="cpu")
+    fields = {"num_hidden_layers": 32, "num_key_value_heads": 8, "num_attention_heads": 32, "hidden_size": 4096}
+    model = load_model_config(make_hf_config(tmp_path, **fields, max_position_embeddings=8192))
+    layout = make_layout(model, block_size=16, dtype="bfloat16")
+    num_blocks = num_blocks_that_fit(layout, config.host_kv_bytes)
+    with pytest.raises(ConfigError, match=r"256 MiB holds 2048 .* 8192 .*--kv-cache-memory 1024MiB .* 2048 or less"):
+        check_length(config, layout, num_blocks, 8192)
+
+
+def make_hf_config(path: Path, **fields: int) -> Path:
+    """A directory with a config.json and no weights."""
+    import transformers
+
+    config = transformers.LlamaConfig(**fields)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(path)
+    return path
+
+
+def test_all_ranks_together_need_what_the_error_says(model: Path) -> None:
+    """Four ranks hold each of the two heads twice, so that they need twice the memory."""
+    config = EngineConfig(model=model, device="cpu", tp=4, kv_cache_memory=1 << 20)
+    layout = make_layout(load_model_config(model), block_size=16, dtype="float32", shard=Shard(3, 4))
+    with pytest.raises(ConfigError, match=r"which take 1\.5 MiB: give --kv-cache-memory 2MiB"):
+        check_length(config, layout, num_blocks_that_fit(layout, (1 << 20) // 4), 1024)
+    check_length(config, layout, num_blocks_that_fit(layout, (2 << 20) // 4), 1024)
+
+
+def test_a_request_of_the_longest_length_runs_to_its_end_in_a_pool_that_just_holds_it() -> None:
+    core = make_core(num_blocks=10, block_size=4, max_model_len=40)
+    prompt = list(range(100, 120))
+    core.handle("r", submit(prompt, request_id="other", max_tokens=8), 0.0)
+    core.handle("r", submit(prompt[:5], request_id="long", max_tokens=35), 0.0)
+    core.handle("r", submit(prompt, request_id="too long", max_tokens=21), 0.0)
+    messages = run(core)
+    assert output_of(messages, "long") == expected_tokens(prompt[:5], 35)
+    assert output_of(messages, "too long") == expected_tokens(prompt, 20)  # what the card's length leaves
+    assert not of_type(messages, Failed)
+    assert len(of_type(messages, Finished)) == 3
+    assert at_rest(core)
+
+
+def test_the_length_ends_where_the_card_says_however_big_the_pool() -> None:
+    """A pool of 64 tokens, a card of 24: the card ends an output, and refuses a prompt as long."""
+    core = make_core(max_model_len=24)
+    prompt = list(range(100, 110))
+    core.handle("r", submit(prompt, max_tokens=50), 0.0)
+    core.handle("r", submit(list(range(100, 124)), request_id="b"), 0.0)
+    messages = run(core)
+    assert len(output_of(messages, "a")) == 14
+    (failed,) = of_type(messages, Failed)
+    assert isinstance(failed, Failed)
+    assert "at most 23 leave room" in failed.message
+
+
+def test_no_engine_is_wired_whose_card_promises_more_than_its_pool_holds() -> None:
+    with pytest.raises(AssertionError, match="must fit alone"):
+        make_core(num_blocks=16, block_size=4, max_model_len=65)
+
+
+def test_offline_the_length_is_what_was_asked_for(model: Path) -> None:
+    write_tokenizer(model)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    with LLM(model, kv_cache_memory=1 << 20, max_model_len=200, threads=1, device="cpu") as llm:
+        assert llm._core.card.max_model_len == 200
+        (output,) = llm.generate([[5, 6, 7]], params, progress=False)
+        assert len(output.outputs[0].token_ids) == 197
+        with pytest.raises(InvalidRequest, match="at most 199 leave room"):
+            llm.generate([[5] * 200], params, progress=False)
