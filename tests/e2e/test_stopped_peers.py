@@ -59,6 +59,22 @@ def test_a_request_whose_engine_is_stopped_ends_at_its_own_deadline(
     assert tokens_of(ask(deployment, salt=name)) == expected
 
 
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_health_is_503_while_the_only_engine_of_a_role_is_stopped(deployment: Running, name: str) -> None:
+    """Attack 8: it said 200 all the while."""
+    role = name.partition("-")[0]
+    assert deployment.get("/health").status_code == 200
+    with stopped(deployment.pids()[name]):
+        reply = wait_until_true(lambda: (r := deployment.get("/health")).status_code == 503 and r, "a 503")
+        message = reply.json()["error"]["message"]
+        assert message.startswith(f"no {role} engine is live: {name} is silent for ")
+        (engine,) = [e for e in deployment.get("/topology").json()["engines"] if e["name"] == name]
+        assert engine["suspect"]
+        assert engine["silent_for_s"] >= 3.0
+    wait_until_true(lambda: deployment.get("/health").status_code == 200, "health after SIGCONT")
+    assert len(tokens_of(ask(deployment, salt=f"again {name}"))) == NUM_OUTPUT
+
+
 def leased_blocks(deployment: Running) -> int:
     engines = deployment.get("/topology").json()["engines"]
     return sum(int(engine["blocks"]["leased"]) for engine in engines)

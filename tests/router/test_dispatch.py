@@ -1,12 +1,10 @@
 """Dispatch over scripted engines: every order, death, retry, abort, deadline, stale messages and the books."""
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
-from scripted_engine import ORDERS_OF, ScriptedEngine, expected_output, make_card, make_request, token_at
+from dispatch_rig import System, check_right, collect, run
+from scripted_engine import ORDERS_OF, expected_output, make_request, token_at
 
 from pdkv.block_keys import extend_keys, root_key
 from pdkv.errors import (
@@ -23,7 +21,6 @@ from pdkv.messages import (
     BlockCounts,
     BlockStored,
     CacheCleared,
-    EngineCard,
     Failed,
     Finished,
     KVEvents,
@@ -34,133 +31,14 @@ from pdkv.messages import (
     Peers,
     Release,
     Resync,
-    RouterToEngine,
     SourceCounts,
     Submit,
     Tokens,
 )
-from pdkv.router.dispatch import Delta, Dispatcher, GenerateRequest, Generation
-from pdkv.router.engine_client import EngineListener
-
-BLOCKS = BlockCounts(total=100, free=100, cached=0, active=0, leased=0, quarantined=0)
-
-
-class InProcessBackend:
-    """A backend around a scripted engine: what it has to say comes in later turns of the event loop."""
-
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self.name = engine.name
-        self.engine = engine
-        self.listener: EngineListener | None = None
-        self.up = False
-        self.held = False  # the engine does nothing for now
-
-    def connect(self, listener: EngineListener) -> None:
-        self.listener = listener
-
-    def send(self, message: RouterToEngine) -> None:
-        assert self.up, "a message to an engine that is not up"
-        self.engine.receive(message)
-        asyncio.get_running_loop().call_soon(self.pump)
-
-    def pump(self) -> None:
-        if not self.up or self.held or self.listener is None:
-            return
-        for key in self.engine.runnable()[:1]:
-            self.engine.step(key)
-        said, self.engine.outbox = self.engine.outbox, []
-        if said:
-            self.listener.engine_messages(self.name, said)
-        if self.engine.runnable():
-            asyncio.get_running_loop().call_soon(self.pump)
-
-    def release(self) -> None:
-        self.held = False
-        self.pump()
-
-    def say(self, *messages: Any) -> None:
-        assert self.listener is not None
-        self.listener.engine_messages(self.name, messages)
-
-    def start(self, card: EngineCard) -> None:
-        assert self.listener is not None
-        self.up = True
-        self.listener.engine_up(self.name, card)
-
-    def die(self) -> None:
-        assert self.listener is not None
-        self.up = False
-        self.engine = ScriptedEngine(self.name, self.engine.kind)
-        self.listener.engine_down(self.name, "killed")
-
-    def close(self) -> None:
-        self.listener = None
-
-    def heard(self, kind: type) -> list[Any]:
-        return [m for m in self.engine.received if isinstance(m, kind)]
-
-
-class System:
-    """A dispatcher and its scripted engines, prefill-0 …, decode-0 … or engine-0 …"""
-
-    def __init__(self, num_prefill: int, num_decode: int, *, kind: str = "pull", **options: Any) -> None:
-        self.dispatcher = Dispatcher(rng=random.Random(0), **({"policy": "round_robin"} | options))
-        roles = {"prefill": num_prefill, "decode" if num_prefill else "any": num_decode}
-        self.backends: dict[str, InProcessBackend] = {}
-        self.kind = kind
-        for role, num in roles.items():
-            for i in range(num):
-                name = f"{role}-{i}"
-                self.backends[name] = InProcessBackend(ScriptedEngine(name, kind))  # type: ignore[arg-type]
-                self.dispatcher.add_backend(self.backends[name], role)
-
-    def card(self, name: str, **changes: Any) -> EngineCard:
-        return make_card(name, name.partition("-")[0], self.kind, **changes)  # type: ignore[arg-type]
-
-    def start(self) -> None:
-        self.dispatcher.connect()
-        for name, backend in self.backends.items():
-            backend.start(self.card(name))
-
-    def check_rest(self) -> None:
-        """Nothing is left of any request."""
-        assert self.dispatcher.num_generations == 0
-        assert self.dispatcher._transfers == {}
-        assert [e.in_flight for e in self.dispatcher.engines()] == [0] * len(self.backends)
-        for backend in self.backends.values():
-            assert not backend.engine.tasks
-            assert not backend.engine.leases
-
-
-def run(system: System, body: Callable[[System], Awaitable[None]], *, start: bool = True) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(30):
-            if start:
-                system.start()
-            await body(system)
-            system.check_rest()
-            system.dispatcher.close()
-
-    asyncio.run(main())
-
-
-async def collect(generation: Generation) -> tuple[list[int], Delta]:
-    """All tokens and the last delta."""
-    tokens: list[int] = []
-    async for delta in generation:
-        tokens += delta.token_ids
-    return tokens, delta
-
-
-async def check_right(system: System, request: GenerateRequest) -> Generation:
-    generation = system.dispatcher.start(request)
-    tokens, last = await collect(generation)
-    assert tokens == expected_output(request)
-    assert last.finish_reason is not None
-    return generation
-
+from pdkv.router.dispatch import Delta, Dispatcher
 
 LEGAL: list[tuple[str, Order]] = [(kind, order) for kind, orders in ORDERS_OF.items() for order in orders]
+BLOCKS = BlockCounts(total=100, free=100, cached=0, active=0, leased=0, quarantined=0)
 
 
 @pytest.mark.parametrize(("kind", "order"), LEGAL)

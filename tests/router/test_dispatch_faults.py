@@ -1,0 +1,206 @@
+"""Engines that lie, that an own request ends, or that fall silent: what it costs, and what health says."""
+
+import logging
+
+import pytest
+from dispatch_rig import InProcessBackend, System, check_right, collect, run
+from scripted_engine import make_request
+
+from pdkv.errors import EngineDied, InvalidRequest, RequestFailed, UnsendableMessage
+from pdkv.messages import Beat, EngineToRouter, Failed, Finished, Load, SourceCounts, Submit, TokenLogprob, Tokens
+from pdkv.router.state import STUCK_STEP_S, SUSPECT_TICKS, TICK_S
+
+
+def held_system(num: int) -> System:
+    system = System(0, num)
+    for backend in system.backends.values():
+        backend.held = True
+    return system
+
+
+def test_a_request_that_an_engine_was_taking_in_when_it_ended_is_not_sent_to_another() -> None:
+    """Finding 3: the retry ended the second engine, and with it every other request."""
+
+    async def body(system: System) -> None:
+        poison, innocent = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
+        first, second = system.backends["any-0"], system.backends["any-1"]
+        assert [len(b.heard(Submit)) for b in (first, second)] == [1, 1]
+        other = system.dispatcher.start(make_request(num_prompt=40))
+        assert len(first.heard(Submit)) == 2
+        first.die({(poison.request_id, 0)})
+        with pytest.raises(EngineDied, match=r"any-0 ended while it took .* not sent to another") as raised:
+            await collect(poison)
+        assert not raised.value.retryable
+        assert {m.request_id for m in second.heard(Submit)} == {innocent.request_id, other.request_id}
+        second.release()
+        for generation in (innocent, other):
+            await collect(generation)
+        assert system.dispatcher.counters.retried == 1
+
+    run(held_system(2), body)
+
+
+@pytest.mark.parametrize(
+    ("forged", "text"),
+    [
+        ({"position": 3}, "sent token 3 before 0"),
+        ({"token_ids": [1] * 50}, "sent token 50 of at most 5"),
+        ({"logprobs": [TokenLogprob(1, -1.0, 1)] * 3}, "sent 3 logprobs for 1 tokens"),
+        ({"prompt_logprobs": [None]}, "sent 1 prompt logprobs for 20 tokens"),
+    ],
+)
+def test_tokens_that_cannot_be_fail_their_request_only(forged: dict[str, object], text: str) -> None:
+    async def body(system: System) -> None:
+        victim = system.dispatcher.start(make_request())
+        values = {"position": 0, "token_ids": [1]} | forged
+        system.backends["any-0"].say(Tokens(victim.request_id, 0, **values))  # type: ignore[arg-type]
+        with pytest.raises(RequestFailed, match=text):
+            await collect(victim)
+        system.backends["any-0"].release()
+        await check_right(system, make_request(num_prompt=33))
+
+    run(held_system(1), body)
+
+
+def test_messages_of_an_engine_that_has_no_part_in_a_request_are_dropped() -> None:
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(make_request())
+        foreign: list[EngineToRouter] = [
+            Tokens(generation.request_id, 0, 0, [9]),
+            Failed(generation.request_id, 0, "internal_error", "forged", retryable=False),
+            Finished(generation.request_id, 0, "stop", SourceCounts()),
+        ]
+        system.backends["any-1"].say(*foreign)
+        assert system.dispatcher.counters.dropped_messages == 3
+        system.backends["any-0"].release()
+        tokens, _ = await collect(generation)
+        assert len(tokens) == 5
+
+    run(held_system(2), body)
+
+
+def test_an_error_in_a_message_s_handling_costs_that_request_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(system: System) -> None:
+        victim, other = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
+
+        def broken(*_: object) -> None:
+            raise IndexError("a defect")
+
+        monkeypatch.setattr(victim.flow, "_on_tokens", broken)
+        backend = system.backends["any-0"]
+        with caplog.at_level(logging.CRITICAL):
+            backend.say(Tokens(victim.request_id, 0, 0, [1]), Tokens(other.request_id, 0, 0, [1]))
+        with pytest.raises(RequestFailed, match="led to an error in the router: IndexError"):
+            await collect(victim)
+        assert other.flow.output_token_ids == [1]
+        other.abort()
+
+    run(held_system(1), body)
+
+
+def test_what_no_frame_can_carry_is_the_client_s_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(system: System) -> None:
+        send = InProcessBackend.send
+
+        def picky(self: InProcessBackend, message: object) -> None:
+            if isinstance(message, Submit) and len(message.prompt_token_ids) == 99:
+                raise UnsendableMessage("Submit has 99 bytes; at most 98 can be sent")
+            send(self, message)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(InProcessBackend, "send", picky)
+        with pytest.raises(InvalidRequest, match="at most 98"):
+            await collect(system.dispatcher.start(make_request(num_prompt=99)))
+        await check_right(system, make_request())
+
+    run(System(1, 1), body)
+
+
+def test_an_engine_s_refusal_names_the_field() -> None:
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(make_request())
+        refusal = Failed(generation.request_id, 0, InvalidRequest.code, "top_k must be less", False, "top_k")
+        system.backends["any-0"].say(refusal)
+        with pytest.raises(InvalidRequest) as raised:
+            await collect(generation)
+        assert (raised.value.param, raised.value.status) == ("top_k", 400)
+        system.backends["any-0"].engine.tasks.clear()  # which has refused nothing
+
+    run(held_system(1), body)
+
+
+# --- silence ------------------------------------------------------------------------------------------------------
+
+
+def start_with_beats(system: System) -> None:
+    for name, backend in system.backends.items():
+        backend.start(system.card(name, beats="ipc:///beats"))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_is_silent_is_a_suspect_until_it_speaks(role: str) -> None:
+    async def body(system: System) -> None:
+        dispatcher, silent = system.dispatcher, f"{role}-0"
+        assert "not all engines have been ready" in dispatcher.fault
+        dispatcher.connect()
+        start_with_beats(system)
+        assert dispatcher.fault == ""
+        for tick in range(1, SUSPECT_TICKS + 1):
+            assert dispatcher.fault == ""
+            dispatcher.fleet.tick()
+            for name, backend in system.backends.items():
+                if name != silent:
+                    backend.say(Beat("e0", 0.0))
+            assert dispatcher.topology()["engines"][role == "decode"]["silent_for_s"] == tick * TICK_S
+        assert dispatcher.fault == f"no {role} engine is live: {silent} is silent for 3.0 s"
+        suspects = {e["name"]: e["suspect"] for e in dispatcher.topology()["engines"]}
+        assert [name for name, suspect in suspects.items() if suspect] == [silent]
+        system.backends[silent].say(Load(0, 0, system.dispatcher.fleet.engines[silent].blocks))
+        assert dispatcher.fault == ""
+
+    run(System(1, 1), body, start=False)
+
+
+def test_a_long_step_is_no_silence_and_one_without_end_is_a_fault() -> None:
+    async def body(system: System) -> None:
+        dispatcher, backend = system.dispatcher, system.backends["any-0"]
+        dispatcher.connect()
+        start_with_beats(system)
+        for tick in range(4 * SUSPECT_TICKS):
+            dispatcher.fleet.tick()
+            backend.say(Beat("e0", tick * TICK_S))
+            assert dispatcher.fault == ""
+        backend.say(Beat("e0", STUCK_STEP_S))
+        assert dispatcher.fault == "no prefill engine is live: any-0 is at one step for 120 s"
+        backend.say(Beat("e0", 0.0))
+        assert dispatcher.fault == ""
+
+    run(System(0, 1), body, start=False)
+
+
+def test_suspects_get_requests_only_where_nobody_else_is() -> None:
+    async def body(system: System) -> None:
+        dispatcher = system.dispatcher
+        dispatcher.connect()
+        start_with_beats(system)
+        for _ in range(SUSPECT_TICKS):
+            dispatcher.fleet.tick()
+        system.backends["any-1"].say(Beat("e0", 0.0))
+        for n in range(4):
+            await check_right(system, make_request(num_prompt=20 + n))
+        assert not system.backends["any-0"].heard(Submit)
+        for _ in range(SUSPECT_TICKS):
+            dispatcher.fleet.tick()
+        await check_right(system, make_request())  # all are suspects: better one of them than nobody
+
+    run(System(0, 2), body, start=False)
+
+
+def test_engines_without_beats_are_never_silent() -> None:
+    async def body(system: System) -> None:
+        for _ in range(10 * SUSPECT_TICKS):
+            system.dispatcher.fleet.tick()
+        assert system.dispatcher.fault == ""
+
+    run(System(1, 1), body)
