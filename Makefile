@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 MINUTES ?= 5
 BACKENDS ?=
 SEED ?= 0
+DAMAGE ?= 10000
 
 .PHONY: install lint test matrix soak bench demo serve clean
 
@@ -38,8 +39,10 @@ matrix: install
 	$(BIN)/python tests/support/matrix_table.py .bench/matrix.txt
 	$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/connectors/test_conformance.py
 
-# Chaos under load for so many minutes per backend: make soak MINUTES=5 BACKENDS="shared_memory store_redis"
+# So many damaged values in stores of every kind (make soak DAMAGE=10000), then chaos under load for so many minutes per
+# backend: make soak MINUTES=5 BACKENDS="shared_memory store_redis"
 soak: install
+	cd tests/support && $(abspath $(BIN))/python -m soak.damage --mutations $(DAMAGE) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(MINUTES) --seed $(SEED) --backends $(BACKENDS)
 
 bench: install

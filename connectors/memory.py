@@ -168,9 +168,9 @@ class MemoryWorker(WorkerConnector):
         """All blocks are in and checked."""
         self._report(2, key, TransferOutcome(num_bytes=num_blocks * self._block_bytes))
 
-    def receive_failed(self, key: TransferKey, code: str, num_tokens: int = 0) -> None:
+    def receive_failed(self, key: TransferKey, code: str, num_tokens: int = 0, num_damaged: int = 0) -> None:
         """The transfer ended, and nothing writes its blocks any more; `num_tokens` of its first tokens are in them."""
-        self._report(3, key, TransferOutcome(code, num_tokens=num_tokens))
+        self._report(3, key, TransferOutcome(code, num_tokens=num_tokens, num_damaged=num_damaged))
 
     def _report(self, which: int, key: TransferKey, outcome: TransferOutcome) -> None:
         """Results come while another engine runs its step, too."""

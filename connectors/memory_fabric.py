@@ -8,7 +8,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import xxhash
 
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.block_table import BlockTable
@@ -38,12 +41,20 @@ class Operation(ABC):
         """Run the next stage; returns what is under way then."""
 
 
+class StoredBlock(NamedTuple):
+    """What lies in the store, and the digest of what was put there under its name."""
+
+    content: Content
+    digest: bytes
+
+
 class MemoryStore:
     """Content-addressed blocks outside every engine, least recently used evicted first."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
-        self._blocks: OrderedDict[StoreName, Content] = OrderedDict()
+        self.num_damaged = 0  # blocks that were not what was put: dropped
+        self._blocks: OrderedDict[StoreName, StoredBlock] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -52,14 +63,20 @@ class MemoryStore:
         return name in self._blocks
 
     def get(self, name: StoreName) -> Content | None:
-        """The block's content, which counts as a use."""
-        if name in self._blocks:
-            self._blocks.move_to_end(name)
-        return self._blocks.get(name)
+        """The block's content, which counts as a use; None: it is not there, or not what was put under this name."""
+        block = self._blocks.get(name)
+        if block is None:
+            return None
+        if block.digest != _digest(name, block.content):
+            self.num_damaged += 1
+            del self._blocks[name]
+            return None
+        self._blocks.move_to_end(name)
+        return block.content
 
     def put(self, name: StoreName, content: Content) -> None:
         """Make a completely written block visible."""
-        self._blocks[name] = content
+        self._blocks[name] = StoredBlock(content, _digest(name, content))
         self._blocks.move_to_end(name)
         while self.capacity is not None and len(self._blocks) > self.capacity:
             self._blocks.popitem(last=False)
@@ -67,6 +84,18 @@ class MemoryStore:
     def discard(self, name: StoreName) -> None:
         """Drop a block, if it is there."""
         self._blocks.pop(name, None)
+
+
+def _digest(name: StoreName, content: Content) -> bytes:
+    """Of a block under its name, its bytes and their shape."""
+    array = content
+    if not isinstance(array, np.ndarray):
+        import torch  # not before there is a tensor
+
+        array = content.contiguous().flatten().view(torch.uint8).cpu().numpy()
+    digest = xxhash.xxh3_128(repr((name, tuple(content.shape), str(content.dtype))).encode())
+    digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.digest()
 
 
 class MemoryFabric:

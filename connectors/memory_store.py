@@ -222,10 +222,10 @@ class StoreWorker(MemoryWorker):
         del self._active[load.key]
         self.received(load.key, len(load.target))
 
-    def end_key(self, key: TransferKey, code: str, num_tokens: int = 0) -> None:
+    def end_key(self, key: TransferKey, code: str, num_tokens: int = 0, num_damaged: int = 0) -> None:
         """Nothing of this transfer lands from now on; its first `num_tokens` tokens have."""
         if self._active.pop(key, None) is not None:
-            self.receive_failed(key, code, num_tokens)
+            self.receive_failed(key, code, num_tokens, num_damaged)
 
     def committed(self, commit: "Commit") -> None:
         """A commit is visible."""
@@ -273,12 +273,16 @@ class ReadStore(Operation):
         self.worker = worker
         self.load = load
         self.content: list[Content] | None = None
+        self.num_damaged = 0  # of what was read
 
     def deliver(self) -> Operation | None:
         worker, load = self.worker, self.load
         if self.content is None:
-            found = (worker.fabric.store.get(name) for name in load.names)
+            store = worker.fabric.store
+            num_damaged = store.num_damaged
+            found = (store.get(name) for name in load.names)
             self.content = list(takewhile(lambda content: content is not None, found))
+            self.num_damaged = store.num_damaged - num_damaged
             return self
         if not worker.is_active(load):
             worker.fabric.num_refused += 1
@@ -288,7 +292,7 @@ class ReadStore(Operation):
         if len(self.content) == len(load.names):
             worker.end(load)
         else:
-            worker.end_key(load.key, KVNotFound.code, len(self.content) * worker.block_size)
+            worker.end_key(load.key, KVNotFound.code, len(self.content) * worker.block_size, self.num_damaged)
         return None
 
 
