@@ -124,6 +124,15 @@ class BlockPool:
         self.table.publish(block_id, keys)
         self.events.append(BlockStored(keys=keys, parent=parent))
 
+    def withdraw(self, block_id: int) -> None:
+        """The block's content turned out to be wrong: nobody finds it any more, and peers that read it refuse it."""
+        before = self._class_of(block_id)
+        self._forget(block_id)
+        self.table.reuse(block_id)
+        if before == _Class.CACHED:
+            self._free.move_to_end(block_id, last=False)
+        self._count(before, self._class_of(block_id))
+
     def snapshot_events(self) -> list[KVEvent]:
         """The whole content as events, for a reader that lost track; parents before children."""
         events: list[KVEvent] = [CacheCleared()]

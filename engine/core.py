@@ -16,7 +16,7 @@ from pdkv.engine.plan import StepOutput
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Confirmed, Scheduler
 from pdkv.engine.stopping import StopRules
-from pdkv.errors import InvalidRequest, PdkvError, RankError, RequestTimeout
+from pdkv.errors import InvalidRequest, NonFiniteLogits, PdkvError, RankError, RequestTimeout
 from pdkv.frames import key_of
 from pdkv.messages import (
     MAX_ERROR_CHARS,
@@ -87,6 +87,7 @@ class Counters:
     store: int = 0
     dropped_messages: int = 0
     steps: int = 0
+    non_finite: int = 0  # requests
 
     def add(self, sources: SourceCounts) -> None:
         """Count one choice's prompt tokens by source."""
@@ -185,6 +186,7 @@ class EngineCore:
         output = msgspec.structs.replace(output, transfers=self.external.resolve(output.transfers))
         for confirmed in self.scheduler.update(output):
             self._advance(confirmed, output, now)
+        self._fail_spoiled()
         for transfers, ok in ((output.transfers.finished_sending, True), (output.transfers.failed_sending, False)):
             for key, outcome in transfers.items():
                 self.roles.sending_ended(key, ok, outcome)
@@ -410,6 +412,13 @@ class EngineCore:
         for request, outcome in rejected:
             self._fail(request, outcome.code, f"the KV of the prompt could not be loaded: {outcome.code}", True)
 
+    def _fail_spoiled(self) -> None:
+        """Requests that the step could not go on with."""
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        for request, failure in failed:
+            self.counters.non_finite += failure.code == NonFiniteLogits.code
+            self._fail(request, failure.code, failure.message, False)
+
     def _forget(self, request: Request) -> None:
         self.scheduler.remove(request)
         del self.requests[request.key]
@@ -469,6 +478,7 @@ class EngineCore:
             steps=counters.steps,
             damaged_values=self.external.num_damaged,
             partial_loads=base.partial_loads,
+            non_finite_requests=counters.non_finite,
         )
 
     def _report_load(self) -> None:

@@ -129,6 +129,7 @@ class InProcessExecutor(ModelExecutor):
         if size_bytes is not None:
             self._size_pool(config, size_bytes)  # before the weights, which may take minutes
         self._max_num_seqs = config.max_num_seqs
+        self._check_finite = config.check_finite
         self._max_num_batched_tokens = max_num_batched_tokens
         self._rank_timeout_s = config.rank_timeout_s
         self._parallel = parallel
@@ -168,6 +169,7 @@ class InProcessExecutor(ModelExecutor):
             max_model_len=self.max_model_len,
             worker=worker,
             draws=self.shard.rank == 0,
+            check_finite=self._check_finite,
         )
         self._runner.warm_up()
         if self.device.type == "cpu":

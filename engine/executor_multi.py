@@ -137,13 +137,15 @@ class MultiProcessExecutor(ModelExecutor):
             answers = others.hear(self._timeout_s)
         except RankError as error:
             raise others.why(error) from None
-        by_rank = [output.transfers]
+        by_rank, failed = [output.transfers], dict(output.failed)
         for answer in answers:
             assert isinstance(answer, StepDone), answer
             assert answer.step_id == plan.step_id, (answer.step_id, plan.step_id)
             by_rank.append(transfers_of(answer))
+            for key, failure in answer.failed:
+                failed[key] = failed[key].joined(failure) if key in failed else failure
         self._drawn = [sampled.token_ids for sampled in output.sampled.values()]
-        return msgspec.structs.replace(output, transfers=self._transfers.add(by_rank))
+        return msgspec.structs.replace(output, transfers=self._transfers.add(by_rank), failed=failed)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         self._others.tell(encode(PeersChanged(list(added), list(removed))), self._timeout_s)

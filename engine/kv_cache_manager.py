@@ -94,6 +94,12 @@ class KVCacheManager:
             self.pool.commit(request.block_ids[i], keys[i * per_block : (i + 1) * per_block], parent)
         request.num_committed_blocks = num_full
 
+    def discard(self, block_ids: Sequence[int]) -> None:
+        """What is in these blocks is not to be found any more; who holds them keeps them."""
+        for block_id in block_ids:
+            if self.pool.has_content(block_id):
+                self.pool.withdraw(block_id)
+
     def free(self, request: Request, *, step_in_flight: bool) -> None:
         """The request gives up its blocks; a step in flight that names them holds them until its update."""
         if step_in_flight:

@@ -53,6 +53,18 @@ class SampledTokens(NamedTuple):
     logprobs: list[TokenLogprob] | None  # one per token where asked for
 
 
+class StepFailure(msgspec.Struct, frozen=True):
+    """Why a request cannot go on, though the step did; nothing of its share counts."""
+
+    code: str  # a PdkvError's
+    message: str
+    bad_blocks: list[int] = []  # full blocks of the request whose content nobody may find
+
+    def joined(self, other: "StepFailure") -> "StepFailure":
+        """What two ranks found."""
+        return StepFailure(self.code, self.message, sorted({*self.bad_blocks, *other.bad_blocks}))
+
+
 class StepOutput(msgspec.Struct, frozen=True):
     """What came out of a step, aggregated over ranks."""
 
@@ -60,3 +72,4 @@ class StepOutput(msgspec.Struct, frozen=True):
     sampled: dict[RequestKey, SampledTokens]
     prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]]  # whole prompt, with the first sampled token
     transfers: TransferResults
+    failed: dict[RequestKey, StepFailure] = {}

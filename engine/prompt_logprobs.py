@@ -5,6 +5,7 @@ import torch
 
 from pdkv.engine.attention import pad, to_tensor
 from pdkv.engine.batch import IntArray, StepInputs
+from pdkv.engine.finite_check import FiniteCheck
 from pdkv.engine.plan import NewRequest
 from pdkv.engine.sampler import SamplingState
 from pdkv.engine.shapes import round_rows
@@ -49,14 +50,16 @@ class PromptLogprobs:
         """`rows` (ascending, of the step's tokens) and those that predict a wanted prompt token."""
         if not self._requests:
             return rows
-        wanted = [np.arange(first, stop) for first, stop, _, _ in self._ranges(inputs)]
+        wanted = [np.arange(first, stop) for _, first, stop, _, _ in self._ranges(inputs)]
         return np.unique(np.concatenate([rows, *wanted]))
 
-    def collect(self, hidden: torch.Tensor, rows: IntArray, inputs: StepInputs) -> None:
+    def collect(
+        self, hidden: torch.Tensor, rows: IntArray, inputs: StepInputs, check: FiniteCheck | None = None
+    ) -> None:
         """Take the logprobs out of hidden states (len(rows), hidden) of the step's tokens `rows`."""
         if not self._requests:
             return
-        for first, stop, slot, position in self._ranges(inputs):
+        for i, first, stop, slot, position in self._ranges(inputs):
             request = self._requests[slot]
             for start in range(first, stop, _LOGITS_ROWS):
                 piece = np.arange(start, min(start + _LOGITS_ROWS, stop))
@@ -64,13 +67,17 @@ class PromptLogprobs:
                 targets = np.array(request.prompt_token_ids[target : target + len(piece)], dtype=np.int64)
                 index = to_tensor(pad(np.searchsorted(rows, piece), round_rows(len(piece))), hidden.device)
                 logits = self._model.logits(hidden.index_select(0, index))[: len(piece)]
+                if check is not None:
+                    check.look_at_logits(logits, np.full(len(piece), i))
                 if not self._collects:
                     continue
                 logprobs = self._sampling.prompt_logprobs(logits, targets, request.params.prompt_logprobs or 0)
                 self._logprobs[slot][target : target + len(piece)] = logprobs
 
-    def _ranges(self, inputs: StepInputs) -> list[tuple[int, int, int, int]]:
-        """(first row, end row, slot, first position) of the scheduled tokens that predict wanted prompt tokens."""
+    def _ranges(self, inputs: StepInputs) -> list[tuple[int, int, int, int, int]]:
+        """Of the scheduled tokens that predict wanted prompt tokens: (request of the step, first row, end row, slot,
+        first position).
+        """
         ranges = []
         for i, slot in enumerate(inputs.slots.tolist()):
             request = self._requests.get(slot)
@@ -78,5 +85,5 @@ class PromptLogprobs:
                 first, stop = int(inputs.cu_seqlens_q[i]), int(inputs.cu_seqlens_q[i + 1])
                 position = int(inputs.positions[first])
                 stop = min(stop, first + len(request.prompt_token_ids) - 1 - position)
-                ranges.append((first, max(first, stop), slot, position))
+                ranges.append((i, first, max(first, stop), slot, position))
         return ranges

@@ -77,7 +77,7 @@ class FirstRank:
                 case Step() as step:
                     executor.take_drawn(step.drawn)
                     output = executor.execute(plan_of(step, metadata_type))
-                    self.say(step_done(output.step_id, output.transfers))
+                    self.say(step_done(output))
                 case PeersChanged(added=added, removed=removed):
                     executor.update_peers(added, removed)
                 case Stop():

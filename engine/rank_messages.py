@@ -6,9 +6,9 @@ import msgspec
 
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutcome, TransferResults
 from pdkv.decoding import decode_total
-from pdkv.engine.plan import StepPlan
+from pdkv.engine.plan import StepFailure, StepOutput, StepPlan
 from pdkv.errors import ConfigError
-from pdkv.messages import EngineCard
+from pdkv.messages import EngineCard, RequestKey
 
 # --- rank 0 -> the others, through the ring -----------------------------------------------------------------------
 
@@ -64,6 +64,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 
     step_id: int
     transfers: list[list[tuple[TransferKey, TransferOutcome]]]
+    failed: list[tuple[RequestKey, StepFailure]] = []  # what this rank's part of heads and KV shows
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
@@ -117,9 +118,10 @@ def plan_of(step: Step, metadata_type: type[KVConnectorMetadata]) -> StepPlan:
     return msgspec.structs.replace(step.plan, kv_meta=meta)
 
 
-def step_done(step_id: int, transfers: TransferResults) -> StepDone:
+def step_done(output: StepOutput) -> StepDone:
     """The answer to a step."""
-    return StepDone(step_id, [list(outcomes.items()) for outcomes in transfers] if transfers else [])
+    transfers = [list(outcomes.items()) for outcomes in output.transfers] if output.transfers else []
+    return StepDone(output.step_id, transfers, list(output.failed.items()))
 
 
 def transfers_of(done: StepDone) -> TransferResults:

@@ -1,6 +1,7 @@
 """The model runner of one rank: a step plan in, sampled tokens out, with the connector's hooks around each layer."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -8,15 +9,34 @@ import torch
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.engine.attention import make_backend, pad, to_tensor
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
-from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepOutput, StepPlan
+from pdkv.engine.finite_check import FiniteCheck
+from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampler import SamplingState
+from pdkv.errors import InvalidRequest
 from pdkv.messages import RequestKey, TokenLogprob
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.sampling_params import SamplingParams
 
 _WARM_UP_REQUESTS = 6
 """Four layers' products and the logits', for each number of them and for a prompt: more than 32 kernels."""
+
+
+_NO_TOKEN = (
+    "no token can be chosen: the sampling parameters (min_tokens with stop_token_ids, logit_bias, penalties) forbid all"
+    " of them, or overflow"
+)
+
+
+class _Computed(NamedTuple):
+    """What a step gives beside transfers; by request."""
+
+    sampled: dict[RequestKey, SampledTokens]
+    prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]]
+    failed: dict[RequestKey, StepFailure]
+
+
+_NOTHING = _Computed({}, {}, {})
 
 
 class ModelRunner:
@@ -31,8 +51,13 @@ class ModelRunner:
         max_model_len: int,
         worker: WorkerConnector | None = None,
         draws: bool = True,
+        check_finite: bool = False,
     ) -> None:
-        """`draws` False: another rank draws the tokens, and `take_drawn` brings them."""
+        """`draws` False: another rank draws the tokens, and `take_drawn` brings them.
+
+        `check_finite`: requests for which a step computes NaN or infinity are in `StepOutput.failed`.
+        """
+        self._check_finite = check_finite
         self._draws = draws
         self._undrawn: tuple[IntArray, IntArray] | None = None  # slots and positions of the last step's tokens
         self._model = model
@@ -76,14 +101,11 @@ class ModelRunner:
         self._update_batch(plan)
         if worker is not None and meta is not None:
             worker.start_load_kv(meta)
-        sampled: dict[RequestKey, SampledTokens] = {}
-        prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]] = {}
-        if plan.scheduled:
-            sampled, prompt_logprobs = self._compute(plan.scheduled, self._attend(meta))
+        computed = self._compute(plan.scheduled, self._attend(meta)) if plan.scheduled else _NOTHING
         if worker is not None and meta is not None:
             worker.wait_for_save()
         transfers = NO_TRANSFERS if worker is None else worker.get_finished()
-        return StepOutput(plan.step_id, sampled, prompt_logprobs, transfers)
+        return StepOutput(plan.step_id, computed.sampled, computed.prompt_logprobs, transfers, computed.failed)
 
     def take_drawn(self, token_ids: Sequence[Sequence[int]]) -> None:
         """What rank 0 drew in the last step, in that step's order; before the next one."""
@@ -116,22 +138,32 @@ class ModelRunner:
 
         return attend_between_hooks
 
-    def _compute(
-        self, scheduled: list[ScheduledRequest], attend: Attend
-    ) -> tuple[dict[RequestKey, SampledTokens], dict[RequestKey, list[TokenLogprob | None]]]:
+    def _compute(self, scheduled: list[ScheduledRequest], attend: Attend) -> _Computed:
         """Forward pass, prompt logprobs and sampling of one step that is not empty."""
         inputs = self._batch.prepare(scheduled)
+        if not self._check_finite:
+            return self._compute_inputs(scheduled, inputs, attend, None)
+        check = FiniteCheck(inputs)
+        computed = self._compute_inputs(scheduled, inputs, check.around(attend), check)
+        failed = check.failures(scheduled, self._batch, self._kv_pool)
+        return computed._replace(failed={**computed.failed, **failed}) if failed else computed
+
+    def _compute_inputs(
+        self, scheduled: list[ScheduledRequest], inputs: StepInputs, attend: Attend, check: FiniteCheck | None
+    ) -> _Computed:
         sampling = np.flatnonzero(np.fromiter((s.samples for s in scheduled), np.bool_, len(scheduled)))
         last_rows = inputs.cu_seqlens_q[1:][sampling] - 1
         rows = self._prompt_logprobs.with_prompt_rows(last_rows, inputs)
         hidden = self._forward(inputs, rows, attend)
-        self._prompt_logprobs.collect(hidden, rows, inputs)
+        self._prompt_logprobs.collect(hidden, rows, inputs, check)
         if not len(sampling):
-            return {}, {}
+            return _NOTHING
         if len(rows) > len(last_rows):  # prompt logprobs asked for more
             wanted = pad(np.searchsorted(rows, last_rows), self._attention.padded(len(last_rows)))
             hidden = hidden.index_select(0, to_tensor(wanted, hidden.device))
         logits = self._model.logits(hidden)[: len(last_rows)]
+        if check is not None:
+            check.look_at_logits(logits, sampling)
         slots, seq_lens = inputs.slots[sampling], inputs.seq_lens[sampling]
         keys = [scheduled[i].key for i in sampling.tolist()]
         finished_prompts = {
@@ -141,10 +173,15 @@ class ModelRunner:
         }
         if not self._draws:
             self._undrawn = (slots, seq_lens)
-            return {}, {}
+            return _NOTHING
         tokens = self._sampling.sample(logits, slots, self._batch.token_ids, seq_lens)
         self._batch.append_tokens(slots, seq_lens, [t.token_ids for t in tokens])
-        return dict(zip(keys, tokens, strict=True)), finished_prompts
+        stuck = {
+            key: StepFailure(InvalidRequest.code, _NO_TOKEN)
+            for key, drawn in zip(keys, tokens, strict=True)
+            if not drawn.token_ids
+        }
+        return _Computed(dict(zip(keys, tokens, strict=True)), finished_prompts, stuck)
 
     def _forward(self, inputs: StepInputs, rows: IntArray, attend: Attend) -> torch.Tensor:
         """Normalised hidden states (len(rows) padded, hidden) of those tokens of the step."""

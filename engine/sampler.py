@@ -97,7 +97,7 @@ class SamplingState:
         num_tokens: NDArray[np.integer[Any]],
         bitmask: torch.Tensor | None = None,
     ) -> list[SampledTokens]:
-        """Choose one token per row. Changes neither its arguments nor the state.
+        """Choose one token per row, none where the row's parameters leave none. Changes neither arguments nor state.
 
         Args:
             logits: (n, vocab), any float dtype.
@@ -112,6 +112,7 @@ class SamplingState:
         processed = self._process(logits, rows, slots, token_ids, num_tokens, bitmask)
         tokens = self._choose(processed, rows, num_tokens - rows["num_prompt"])
         sampled = [SampledTokens([token], None) for token in tokens.tolist()]
+        stuck = [] if processed is logits else _without_choice(logits, processed, tokens)
         asking = np.flatnonzero(rows["wants_logprobs"])
         if asking.size:
             raw = _select(logits, asking)
@@ -119,6 +120,8 @@ class SamplingState:
                 asking.tolist(), token_logprobs(raw, tokens[asking], rows["num_logprobs"][asking]), strict=True
             ):
                 sampled[i] = SampledTokens(sampled[i].token_ids, [logprob])
+        for i in stuck:
+            sampled[i] = SampledTokens([], None)
         return sampled
 
     def prompt_logprobs(
@@ -185,6 +188,14 @@ class SamplingState:
 def _draw_params(rows: NDArray[Any], positions: NDArray[np.integer[Any]]) -> DrawParams:
     numbers = uniforms(rows["seed"], rows["choice"], positions.astype(np.uint64))
     return DrawParams(rows["temperature"], rows["top_k"], rows["top_p"], rows["min_p"], numbers)
+
+
+def _without_choice(logits: torch.Tensor, processed: torch.Tensor, tokens: NDArray[np.int64]) -> list[int]:
+    """Rows in which the processors forbid all tokens or overflow: what was chosen is not finite, though it was."""
+    chosen = torch.from_numpy(tokens).to(logits.device).unsqueeze(-1)
+    stuck = logits.gather(1, chosen).isfinite() & ~processed.gather(1, chosen).isfinite()
+    rows: list[int] = stuck.squeeze(-1).nonzero().squeeze(-1).tolist()
+    return rows
 
 
 def _select(logits: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:

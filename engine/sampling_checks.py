@@ -1,11 +1,13 @@
 """Which sampling parameters a vocabulary cannot serve; without torch, for the engine's door."""
 
+from collections.abc import Collection
+
 from pdkv.errors import InvalidRequest
 from pdkv.sampling_params import SamplingParams
 
 
-def check_for_vocab(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidRequest for parameters that name tokens outside the vocabulary, or that lack a needed seed.
+def check_for_vocab(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
+    """Raise InvalidRequest for parameters that name tokens outside the vocabulary, forbid all of it, or lack a seed.
 
     `SamplingState.add` makes the same check, when it is too late for a polite answer.
     """
@@ -15,5 +17,11 @@ def check_for_vocab(params: SamplingParams, vocab_size: int) -> None:
     for token_id in params.stop_token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"stop_token_ids: {token_id} is not in [0, {vocab_size})", param="stop_token_ids")
+    if params.min_tokens > 0 and len({*params.stop_token_ids, *eos_token_ids}) >= vocab_size:
+        raise InvalidRequest(
+            f"min_tokens: {params.min_tokens}, and stop_token_ids with the end-of-sequence tokens are all {vocab_size} "
+            "tokens of the vocabulary: none is left to choose",
+            param="min_tokens",
+        )
     if params.seed is None and not params.greedy:
         raise InvalidRequest("a request that draws needs a seed; the router gives one", param="seed")

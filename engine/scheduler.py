@@ -15,7 +15,7 @@ from pdkv.connectors.base import NO_MATCH, MatchedTokens, ScheduledRange, Transf
 from pdkv.engine.external import NUM_PREFETCH_REQUESTS, ExternalKV, Load
 from pdkv.engine.hooks import RoleHooks
 from pdkv.engine.kv_cache_manager import KVCacheManager
-from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepOutput, StepPlan
+from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.request import Request
 from pdkv.messages import RequestKey
 
@@ -66,6 +66,7 @@ class Scheduler:
         )  # by priority, then in order of arrival; a preempted one before its equals
         self.running: list[Request] = []  # by priority, then in the order in which they began
         self.rejected: list[tuple[Request, TransferOutcome]] = []  # failed loads under the policy "fail"
+        self.failed: list[tuple[Request, StepFailure]] = []  # by the last update: nothing of their step counts
         self.num_preemptions = 0
         self.needs_step = False  # something became schedulable outside a plan
         self._in_flight: dict[int, list[_Share]] = {}
@@ -108,6 +109,11 @@ class Scheduler:
             request = share.request
             if share.restarts != request.restarts:
                 continue  # aborted, preempted or sent back meanwhile
+            failure = output.failed.get(request.key)
+            if failure is not None:
+                self.kv.discard(failure.bad_blocks)
+                self.failed.append((request, failure))
+                continue
             request.num_confirmed = max(request.num_confirmed, share.stop)
             sampled = output.sampled.get(request.key) if share.samples else None
             if share.samples:
@@ -374,14 +380,18 @@ class Scheduler:
             self._take_over(load)
             return
         request.num_computed = request.num_confirmed = load.stop
-        self.kv.commit(request)
         self._activate(load)
 
     def _activate(self, load: Load) -> None:
-        """A finished load's request joins the running ones, once its next token is known."""
+        """A finished load's request joins the running ones, once its next token is known.
+
+        Only then does its KV enter the cache: the peer that sent the KV of its last step ahead of that step's end has
+        found nothing wrong with it.
+        """
         request = load.request
         if request.kv == "await_peer" and not request.output_token_ids:
             return  # Continue brings the token
+        self.kv.commit(request)
         self._take_over(load)
         self.external.confirm(request)
         self._run(request)

@@ -42,7 +42,7 @@ class StopRules:
             )
         if not 0 <= min(*prompt, *output, 0) <= max(*prompt, *output, 0) < self._vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="prompt")
-        check_for_vocab(submit.params, self._vocab_size)
+        check_for_vocab(submit.params, self._vocab_size, self._eos)
         if submit.adapter:
             raise InvalidRequest(f"adapter {clip(submit.adapter)!r} cannot be served: adapters are not supported")
         if (submit.kv == "handoff") != (submit.until == "first_token"):

@@ -68,6 +68,9 @@ class EngineConfig:
     long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound")
     threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)")
     tp: int = option(1, "ranks of one engine: processes that share its heads, neurons and vocabulary")
+    check_finite: bool = option(
+        False, "look for NaN and infinity in KV and logits: the request that computes them fails, alone"
+    )
     rank_timeout_s: float = option(30.0, "how long a rank may keep the others waiting before the engine ends")
     cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
 

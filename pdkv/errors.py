@@ -17,6 +17,7 @@ PdkvError
 ├── RequestFailed            one request ended with an error
 │   ├── RequestTimeout       its deadline passed
 │   ├── RequestAborted       its client or its router gave it up
+│   ├── NonFiniteLogits      its model computed NaN or infinity for it
 │   └── EngineDied           the engine that ran it went away
 └── TransferError            one KV transfer ended with an error
     ├── TransferTimeout      its deadline passed
@@ -144,6 +145,12 @@ class RequestAborted(RequestFailed):
     """The client or the router gave the request up."""
 
     code = "aborted"
+
+
+class NonFiniteLogits(RequestFailed):
+    """The model computed NaN or infinity for the request; another engine would, too."""
+
+    code = "non_finite_logits"
 
 
 class EngineDied(RequestFailed):

@@ -358,6 +358,7 @@ class Load(Message, frozen=True):
     steps: Count = 0
     damaged_values: Count = 0
     partial_loads: Count = 0
+    non_finite_requests: Count = 0
 
 
 class Beat(Message, frozen=True):

@@ -109,6 +109,11 @@ class _EngineCollector(Collector):
             "Stored values that were not what had been saved under their keys, and were taken as misses.",
             labels=labels,
         )
+        non_finite = CounterMetricFamily(
+            "pdkv_engine_non_finite_requests",
+            "Requests that --check-finite ended: the model computed NaN or infinity for them.",
+            labels=labels,
+        )
         preemptions = CounterMetricFamily("pdkv_engine_preemptions", "Requests taken out of the batch.", labels=labels)
         steps = CounterMetricFamily("pdkv_engine_steps", "Steps of the engine.", labels=labels)
         transfer = CounterMetricFamily("pdkv_engine_kv_transfer_seconds", "Time spent in KV transfers.", labels=labels)
@@ -125,6 +130,7 @@ class _EngineCollector(Collector):
             failures.add_metric(name, load.load_failures)
             partial.add_metric(name, load.partial_loads)
             damaged.add_metric(name, load.damaged_values)
+            non_finite.add_metric(name, load.non_finite_requests)
             preemptions.add_metric(name, load.preemptions)
             steps.add_metric(name, load.steps)
             transfer.add_metric(name, load.transfer_seconds)
@@ -133,7 +139,7 @@ class _EngineCollector(Collector):
             for source in _SOURCES:
                 sources.add_metric([*name, source], getattr(load.sources, source))
         yield from (up, deaths, waiting, running, blocks, sources, received, failures, partial, damaged)
-        yield from (preemptions, steps, transfer)
+        yield from (non_finite, preemptions, steps, transfer)
         yield CounterMetricFamily("pdkv_retries", "Generations begun again elsewhere.", dispatcher.counters.retried)
         yield CounterMetricFamily(
             "pdkv_dropped_messages", "Messages about what had ended.", dispatcher.counters.dropped_messages

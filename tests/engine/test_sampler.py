@@ -321,6 +321,26 @@ def test_top_k_and_min_p_keep_equals() -> None:
         assert set(drawn) == {1, 2}
 
 
+def test_a_row_without_a_choice_gets_no_token() -> None:
+    """All forbidden by min_tokens or a bitmask, or a penalty that overflows, beside rows that go on."""
+    logits = torch.tensor([[3.0, 1.0, 2.0]]).repeat(6, 1)
+    stops = {"min_tokens": 1, "stop_token_ids": [0, 2]}
+    overflows = {"repetition_penalty": 1e-45}
+    requests = [
+        request(params(temperature=0.0, **stops)),
+        request(params(**stops)),
+        request(params(temperature=0.0, **overflows), prompt=[0, 1, 2]),
+        request(params(**overflows), prompt=[0, 1, 2]),
+        request(GREEDY),
+        request(params(temperature=0.0, min_tokens=1, stop_token_ids=[0])),
+    ]
+    assert [s.token_ids for s in sample(logits, requests, [1])] == [[], [], [], [], [0], [2]]
+    bitmask = torch.tensor([[0], [0], [7], [7], [7], [2]], dtype=torch.int32)
+    sampled = sample(logits, [request(params(logprobs=1)), *[request(GREEDY)] * 5], bitmask=bitmask)
+    assert [s.token_ids for s in sampled] == [[], [], [0], [0], [0], [1]]
+    assert sampled[0].logprobs is None
+
+
 def test_bitmask_allows_only_its_bits() -> None:
     vocab_size = 70
     logits = torch.arange(vocab_size).float().expand(3, -1)

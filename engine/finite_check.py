@@ -1,0 +1,86 @@
+"""--check-finite: which requests of a step computed NaN or infinity, and which of their blocks hold some.
+
+Keys and values are looked at as each layer computes them, so that a chunk in mid-prompt, which has no logits, is found
+before its blocks enter the cache; logits show what came from outside.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
+from pdkv.engine.plan import ScheduledRequest, StepFailure
+from pdkv.errors import NonFiniteLogits
+from pdkv.messages import RequestKey
+from pdkv.models.decoder import Attend
+
+_BLOCKS_AT_ONCE = 64
+
+_MESSAGE = (
+    "the model computed NaN or infinity for this request, in its KV or in its logits; --check-finite ended it "
+    "(its tokens, or the model in this dtype, overflow)"
+)
+
+
+def finite_rows(x: torch.Tensor) -> torch.Tensor:
+    """Whether all numbers of each row of (n, m) are finite, (n,) bool."""
+    low, high = torch.aminmax(x, dim=1)  # both are NaN where one number is
+    return low.isfinite() & high.isfinite()
+
+
+def usable_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Whether a token can be chosen from each row of (n, vocab), (n,) bool: single logits may be -inf, not all."""
+    return logits.amax(dim=1).isfinite()
+
+
+class FiniteCheck:
+    """One step's findings."""
+
+    def __init__(self, inputs: StepInputs) -> None:
+        self._inputs = inputs
+        self._num_rows = len(inputs.positions)
+        self._finite: torch.Tensor | None = None  # (n,) so far
+        self._unusable: set[int] = set()  # requests of the step whose logits are not finite
+
+    def around(self, attend: Attend) -> Attend:
+        """`attend`, which first looks at the layer's queries, keys and values."""
+
+        def attend_and_look(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            finite = finite_rows(qkv[: self._num_rows].flatten(1))
+            self._finite = finite if self._finite is None else self._finite & finite
+            return attend(layer, qkv)
+
+        return attend_and_look
+
+    def look_at_logits(self, logits: torch.Tensor, requests: Sequence[int] | IntArray) -> None:
+        """Row i of logits (m, vocab) is of the step's request requests[i]."""
+        usable = usable_rows(logits).cpu().numpy()
+        self._unusable.update(np.asarray(requests)[~usable].tolist())
+
+    def failures(
+        self, scheduled: Sequence[ScheduledRequest], batch: PersistentBatch, kv_pool: torch.Tensor
+    ) -> dict[RequestKey, StepFailure]:
+        """The requests that fail, each with those of its full blocks that hold NaN or infinity."""
+        assert self._finite is not None, "a step has layers"
+        bad = ~self._finite.cpu().numpy()
+        failing = self._unusable
+        if bad.any():
+            request_of_row = np.repeat(np.arange(len(scheduled)), np.diff(self._inputs.cu_seqlens_q))
+            failing = failing | set(request_of_row[bad].tolist())
+        failures = {}
+        for i in sorted(failing):
+            num_full = int(self._inputs.seq_lens[i]) // batch.block_size
+            blocks = batch.block_tables[self._inputs.slots[i], :num_full]
+            failures[scheduled[i].key] = StepFailure(NonFiniteLogits.code, _MESSAGE, _bad_blocks(kv_pool, blocks))
+        return failures
+
+
+def _bad_blocks(kv_pool: torch.Tensor, blocks: npt.NDArray[np.integer]) -> list[int]:
+    bad: list[int] = []
+    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        some = torch.from_numpy(blocks[start : start + _BLOCKS_AT_ONCE].astype(np.int64))
+        finite = finite_rows(kv_pool.index_select(0, some.to(kv_pool.device)).flatten(1)).cpu()
+        bad += some[~finite].tolist()
+    return bad
