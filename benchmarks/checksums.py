@@ -4,6 +4,7 @@
     python -m benchmarks.checksums file --sign
 
 A hit is timed from the step that begins the load until all of it is in its blocks; `mid` layout, blocks in no order.
+The processor time is this process's, of all threads: it says more on a machine that has other things to do.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median, quantiles
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +33,13 @@ from pdkv.messages import KVLayout
 
 MID = KVLayout(16, 8, 64, HASH_BLOCK_SIZE, "bfloat16", 2)
 WAIT_S = 60.0
+
+
+class Took(NamedTuple):
+    """One hit, in seconds."""
+
+    wall: float
+    processor: float
 
 
 class Unchecked(Sealer):
@@ -55,21 +64,21 @@ class Reader:
         self.worker.register_kv_caches(pool)
         self._step = 0
 
-    def run(self, *, loads: Sequence[StoreLoad] = (), saves: Sequence[StoreSave] = ()) -> float:
-        """Seconds of one step's transfers, each of which succeeds."""
+    def run(self, *, loads: Sequence[StoreLoad] = (), saves: Sequence[StoreSave] = ()) -> Took:
+        """One step's transfers, each of which succeeds."""
         self._step += 1
-        began = time.perf_counter()
+        began, processor = time.perf_counter(), time.process_time()
         self.worker.start_load_kv(StoreMetadata(step_id=self._step, loads=list(loads), saves=list(saves)))
         while not (results := self.worker.get_finished()):
             assert self._ended.acquire(timeout=WAIT_S)
-        seconds = time.perf_counter() - began
+        took = Took(time.perf_counter() - began, time.process_time() - processor)
         assert not results.failed_receiving
         assert not results.failed_sending
-        return seconds
+        return took
 
 
-def measure(url: str, num_tokens: int, rounds: int, secret: bytes | None) -> tuple[list[float], list[float]]:
-    """Seconds of each hit, with and without."""
+def measure(url: str, num_tokens: int, rounds: int, secret: bytes | None) -> tuple[list[Took], list[Took]]:
+    """Each hit, with and without."""
     num_blocks = num_tokens // HASH_BLOCK_SIZE
     pool = torch.randn(2 * num_blocks, MID.num_layers, 2, MID.num_kv_heads, HASH_BLOCK_SIZE, MID.head_size).bfloat16()
     rng = random.Random(0)
@@ -79,7 +88,7 @@ def measure(url: str, num_tokens: int, rounds: int, secret: bytes | None) -> tup
         readers = [Reader(store, sealer, pool) for sealer in (Sealer(secret), Unchecked())]
         values = readers[0].cut.whole_values(keys, 0, num_tokens)
         readers[0].run(saves=[StoreSave(("save", 1), ("save", 1), values, [], 0, blocks, True)])
-        seconds: tuple[list[float], list[float]] = ([], [])
+        hits: tuple[list[Took], list[Took]] = ([], [])
         for number in range(2 * (rounds + 1)):
             which = (number + number // 2) % 2  # on, off, off, on: neither is always the second one
             load = StoreLoad(
@@ -87,10 +96,10 @@ def measure(url: str, num_tokens: int, rounds: int, secret: bytes | None) -> tup
             )
             took = readers[which].run(loads=[load])
             if number >= 2:
-                seconds[which].append(took)
+                hits[which].append(took)
         for reader in readers:
             reader.worker.shutdown()
-    return seconds
+    return hits
 
 
 @contextlib.contextmanager
@@ -115,14 +124,20 @@ def main() -> None:
     torch.set_num_threads(1)
     with place(given.store) as url:
         checked, unchecked = measure(url, given.tokens, given.rounds, b"0123456789abcdef" if given.sign else None)
-    size = given.tokens * MID.token_bytes
-    for name, seconds in (("with", checked), ("without", unchecked)):
-        low, _, high = quantiles(seconds, n=4)
-        print(f"{name:8} {median(seconds) * 1e3:7.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f}), "
-              f"{size / median(seconds) / 1e9:.2f} GB/s")  # fmt: skip
-    costs = sorted(on / off - 1 for on, off in zip(checked, unchecked, strict=True))
-    low, _, high = quantiles(costs, n=4)
-    print(f"cost     {median(costs):7.1%} of a hit ({low:.1%} to {high:.1%}), {len(costs)} pairs")
+    print(f"{given.tokens * MID.token_bytes / 2**20:.0f} MiB a hit, {len(checked)} pairs; in brackets the quartiles")
+    for kind in Took._fields:
+        on, off = ([getattr(took, kind) for took in hits] for hits in (checked, unchecked))
+        costs = [with_it / without - 1 for with_it, without in zip(on, off, strict=True)]
+        print(f"{kind:9} with {_in_ms(on)}, without {_in_ms(off)}: {median(costs):.1%} ({_quartiles(costs, 100)})")
+
+
+def _in_ms(seconds: Sequence[float]) -> str:
+    return f"{median(seconds) * 1e3:.2f} ms ({_quartiles(seconds, 1e3)})"
+
+
+def _quartiles(values: Sequence[float], scale: float) -> str:
+    low, _, high = quantiles(values, n=4)
+    return f"{low * scale:.2f} to {high * scale:.2f}"
 
 
 if __name__ == "__main__":

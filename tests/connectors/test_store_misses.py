@@ -330,7 +330,7 @@ def test_what_was_known_long_ago_is_looked_up_again(
 ) -> None:
     """B1: a store that evicts, or forgets after ttl_s, costs no transfer for nothing again and again."""
     prefill(make("p"), 256)
-    engine = make("o", known_for_s="30")
+    engine = make("o")
     assert engine.ask(local()) == 256
     num_asked = store.count("contains")
     assert engine.ask(local("v")) == 256

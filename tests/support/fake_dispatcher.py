@@ -102,6 +102,8 @@ class FakeDispatcher:
             sources=SourceCounts(computed=5, local_hit=7),
             preemptions=6,
             bytes_received=4096,
+            damaged_values=8,
+            partial_loads=9,
         )
         return [
             EngineSnapshot("decode-1", "decode", "ready", 17, load, 0, 0, 0),
