@@ -1,6 +1,7 @@
 """Keeps the router and the engines of one launch running: start, restart with backoff, stop within a bound."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import secrets
@@ -132,20 +133,25 @@ class Supervisor:
 
     async def _admit_engine(self, spec: EngineSpec) -> list[Child]:
         """Start an engine; routers hear of one that is refused."""
-        note = self._notes.get(spec.name)
+        reason: str | None = None
         try:
-            ranks = await self._start_engine(spec)
+            return await self._start_engine(spec)
         except IncompatiblePeers as error:
-            if note is not None:
-                note.write(str(error))
+            reason = str(error)
             raise
-        except Exception:
-            if note is not None:
+        finally:
+            self._leave_note(spec.name, reason)
+
+    def _leave_note(self, name: str, reason: str | None) -> None:
+        """Why the engine is refused; None: it is not. What cannot be written is in the log alone."""
+        note = self._notes.get(name)
+        if note is None:
+            return
+        with contextlib.suppress(OSError):
+            if reason is None:
                 note.clear()
-            raise
-        if note is not None:
-            note.clear()
-        return ranks
+            else:
+                note.write(reason)
 
     async def _start_engine(self, spec: EngineSpec) -> list[Child]:
         """Start all ranks of an engine; returns when each is ready. If one fails, none is left."""
