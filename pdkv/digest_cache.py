@@ -49,7 +49,7 @@ def cache_directory() -> Path:
 
 
 class DigestCache:
-    """An open cache directory, or none; a context manager. Used by one thread."""
+    """An open cache directory, or none. Used by one thread at a time."""
 
     def __init__(self, directory: Path | None = None) -> None:
         """The user's cache, or that of `directory`. One that others may write to, or that cannot be, is not used."""
@@ -59,10 +59,8 @@ class DigestCache:
         except (ConfigError, RuntimeError) as error:
             logger.warning("%s; digests of weights are not kept", error)
 
-    def __enter__(self) -> "DigestCache":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Idempotent."""
         if self._directory is not None:
             self._directory.close()
 

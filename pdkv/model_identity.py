@@ -51,16 +51,20 @@ class ModelSource:
         """
         self._facts = [f"format {KV_FORMAT_VERSION}", _describe_config(path, config)]
         self.files = WeightFiles(path)
-        self._cache_directory = cache
+        self._cache = DigestCache(cache)  # of the thread, once that runs
         self._cancelled = threading.Event()
         self._waits_for: FileLock | None = None
         self._result: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="pdkv-identity", daemon=True)
-        known = self._known_digests()
-        if known is not None:
-            self._result.set_result(self._combine(known))
-        else:
-            self._thread.start()
+        try:
+            known = self._known_digests()
+            if known is not None:
+                self._result.set_result(self._combine(known))
+            else:
+                self._thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def known(self) -> str | None:
         """The identity if it was known without reading the weights; it stands when `identity` has confirmed it."""
@@ -84,6 +88,7 @@ class ModelSource:
             lock.give_up()
         if self._thread.is_alive():
             self._thread.join()
+        self._cache.close()
         self.files.close()
 
     def __enter__(self) -> Self:
@@ -95,38 +100,35 @@ class ModelSource:
     def _known_digests(self) -> dict[Path, Sequence[bytes]] | None:
         """Of all files, from the cache."""
         known: dict[Path, Sequence[bytes]] = {}
-        with DigestCache(self._cache_directory) as cache:
-            for file in self.files.files:
-                digests = cache.get(file)
-                if digests is None:
-                    return None
-                known[file.path] = digests
+        for file in self.files.files:
+            digests = self._cache.get(file)
+            if digests is None:
+                return None
+            known[file.path] = digests
         return known
 
     def _run(self) -> None:
         try:
-            with DigestCache(self._cache_directory) as cache:
-                digests = {file.path: self._digests(file, cache) for file in self.files.files}
-            self._result.set_result(self._combine(digests))
+            self._result.set_result(self._combine({file.path: self._digests(file) for file in self.files.files}))
         except BaseException as error:  # whoever asks for the identity gets it
             self._result.set_exception(error)
 
-    def _digests(self, file: WeightFile, cache: DigestCache) -> Sequence[bytes]:
+    def _digests(self, file: WeightFile) -> Sequence[bytes]:
         """From the cache, or taken now by one of all the processes that want them."""
-        with self._turn(file, cache) as others_may_have:
-            digests = cache.get(file) if others_may_have else None
+        with self._turn(file) as others_may_have:
+            digests = self._cache.get(file) if others_may_have else None
             if digests is None:
                 digests = self._read_digests(file)
                 file.check_unchanged()
-                cache.put(file, digests)
+                self._cache.put(file, digests)
             return digests
 
     @contextlib.contextmanager
-    def _turn(self, file: WeightFile, cache: DigestCache) -> Iterator[bool]:
+    def _turn(self, file: WeightFile) -> Iterator[bool]:
         """Wait until no other process reads this file, within a bound; yields whether the cache is worth a look."""
-        lock = cache.lock(file) if cache.keeps(file) else None
+        lock = self._cache.lock(file) if self._cache.keeps(file) else None
         if lock is None:
-            yield cache.keeps(file)
+            yield self._cache.keeps(file)
             return
         self._waits_for = lock
         if self._cancelled.is_set():

@@ -1,5 +1,6 @@
 """The cache of digests of weights: used where nothing changed, ignored where anything is odd; one process reads."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -285,7 +286,7 @@ def test_a_wait_that_is_given_up_ends_and_leaves_the_lock_alone(
     source.close()
     assert not source._thread.is_alive()
     answer, _ = reader.communicate("go\n", timeout=20)
-    with DigestCache(cache) as later:
+    with contextlib.closing(DigestCache(cache)) as later:
         file = WeightFile(model_dir / WEIGHTS)
         lock = later.lock(file)
         assert lock is not None
