@@ -4,6 +4,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
@@ -56,6 +57,9 @@ EXPIRY_INTERVAL_S = 0.02
 
 TRANSFER_POLL_S = 0.5
 """While transfers are pending, an empty step at least this often lets the connector see its own deadlines."""
+
+LOG_INTERVAL_S = 1.0
+"""At most one traceback so often about messages that led to an error: they must not fill a disk."""
 
 LOAD_INTERVAL_S = 0.1
 """How often a busy engine reports its load."""
@@ -136,6 +140,7 @@ class EngineCore:
         self._dirty = False
         self._next_expiry = 0.0
         self._next_load = 0.0
+        self._next_log = -inf
         self._last_step = 0.0
         self._last_load: Load | None = None
         self._event_number = 0
@@ -243,7 +248,10 @@ class EngineCore:
         except Exception as error:
             self.counters.dropped_messages += 1
             kind = type(message).__name__
-            logger.exception("a %s of router %s is dropped after an error", kind, router_id)
+            if now >= self._next_log:
+                self._next_log = now + LOG_INTERVAL_S
+                trace = None if isinstance(error, PdkvError) else error
+                logger.error("a %s of router %s is dropped: %s", kind, router_id, error, exc_info=trace)
             key = key_of(message)
             if key is not None:
                 text = f"{kind} led to an error in the engine: {type(error).__name__}: {error}"
@@ -260,9 +268,7 @@ class EngineCore:
             case Abort(request_id=request_id, attempt=attempt):
                 self._on_abort(router_id, (request_id, attempt))
             case Peers(cards=cards):
-                self._cards.pop(router_id, None)
-                self._cards[router_id] = cards
-                self._update_peers()
+                self._take_cards(router_id, cards)
             case Resync():
                 if router_id in self._routers and router_id not in self._told:
                     self._send_snapshot(router_id)
@@ -358,16 +364,27 @@ class EngineCore:
         elif self._attempts.get(key[0], -1) < key[1]:
             self._remember(key)
 
+    def _take_cards(self, router_id: str, cards: Sequence[EngineCard]) -> None:
+        """A router tells all engines that it knows. Raises what the connector raises; then all is as it was before."""
+        before = dict(self._cards)
+        self._cards.pop(router_id, None)
+        self._cards[router_id] = cards
+        try:
+            self._update_peers()
+        except Exception:
+            self._cards = before
+            raise
+
     def _update_peers(self) -> None:
         """Connect to new incarnations and tear down those that no router knows any more."""
         cards = [card for known in self._cards.values() for card in known]
         peers = {card.epoch: card for card in cards if card.engine != self.card.engine}
         added = [card for epoch, card in peers.items() if epoch not in self._peers]
         removed = [card for epoch, card in self._peers.items() if epoch not in peers]
-        self._peers = peers
         if self.external.connector is not None:
             self.external.connector.update_peers(list(peers.values()))
             self.executor.update_peers(added, removed)
+        self._peers = peers
 
     # --- requests end ---------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from serving_checks import read_books, serve_directory
 from small_models import make_hf_model
 from traffic import client_of
 
+from soak import hostile_frames
 from soak.backends import HAVE_FILES, REQUEST_TIMEOUT_S, STORE_MIB, choose, extra_flags, select
 from soak.checks import Held, check_let_go, check_log, measure, wait_for_calm
 from soak.journal import Journal
@@ -64,6 +65,8 @@ class Plan(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     options = _parse(arguments)
+    if options.frames:
+        return hostile_frames.main(options.frames, options.seed)
     command = [sys.executable, "-m", "soak", *(sys.argv[1:] if arguments is None else arguments)]
     private = enter(command)
     if private:
@@ -89,6 +92,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backends", nargs="*", default=[], metavar="NAME", help=f"of {', '.join(BACKENDS)}")
     parser.add_argument("--tp", type=_ranks, help="ranks of prefill and of decode engines, such as 1,2 (default: both)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--frames", type=int, default=0, help="no chaos: so many hostile frames per connector")
     parser.add_argument("--out", type=Path, help="folder of report and logs")
     options = parser.parse_args(arguments)
     try:
