@@ -313,6 +313,10 @@ class NixlEndpoint:
 
         self.post(connect)
 
+    def disconnect(self, agent: str) -> bool:
+        """Tear a peer's connection down; False: it has not ended yet. Does not wait."""
+        return self._agent.disconnect(agent, 0.0)
+
     def forget(self, blobs: Sequence[RankBlob]) -> None:
         """Peers are gone: tear their connections down, soon."""
 

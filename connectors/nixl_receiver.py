@@ -1,13 +1,13 @@
 """The receiving side of a push over NIXL: who may write into this rank's blocks, and what was offered to it.
 
 The blocks of a transfer that is given up are free when every sender that was let in has said that it writes no more.
-One that is gone cannot say so: its permit was withdrawn, which it sees if it lives.
+One that is gone cannot say so: then its process has to have ended (nothing else stops a copy within a host), or, on
+another host, the connection to it.
 """
 
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from pdkv.connectors.nixl_fetch import Wanted
 from pdkv.connectors.nixl_memory import Permit
 from pdkv.connectors.nixl_rank import NixlRank
 from pdkv.connectors.nixl_wire import Begin, Cancel, Cancelled, Granted, Offer, RankBlob, Taken, Wrote
+from pdkv.connectors.nixl_writers import WriterProcesses
 from pdkv.connectors.planning import Ids, as_ids, unit_index
 from pdkv.connectors.push import Incoming, PieceRange, PushWorker
 from pdkv.connectors.transfer_worker import JOIN_TIMEOUT_S, Job
@@ -39,9 +40,6 @@ logger = logging.getLogger(__name__)
 MAX_EARLY = 1024
 _GRACE_S = 1.0
 """Senders may be earlier than this rank has heard of the transfer: so many of them, so much."""
-
-_FENCE_S = 0.5
-"""A sender looks at its permit before it writes the next piece; one piece takes a few milliseconds."""
 
 _REPEAT_S = 1.0
 """A cancel that nobody has confirmed is sent again after so long."""
@@ -64,7 +62,8 @@ class PushReceiver:
         self._lock = threading.Lock()  # guards all that follows
         self._writers: dict[TransferKey, dict[str, _Writer]] = {}  # by agent
         self._stopping: dict[TransferKey, tuple[Job, float]] = {}  # cancelled at that time, writers to be heard of
-        self._gone: deque[tuple[float, TransferKey, str]] = deque()  # writers whose end is certain at that time
+        self._gone: list[tuple[TransferKey, str]] = []  # writers without a card that have not ended for certain
+        self._processes = WriterProcesses()
         self._early: dict[TransferKey, list[tuple[float, RankBlob, Begin | Offer]]] = {}
         self._lanes: IOLanes[tuple[RankBlob, Offer]] = IOLanes(
             lanes,
@@ -91,6 +90,8 @@ class PushReceiver:
     def shutdown(self) -> None:
         """Stop the threads that take offers."""
         self._lanes.shutdown(JOIN_TIMEOUT_S)
+        with self._lock:
+            self._processes.close()
 
     # --- the step thread ------------------------------------------------------------------------------------------
 
@@ -112,13 +113,13 @@ class PushReceiver:
         return False
 
     def forget(self, agents: Sequence[str]) -> None:
-        """These writers are gone: their transfers fail. What one of them is just writing may land for a while."""
+        """These writers are gone: their transfers fail. What one is just writing may land until it has ended."""
         gone = set(agents)
-        due = time.monotonic() + _FENCE_S
         with self._lock:
             left = [(key, agent) for key, writers in self._writers.items() for agent in gone & writers.keys()]
             self._withdraw(self._writers[key][agent] for key, agent in left)
-            self._gone.extend((due, key, agent) for key, agent in left)
+            self._gone.extend(left)
+            self._processes.forget(gone - {agent for _, agent in left})
         for key in {key for key, _ in left}:
             self._worker.stop_jobs(partial(_is_received, key), PeerGone.code)
         self._lanes.retire(gone)
@@ -200,13 +201,26 @@ class PushReceiver:
             for key in repeat:
                 self._stopping[key] = (self._stopping[key][0], now)
                 asked.append((key, [writer.blob for writer in self._writers.get(key, {}).values()]))
-            gone = [self._gone.popleft() for due, _, _ in list(self._gone) if due <= now]
+        self._settle_gone()
         for _, blob, message in refused:
             self._refuse(blob, message)
         for key, writers in asked:
             self._cancel(key, writers)
-        for _, key, agent in gone:
-            self._writer_is_out(key, agent)
+
+    def _settle_gone(self) -> None:
+        """Writers that cannot say any more that they have ended: see whether they have."""
+        with self._lock:
+            agents = {agent for _, agent in self._gone}
+            ended = {agent for agent in agents if self._processes.has_ended(agent)}
+            remote = {agent for agent in agents if not self._processes.knows(agent)}
+        ended |= {agent for agent in remote if self._endpoint.disconnect(agent)}
+        if ended:
+            with self._lock:
+                out = [(key, agent) for key, agent in self._gone if agent in ended]
+                self._gone = [(key, agent) for key, agent in self._gone if agent not in ended]
+                self._processes.forget(ended)
+            for key, agent in out:
+                self._writer_is_out(key, agent)
 
     def _cancel(self, key: TransferKey, writers: Sequence[RankBlob]) -> None:
         for blob in writers:
@@ -235,6 +249,7 @@ class PushReceiver:
             if permit is None:
                 return None
             writers[blob.agent] = _Writer(blob, permit)
+            self._processes.watch(blob)
         return writers[blob.agent].permit
 
     def _withdraw(self, writers: Iterable[_Writer]) -> None:

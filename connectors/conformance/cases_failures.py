@@ -160,13 +160,22 @@ def _stop_for_pull(world: World, transfer: Handover, name: str) -> None:
 
 
 def _give_up_on_sender(world: World, transfer: Handover) -> None:
-    """The consumer's deadline passes: its cancel is answered, or, at the latest, the teardown of the connection is."""
+    """The consumer's deadline passes: its cancel is answered, or, at the latest, the teardown of the connection is.
+
+    Where that cannot stop a writer (within a host the kernel copies for it), the end of its process is.
+    """
     world.runs_until(lambda: transfer.ended, world.passed_s)
     transfer.drop_receiver()
     consumer = world.consumer
     if not world.runs_until(lambda: not consumer.quarantine, world.timeout_s / 4):
         consumer.update_peers([])
-        world.until(lambda: not consumer.quarantine, "the blocks come back when the stopped sender is given up")
+        if not world.runs_until(lambda: not consumer.quarantine, world.timeout_s / 4):
+            world.kill("p")
+            world.until(lambda: not consumer.quarantine, "the blocks come back when the stopped sender has ended")
+            consumer.step()  # other requests write them
+            transfer.release()
+            world.revive("p")
+            return
     consumer.step()  # other requests write them
     world.resume("p")
     if transfer.sender.block_ids:

@@ -31,6 +31,7 @@ SHIPPED: Sequence[tuple[str, dict[str, str]]] = [
     ("nixl", {"mode": "pull"}),
     ("nixl", {"mode": "push"}),
     ("multi", {}),
+    ("multi", {"connectors": "shared_memory,p2p"}),
     ("pdkv_sqlite:SQLiteConnector", {"path": "{directory}/kv.db"}),
 ]
 

@@ -359,6 +359,37 @@ def test_only_who_an_offer_was_made_to_can_say_that_it_is_taken(world: World) ->
     assert decode.outcome("t").code == ""
 
 
+def test_blocks_of_a_writer_that_is_gone_and_lives_stay_in_quarantine(world: World) -> None:
+    """A stopped sender that is given up may be in the middle of a piece: only its end, or its word, frees them."""
+    prefill, decode = world.pair("write")
+    ticket, _ = begin("push", "half", prefill, decode, 64)
+    prefill.push("half", ticket, scattered(4), 0, 32, last=False)
+    rank = decode.ranks[0]
+    wait_until_true(lambda: rank.worker.receiver.num_writers(("half", 1)), "the sender is let in")
+    prefill.signal(signal.SIGSTOP)
+    decode.meet()
+    ticks = threading.Semaphore(0)
+    rank.worker.rank.endpoint.add_tick(ticks.release)
+    for _ in range(8):  # a few times a second: for longer than any piece takes
+        assert ticks.acquire(timeout=20.0)
+    assert rank.worker.num_open_jobs == 1
+    prefill.signal(signal.SIGKILL)
+    assert decode.outcome("half").code == PeerGone.code
+    check_nothing_is_left(decode)
+
+
+def test_a_writer_that_is_gone_and_comes_back_frees_its_blocks_by_its_word(world: World) -> None:
+    prefill, decode = world.pair("write")
+    ticket, _ = begin("push", "half", prefill, decode, 64)
+    prefill.push("half", ticket, scattered(4), 0, 32, last=False)
+    wait_until_true(lambda: decode.ranks[0].worker.receiver.num_writers(("half", 1)), "the sender is let in")
+    decode.meet()
+    decode.meet(prefill.card)
+    assert decode.outcome("half").code == PeerGone.code
+    hand_over("push", world, prefill, decode, 64)
+    check_nothing_is_left(decode)
+
+
 def test_nobody_may_write_any_more_when_the_last_piece_was_offered(world: World) -> None:
     """F24: a transfer of which the first piece is written and the last one is offered, since it is scattered."""
     prefill, decode = world.pair("write", {"gather_below": str(1 << 30), "gather_min_pieces": "2"})

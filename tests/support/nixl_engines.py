@@ -329,12 +329,12 @@ class RemoteEngine:
         return json.loads(self._answers.readline())
 
 
-def _serve(engine: Engine, lines: TextIO) -> None:
-    """Obey lines until they end."""
+def _serve(engine: Engine, lines: TextIO, answers: TextIO) -> None:
+    """Obey lines until they end. Two files: one for both would forget, at each answer, what it has read ahead."""
     for line in lines:
         method, arguments, named = json.loads(line)
-        lines.write(json.dumps(_obey(engine, method, arguments, named)) + "\n")
-        lines.flush()
+        answers.write(json.dumps(_obey(engine, method, arguments, named)) + "\n")
+        answers.flush()
 
 
 def _obey(engine: Engine, method: str, arguments: list[Any], named: dict[str, Any]) -> Any:
@@ -386,10 +386,10 @@ def _live(wanted: dict[str, Any], channel: socket.socket) -> None:
         if "layout" in wanted:
             wanted["layout"] = msgspec.convert(wanted["layout"], KVLayout)
         engine = Engine(**wanted)
-        with channel.makefile("rw") as lines:
-            lines.write(json.dumps(msgspec.msgpack.encode(engine.card).hex()) + "\n")
-            lines.flush()
-            _serve(engine, lines)
+        with channel.makefile("r") as lines, channel.makefile("w") as answers:
+            answers.write(json.dumps(msgspec.msgpack.encode(engine.card).hex()) + "\n")
+            answers.flush()
+            _serve(engine, lines, answers)
         engine.close()
         code = 0
     except BaseException:  # the process ends here: nobody above could report it
