@@ -12,8 +12,8 @@ from pdkv.connectors.base import WorkerConnector
 from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
 from pdkv.engine.kv_cache import (
     allocate_pool,
-    check_length,
     check_pool,
+    length_that_fits,
     make_layout,
     num_blocks_that_fit,
     pool_bytes,
@@ -153,7 +153,7 @@ class InProcessExecutor(ModelExecutor):
 
     def _size_pool(self, config: EngineConfig, size_bytes: int) -> None:
         self.num_blocks = num_blocks_that_fit(self.layout, size_bytes)
-        check_length(config, self.layout, self.num_blocks, self.max_model_len)
+        self.max_model_len = length_that_fits(config, self.layout, self.num_blocks, self.max_model_len)
 
     def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
         if kv_pool is None:

@@ -108,9 +108,9 @@ class MultiProcessExecutor(ModelExecutor):
         self._stopped = False
         self._transfers = TransferAggregator(local.shard.size)
         self.layout = local.layout
-        self.max_model_len = local.max_model_len
         loaded = [answer for answer in others.hear(others.start_timeout_s) if isinstance(answer, Sized)]
         self.num_blocks = local.num_blocks = min(local.num_blocks, *(answer.num_blocks for answer in loaded))
+        self.max_model_len = min(local.max_model_len, self.num_blocks * self.layout.block_size)
         self.models_of_other_ranks = [answer.model for answer in loaded]
 
     def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:

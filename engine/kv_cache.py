@@ -66,22 +66,31 @@ def check_pool(pool: torch.Tensor, layout: KVLayout, num_blocks: int) -> None:
         raise ConfigError(f"the connector's KV pool is {got}, contiguous={pool.is_contiguous()}; expected {expected}")
 
 
-def check_length(config: EngineConfig, layout: KVLayout, num_blocks: int, max_model_len: int) -> None:
-    """Refuse a pool that does not hold one request of the longest length: it would be cut short, or never run.
+def length_that_fits(config: EngineConfig, layout: KVLayout, num_blocks: int, max_model_len: int) -> int:
+    """The longest request that the engine may promise: one that the pool does not hold would be cut short.
+
+    Args:
+        max_model_len: what was asked for, else the model's, which a smaller pool caps.
 
     Raises:
-        ConfigError: names both figures, and what to set.
+        ConfigError: what was asked for does not fit; names both figures, and what to set.
     """
     capacity = num_blocks * layout.block_size
     if capacity >= max_model_len:
-        return
+        return max_model_len
     needed = -(-max_model_len // layout.block_size) * layout.block_bytes * config.tp
-    whose = "max_model_len" if config.max_model_len is not None else "the model's length"
-    raise ConfigError(
-        f"the KV pool of {format_bytes(num_blocks * layout.block_bytes * config.tp)} holds {capacity} tokens, and a "
-        f"request may have {max_model_len} ({whose}), which take {format_bytes(needed)}: "
-        f"give --kv-cache-memory {-(-needed >> 20)}MiB or more, or --max-model-len {capacity} or less"
-    )
+    pool = f"the KV pool of {format_bytes(num_blocks * layout.block_bytes * config.tp)} holds {capacity} tokens"
+    remedy = f"--kv-cache-memory {-(-needed >> 20)}MiB"
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"{pool}, and a request may have {max_model_len} (max_model_len), which take {format_bytes(needed)}: "
+            f"give {remedy} or more, or --max-model-len {capacity} or less"
+        )
+    logger.warning(
+        "%s: prompt and output together are limited to that, and not to the model's %d; %s holds them",
+        pool, max_model_len, remedy,
+    )  # fmt: skip
+    return capacity
 
 
 def pool_bytes(config: EngineConfig, device: torch.device) -> int | None:

@@ -58,7 +58,7 @@ class EngineConfig:
     block_size: int = option(16, "tokens per KV block, a multiple of 16")
     kv_cache_memory: int | None = option(
         None,
-        "KV pool of one engine, such as 512MiB (CPU default: 256MiB); it must hold a request of max_model_len",
+        "KV pool of one engine, such as 512MiB (CPU default: 256MiB); it must hold a request of max_model_len tokens",
         size=True,
     )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use")

@@ -235,8 +235,8 @@ def check_start(deployment: Running, words: list[str]) -> None:
     [
         (["--kv-cache-memory", "1KiB"], ["kv_cache_memory", "1024 bytes"]),
         (
-            ["--kv-cache-memory", "512KiB"],
-            ["holds", "1024 (the model's length)", "--kv-cache-memory", "--max-model-len"],
+            ["--kv-cache-memory", "512KiB", "--max-model-len", "1024"],
+            ["holds", "1024 (max_model_len)", "--kv-cache-memory", "--max-model-len"],
         ),
         (["--kv-cache-memory", "1000GiB"], ["1 KV pools of 1000.0 GiB and 1", "--kv-cache-memory", "available"]),
         (["--max-model-len", "2048"], ["2048", "1024"]),

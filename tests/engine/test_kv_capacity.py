@@ -12,7 +12,7 @@ from state_machine.standin import expected_tokens
 from pdkv import LLM, SamplingParams
 from pdkv.config import EngineConfig
 from pdkv.engine.executor import InProcessExecutor
-from pdkv.engine.kv_cache import check_length, make_layout, num_blocks_that_fit
+from pdkv.engine.kv_cache import length_that_fits, make_layout, num_blocks_that_fit
 from pdkv.errors import ConfigError, InvalidRequest, ModelError
 from pdkv.messages import Failed, Finished
 from pdkv.model_config import load_model_config
@@ -32,56 +32,51 @@ def make_executor(model: Path, **fields: Any) -> InProcessExecutor:
     return InProcessExecutor(load_model_config(model), config, max_num_batched_tokens=64)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"kv_cache_memory": 20 * BLOCK_BYTES, "max_model_len": 321},
-            "the KV pool of 240 KiB holds 320 tokens, and a request may have 321 (max_model_len), which take 252 KiB: "
-            "give --kv-cache-memory 1MiB or more, or --max-model-len 320 or less",
-        ),
-        (
-            {"kv_cache_memory": 300_000},
-            "the KV pool of 288 KiB holds 384 tokens, and a request may have 1024 (the model's length), which take "
-            "768 KiB: give --kv-cache-memory 1MiB or more, or --max-model-len 384 or less",
-        ),
-    ],
-    ids=["explicit", "the model's"],
-)
-def test_a_pool_that_is_too_small_is_an_error_before_weights_are_loaded(
-    model: Path, fields: dict[str, int], message: str
-) -> None:
+def test_a_length_that_the_pool_does_not_hold_is_an_error_before_weights_are_loaded(model: Path) -> None:
     for file in model.glob("*.safetensors"):
         file.write_bytes(b"no weights")
     with pytest.raises(ConfigError) as error:
-        make_executor(model, **fields)
-    assert str(error.value) == message
+        make_executor(model, kv_cache_memory=20 * BLOCK_BYTES, max_model_len=321)
+    assert str(error.value) == (
+        "the KV pool of 240 KiB holds 320 tokens, and a request may have 321 (max_model_len), which take 252 KiB: "
+        "give --kv-cache-memory 1MiB or more, or --max-model-len 320 or less"
+    )
     with pytest.raises(ModelError):  # what the same engine with room for the length says
-        make_executor(model, kv_cache_memory=1 << 20)
+        make_executor(model, kv_cache_memory=1 << 20, max_model_len=321)
+
+
+def test_the_models_own_length_is_capped_by_the_pool_and_the_engine_says_so(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = make_executor(model, kv_cache_memory=300_000)
+    assert (executor.num_blocks, executor.max_model_len) == (24, 384)
+    executor.shutdown()
+    assert (
+        "holds 384 tokens: prompt and output together are limited to that, and not to the model's 1024" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("what", ["--kv-cache-memory", "--max-model-len"])
 def test_what_the_error_says_to_give_is_enough(model: Path, what: str) -> None:
     with pytest.raises(ConfigError) as error:
-        make_executor(model, kv_cache_memory=300_000)
+        make_executor(model, kv_cache_memory=300_000, max_model_len=1024)
     given = int(str(error.value).split(f"{what} ")[1].split()[0].removesuffix("MiB"))
     if what == "--kv-cache-memory":
-        executor = make_executor(model, kv_cache_memory=given << 20)
+        executor = make_executor(model, kv_cache_memory=given << 20, max_model_len=1024)
     else:
         executor = make_executor(model, kv_cache_memory=300_000, max_model_len=given)
     assert executor.num_blocks * 16 >= executor.max_model_len
     executor.shutdown()
 
 
-def test_the_default_pool_of_a_big_model_says_what_to_set(tmp_path: Path) -> None:
+def test_the_default_pool_of_a_big_model_says_what_to_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Llama-3-8B on the CPU: 128 KiB a token, so that 256 MiB hold a quarter of its 8,192 positions."""
     config = EngineConfig(model=tmp_path, device="cpu")
     fields = {"num_hidden_layers": 32, "num_key_value_heads": 8, "num_attention_heads": 32, "hidden_size": 4096}
     model = load_model_config(make_hf_config(tmp_path, **fields, max_position_embeddings=8192))
     layout = make_layout(model, block_size=16, dtype="bfloat16")
-    num_blocks = num_blocks_that_fit(layout, config.host_kv_bytes)
-    with pytest.raises(ConfigError, match=r"256 MiB holds 2048 .* 8192 .*--kv-cache-memory 1024MiB .* 2048 or less"):
-        check_length(config, layout, num_blocks, 8192)
+    assert length_that_fits(config, layout, num_blocks_that_fit(layout, config.host_kv_bytes), 8192) == 2048
+    assert "--kv-cache-memory 1024MiB" in caplog.text
 
 
 def make_hf_config(path: Path, **fields: int) -> Path:
@@ -96,11 +91,11 @@ def make_hf_config(path: Path, **fields: int) -> Path:
 
 def test_all_ranks_together_need_what_the_error_says(model: Path) -> None:
     """Four ranks hold each of the two heads twice, so that they need twice the memory."""
-    config = EngineConfig(model=model, device="cpu", tp=4, kv_cache_memory=1 << 20)
+    config = EngineConfig(model=model, device="cpu", tp=4, kv_cache_memory=1 << 20, max_model_len=1024)
     layout = make_layout(load_model_config(model), block_size=16, dtype="float32", shard=Shard(3, 4))
     with pytest.raises(ConfigError, match=r"which take 1\.5 MiB: give --kv-cache-memory 2MiB"):
-        check_length(config, layout, num_blocks_that_fit(layout, (1 << 20) // 4), 1024)
-    check_length(config, layout, num_blocks_that_fit(layout, (2 << 20) // 4), 1024)
+        length_that_fits(config, layout, num_blocks_that_fit(layout, (1 << 20) // 4), 1024)
+    assert length_that_fits(config, layout, num_blocks_that_fit(layout, (2 << 20) // 4), 1024) == 1024
 
 
 def test_a_request_of_the_longest_length_runs_to_its_end_in_a_pool_that_just_holds_it() -> None:
