@@ -22,9 +22,9 @@ from pdkv.errors import Unauthenticated
 
 logger = logging.getLogger(__name__)
 
-MAX_STRANGERS = 64
-MAX_STRANGERS_PER_SOURCE = 48
-"""One host, or one user of this one, leaves others some room."""
+MAX_STRANGERS = 128
+MAX_STRANGERS_PER_SOURCE = 96
+"""One host, or one user of this one, leaves others some room; and as many peers as have links may come at once."""
 
 _ACCEPTS_PER_TURN = 32
 _PAUSE_S = 0.1
@@ -99,7 +99,11 @@ class Door:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                try:
+                    self._turn()
+                except Exception:  # whatever it was, the next one is served
+                    logger.exception("a connection could not be served")
+                    threading.Event().wait(_PAUSE_S)
         finally:
             for stranger in list(self._strangers.values()):
                 self._close(stranger)
@@ -109,13 +113,12 @@ class Door:
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._wait_s()):
-            try:
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif (stranger := self._strangers.get(key.fd)) is not None:
-                    self._hear(stranger)
-            except Exception:  # one connection must not take the door with it
-                logger.exception("a connection could not be served")
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fd == self._wake:
+                return
+            elif (stranger := self._strangers.get(key.fd)) is not None:
+                self._hear(stranger)
         now = time.monotonic()
         while self._strangers and (oldest := next(iter(self._strangers.values()))).deadline <= now:
             self._refuse(oldest, "it says nothing in time")
@@ -192,8 +195,12 @@ class Door:
             return
         if stranger.acceptor.session is not None:
             self._forget(stranger)
-            stranger.connection.setblocking(True)
-            self._welcome(stranger.connection, stranger.acceptor.session, stranger.source)
+            try:
+                stranger.connection.setblocking(True)
+                self._welcome(stranger.connection, stranger.acceptor.session, stranger.source)
+            except Exception:  # one connection must not take the door with it
+                logger.exception("a connection from %s could not be served", stranger.source)
+                stranger.connection.close()
 
     def _refuse(self, stranger: _Stranger, why: str) -> None:
         self.num_refused += 1

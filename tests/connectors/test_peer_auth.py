@@ -367,6 +367,25 @@ def test_a_thousand_idle_strangers_hold_few_descriptors_and_keep_nobody_out(open
     assert door.door.num_strangers <= peer_door.MAX_STRANGERS_PER_SOURCE
 
 
+def test_as_many_peers_as_have_links_may_come_at_once(opened: Callable[..., Opened]) -> None:
+    """None is pushed out by the others."""
+    door, together = opened(), threading.Barrier(64)
+    sessions: list[Session] = []
+
+    def enter() -> None:
+        together.wait()
+        sessions.append(door.enter())
+
+    peers = [threading.Thread(target=enter) for _ in range(64)]
+    for peer in peers:
+        peer.start()
+    for peer in peers:
+        peer.join()
+    assert len(sessions) == 64
+    wait_until_true(lambda: len(door.came) == 64, "all came in")
+    assert door.door.num_refused == 0
+
+
 def test_a_stranger_that_is_too_slow_has_to_go(opened: Callable[..., Opened]) -> None:
     """Half open, or a byte now and then: the deadline is one for all of the greeting."""
     door = opened(timeout_s=0.2)
@@ -439,10 +458,11 @@ def test_what_a_welcome_raises_ends_nobody_else(opened: Callable[..., Opened]) -
     welcome = door.door._welcome
 
     def fail(connection: socket.socket, *rest: object) -> None:
-        connection.close()
         raise TransferError("no")
 
     door.door._welcome = fail
-    door.enter()
+    connection = door.connect()
+    dial(connection, SECRET, "c", P, D, WAIT_S)
+    assert not connection.recv(1)  # it is closed
     door.door._welcome = welcome
     wait_until_true(lambda: door.enter() and bool(door.came), "the next one comes in")
