@@ -47,6 +47,8 @@ class VllmEngine:
         self.wake = threading.Event()
         self.name, self.epoch = f"vllm-{transfer.engine_id}", str(transfer.engine_id)
         self.model = _model(vllm_config)
+        self._max_model_len = int(vllm_config.model_config.max_model_len)
+        self._max_num_seqs = int(vllm_config.scheduler_config.max_num_seqs)
         shows_pool = connector_type.make_block_table is not KVConnector.make_block_table
         if shows_pool != ("peers_dir" in extra):
             raise ConfigError(
@@ -102,8 +104,8 @@ class VllmEngine:
             layout=self.layout,
             hash_block_size=HASH_BLOCK_SIZE,
             num_blocks=self.num_staging_blocks,
-            max_model_len=0,
-            max_num_seqs=0,
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._max_num_seqs,
             rank_blobs=[blob],
         )
 

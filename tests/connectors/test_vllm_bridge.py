@@ -154,7 +154,8 @@ def introduce(*engines: Vllm) -> None:
         EngineCard(
             engine=e.connector.config.engine, epoch=e.connector.config.epoch, role="any", pid=os.getpid(),
             connector="shared_memory", kind="pull", content_addressed=True, orders=[], model="m", layout=LAYOUT,
-            hash_block_size=HASH_BLOCK_SIZE, num_blocks=32, max_model_len=0, max_num_seqs=0,
+            hash_block_size=HASH_BLOCK_SIZE, num_blocks=e.connector.config.num_blocks,
+            max_model_len=512, max_num_seqs=8,
             rank_blobs=[e.worker.handshake()],
         )
         for e in engines
@@ -360,8 +361,8 @@ def test_connectors_that_cannot_run_inside_vllm_are_refused(name: str, config: d
 def card(engine: str, pid: int) -> EngineCard:
     return EngineCard(
         engine=engine, epoch=f"{engine}.0", role="any", pid=pid, connector="shared_memory", kind="pull",
-        content_addressed=True, orders=[], model="m", layout=LAYOUT, hash_block_size=16, num_blocks=4, max_model_len=0,
-        max_num_seqs=0,
+        content_addressed=True, orders=[], model="m", layout=LAYOUT, hash_block_size=16, num_blocks=4,
+        max_model_len=512, max_num_seqs=8,
     )  # fmt: skip
 
 
