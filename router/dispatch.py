@@ -222,7 +222,8 @@ class Dispatcher:
                 self._settled.set()
             return
         logger.info("%s is ready (pid %d, epoch %s)", name, card.pid, card.epoch)
-        self.index.add_engine(name)
+        keys_per_block = -(-card.layout.block_size // card.hash_block_size)
+        self.index.add_engine(name, card.num_blocks * keys_per_block)
         self._send_peers()
         if self.ready:
             self._settled.set()

@@ -4,6 +4,7 @@ A block key is a hash of the whole prefix up to it, so the radix tree needs no n
 that hold it is the tree, and a match is a walk along the prompt's own keys.
 """
 
+import sys
 from collections.abc import Sequence
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
@@ -13,10 +14,11 @@ from pdkv.messages import BlockRemoved, BlockStored, CacheCleared, KVEvents
 class _Part:
     """One engine's part of the index."""
 
-    __slots__ = ("asked", "bit", "keys", "next_number")
+    __slots__ = ("asked", "bit", "keys", "max_keys", "next_number")
 
-    def __init__(self, bit: int) -> None:
+    def __init__(self, bit: int, max_keys: int) -> None:
         self.bit = bit
+        self.max_keys = max_keys
         self.keys: set[bytes] = set()
         self.next_number: int | None = None  # None: nothing counts until a batch begins with CacheCleared
         self.asked = False  # a Resync is under way
@@ -28,6 +30,7 @@ class PrefixIndex:
     def __init__(self, hash_block_size: int = HASH_BLOCK_SIZE) -> None:
         self.hash_block_size = hash_block_size
         self.num_gaps = 0
+        self.num_excess_keys = 0  # that engines told beyond what their cache can hold
         self._parts: dict[str, _Part] = {}
         self._holders: dict[bytes, int] = {}  # key -> bit mask of engines
 
@@ -41,12 +44,12 @@ class PrefixIndex:
         part = self._parts.get(engine)
         return 0 if part is None else len(part.keys)
 
-    def add_engine(self, engine: str) -> None:
-        """Begin with an empty part; an engine's first batch says what it holds."""
+    def add_engine(self, engine: str, max_keys: int = sys.maxsize) -> None:
+        """Begin with an empty part; an engine's first batch says what it holds. Keys beyond `max_keys` are dropped."""
         self.remove_engine(engine)
         taken = {part.bit for part in self._parts.values()}
         bit = next(1 << i for i in range(len(taken) + 1) if 1 << i not in taken)
-        self._parts[engine] = _Part(bit)
+        self._parts[engine] = _Part(bit, max_keys)
 
     def remove_engine(self, engine: str) -> None:
         """The engine is gone, and its cache with it. Idempotent."""
@@ -108,6 +111,11 @@ class PrefixIndex:
 
     def _store(self, part: _Part, keys: Sequence[bytes]) -> None:
         holders, bit = self._holders, part.bit
+        room = part.max_keys - len(part.keys)
+        if len(keys) > room:
+            keys = [key for key in keys if key not in part.keys]
+            self.num_excess_keys += max(len(keys) - room, 0)
+            keys = keys[:room]
         for key in keys:
             holders[key] = holders.get(key, 0) | bit
         part.keys.update(keys)

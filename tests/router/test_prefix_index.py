@@ -119,3 +119,15 @@ def test_index_equals_a_set_of_keys_per_engine(batches: list[tuple[str, list[KVE
         assert index.match(keys) == expected
     assert index.num_keys == len(set().union(*model.values()))
     assert [index.num_keys_of(engine) for engine in "abc"] == [len(model[engine]) for engine in "abc"]
+
+
+def test_an_engine_cannot_tell_more_keys_than_its_cache_holds() -> None:
+    """A lying one would take the router's memory."""
+    index = PrefixIndex()
+    index.add_engine("e", max_keys=100)
+    keys = [i.to_bytes(16) for i in range(250)]
+    assert index.apply("e", KVEvents(1, [CacheCleared(), BlockStored(keys[:80], None)]))
+    assert index.apply("e", KVEvents(2, [BlockStored(keys[:80], None), BlockStored(keys[60:], None)]))
+    assert (index.num_keys_of("e"), index.num_excess_keys) == (100, 150)
+    assert index.apply("e", KVEvents(3, [BlockRemoved(keys[:50]), BlockStored(keys[200:], None)]))
+    assert (index.num_keys_of("e"), index.num_keys) == (100, 100)

@@ -21,6 +21,9 @@ CONNECTORS: Mapping[str, tuple[str, ...]] = {
     "p2p": ("--connector", "p2p"),
     "nixl": ("--connector", "nixl"),
 }
+SHORT = ("--kv-load-timeout-s", "3", "--lease-timeout-s", "5")
+"""Leases of a router that said no goodbye end at their deadline."""
+
 PROMPTS = [f"Frame {i} says what it likes, and nobody minds. " * (1 + i % 4) for i in range(8)]
 
 
@@ -33,7 +36,7 @@ def main(num_frames: int, seed: int) -> int:
         for name, flags in CONNECTORS.items():
             try:
                 with launches(model) as launch:
-                    report = attack(launch("--prefill", "1", "--decode", "1", *flags), num_frames, seed)
+                    report = attack(launch("--prefill", "1", "--decode", "1", *SHORT, *flags), num_frames, seed)
             except AssertionError as error:
                 num_failed += 1
                 report = f"FAILED: {error}"
