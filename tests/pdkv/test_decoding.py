@@ -36,9 +36,6 @@ HOSTILE = {
     ids=lambda d: d.__name__,
 )
 def test_every_failure_is_a_malformed_message(decode: Callable[[bytes], object], data: bytes) -> None:
-    if data == HOSTILE["an integer of 65 bits"] and decode is decode_answer:
-        assert decode(data)  # it fits
-        return
     with pytest.raises(MalformedMessage):
         decode(data)
 
