@@ -58,6 +58,7 @@ class Subject(ABC):
     connector: str
     mutations: Sequence[str]
     is_overwritten = False  # whether saving a value replaces what is there
+    damaged_share = 0.6  # of a round's values
 
     @abstractmethod
     def options(self, engine: str) -> Mapping[str, str]:
@@ -180,6 +181,7 @@ class Blocks(Subject):
 
     connector = "memory"
     is_overwritten = True
+    damaged_share = 0.1  # what lies behind a prompt's first damaged block is overwritten unread
     mutations = (*_OF_BLOCKS, "old_format")
 
     def __init__(self, fabric: str) -> None:

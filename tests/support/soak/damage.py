@@ -27,7 +27,6 @@ from stepped_engine import SteppedEngine
 from pdkv.connectors.memory_fabric import StoreName
 
 PROMPTS = 4  # of a round, together in one batch
-DAMAGED_SHARE = 0.6  # of a round's values
 MAX_READS = 12  # of one round's prompts, until nothing damaged is left
 
 
@@ -113,7 +112,7 @@ class Fuzzer:
 
     def _damage(self, values: dict[StoreName, Value], most: int) -> dict[StoreName, str]:
         """Damage some of the values; returns how, by name."""
-        names = [name for name in values if self._rng.random() < DAMAGED_SHARE][:most]
+        names = [name for name in values if self._rng.random() < self._subject.damaged_share][:most]
         damaged: dict[StoreName, str] = {}
         while names:
             name = names.pop()
