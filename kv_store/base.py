@@ -35,7 +35,8 @@ class KVStore(ABC):
 
         Returns:
             Per key whether its buffer now holds the whole value. False: no such key, a value of another size than its
-            buffer, or one that is damaged; the buffer's content is then undefined.
+            buffer, or one that is cut short; the buffer's content is then undefined. Stores need not notice when bytes
+            have changed: values carry a checksum of their own, which whoever reads them verifies.
         """
 
     @abstractmethod

@@ -29,7 +29,8 @@ class FileStore(KVStore):
     """A value is one file, named after its key's digest; the directory is the truth, whoever writes it.
 
     - A file is written under a temporary name and renamed: it is there whole or not at all. Nothing is synced: what a
-      crash of the machine tears is found by its checksum, removed, and was a miss.
+      crash of the machine cuts short is found by its size, removed, and was a miss. What is damaged otherwise is for
+      the reader to see, as in every store (connectors/envelope.py).
     - A writer holds a lock on its temporary file. One without a lock is a dead writer's; the next start removes it.
     - With a capacity the least recently used files go first, by their time of modification, which a hit renews. Each
       process counts what it writes and looks at the directory again after every 1/16 of the capacity: n processes

@@ -184,7 +184,7 @@ def test_the_store_outlives_the_engines_and_damaged_files_are_computed_again(
             check_replies(complete_all(deployment, bodies), whole)
             books = settled_books(deployment, lambda now: True)
         check_decode_computed_nothing(books)
-        return {**books.sources("prefill"), "failures": books.of("kv_load_failures", "prefill")}
+        return {**books.sources("prefill"), "damaged": books.of("kv_damaged_values", "prefill")}
 
     # A repeated prompt is found in the store or, if it comes late enough, in the engine's own cache.
     total = sum(len(e.prompt) for e in whole)
@@ -193,8 +193,8 @@ def test_the_store_outlives_the_engines_and_damaged_files_are_computed_again(
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - 1)
     third, fourth = run(), run()
-    assert first["failures"] == second["failures"] == fourth["failures"] == 0
-    assert third["failures"] > 0
+    assert first["damaged"] == second["damaged"] == fourth["damaged"] == 0
+    assert third["damaged"] > 0
     assert third["store"] == 0
     assert third["recomputed"] > 0
     for found in (second, fourth):

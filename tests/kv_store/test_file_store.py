@@ -102,8 +102,8 @@ def test_a_truncated_file_is_a_miss_and_goes(tmp_path: Path, size: int) -> None:
     assert get(store, 1)
 
 
-@pytest.mark.parametrize("offset", [0, 5, 20, 60, 505, 512, 6000, SIZE + 511])
-def test_a_changed_byte_is_a_miss_and_the_file_goes(tmp_path: Path, offset: int) -> None:
+@pytest.mark.parametrize("offset", [0, 5, 20, 60, 120, 505, 511])
+def test_a_changed_byte_of_the_header_is_a_miss_and_the_file_goes(tmp_path: Path, offset: int) -> None:
     store = FileStore(tmp_path)
     put(store, 1)
     path = only_file(tmp_path)

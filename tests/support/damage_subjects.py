@@ -129,7 +129,8 @@ class Stored(Subject):
         path = self._directory / file_name(name)
         before = path.read_bytes()
         if mutation == "old_format":  # with the CRC-32 that files had once
-            after = before.replace(b'"xxh3"', b'"crc32"', 1)
+            head, rest = before[:512], before[512:]
+            after = head.replace(b'"},"value"', b'","crc32":"0badc0de"},"value"')[:512] + rest
         else:
             after = MUTATIONS[mutation](before, rng)
         path.write_bytes(after)
