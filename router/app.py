@@ -103,11 +103,11 @@ def body_budget(limits: HttpLimits) -> ByteBudget:
     return ByteBudget(limits.max_body_memory, "the bodies")
 
 
-def _prepare_completion(body: bytes, model: ServedModel, cancelled: Cancelled) -> Job:
+def _prepare_completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
     return prepare_completion(decode_completion(body), model, cancelled)
 
 
-def _prepare_chat(body: bytes, model: ServedModel, cancelled: Cancelled) -> Job:
+def _prepare_chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
     return prepare_chat(decode_chat(body), model, cancelled)
 
 

@@ -4,6 +4,7 @@ No framework between a token and the socket: a response costs one extra task, wh
 """
 
 import asyncio
+import functools
 import logging
 import math
 import secrets
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RawHeaders = list[tuple[bytes, bytes]]
-Prepare = Callable[[bytes, ServedModel, Cancelled], Job]
+Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled], Job]
 """From a body to a checked request; raises InvalidRequest. Runs on any thread."""
 
 MAX_LABEL = 256
@@ -138,10 +139,15 @@ class GenerateEndpoint:
                 raise
 
     async def _prepare_on_thread(
-        self, body: bytes, model: ServedModel, gone: "asyncio.Task[None]", timeout_s: float, exchange: "_Exchange"
+        self,
+        body: bytes | bytearray,
+        model: ServedModel,
+        gone: "asyncio.Task[None]",
+        timeout_s: float,
+        exchange: "_Exchange",
     ) -> Job:
         """Given up when the client goes away or its deadline passes."""
-        work = asyncio.ensure_future(self._pool.run(len(body), lambda cancelled: self._prepare(body, model, cancelled)))
+        work = asyncio.ensure_future(self._pool.run(len(body), functools.partial(self._prepare, body, model)))
         try:
             await asyncio.wait({work, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -151,6 +157,7 @@ class GenerateEndpoint:
             raise RequestTimeout(f"not tokenized within {timeout_s:g} s", request_id=exchange.request_id)
         finally:
             work.cancel()
+            del work  # a failure's traceback holds this frame: it must not hold the failure, and the body with it
 
 
 class _Exchange:

@@ -118,6 +118,9 @@ _MAX_CONTAINERS = 2 * MAX_MESSAGES + MAX_CHOICES + 64
 _MAX_STRINGS = 8 * MAX_MESSAGES + MAX_CHOICES + MAX_LOGIT_BIAS + MAX_STOPS + 256
 """Strings of one body, names of fields included: four pairs per message or part."""
 
+_MAX_VALUES = 2**20
+"""Values of one body, as counted by commas: token ids for the most part."""
+
 _B = TypeVar("_B", CompletionBody, ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -127,7 +130,7 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>[^`]*)`")
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`")
 
 
-def decode_completion(body: bytes) -> CompletionBody:
+def decode_completion(body: bytes | bytearray) -> CompletionBody:
     """Decode the body of POST /v1/completions.
 
     Raises:
@@ -136,12 +139,12 @@ def decode_completion(body: bytes) -> CompletionBody:
     return _decode(body, _completion_decoder)
 
 
-def decode_chat(body: bytes) -> ChatBody:
+def decode_chat(body: bytes | bytearray) -> ChatBody:
     """Decode the body of POST /v1/chat/completions; raises as `decode_completion`."""
     return _decode(body, _chat_decoder)
 
 
-def _decode(body: bytes, decoder: msgspec.json.Decoder[_B]) -> _B:
+def _decode(body: bytes | bytearray, decoder: msgspec.json.Decoder[_B]) -> _B:
     _check_size(body)
     try:
         return decoder.decode(body)
@@ -153,12 +156,14 @@ def _decode(body: bytes, decoder: msgspec.json.Decoder[_B]) -> _B:
         raise InvalidRequest("the body is not valid JSON: it is nested too deeply") from None
 
 
-def _check_size(body: bytes) -> None:
+def _check_size(body: bytes | bytearray) -> None:
     """Refuse what would become a million small objects: 4 MiB of `[5],` take half a second to decode.
 
     Counting is a hundred times cheaper. A text with many brackets is counted again without its strings.
     """
-    if body.count(b"[") + body.count(b"{") <= _MAX_CONTAINERS and body.count(b'"') <= 2 * _MAX_STRINGS:
+    num_containers = body.count(b"[") + body.count(b"{")
+    many_values = body.count(b",") > _MAX_VALUES
+    if num_containers <= _MAX_CONTAINERS and body.count(b'"') <= 2 * _MAX_STRINGS and not many_values:
         return
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
     if plain.count(b'"') > 2 * _MAX_STRINGS:
@@ -166,6 +171,8 @@ def _check_size(body: bytes) -> None:
     outside = b"".join(plain.split(b'"')[::2])
     if outside.count(b"[") + outside.count(b"{") > _MAX_CONTAINERS:
         raise InvalidRequest(f"the body is not a request: it has more than {_MAX_CONTAINERS} lists and objects")
+    if outside.count(b",") > _MAX_VALUES:
+        raise InvalidRequest(f"the body is not a request: it has more than {_MAX_VALUES} values")
 
 
 def _invalid_field(text: str) -> InvalidRequest:

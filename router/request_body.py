@@ -1,6 +1,7 @@
 """The body of a request: received within its bounds of size, time and memory."""
 
 import asyncio
+from typing import cast
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
@@ -14,7 +15,9 @@ class Disconnected(Exception):
     """The client is gone: nobody is left to be told anything."""
 
 
-async def read_body(headers: Headers, receive: Receive, share: Share, *, limit: int, timeout_s: float) -> bytes:
+async def read_body(
+    headers: Headers, receive: Receive, share: Share, *, limit: int, timeout_s: float
+) -> bytes | bytearray:
     """The request's body, JSON by its content type; `share` holds its bytes.
 
     Raises:
@@ -33,7 +36,7 @@ async def read_body(headers: Headers, receive: Receive, share: Share, *, limit: 
         return await _receive_all(receive, share, limit)
 
 
-async def _receive_all(receive: Receive, share: Share, limit: int) -> bytes:
+async def _receive_all(receive: Receive, share: Share, limit: int) -> bytes | bytearray:
     body = bytearray()
     while True:
         message = await receive()
@@ -44,10 +47,10 @@ async def _receive_all(receive: Receive, share: Share, limit: int) -> bytes:
             raise _too_large(limit)
         share.take(len(piece))
         if not body and not message.get("more_body", False):
-            return bytes(piece)  # no second copy of what came at once
+            return cast(bytes, piece)  # no second copy of what came at once
         body += piece
         if not message.get("more_body", False):
-            return bytes(body)
+            return body
 
 
 def _too_large(limit: int) -> InvalidRequest:

@@ -49,6 +49,10 @@ class TextPool:
             return await asyncio.wrap_future(future)
         finally:
             cancelled.set()
+            del (
+                future,
+                work,
+            )  # a failure's traceback holds this frame: it must not hold the failure, and the body with it
 
     def close(self) -> None:
         """Drop what waits; what runs ends with its piece."""

@@ -5,7 +5,7 @@ import sys
 
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import sweep_if_orphaned, watch_lifeline
-from pdkv.launch.linux import set_process_name
+from pdkv.launch.linux import return_large_allocations, set_process_name
 from pdkv.launch.logs import configure_logging
 from pdkv.launch.specs import RouterSpec, decode_router_spec, take_spec
 from pdkv.router.process import EngineEndpoint, run_router
@@ -20,6 +20,7 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
     """Run the router in this process; returns its exit status. It is ready when every engine has answered it."""
     configure_logging("router", spec.log_level)
     set_process_name("pd router")
+    return_large_allocations()
     watch_lifeline(lifeline_fd, lambda: None, grace_s=_LIFELINE_GRACE_S, run_dir=spec.run_dir)  # the loop sees it, too
     ack = Acknowledger(ack_fd)
     try:

@@ -1,8 +1,10 @@
 """Work that a body may cause: bounded before it is done, off the event loop, and dropped when nobody waits for it."""
 
 import asyncio
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from small_app import MODEL, ids, make_app, model_config, tokenizer
 
 from pdkv.config import HttpLimits
 from pdkv.errors import InvalidRequest, ServerBusy
+from pdkv.router import app as app_module
 from pdkv.router import openai
 from pdkv.router.protocol import decode_chat, decode_completion
 from pdkv.router.text_pool import INLINE_BYTES, TextPool
@@ -63,11 +66,12 @@ def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
         (COMPLETIONS, completion(many(b'"\\\\"')), "texts"),
         (COMPLETIONS, completion(b"[" + b",".join([b'"a"'] * 1025) + b"]"), "1024, got 1025 * 1"),
         (COMPLETIONS, completion(b"[" + b",".join([b"[5]"] * 9) + b"]", b', "n": 128'), "1024, got 9 * 128"),
-        (COMPLETIONS, completion(many(b"5")), "tokens, but the model's length is 128"),
+        (COMPLETIONS, completion(many(b"5")), "1048576 values"),
+        (COMPLETIONS, completion(many(b"12345")), "tokens, but the model's length is 128"),
         (COMPLETIONS, completion(b'["x", "' + b"x" * (3 << 20) + b'"]'), "characters, but the model's length is 128"),
         (COMPLETIONS, completion(b'"x"', b', "stop": ' + many(b'"a"')), "texts"),
         (COMPLETIONS, completion(b'"x"', b', "stop": ["' + b"a" * (3 << 20) + b'"]'), "at most 4096 bytes"),
-        (COMPLETIONS, completion(b'"x"', b', "stop_token_ids": ' + many(b"5")), "at most 256 entries"),
+        (COMPLETIONS, completion(b'"x"', b', "stop_token_ids": ' + many(b"12345")), "at most 256 entries"),
         (COMPLETIONS, completion(b'"x"', b', "cache_salt": "%s"' % (b"s" * (3 << 20))), "at most 256 bytes"),
         (COMPLETIONS, completion(b'"x"', b', "%s": 1' % (b"f" * (3 << 20))), "is not a known field"),
         (
@@ -293,3 +297,27 @@ def test_a_full_queue_is_503_and_try_again(monkeypatch: pytest.MonkeyPatch) -> N
         assert first_reply.status == 200
 
     run(main())
+
+
+class Marker:
+    """Something that a frame holds."""
+
+
+def test_a_refused_body_is_freed_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the bodies of refused requests pile up until it runs."""
+    markers = []
+
+    def refuse_it(body: Any, model: Any, cancelled: Any) -> Any:
+        marker = Marker()
+        markers.append(weakref.ref(marker))
+        raise InvalidRequest("no")
+
+    monkeypatch.setattr(app_module, "prepare_completion", refuse_it)
+    for size in (100, INLINE_BYTES + 1, 1 << 20):
+        gc.collect()
+        gc.disable()
+        try:
+            reply = run(call(make_app(FakeDispatcher()), "POST", COMPLETIONS, completion(b'"x"').ljust(size)))
+            assert (reply.status, markers.pop()()) == (400, None)
+        finally:
+            gc.enable()
