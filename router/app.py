@@ -1,7 +1,8 @@
 """The router's HTTP application: OpenAI's API, health, metrics and topology."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -77,6 +78,13 @@ def create_app(
     def generate(path: str, endpoint: GenerateEndpoint) -> Route:
         return Route(path, endpoint, methods=["POST"])
 
+    pool = TextPool(limits.max_queued_text)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        pool.close()
+
     common: dict[str, Any] = {
         "dispatcher": dispatcher,
         "model": model,
@@ -84,7 +92,7 @@ def create_app(
         "request_timeout_s": request_timeout_s,
         "limits": limits,
         "bodies": bodies,
-        "pool": TextPool(limits.max_queued_text),
+        "pool": pool,
     }
     routes = [
         generate("/v1/completions", GenerateEndpoint("completions", _prepare_completion, **common)),
@@ -95,7 +103,9 @@ def create_app(
         Route("/metrics", render_metrics),
         Route("/topology", topology),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _internal_error})
+    return Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error, Exception: _internal_error}
+    )
 
 
 def body_budget(limits: HttpLimits) -> ByteBudget:

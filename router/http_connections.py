@@ -22,16 +22,20 @@ class Evictable(Protocol):
 
 
 class Connections:
-    """Admits connections up to a limit; an idle one makes room."""
+    """Admits connections up to a limit; an idle one makes room.
+
+    Those that are ending do not count: there is some room beside the limit for them to be read to their end.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._spare = max(4, limit // 16)
         self._idle: dict[Evictable, float] = {}  # without a request in progress, and since when; the oldest first
+        self._ending: dict[Evictable, None] = {}  # answered for the last time; the oldest first
 
     def admit(self, count: int) -> bool:
         """Whether connection number `count` may stay; may evict an idle one."""
-        if count <= self._limit:
+        if count - len(self._ending) <= self._limit:
             return True
         oldest = next(iter(self._idle), None)
         if oldest is None or time.monotonic() - self._idle[oldest] < _EVICTABLE_S:
@@ -40,17 +44,22 @@ class Connections:
         oldest.evict()
         return True
 
-    def may_answer(self, count: int) -> bool:
-        """Whether there is a descriptor to spare for telling connection number `count` that it may not stay."""
-        return count <= self._limit + self._spare
-
     def idle(self, connection: Evictable) -> None:
         """It waits for a request."""
         self._idle.setdefault(connection, time.monotonic())
 
+    def ending(self, connection: Evictable) -> None:
+        """It has its last answer, and is open only to be read; may evict the one that has been so for longest."""
+        self._ending[connection] = None
+        if len(self._ending) > self._spare:
+            oldest = next(iter(self._ending))
+            self.leave(oldest)
+            oldest.evict()
+
     def leave(self, connection: Evictable) -> None:
         """It is served, or gone."""
         self._idle.pop(connection, None)
+        self._ending.pop(connection, None)
 
 
 def raise_open_files_limit() -> int:

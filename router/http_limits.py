@@ -106,15 +106,12 @@ class LimitedProtocol(HttpToolsProtocol):
         """Admit it, or say that there are too many."""
         self._connection = transport
         super().connection_made(_Transport(transport, self))
-        count = len(self.connections)
-        if self._room.admit(count):
+        if self._room.admit(len(self.connections)):
             self._room.idle(self)
             self._start_header_timer()
-        elif self._room.may_answer(count):
-            self._phase = _Phase.HEADERS
-            self._answer(503, "too many connections: try again", "server_busy")
         else:
-            self.evict()
+            self._deaf = True
+            self._answer(503, "too many connections: try again", "server_busy")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._room.leave(self)
@@ -137,7 +134,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if not unread or self._connection.is_closing():
             self._connection.close()
             return
-        self._room.idle(self)
+        self._room.ending(self)
         self._linger_timer = self.loop.call_later(_LINGER_S, self._connection.abort)
         self._connection.write_eof()
         if self.flow.read_paused:

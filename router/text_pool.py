@@ -52,7 +52,7 @@ class TextPool:
             del (
                 future,
                 work,
-            )  # a failure's traceback holds this frame: it must not hold the failure, and the body with it
+            )  # a failure's traceback holds this frame: it must not hold the failure, and the body
 
     def close(self) -> None:
         """Drop what waits; what runs ends with its piece."""

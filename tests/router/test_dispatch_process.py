@@ -21,11 +21,13 @@ from pdkv.transport import EngineServer, RouterJoined, RouterLeft
 TIMEOUT_S = 60.0
 
 PROGRAM = """
-import os, sys
+import os, resource, sys
 from pathlib import Path
 from pdkv.router.process import EngineEndpoint, run_router
 
-listen_fd, lifeline_fd, ready_fd, model, run_dir = sys.argv[1:6]
+listen_fd, lifeline_fd, ready_fd, model, run_dir, open_files = sys.argv[1:7]
+if int(open_files):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(open_files) // 2, int(open_files)))
 code = run_router(
     router_id="r",
     listen_fd=int(listen_fd),
@@ -107,14 +109,15 @@ def _readable(fd: int) -> bool:
 class RouterProcess:
     """`run_router` in a process of its own, on a socket that this process made."""
 
-    def __init__(self, model: Path, run_dir: Path) -> None:
+    def __init__(self, model: Path, run_dir: Path, open_files: int = 0) -> None:
+        """`open_files`: its hard limit on descriptors, the soft one being half of it; 0: this process's."""
         self.run_dir = run_dir
         self.lifeline_read, self.lifeline_write = os.pipe()
         self._ready_read, ready_write = os.pipe()
         with closing(socket.create_server(("127.0.0.1", 0))) as listener:
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             fds = [listener.fileno(), self.lifeline_read, ready_write]
-            arguments = [*map(str, fds), str(model), str(run_dir)]
+            arguments = [*map(str, fds), str(model), str(run_dir), str(open_files)]
             self.process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], pass_fds=fds)
         os.close(ready_write)
         self.client = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
@@ -146,7 +149,7 @@ def router(model_dir: Path, tmp_path: Path) -> Iterator[RouterProcess]:
 
 
 @pytest.fixture
-def engines(router: RouterProcess) -> Iterator[dict[str, EngineThread]]:
+def engines() -> Iterator[dict[str, EngineThread]]:
     engines: dict[str, EngineThread] = {}
     yield engines
     for engine in engines.values():
@@ -212,3 +215,36 @@ def test_router_ends_with_its_launcher(router: RouterProcess) -> None:
     os.close(router.lifeline_write)
     router.lifeline_write = os.dup(router.lifeline_read)
     assert router.process.wait(TIMEOUT_S) == 0
+
+
+def test_idle_connections_do_not_make_the_router_unreachable(
+    model_dir: Path, tmp_path: Path, engines: dict[str, EngineThread]
+) -> None:
+    """400 of them at 256 descriptors: those that say nothing make room, and an engine can still come back."""
+    router = RouterProcess(model_dir, tmp_path, open_files=256)
+    address = ("127.0.0.1", int(router.url.rpartition(":")[2]))
+    idle: list[socket.socket] = []
+    try:
+        for name in ("prefill-0", "decode-0"):
+            engines[name] = EngineThread(name, router.run_dir)
+        router.wait_ready()
+        router.client.close()
+        for _ in range(400):
+            idle.append(socket.create_connection(address, TIMEOUT_S))
+        while (reply := ask(router, "/health")).status_code != 200:
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "server_busy")
+        engines["decode-0"].stop()
+        while ask(router, "/health").status_code == 200:
+            pass
+        engines["decode-0"] = EngineThread("decode-0", router.run_dir)
+        while ask(router, "/health").status_code == 503:
+            pass
+    finally:
+        for connection in idle:
+            connection.close()
+        router.close()
+
+
+def ask(router: RouterProcess, path: str) -> httpx.Response:
+    """On a connection of its own."""
+    return httpx.get(router.url + path, timeout=TIMEOUT_S)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 MODEL = "served"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _MIB = 1 << 20
+MAX_CHARS = 5 * _MIB
+"""Of one body: a little more than the router takes."""
 
 
 class Body(NamedTuple):
@@ -105,13 +107,14 @@ def _value(rng: random.Random) -> Any:
     return rng.choice(choices)()
 
 
-def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of everything inside."""
-    found = [at] if at else []
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        found += _places(inner, (*at, key))
-    return found
+def _random_place(rng: random.Random, tree: Any) -> tuple[Any, Any] | None:
+    """A container inside and one of its keys, by a random walk: values may be shared, so paths are without number."""
+    place = None
+    while isinstance(tree, dict | list) and tree and (place is None or rng.random() < 0.6):
+        key = rng.choice(list(tree)) if isinstance(tree, dict) else rng.randrange(len(tree))
+        place = (tree, key)
+        tree = tree[key]
+    return place
 
 
 def _dump(value: Any, rng: random.Random | None = None) -> str:
@@ -132,7 +135,7 @@ def _dump(value: Any, rng: random.Random | None = None) -> str:
 
 
 def _encode(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+    return text[:MAX_CHARS].encode("utf-8", "surrogatepass")
 
 
 def mutated(rng: random.Random) -> Body:
@@ -149,18 +152,15 @@ def mutated(rng: random.Random) -> Body:
 
 
 def _mutate_tree(rng: random.Random, tree: dict[str, Any]) -> None:
-    places = _places(tree)
-    if not places or rng.random() < 0.1:
+    place = _random_place(rng, tree)
+    if place is None or rng.random() < 0.1:
         tree[rng.choice(["zzz", "kv_transfer_params", "model", "prompt", "messages", "stop", "n"])] = _value(rng)
         return
-    *parents, last = rng.choice(places)
-    inner: Any = tree
-    for key in parents:
-        inner = inner[key]
+    container, key = place
     if rng.random() < 0.15:
-        del inner[last]
+        del container[key]
     else:
-        inner[last] = _value(rng)
+        container[key] = _value(rng)
 
 
 def _mutate_bytes(rng: random.Random, data: bytearray) -> bytes:

@@ -27,7 +27,7 @@ from soak.report import RESULTS
 CLIENTS = 6
 ANSWER_BOUND_S = 60.0
 LARGE = 1 << 20
-WARM_UP = 300
+WARM_UP = 100
 """Requests before memory is measured: the allocator's arenas, and what the first request imports."""
 
 MAX_MORE_RESIDENT = 50 << 20
@@ -129,14 +129,14 @@ def _watched(deployment: Running, router: int, result: Result) -> Iterator[None]
             result.violations.append("/health failed")
 
 
-def fuzz(deployment: Running, num_requests: int, seed: int, *, with_attacks: bool = True) -> Result:
+def fuzz(deployment: Running, num_requests: int, seed: int) -> Result:
     """Send so many requests, the named attacks among them, and say what was wrong."""
     result = Result(seed=seed, num_requests=num_requests)
     rng = random.Random(seed)
     router = deployment.child_pid("pd router")
     engines = deployment.pids()
     asyncio.run(_run(_Clients(deployment, Result(seed=seed, num_requests=0)), (draw(rng) for _ in range(WARM_UP))))
-    named = named_attacks() if with_attacks else []
+    named = named_attacks()
     drawn = (draw(rng) for _ in range(num_requests - len(named)))
     with _watched(deployment, router, result):
         asyncio.run(_run(_Clients(deployment, result), (exchange for part in (named, drawn) for exchange in part)))
