@@ -13,6 +13,7 @@ from pdkv.engine.core import EngineCore
 from pdkv.messages import (
     Abort,
     Allocated,
+    CacheCleared,
     Continue,
     EngineToRouter,
     Failed,
@@ -169,6 +170,25 @@ def test_an_abort_while_the_load_is_under_way_quarantines(pull: Pair) -> None:
     pull.deliver_all()
     pull.run(pull.decode)
     assert at_rest(pull.decode)
+
+
+def test_pushed_kv_enters_the_cache_with_the_first_token(push: Pair) -> None:
+    """A push may be ahead of the end of prefill's last step, which may yet fail: then nobody finds the KV here."""
+    (allocated,) = of_type(await_peer(push, PROMPT), Allocated)
+    assert isinstance(allocated, Allocated)
+    push.prefill.handle("r", submit(PROMPT, until="first_token", kv="handoff", ticket=allocated.ticket), push.now)
+    first = output_of(push.run(push.prefill), "a")
+    push.deliver_all()
+    assert of_type(push.run(push.decode), Loaded)
+    assert push.decode.scheduler.kv.pool.snapshot_events() == [CacheCleared()]
+    push.decode.handle("r", Abort("a", 0), push.now)
+    push.run(push.decode)
+    assert push.decode.scheduler.kv.pool.counts().cached == 0
+    await_peer(push, PROMPT, "b")
+    push.decode.handle("r", KVReady("b", 0, False, "kv_not_found"), push.now)  # computed here
+    push.run(push.decode)
+    assert push.decode.scheduler.kv.pool.counts().cached == 3
+    assert len(first) == 1
 
 
 def test_push_starts_decoding_when_both_the_kv_and_the_token_are_in(push: Pair) -> None:

@@ -31,7 +31,7 @@ class StepDriver:
         layout = make_layout(config, block_size=block_size, dtype=config.dtype)
         self.pool = allocate_pool(layout, num_blocks, device)
         self.runner = ModelRunner(
-            self.model, self.pool, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, worker=worker
+            self.model, self.pool, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, worker=worker, check_finite=True
         )
         self.block_size = block_size
         self.free = list(range(num_blocks))
@@ -70,6 +70,7 @@ class StepDriver:
         plan = StepPlan(self._step_id, self._new, scheduled, self._ended, kv_meta=meta)
         self._step_id, self._new, self._ended = self._step_id + 1, [], []
         output = self.runner.execute(plan)
+        assert not output.failed, output.failed
         for key, sampled in output.sampled.items():
             self.tokens[key].extend(sampled.token_ids)
         self.prompt_logprobs.update(output.prompt_logprobs)

@@ -1,5 +1,7 @@
 """Messages in any order: what is stale is dropped, what overtakes is remembered, what expires is told."""
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from engines import EOS, at_rest, make_core, of_type, output_of, run, submit
@@ -11,6 +13,7 @@ from pdkv.messages import (
     BlockStored,
     CacheCleared,
     Continue,
+    EngineCard,
     Failed,
     Finished,
     KVEvents,
@@ -194,15 +197,29 @@ def test_an_abort_that_overtakes_a_higher_attempt_cancels_it_on_arrival() -> Non
     assert {m.attempt for m in run(core) if isinstance(m, Tokens)} == {1}
 
 
-def test_a_peer_is_gone_when_no_router_knows_it_any_more() -> None:
+def test_a_peer_is_gone_when_no_router_knows_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the connector's two sides are told: the workers of changes, the scheduler's side of all who are there."""
     core = make_core(options={"fabric": "core-peers"})
+    changes: list[tuple[list[str], list[str]]] = []
+    there: list[list[str]] = []
+
+    def names(cards: Sequence[EngineCard]) -> list[str]:
+        return sorted(card.engine for card in cards)
+
+    def tell_workers(added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        changes.append((names(added), names(removed)))
+
+    monkeypatch.setattr(core.executor, "update_peers", tell_workers)
+    monkeypatch.setattr(core.external.connector, "update_peers", lambda cards: there.append(names(cards)))
     core.router_joined("other", "1")
-    peers = [make_core(name=name).card for name in ("x", "y")]
-    core.handle("r", Peers(peers), 0.0)
-    core.handle("other", Peers(peers[:1]), 0.0)  # it has only begun to find them
-    assert {card.engine for card in core._peers.values()} == {"x", "y"}
-    core.handle("r", Peers(peers[:1]), 0.0)
-    assert [card.engine for card in core._peers.values()] == ["x"]
+    x, y = (make_core(name=name).card for name in ("x", "y"))
+    core.handle("r", Peers([x, y, core.card]), 0.0)
+    core.handle("other", Peers([x]), 0.0)  # it has only begun to find them
+    assert (changes[0], there[-1]) == ((["x", "y"], []), ["x", "y"])
+    core.handle("r", Peers([x]), 0.0)
+    assert there[-1] == ["x"]
     core.router_left("other")
+    assert there[-1] == ["x"]
     core.router_left("r")
-    assert not core._peers
+    assert there[-1] == []
+    assert [change for change in changes[1:] if change != ([], [])] == [([], ["y"]), ([], ["x"])]

@@ -1,12 +1,28 @@
 """benchmarks/gpu.py runs, in Triton's interpreter and with tiny shapes, and what it times is right."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+_LAYER = 3 * 2 * 2 * 16 * 32 * 4  # bytes of 3 blocks: K and V, 2 heads, 16 tokens, 32 numbers of 4 bytes
+WORK = [  # name, shape, unit, and what is done in a call: bytes read and written once, or operations
+    ("copy", "65536 bytes", "GB/s", 2 * 65536),
+    ("matmul", "64^3", "TFLOP/s", 2 * 64 * 64 * 64),
+    ("paged_attention", "decode, 2 x 40", "GB/s", 2 * 40 * (2 * 2 * 32 * 4) + 2 * (2 * 4 * 32 * 4)),
+    ("paged_attention", "prefill, 20", "TFLOP/s", sum(range(1, 21)) * 4 * (2 * 32 + 2 * 32)),  # causal; 4 heads
+    ("write_kv", "8 tokens", "GB/s", 2 * 8 * (2 * 2 * 32 * 4)),
+    ("gather_blocks", "3 blocks x 2 layers", "GB/s", 2 * 2 * _LAYER),
+    ("scatter_blocks", "3 blocks x 2 layers", "GB/s", 2 * 2 * _LAYER),
+    ("gather_blocks", "3 blocks x 1 layers", "GB/s", 2 * _LAYER),
+    ("scatter_blocks", "3 blocks x 1 layers", "GB/s", 2 * _LAYER),
+]
+"""Of the smoke run's shapes, worked out by hand."""
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -27,7 +43,11 @@ def test_smoke_run_reports_every_kernel() -> None:
     results = json.loads(done.stdout)["results"]
     kernels = {"paged_attention", "write_kv", "gather_blocks", "scatter_blocks"}
     assert {result["name"] for result in results} == kernels | {"copy", "matmul"}
-    assert all(result["rate"] > 0 for result in results)
+    assert [(result["name"], result["shape"]) for result in results] == [(name, shape) for name, shape, _, _ in WORK]
+    for result, (name, _, unit, work) in zip(results, WORK, strict=True):
+        assert result["unit"] == unit
+        done_per_ms = {"GB/s": 1e6, "TFLOP/s": 1e9}[unit] * result["rate"]
+        assert math.isclose(done_per_ms * result["milliseconds"], work, rel_tol=1e-9), name
     assert all(result["max_error"] < 1e-5 for result in results if result["name"] in kernels)
 
 

@@ -21,8 +21,8 @@ from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.core import EngineCore
 from pdkv.engine.rank_follower import FirstRank
-from pdkv.errors import ConfigError, ModelError, RankError, RankGone, RankTimeout
-from pdkv.messages import EngineToRouter, Peers, Tokens
+from pdkv.errors import ConfigError, ModelError, NonFiniteLogits, RankError, RankGone, RankTimeout
+from pdkv.messages import Abort, EngineToRouter, Failed, Peers, Tokens
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling_params import SamplingParams
 from tests.conftest import HFModel
@@ -124,6 +124,31 @@ def run(core: EngineCore, params: list[SamplingParams] | None = None, *, name: s
             messages += sent
     core.scheduler.kv.pool.check_integrity()
     return messages
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_looks_for_what_is_not_finite(hf_model: HFModel, make_engine: MakeEngine, rank: int) -> None:
+    """KV goes bad in one rank's pool, in a cached prompt's first block: its next reader fails, and no later one."""
+    engine = make_engine(hf_model("llama", initializer_range=0.2), 2, check_finite=True)
+    core, blocks = engine.core, engine.core.scheduler.kv.pool
+    expected = run(core)
+    core.handle("r", submit(PROMPTS[1], request_id="probe", max_tokens=12), 1.0)
+    core.step(1.0)
+    block = core.requests["probe", 0].block_ids[0]
+    assert blocks.has_content(block)
+    core.handle("r", Abort("probe", 0), 1.0)
+    core.step(1.0)
+    core.take_messages(1.0)
+    engine.worker(rank).kv_pool[block, -1, 1, 0, 0, 0] = float("nan")
+    messages = run(core, name="b")
+    (failure,) = of_type(messages, Failed)
+    assert isinstance(failure, Failed)
+    assert (failure.request_id, failure.code) == ("b1", NonFiniteLogits.code)
+    assert not blocks.has_content(block)
+    for i in (0, 2, 3):
+        assert output_of(messages, f"b{i}") == output_of(expected, f"a{i}")
+    again = run(core, name="c")
+    assert [output_of(again, f"c{i}") for i in range(4)] == [output_of(expected, f"a{i}") for i in range(4)]
 
 
 @pytest.mark.parametrize("fields", [{}, {"long_prefill_token_threshold": 20}], ids=["whole", "chunked"])

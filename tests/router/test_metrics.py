@@ -77,6 +77,7 @@ def test_engines_as_they_reported_themselves() -> None:
     assert samples[("pdkv_engine_prompt_tokens_total", *engine, "local_hit")] == 7
     assert samples[("pdkv_engine_kv_received_bytes_total", *engine)] == 4096
     assert samples[("pdkv_engine_preemptions_total", *engine)] == 6
+    assert samples[("pdkv_engine_non_finite_requests_total", *engine)] == 8
     assert samples[("pdkv_engine_kv_damaged_values_total", *engine)] == 8
     assert samples[("pdkv_engine_kv_partial_loads_total", *engine)] == 9
     assert samples[("pdkv_retries_total",)] == 2

@@ -102,6 +102,7 @@ class FakeDispatcher:
             sources=SourceCounts(computed=5, local_hit=7),
             preemptions=6,
             bytes_received=4096,
+            non_finite_requests=8,
             damaged_values=8,
             partial_loads=9,
         )

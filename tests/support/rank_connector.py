@@ -6,7 +6,7 @@ its own type, which every worker side writes down; a transfer that a rank was to
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pdkv.connectors.base import (
     NO_TRANSFERS,
@@ -20,6 +20,9 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 from pdkv.messages import ConnectorKind, EngineCard
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Note(KVConnectorMetadata, kw_only=True):
@@ -46,6 +49,9 @@ class RankWorker(WorkerConnector):
         self.error: Exception | None = None  # raised in the next step
         self.stopped = threading.Event()  # the next step waits for it where `hangs`
         self.hangs = False
+
+    def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
+        self.kv_pool = kv_cache
 
     def handshake(self) -> bytes:
         return f"{self.config.rank} of {self.config.tp}, {self.config.kv_shards} shards".encode()

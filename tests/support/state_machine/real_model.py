@@ -47,6 +47,7 @@ class RealModel(Forward):
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
             threads=1,
+            check_finite=True,
         )
         executor = InProcessExecutor(self._config, config, max_num_batched_tokens=64 * self.scale)
         assert executor.num_blocks == num_blocks
