@@ -1,5 +1,6 @@
 """One rank of an engine inside a host: the connector's sides around a plain pool, without a model."""
 
+import contextlib
 import logging
 import os
 import time
@@ -285,5 +286,8 @@ def resource_usage() -> p.Usage:
             descriptors.append(os.readlink(f"/proc/self/fd/{fd}"))
         except OSError:
             continue  # the listing's own
-    threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    threads = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            threads.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
     return p.Usage(sorted(descriptors), sorted(threads), resident_bytes())
