@@ -3,7 +3,9 @@
 python -m benchmarks.identity MODEL none|cold|warm CACHE    # one start, in this process; prints its seconds
 """
 
+import gc
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
+from pdkv.launch.fork_server import ENVIRONMENT
 
 LIMIT = 1.1
 ROUNDS = 9
@@ -52,7 +55,9 @@ def run(context: Context, size: str) -> list[Claim]:
 
 def _start_elsewhere(model: Path, mode: str, cache: Path) -> Start:
     command = [sys.executable, "-m", "benchmarks.identity", str(model), mode, str(cache)]
-    return Start(*json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=_ROOT).stdout))
+    environment = {**ENVIRONMENT, **os.environ}
+    process = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=_ROOT, env=environment)
+    return Start(*json.loads(process.stdout))
 
 
 def start(model: Path, mode: str, cache: Path) -> Start:
@@ -86,6 +91,8 @@ def start(model: Path, mode: str, cache: Path) -> Start:
 
     assemble.ModelSource = Source  # type: ignore[misc]
     config = EngineConfig(model=model, device="cpu", kv_cache_memory=64 << 20, max_model_len=2048)
+    gc.collect()
+    gc.freeze()  # as the fork server does: a collection would count as a part of the start
     before, cpu_before = time.perf_counter(), time.process_time()
     core = assemble.build_engine(config, name="e", epoch="1")
     took = Start(time.perf_counter() - before, time.process_time() - cpu_before)
