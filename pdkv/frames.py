@@ -9,7 +9,7 @@ import msgspec
 
 from pdkv.decoding import decode_total
 from pdkv.errors import MalformedMessage, UnsendableMessage
-from pdkv.limits import MAX_ID_BYTES
+from pdkv.limits import MAX_ID_CHARS
 from pdkv.messages import Attempt, EngineToRouter, RequestKey, RouterToEngine
 
 MAX_FRAME_BYTES = 64 << 20
@@ -20,6 +20,9 @@ FRAME_BYTES = 1 << 20
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 4096
 """What one message may have, so that a frame of its own can carry it."""
+
+MAX_FRAME_MESSAGES = 1 << 16
+"""Of one frame: a message may be a byte, and costs its receiver a hundred times as many."""
 
 AnyMessage = RouterToEngine | EngineToRouter
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -59,7 +62,7 @@ class _RawFrame(msgspec.Struct, frozen=True, omit_defaults=True):
     """A frame whose messages are still, or already, bytes."""
 
     number: Number
-    messages: list[msgspec.Raw]
+    messages: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_FRAME_MESSAGES)]
     begun: Number = 0
     handled: Number = 0
 
@@ -67,7 +70,7 @@ class _RawFrame(msgspec.Struct, frozen=True, omit_defaults=True):
 class _About(msgspec.Struct, frozen=True):
     """What a message is about, whatever else is in it."""
 
-    request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_BYTES)]
+    request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
     attempt: Attempt
 
 
@@ -95,13 +98,13 @@ def encode_message(message: AnyMessage) -> msgspec.Raw:
 
 
 def split(messages: Iterable[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:
-    """The messages, in order, in groups for a frame each: FRAME_BYTES and at most one message more."""
+    """The messages, in order, in groups for a frame each: up to MAX_FRAME_MESSAGES, and FRAME_BYTES and one message."""
     group: list[msgspec.Raw] = []
     size = 0
     for message in messages:
         group.append(message)
         size += len(memoryview(message))
-        if size >= FRAME_BYTES:
+        if size >= FRAME_BYTES or len(group) >= MAX_FRAME_MESSAGES:
             yield group
             group, size = [], 0
     if group:

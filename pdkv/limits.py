@@ -1,7 +1,7 @@
 """Bounds on what one request may hold: the router checks them before any work, the engine again on every Submit.
 
 They are constants, not options: both sides of the wire must agree on them. The HTTP server's own bounds, which are
-options, are in `pdkv/launch/config.py`.
+options, are in `HttpLimits` (`pdkv/config.py`).
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ MAX_TOTAL_PROMPT_TOKENS = 2**24
 MAX_ADAPTER_BYTES = 256
 """UTF-8 of an adapter's name."""
 
-MAX_ID_BYTES = 256
-"""UTF-8 of a request's, a transfer's, an engine's or a router's id."""
+MAX_ID_CHARS = 256
+"""Of a request's, a transfer's, an engine's or a router's id."""
 
 MAX_ECHO_CHARS = 128
 """Characters of a name or value of the client's that an error repeats."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pdkv.limits import MAX_ID_BYTES, MAX_N
+from pdkv.limits import MAX_ID_CHARS, MAX_N
 from pdkv.sampling_params import SamplingParams
 
 MAX_BLOB_BYTES = 64 * 1024
@@ -29,7 +29,7 @@ MAX_ERROR_CHARS = 4096
 MAX_RANKS = 1024
 """Of one engine."""
 
-Id = Annotated[str, Meta(max_length=MAX_ID_BYTES)]
+Id = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
 Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Meta(ge=1, lt=2**31)]

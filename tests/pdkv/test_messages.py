@@ -8,6 +8,7 @@ from pdkv.errors import MalformedMessage, UnsendableMessage
 from pdkv.frames import (
     FRAME_BYTES,
     MAX_FRAME_BYTES,
+    MAX_FRAME_MESSAGES,
     BadMessage,
     Frame,
     ReceivedFrame,
@@ -81,6 +82,7 @@ def test_message_is_equal_after_the_wire(message: RouterToEngine | EngineToRoute
         encode_frame(Frame(0, [Abort("q", 0)])) + b"\x00",
         encode_frame(Frame(0, [Abort("q", 0)])).replace(b"messages", b"messag\xff\xfe"),  # no UTF-8
         b"\x91" * 100_000,  # nested deeper than the interpreter's stack
+        msgspec.msgpack.encode({"number": 0, "messages": [None] * (MAX_FRAME_MESSAGES + 1)}),
     ],
 )
 def test_what_is_no_frame_is_refused(data: bytes) -> None:
@@ -174,6 +176,8 @@ def test_frames_are_split_far_below_what_a_receiver_takes() -> None:
     assert max(sizes) < 2 * FRAME_BYTES < MAX_FRAME_BYTES // 16
     assert [m for group in groups for m in decode_frame(encode_raw_frame(0, group)).messages] == messages
     assert [len(group) for group in split(encode_message(Abort("q", 0)) for _ in range(10))] == [10]
+    many = [encode_message(Abort("q", 0))] * (MAX_FRAME_MESSAGES + 1)
+    assert sum(len(decode_frame(encode_raw_frame(0, group)).messages) for group in split(many)) == len(many)
     assert list(split([])) == []
 
 
