@@ -209,7 +209,7 @@ class KeyLookups:
 
     def _failed(self, what: str) -> None:
         if not self._failing:
-            logger.warning("KV store: %s; what is not found is computed (told again after the next success)", what)
+            logger.warning("KV store: %s; prompts are computed instead (not reported again until it answers)", what)
         self._failing = True
 
     # --- threads --------------------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ class StoreScheduler(SchedulerConnector):
 
     def _load_failed(self, loading: _Loading, outcome: TransferOutcome) -> None:
         """What came is sound. Behind damage nothing is: nobody has looked at it, and the next save replaces it."""
-        stop = loading.start + outcome.num_tokens if outcome.num_tokens else loading.start
+        stop = loading.start + outcome.num_tokens
         came = [value.key for value in loading.values if value.stop <= stop]
         others = [value.key for value in loading.values if value.stop > stop]
         self.lookups.add(came)

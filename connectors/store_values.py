@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,11 +9,12 @@ from pdkv.connectors.envelope import Sealer
 from pdkv.connectors.store_pieces import Slot
 from pdkv.errors import StoreError
 from pdkv.kv_store.base import KVStore
+from pdkv.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
 
 QUIET_S = 60.0
-"""Damaged values are told once in so long."""
+"""The shortest time between two log lines about damaged values."""
 
 
 class Reading(NamedTuple):
@@ -33,7 +33,7 @@ class SealedValues:
         self._lock = threading.Lock()  # guards what follows
         self._num_seen = 0  # of what the store itself has found damaged
         self._num_untold = 0
-        self._told = -QUIET_S
+        self._log_limit = LogLimit(QUIET_S)
 
     def put(self, slots: Sequence[Slot]) -> None:
         """Store values whose bodies are in their slots. Raises what the store raises."""
@@ -97,11 +97,11 @@ class SealedValues:
         """One line for a burst."""
         with self._lock:
             self._num_untold += num_damaged
-            now = time.monotonic()
-            if not self._num_untold or now - self._told < QUIET_S:
+            if not self._num_untold or not self._log_limit.passes():
                 return
-            num_damaged, self._num_untold, self._told = self._num_untold, 0, now
+            num_damaged, self._num_untold = self._num_untold, 0
         logger.warning(
-            "%d stored values are not what was saved under their keys: damaged, or somebody else's. They are deleted "
-            "and computed again; /metrics counts them (told again after %g s)", num_damaged, QUIET_S,
+            "%d stored values are not what was saved under their keys (damaged or forged). They are deleted and "
+            "computed again; see pdkv_engine_kv_damaged_values_total in /metrics (next report in %g s at the earliest)",
+            num_damaged, QUIET_S,
         )  # fmt: skip

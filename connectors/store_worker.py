@@ -209,7 +209,7 @@ class StoreWorker(TransferWorker):
         except TransferError as error:
             self.num_failed_saves += 1
             if not self._saves_fail:
-                logger.warning("KV is not saved (%s: %s); told again when it is", error.code, error)
+                logger.warning("KV is not saved (%s: %s); not reported again until a save succeeds", error.code, error)
             self._saves_fail = True
             raise
         if self._saves_fail:

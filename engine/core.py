@@ -4,7 +4,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 
 import msgspec
 
@@ -19,6 +18,7 @@ from pdkv.engine.scheduler import Confirmed, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import InvalidRequest, NonFiniteLogits, PdkvError, RankError, RequestTimeout
 from pdkv.frames import key_of
+from pdkv.log_limit import LogLimit
 from pdkv.messages import (
     MAX_ERROR_CHARS,
     Abort,
@@ -57,9 +57,6 @@ EXPIRY_INTERVAL_S = 0.02
 
 TRANSFER_POLL_S = 0.5
 """While transfers are pending, an empty step at least this often lets the connector see its own deadlines."""
-
-LOG_INTERVAL_S = 1.0
-"""At most one traceback so often about messages that led to an error: they must not fill a disk."""
 
 LOAD_INTERVAL_S = 0.1
 """How often a busy engine reports its load."""
@@ -140,7 +137,7 @@ class EngineCore:
         self._dirty = False
         self._next_expiry = 0.0
         self._next_load = 0.0
-        self._next_log = -inf
+        self._log_limit = LogLimit()
         self._last_step = 0.0
         self._last_load: Load | None = None
         self._event_number = 0
@@ -248,10 +245,9 @@ class EngineCore:
         except Exception as error:
             self.counters.dropped_messages += 1
             kind = type(message).__name__
-            if now >= self._next_log:
-                self._next_log = now + LOG_INTERVAL_S
+            if self._log_limit.passes(now):
                 trace = None if isinstance(error, PdkvError) else error
-                logger.error("a %s of router %s is dropped: %s", kind, router_id, error, exc_info=trace)
+                logger.error("dropped a %s from router %s: %s", kind, router_id, error, exc_info=trace)
             key = key_of(message)
             if key is not None:
                 text = f"{kind} led to an error in the engine: {type(error).__name__}: {error}"

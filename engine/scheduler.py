@@ -61,9 +61,7 @@ class Scheduler:
         self.external = external
         self.roles = roles
         self.limits = limits
-        self.waiting: deque[Request] = (
-            deque()
-        )  # by priority, then in order of arrival; a preempted one before its equals
+        self.waiting: deque[Request] = deque()  # by priority, then preempted ones, then in order of arrival
         self.running: list[Request] = []  # by priority, then in the order in which they began
         self.rejected: list[tuple[Request, TransferOutcome]] = []  # failed loads under the policy "fail"
         self.failed: list[tuple[Request, StepFailure]] = []  # by the last update: nothing of their step counts

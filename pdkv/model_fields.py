@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.errors import ModelError
+from pdkv.limits import clip
 
 
 def _names(text: str) -> frozenset[str]:
@@ -109,7 +110,7 @@ def check_fields(path: Path, architecture: str, values: Mapping[str, Any], *, re
         if reads_window and _is_window(name, value, values):
             continue
         raise ModelError(
-            f"{path}: field {name!r} = {_shown(value)} is not supported for {architecture}: its effect on the model is "
+            f"{path}: field {_shown(name, value)} is not supported for {architecture}: its effect on the model is "
             "not computed here, and ignoring it could give wrong tokens. If it changes nothing, take it out of the file"
         )
 
@@ -124,7 +125,7 @@ def check_rope_fields(path: Path, kind: str, rope: Mapping[str, Any]) -> None:
     for name, value in rope.items():
         if name not in read and not _is_neutral(name, value, rope):
             raise ModelError(
-                f"{path}: field {name!r} = {_shown(value)} of the RoPE parameters is not supported for {kind!r}"
+                f"{path}: field {_shown(name, value)} of the RoPE parameters is not supported for {kind!r}"
             )
 
 
@@ -149,9 +150,8 @@ def _is_window(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     return name in ("sliding_window", "use_sliding_window", "max_window_layers")
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+def _shown(name: str, value: Any) -> str:
+    return f"{name!r} = {clip(repr(value), _SHOWN_CHARS)}"
 
 
 SAMPLING_DEFAULTS: Mapping[str, float] = {

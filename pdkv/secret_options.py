@@ -43,15 +43,17 @@ def read_option(value: str, where: str) -> str:
     """
     if not value.startswith("@") or value.startswith("@@"):
         return value.removeprefix("@")
-    path = Path(value[1:]).expanduser()
+    path = Path(value[1:])
     try:
-        with path.open("rb") as file:  # which may be a pipe: the shell's <(command)
+        with path.expanduser().open("rb") as file:  # which may be a pipe: the shell's <(command)
             data = file.read(MAX_FILE_BYTES + 1)
         text = data.decode()
     except OSError as error:
         raise ConfigError(f"{where}: {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{where}: {path} holds no UTF-8 text") from None
+        raise ConfigError(f"{where}: {path} is not UTF-8 text") from None
+    except (RuntimeError, ValueError) as error:  # a home that is not known; a name with a null byte
+        raise ConfigError(f"{where}: {path}: {error}") from None
     if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{where}: {path} has more than {MAX_FILE_BYTES} bytes, which is no option's value")
+        raise ConfigError(f"{where}: {path} has more than {MAX_FILE_BYTES} bytes: too long for an option's value")
     return text.rstrip("\r\n")

@@ -6,7 +6,6 @@ what cannot be read is counted and dropped, and the peer is told.
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -26,6 +25,7 @@ from pdkv.frames import (
     split,
 )
 from pdkv.heartbeat import Heartbeat
+from pdkv.log_limit import LogLimit
 from pdkv.messages import (
     MAX_ERROR_CHARS,
     Abort,
@@ -40,9 +40,6 @@ from pdkv.messages import (
 
 MAX_ROUTERS = 64
 """Routers that one engine serves at a time; the Hello of a further one is dropped."""
-
-_LOG_INTERVAL_S = 1.0
-"""At most one line so often about what peers send wrongly: they must not fill a disk."""
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +102,7 @@ class EngineServer:
         self._peers: dict[bytes, _RouterPeer] = {}
         self._routers: dict[str, _RouterPeer] = {}
         self._events: deque[tuple[str, Received]] = deque()
-        self._next_log = 0.0
+        self._log_limit = LogLimit()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._extra_fd: int | None = None
@@ -236,7 +233,7 @@ class EngineServer:
 
     def _replace(self, router_id: str, message: EngineToRouter, error: UnsendableMessage) -> list[msgspec.Raw]:
         """What is said instead of a message that cannot be sent."""
-        logger.error("a message to router %s is dropped: %s", router_id, error)
+        logger.error("dropped a message to router %s: %s", router_id, error)
         key = key_of(message)
         if key is None:
             return []
@@ -246,10 +243,10 @@ class EngineServer:
     def _refuse(self, peer: _RouterPeer, bad: BadMessage) -> list[tuple[str, Received]]:
         """Count a bad message and tell its router; what it is about ends."""
         self.num_dropped += 1
-        self._log(f"a message of router {peer.router_id} is dropped: {bad.reason}")
+        self._log(f"dropped a message from router {peer.router_id}: {bad.reason}")
         if bad.key is None:
             return []
-        text = f"the engine refuses a message about the request: {bad.reason}"
+        text = f"the engine refused a message about this request: {bad.reason}"
         self.send(peer.router_id, [Failed(*bad.key, InvalidRequest.code, text, False, bad.param[:64])])
         return [(peer.router_id, Abort(*bad.key))]
 
@@ -259,9 +256,7 @@ class EngineServer:
             peer.fault = peer.fault or fault
 
     def _log(self, text: str) -> None:
-        now = time.monotonic()
-        if now >= self._next_log:
-            self._next_log = now + _LOG_INTERVAL_S
+        if self._log_limit.passes():
             logger.warning("%s (%d dropped so far)", text, self.num_dropped)
 
     def _greet(self, identity: bytes, frame: ReceivedFrame) -> _RouterPeer | None:

@@ -19,6 +19,7 @@ from pdkv.errors import (
     UnsendableMessage,
 )
 from pdkv.frames import key_of
+from pdkv.log_limit import LogLimit
 from pdkv.messages import (
     Allocated,
     Beat,
@@ -94,6 +95,7 @@ class Dispatcher:
         self._refusal: IncompatiblePeers | None = None  # why it does not
         self._ticker: asyncio.TimerHandle | None = None
         self._closed = False
+        self._log_limit = LogLimit()
 
     # --- engines --------------------------------------------------------------------------------------------------
 
@@ -277,7 +279,8 @@ class Dispatcher:
     def _mishandled(self, name: str, message: RouterToEngine | EngineToRouter, error: Exception) -> None:
         """A message that this code cannot stand costs its own request and nothing else."""
         self.counters.dropped_messages += 1
-        logger.error("a %s of %s is dropped after an error", type(message).__name__, name, exc_info=error)
+        if self._log_limit.passes():
+            logger.error("dropped a %s from %s after an error", type(message).__name__, name, exc_info=error)
         key = key_of(message)
         generation = self._generations.get(key[0]) if key is not None else None
         if generation is not None:
@@ -387,7 +390,7 @@ class Dispatcher:
         try:
             self._backends[engine].send(message)
         except UnsendableMessage as error:
-            logger.warning("a message to %s is dropped: %s", engine, error)
+            logger.warning("dropped a message to %s: %s", engine, error)
             key = key_of(message)
             generation = self._generations.get(key[0]) if key is not None else None
             if generation is not None:

@@ -14,6 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdkv.errors import MalformedMessage
 from pdkv.frames import BadMessage, ReceivedFrame, decode_frame, encode_message, encode_raw_frame, key_of, split
+from pdkv.log_limit import LogLimit
 from pdkv.messages import (
     MAX_ERROR_CHARS,
     Abort,
@@ -88,6 +89,7 @@ class EngineClient:
         self.endpoint = endpoint
         self.card: EngineCard | None = None
         self.num_dropped = 0  # malformed frames and messages, and frames before Ready
+        self._log_limit = LogLimit()
         self._router_id = router_id
         self._context = context
         self._listener: EngineListener | None = None
@@ -252,7 +254,8 @@ class EngineClient:
         if not isinstance(message, BadMessage):
             return message
         self.num_dropped += 1
-        logger.error("a message of %s is dropped: %s", self.name, message.reason)
+        if self._log_limit.passes():
+            logger.error("dropped a message from %s: %s (%d so far)", self.name, message.reason, self.num_dropped)
         if message.key is None or self.card is None:
             return None
         self.send(Abort(*message.key))

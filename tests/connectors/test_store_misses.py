@@ -19,6 +19,7 @@ from pdkv.connectors.transfer_aggregator import TransferAggregator
 from pdkv.errors import ConfigError, KVNotFound, StoreUnavailable
 from pdkv.kv_store.base import Buffer
 from pdkv.kv_store.registry import open_store
+from pdkv.log_limit import LogLimit
 
 
 @pytest.fixture
@@ -268,7 +269,7 @@ def test_a_burst_is_told_once(make: MakeEngine, store: FaultyStore, caplog: pyte
         engine.scheduler.lookups.add([key[:16] for key in keys_of(engine)])
     assert caplog.text.count("not what was saved") == 1
     assert "1 stored values are" in caplog.text
-    engine.worker._values._told -= store_values.QUIET_S
+    engine.worker._values._log_limit = LogLimit(store_values.QUIET_S)  # the interval is over
     assert engine.ask(local("last")) == 256
     flip(store, keys_of(engine)[0])
     with caplog.at_level(logging.WARNING):

@@ -52,7 +52,7 @@ def test_an_option_is_read_from_a_file(tmp_path: Path, content: str) -> None:
     ("content", "message"),
     [
         (None, "--connector-config: url: {path}: No such file or directory"),
-        (b"\xff", "--connector-config: url: {path} holds no UTF-8 text"),
+        (b"\xff", "--connector-config: url: {path} is not UTF-8 text"),
         (
             b"x" * (MAX_FILE_BYTES + 1),
             "--connector-config: url: {path} has more than 65536 bytes",
@@ -66,6 +66,12 @@ def test_a_file_that_cannot_be_an_option_is_named(tmp_path: Path, content: bytes
     with pytest.raises(ConfigError) as caught:
         connector_options([f"url=@{path}"])
     assert str(caught.value).startswith(message.format(path=path))
+
+
+@pytest.mark.parametrize("name", ["~no-such-user/url", "a\0b"])
+def test_a_name_that_no_file_can_have_is_an_error_of_ours(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--connector-config: url: "):
+        connector_options([f"url=@{name}"])
 
 
 def test_a_url_without_its_key_is_refused_without_its_password() -> None:
