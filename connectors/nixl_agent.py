@@ -39,6 +39,9 @@ _PROGRESS_DELAY_US = 10_000
 LEAVE_S = 0.5
 """Who tears a connection down waits so long for its transfers to let go; a post of theirs takes a few milliseconds."""
 
+CLOSE_S = 5.0
+"""At the end, for all of them together: what has not let go then keeps the agent's memory and descriptors."""
+
 _SPINS = 50
 _WAIT_S = (0.0001, 0.001)
 """NIXL has no event for "this transfer has ended": after some looks in a row, the first and longest pause between."""
@@ -299,7 +302,8 @@ class NixlAgent:
         if self._closing.is_set():
             return
         self._closing.set()
-        ended = [self.disconnect(peer) for peer in list(self._peers)]
+        deadline = time.monotonic() + CLOSE_S
+        ended = [self.disconnect(peer, max(deadline - time.monotonic(), 0.0)) for peer in list(self._peers)]
         if not all(ended):
             logger.error("agent %s stays open: a transfer of it does not end", self.name)
             return
