@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pdkv.connectors.base import parse_options
 from pdkv.connectors.io_lanes import LaneConfig
 from pdkv.connectors.nixl_wire import Mode
-from pdkv.connectors.option_types import parse_bool, parse_choice, parse_count, parse_natural, parse_seconds
+from pdkv.option_types import parse_bool, parse_choice, parse_count, parse_natural, parse_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import msgspec
 
 from pdkv.connectors.base import parse_options
-from pdkv.connectors.option_types import parse_count, parse_seconds
 from pdkv.connectors.p2p_wire import Address
 from pdkv.connectors.peers import Incarnation, PeerCards
 from pdkv.decoding import decode_total
 from pdkv.errors import IncompatiblePeers, MalformedMessage
 from pdkv.messages import EngineCard
+from pdkv.option_types import parse_count, parse_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from pdkv.connectors.base import (
     parse_options,
 )
 from pdkv.connectors.block_table import BlockTable
-from pdkv.connectors.option_types import parse_bool, parse_count, parse_seconds
 from pdkv.connectors.pull import PullMetadata
 from pdkv.connectors.shared_arena import Arena
 from pdkv.connectors.shared_block_table import SharedBlockTable
@@ -26,6 +25,7 @@ from pdkv.connectors.shared_memory_worker import SharedMemoryWorker
 from pdkv.connectors.shared_peers import PeerArenas
 from pdkv.errors import ConfigError
 from pdkv.messages import ConnectorKind
+from pdkv.option_types import parse_bool, parse_count, parse_seconds
 
 if TYPE_CHECKING:
     import torch

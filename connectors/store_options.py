@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from pdkv.connectors.base import LoadMode
-from pdkv.connectors.option_types import parse_bool, parse_choice, parse_count, parse_natural, parse_seconds
+from pdkv.option_types import parse_bool, parse_choice, parse_count, parse_natural, parse_seconds
 
 
 class TransferOptions(msgspec.Struct, frozen=True, kw_only=True):

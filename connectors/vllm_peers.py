@@ -37,11 +37,7 @@ class CardDirectory:
     def publish(self, card: EngineCard) -> None:
         """Show this engine's card to the others. Raises OSError."""
         assert self._directory is not None, "withdrawn"
-        draft = f"{self._own}.draft"
-        self._directory.remove(draft)  # of a predecessor that was killed
-        with os.fdopen(self._directory.create(draft), "wb") as file:
-            file.write(msgspec.msgpack.encode(card))
-        self._directory.rename(draft, self._own)
+        self._directory.write(self._own, msgspec.msgpack.encode(card))
 
     def withdraw(self) -> None:
         """This engine ends. Idempotent."""

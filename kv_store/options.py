@@ -1,12 +1,12 @@
 """Options of stores, as texts from a URL's query or a connector's configuration."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pdkv.config import parse_size
 from pdkv.errors import ConfigError
+from pdkv.option_types import parse_bool, parse_choice, parse_count, parse_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,46 +27,19 @@ class StoreOptions:
     ssl_check_hostname: bool = True  # the certificate must name the URL's host
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError("a positive number of seconds was expected")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError("a positive number was expected")
-    return value
-
-
-def _choice(*choices: str) -> Callable[[str], str]:
-    def convert(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"{' or '.join(choices)} was expected")
-        return text
-
-    return convert
-
-
-def _bool(text: str) -> bool:
-    return _choice("true", "false")(text.lower()) == "true"
-
-
 CONVERTERS: Mapping[str, Callable[[str], Any]] = {
     "capacity": parse_size,
-    "connect_timeout_s": _seconds,
-    "operation_timeout_s": _seconds,
-    "ttl_s": _seconds,
+    "connect_timeout_s": parse_seconds,
+    "operation_timeout_s": parse_seconds,
+    "ttl_s": parse_seconds,
     "max_bytes_in_flight": parse_size,
-    "pipeline": _count,
-    "retry_after_s": _seconds,
+    "pipeline": parse_count,
+    "retry_after_s": parse_seconds,
     "ssl_ca_certs": str,
     "ssl_certfile": str,
     "ssl_keyfile": str,
-    "ssl_cert_reqs": _choice("required", "optional", "none"),
-    "ssl_check_hostname": _bool,
+    "ssl_cert_reqs": parse_choice("required", "optional", "none"),
+    "ssl_check_hostname": parse_bool,
 }
 
 

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,16 +88,8 @@ class DigestCache:
         if directory is None or not self.keeps(file):
             return
         body = msgspec.msgpack.encode(_Entry(_VERSION, _path_text(file), file.stamp, list(digests)))
-        name = _entry_name(file)
-        temporary = f".{name}-{secrets.token_hex(4)}"
         try:
-            try:
-                with os.fdopen(directory.create(temporary), "wb") as out:
-                    out.write(_checksum(body) + body)
-                directory.rename(temporary, name)
-            except OSError:
-                directory.remove(temporary)
-                raise
+            directory.write(_entry_name(file), _checksum(body) + body)
             _prune(directory)
         except OSError as error:
             logger.info("digests of %s are not kept: %s", file.path, error)

@@ -6,6 +6,7 @@ It is held open, and every name is looked up in what is open: whatever its path 
 import contextlib
 import errno
 import os
+import secrets
 import stat
 import threading
 import weakref
@@ -87,6 +88,17 @@ class PrivateDirectory:
     def create(self, name: str) -> int:
         """A descriptor of a new file, mode 0600, to be written. Raises FileExistsError."""
         return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FILE, 0o600, dir_fd=self.fd)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Give a name this content, at once and whole; nothing is left of a write that fails."""
+        temporary = f".{name}-{secrets.token_hex(4)}"
+        try:
+            with os.fdopen(self.create(temporary), "wb") as file:
+                file.write(data)
+            self.rename(temporary, name)
+        except OSError:
+            self.remove(temporary)
+            raise
 
     def rename(self, name: str, new_name: str) -> None:
         """Takes the place of what has the new name, at once."""

@@ -49,10 +49,7 @@ class TextPool:
             return await asyncio.wrap_future(future)
         finally:
             cancelled.set()
-            del (
-                future,
-                work,
-            )  # a failure's traceback holds this frame: it must not hold the failure, and the body
+            del future, work  # a failure's traceback holds this frame, which must not hold the failure and the body
 
     def close(self) -> None:
         """Drop what waits; what runs ends with its piece."""

@@ -224,6 +224,7 @@ def test_large_bodies_do_not_hold_up_small_ones() -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Its work is in the queue behind another's; health is answered all the while."""
+    app = make_app(FakeDispatcher(say(ids("ab"))))  # which tokenizes, too
     gate, encoded = Gate(), []
     encode = Tokenizer.encode
 
@@ -243,8 +244,6 @@ def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPat
         return json.dumps({"model": MODEL, "max_tokens": 1, **prompt}).encode().ljust(INLINE_BYTES + 1)
 
     async def main() -> None:
-        dispatcher = FakeDispatcher(say(ids("ab")))
-        app = make_app(dispatcher)
         _, first = begin(app, "POST", path, body("1"))
         await asyncio.to_thread(gate.entered.wait)
         leaver, second = begin(app, "POST", path, body("2"))
@@ -263,6 +262,7 @@ def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_deadline_ends_the_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app(FakeDispatcher())  # which tokenizes, too
     gate = Gate()
     encode = Tokenizer.encode
 
@@ -274,7 +274,7 @@ def test_a_deadline_ends_the_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPa
 
     async def main() -> None:
         body = json.dumps({"model": MODEL, "prompt": "x"}).encode().ljust(INLINE_BYTES + 1)
-        reply = await call(make_app(FakeDispatcher()), "POST", COMPLETIONS, body, {"x-pd-timeout-s": "0.05"})
+        reply = await call(app, "POST", COMPLETIONS, body, {"x-pd-timeout-s": "0.05"})
         assert (reply.status, reply.json()["error"]["code"]) == (504, "timeout")
         gate.open.set()
 
@@ -282,12 +282,14 @@ def test_a_deadline_ends_the_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_full_queue_is_503_and_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app(
+        FakeDispatcher(say(ids("ab"))), limits=HttpLimits(max_queued_text=INLINE_BYTES + 2)
+    )  # tokenizes, too
     gate = Gate()
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: [gate.work(lambda: False)] and [5])
 
     async def main() -> None:
         body = json.dumps({"model": MODEL, "prompt": "x"}).encode().ljust(INLINE_BYTES + 1)
-        app = make_app(FakeDispatcher(say(ids("ab"))), limits=HttpLimits(max_queued_text=INLINE_BYTES + 2))
         first_reply, first = begin(app, "POST", COMPLETIONS, body)
         await asyncio.to_thread(gate.entered.wait)
         reply = await call(app, "POST", COMPLETIONS, body)

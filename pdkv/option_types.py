@@ -1,4 +1,4 @@
-"""What makes values of --connector-config texts; each raises ValueError with what was expected."""
+"""Converters of option texts, of connectors and stores; each raises ValueError with what was expected."""
 
 from collections.abc import Callable
 
