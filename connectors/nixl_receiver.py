@@ -242,14 +242,13 @@ class PushReceiver:
             self._worker.let_go(stopping[0])
 
     def _let_in(self, key: TransferKey, blob: RankBlob) -> Permit | None:
-        """Under the lock. None: too many write already."""
+        """Under the lock. None: too many write already, or its end could not be seen."""
         writers = self._writers.setdefault(key, {})
         if blob.agent not in writers:
-            permit = self._endpoint.permits.give()
+            permit = self._endpoint.permits.give() if self._processes.watch(blob) else None
             if permit is None:
                 return None
             writers[blob.agent] = _Writer(blob, permit)
-            self._processes.watch(blob)
         return writers[blob.agent].permit
 
     def _withdraw(self, writers: Iterable[_Writer]) -> None:

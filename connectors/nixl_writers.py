@@ -1,6 +1,7 @@
 """Which processes write into this rank's blocks: whether one has ended, of which nothing is heard any more."""
 
 import contextlib
+import errno
 import os
 import select
 from collections.abc import Iterable
@@ -16,19 +17,26 @@ class WriterProcesses:
     def __init__(self) -> None:
         self._pidfds: dict[str, int] = {}
 
-    def watch(self, blob: RankBlob) -> None:
-        """Hold on to a sender's process while it lives, if it is one of this host. Idempotent."""
+    def watch(self, blob: RankBlob) -> bool:
+        """Hold on to a sender's process while it lives, if it is one of this host. Idempotent.
+
+        Returns:
+            False: this process lacks a descriptor for it, so that its end could not be seen.
+        """
         if blob.agent in self._pidfds or blob.host != host_id():
-            return
+            return True
         bell = blob.doorbell
         try:
             pidfd = os.pidfd_open(bell.pid)
-        except (OSError, OverflowError):  # it is not seen from here (another namespace of pids), or has just ended
-            return
+        except OSError as error:  # or: it is not seen from here (another namespace of pids), or has just ended
+            return error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+        except OverflowError:
+            return True
         if process_start_time(bell.pid) == bell.start_time:
             self._pidfds[blob.agent] = pidfd
         else:
             os.close(pidfd)
+        return True
 
     def knows(self, agent: str) -> bool:
         """Whether its end can be seen here."""

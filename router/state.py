@@ -104,12 +104,12 @@ class EngineState:
 
     @property
     def condition(self) -> str:
-        """For people: "ready", or why it cannot answer now."""
+        """For people: "is ready", or why it cannot answer now."""
         if self.life != "ready" or not self.suspect:
-            return self.life if self._reason() is None else "refused"
+            return f"is {self.life if self._reason() is None else 'refused'}"
         if self.busy_s >= STUCK_STEP_S:
-            return f"at one step for {self.busy_s:.0f} s"
-        return f"silent for {self.silent_for_s:.1f} s"
+            return f"has been in one step for {self.busy_s:.0f} s"
+        return f"has been silent for {self.silent_for_s:.1f} s"
 
     @property
     def pid(self) -> int | None:
@@ -202,7 +202,9 @@ class Fleet:
             for other in self.cards():
                 check_compatible(other, card)
             if self._identity and card.model != self._identity:
-                raise IncompatiblePeers(f"{name} has model {card.model}, the deployment started with {self._identity}")
+                raise IncompatiblePeers(
+                    f"{name} has model {card.model}, but the deployment started with model {self._identity}"
+                )
         except IncompatiblePeers as error:
             state.refusal = str(error)
             raise
@@ -251,8 +253,8 @@ class Fleet:
         live = {e.role for e in self.engines.values() if e.life == "ready" and not e.suspect}
         for role in ("prefill", "decode"):
             if "any" not in live and role not in live:
-                those = [f"{e.name} is {e.condition}" for e in self.engines.values() if e.role in (role, "any")]
-                return f"no {role} engine is live: {', '.join(those) or 'there is none'}"
+                engines = [f"{e.name} {e.condition}" for e in self.engines.values() if e.role in (role, "any")]
+                return f"no {role} engine is live: {', '.join(engines) or 'there is none'}"
         return ""
 
     def mark(self, prefill: str, decode: str, now: float) -> None:

@@ -1,5 +1,6 @@
 """Parts of the `nixl` connector that need no NIXL: plans, messages, cards, the doorbell, slots, posts."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -20,14 +21,16 @@ from pdkv.connectors.host import host_id
 from pdkv.connectors.huge_pages import use_huge_pages
 from pdkv.connectors.nixl_agent import MAX_MESSAGE_BYTES, Memory
 from pdkv.connectors.nixl_blocks import POST_BYTES, cut_runs
-from pdkv.connectors.nixl_doorbell import NO_DOORBELL, Doorbell
+from pdkv.connectors.nixl_doorbell import NO_DOORBELL, Doorbell, DoorbellAddress
 from pdkv.connectors.nixl_gather import MAX_UNITS, plan_chunks
 from pdkv.connectors.nixl_memory import WORD_BYTES, GenerationTable, Slots, generation_offset
 from pdkv.connectors.nixl_peers import NixlPeers
-from pdkv.connectors.nixl_wire import Begin, Gather, Mode, RankBlob, decode, encode, encode_blob
+from pdkv.connectors.nixl_wire import Begin, Gather, Mode, RankBlob, decode, decode_blob, encode, encode_blob
+from pdkv.connectors.nixl_writers import WriterProcesses
 from pdkv.connectors.planning import Run
 from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone
 from pdkv.messages import EngineCard, KVLayout
+from pdkv.process_info import process_start_time
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_size=8, block_size=16, dtype="float32", dtype_bytes=4)
 NUM_BLOCKS = 8
@@ -131,6 +134,27 @@ def test_a_peer_is_found_by_incarnation_and_by_agent_until_it_goes() -> None:
     assert peers.agents_of("p", "1") == []
     with pytest.raises(PeerGone):
         peers.rank("p", "1", 0)
+
+
+def test_a_writer_whose_end_could_not_be_seen_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a descriptor for its process its blocks would be free while it may still write."""
+    start_time = process_start_time(os.getpid())
+    assert start_time is not None
+    blob = decode_blob(make_blob(doorbell=DoorbellAddress(os.getpid(), start_time, -1, 0)))
+    processes = WriterProcesses()
+
+    def no_descriptor(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", no_descriptor)
+        assert not processes.watch(blob)
+    assert not processes.knows(blob.agent)
+    assert processes.watch(blob)
+    assert processes.knows(blob.agent)
+    assert not processes.has_ended(blob.agent)
+    processes.close()
+    assert processes.watch(decode_blob(make_blob(agent="elsewhere", host="there")))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_health_is_503_while_the_only_engine_of_a_role_is_stopped(deployment: Ru
     with stopped(deployment.pids()[name]):
         reply = wait_until_true(lambda: (r := deployment.get("/health")).status_code == 503 and r, "a 503")
         message = reply.json()["error"]["message"]
-        assert message.startswith(f"no {role} engine is live: {name} is silent for ")
+        assert message.startswith(f"no {role} engine is live: {name} has been silent for ")
         (engine,) = [e for e in deployment.get("/topology").json()["engines"] if e["name"] == name]
         assert engine["suspect"]
         assert engine["silent_for_s"] >= 3.0

@@ -153,7 +153,7 @@ def test_an_engine_that_is_silent_is_a_suspect_until_it_speaks(role: str) -> Non
                 if name != silent:
                     backend.say(Beat("e0", 0.0))
             assert dispatcher.topology()["engines"][role == "decode"]["silent_for_s"] == tick * TICK_S
-        assert dispatcher.fault == f"no {role} engine is live: {silent} is silent for 3.0 s"
+        assert dispatcher.fault == f"no {role} engine is live: {silent} has been silent for 3.0 s"
         suspects = {e["name"]: e["suspect"] for e in dispatcher.topology()["engines"]}
         assert [name for name, suspect in suspects.items() if suspect] == [silent]
         system.backends[silent].say(Load(0, 0, system.dispatcher.fleet.engines[silent].blocks))
@@ -172,7 +172,7 @@ def test_a_long_step_is_no_silence_and_one_without_end_is_a_fault() -> None:
             backend.say(Beat("e0", tick * TICK_S))
             assert dispatcher.fault == ""
         backend.say(Beat("e0", STUCK_STEP_S))
-        assert dispatcher.fault == "no prefill engine is live: any-0 is at one step for 120 s"
+        assert dispatcher.fault == "no prefill engine is live: any-0 has been in one step for 120 s"
         backend.say(Beat("e0", 0.0))
         assert dispatcher.fault == ""
 

@@ -148,11 +148,13 @@ def test_another_model_stays_out_even_when_no_engine_of_the_first_one_is_left() 
     later = Fleet(identity="m")
     later.add("decode-0", "decode")
     for refusing in (fleet, later):
-        with pytest.raises(IncompatiblePeers, match="decode-0 has model other, the deployment started with m"):
+        with pytest.raises(
+            IncompatiblePeers, match="decode-0 has model other, but the deployment started with model m"
+        ):
             refusing.came_up("decode-0", make_card("decode-0", "decode", model="other"))
         engine = refusing.engines["decode-0"].describe()
         assert (engine["state"], engine["pid"]) == ("refused", None)
-        assert engine["reason"] == "decode-0 has model other, the deployment started with m"
+        assert engine["reason"] == "decode-0 has model other, but the deployment started with model m"
         assert refusing.candidates(["decode"], 0.0) == []
         refusing.came_up("decode-0", make_card("decode-0", "decode"))
         engine = refusing.engines["decode-0"].describe()
