@@ -13,11 +13,11 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnector
 from pdkv.connectors.registry import load_connector
 from pdkv.connectors.store_base import StoreConnector
+from pdkv.connectors.vllm_identity import computation_identity, weights_identity
 from pdkv.connectors.vllm_peers import CardDirectory
 from pdkv.connectors.vllm_staging import PeerChange
 from pdkv.errors import ConfigError
 from pdkv.messages import EngineCard, KVLayout
-from pdkv.model_identity import model_identity
 from pdkv.secret_options import read_option
 
 _KNOWN = {"connector", "config", "peers_dir", "staging_tokens", "save_wait_s"}
@@ -46,7 +46,7 @@ class VllmEngine:
         self.num_staging_blocks = _staging_blocks(extra, vllm_config, self.layout)
         self.wake = threading.Event()
         self.name, self.epoch = f"vllm-{transfer.engine_id}", str(transfer.engine_id)
-        self.model = _model(vllm_config)
+        self.model = weights_identity(vllm_config.model_config)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._max_num_seqs = int(vllm_config.scheduler_config.max_num_seqs)
         shows_pool = connector_type.make_block_table is not KVConnector.make_block_table
@@ -162,13 +162,6 @@ def _staging_blocks(extra: Mapping[str, Any], vllm_config: Any, layout: KVLayout
     return -(-int(extra.get("staging_tokens", default)) // layout.block_size) + 1
 
 
-def _model(vllm_config: Any) -> str:
-    """The identity of the weights: of their files where they lie here, else their name and revision."""
-    config = vllm_config.model_config
-    path = Path(config.model)
-    return model_identity(path) if path.is_dir() else f"{config.model}@{config.revision}"
-
-
 def layout_identity(vllm_config: Any, kv_cache_config: Any, layout: KVLayout) -> str:
     """All that the bytes of a block depend on, but for the tokens: only like engines find each other's blocks."""
     import vllm
@@ -182,5 +175,6 @@ def layout_identity(vllm_config: Any, kv_cache_config: Any, layout: KVLayout) ->
         "memory": kv_cache_config.kv_cache_layout,
         "cache": vllm_config.cache_config.cache_dtype,
         "block": layout.block_size,
+        "computation": computation_identity(vllm_config),
     }
     return ",".join([layout.identity, *(f"{name}={value}" for name, value in facts.items())])

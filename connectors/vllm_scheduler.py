@@ -14,6 +14,7 @@ from pdkv.connectors.base import (
     TransferKey,
     TransferResults,
 )
+from pdkv.connectors.vllm_identity import AdapterIdentities
 from pdkv.connectors.vllm_staging import BlockPairs, PeerChange, StagingBooks, StepOrders
 from pdkv.messages import EngineCard
 
@@ -94,6 +95,7 @@ class VllmScheduler:
         self._block_size = identity.block_size
         self._unit_tokens = unit_tokens
         self._saves = saves
+        self._adapters = AdapterIdentities()
         self._requests: dict[str, _Tracked] = {}
         self._loads: dict[TransferKey, _Load] = {}
         self._new_loads: dict[TransferKey, BlockPairs] = {}  # for the next step
@@ -108,11 +110,13 @@ class VllmScheduler:
         """A request that vLLM will ask about. One whose KV depends on more than its tokens is left alone."""
         if request.mm_features or request.prompt_embeds is not None or request.request_id in self._requests:
             return
-        lora = request.lora_request
+        adapter = self._adapters.of(request.lora_request)
+        if adapter is None:
+            return
         root = root_key(
             model=self._identity.model,
             layout=self._identity.layout,
-            adapter="" if lora is None else f"{lora.lora_name}@{lora.lora_path}",
+            adapter=adapter,
             cache_salt=request.cache_salt or "",
         )
         self._requests[request.request_id] = _Tracked(request, root)

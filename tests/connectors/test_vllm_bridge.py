@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +208,19 @@ def test_other_tokens_and_other_salts_find_nothing(make: Make, change: dict[str,
     first, second = make("a"), make("b")
     first.run_prompt(Request("r", PROMPT), list(range(7)))
     assert second.match(Request("x", change.get("prompt", PROMPT), change.get("cache_salt"))) == 0
+
+
+def test_an_adapter_that_was_trained_on_finds_nothing_of_what_it_was(make: Make, tmp_path: Path) -> None:
+    """Attack 1, with an adapter: the same name and path, other weights."""
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"first")
+    adapter = SimpleNamespace(lora_name="tuned", lora_int_id=1, lora_path=str(tmp_path))
+    first, same, later = make("a"), make("b"), make("c")
+    first.run_prompt(Request("r", PROMPT, lora_request=adapter), list(range(7)))
+    assert same.match(Request("x", PROMPT, lora_request=adapter)) > 0
+    weights.write_bytes(b"second")
+    assert later.match(Request("y", PROMPT, lora_request=adapter)) == 0
+    assert same.match(Request("z", PROMPT, lora_request=adapter)) == 0
 
 
 def test_requests_that_depend_on_more_than_tokens_are_left_alone(make: Make) -> None:
