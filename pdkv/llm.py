@@ -191,9 +191,10 @@ class LLM:
         stops = StopAutomaton(params.stop) if params.stop else ()
         choices = []
         for index in range(params.n):
+            request_id = secrets.token_hex(8)
             submit = Submit(
-                request_id=secrets.token_hex(8),
-                transfer_id="",
+                request_id=request_id,
+                transfer_id=request_id,
                 attempt=0,
                 choice=index,
                 prompt_token_ids=token_ids,
