@@ -96,7 +96,9 @@ class IOLanes(Generic[Item]):
             shared = self._lanes[SHARED_LANE] = _Lane(SHARED_LANE)
             for _ in range(self._config.num_shared):
                 if not self._start_thread(shared) and not shared.num_threads:
-                    raise ConfigError(f"no thread {self._config.thread_name} can be started: too many run already")
+                    raise ConfigError(
+                        f"cannot start thread {self._config.thread_name}: the limit on threads is reached"
+                    )
             for name in own:
                 self._lanes[name] = _Lane(name)
                 self._waiting.append(self._lanes[name])
@@ -168,7 +170,7 @@ class IOLanes(Generic[Item]):
         except RuntimeError as error:
             lane.num_threads -= 1
             self.threads.remove(thread)
-            logger.warning("thread %s for lane %s: %s", name, lane.name, error)
+            logger.warning("cannot start thread %s for lane %s: %s", name, lane.name, error)
             return False
         return True
 

@@ -305,7 +305,7 @@ class NixlAgent:
         deadline = time.monotonic() + CLOSE_S
         ended = [self.disconnect(peer, max(deadline - time.monotonic(), 0.0)) for peer in list(self._peers)]
         if not all(ended):
-            logger.error("agent %s stays open: a transfer of it does not end", self.name)
+            logger.error("agent %s is left open: one of its transfers does not end", self.name)
             return
         with self._lock:
             for descriptors in self._registered:

@@ -360,7 +360,7 @@ class NixlEndpoint:
             if self._agent.is_connected(blob.agent):
                 return
             if not self._agent.disconnect(blob.agent):
-                raise TransferTimeout(f"agent {blob.agent}: a transfer does not leave the old connection")
+                raise TransferTimeout(f"agent {blob.agent}: a transfer still uses the old connection")
             self._greeting.add(blob.agent)  # no request may overtake the Reset, which would end it
             try:
                 self._agent.connect(blob.agent, blob.metadata)

@@ -211,7 +211,7 @@ class PushSender:
             if offered is None:
                 return
             if offered.agent != blob.agent:
-                raise TransferError(f"offer {message.offer} is agent {offered.agent}'s")
+                raise TransferError(f"offer {message.offer} was made to agent {offered.agent}")
             del self._offers[message.offer]
         self._endpoint.permits.withdraw(offered.permit)
         self._worker.end_job(offered.job, message.code, 0 if message.code else offered.num_bytes)

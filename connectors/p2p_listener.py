@@ -182,7 +182,7 @@ class LinkListener:
         timeout_s = hello.timeout_s if 0.0 <= hello.timeout_s <= limit_s else limit_s
         try:
             if hello.target != self._party:
-                raise StaleEpoch(f"here is {self._party}, not {hello.target}")
+                raise StaleEpoch(f"this is {self._party}, not {hello.target}")
             self._find_room(link, timeout_s)
             link.control.send(Welcome(), timeout_s)
             link.group = self._factory.make(link.control, rank=1, timeout_s=timeout_s)

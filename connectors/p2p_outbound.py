@@ -54,7 +54,7 @@ class Outbound:
             assert self.group is not None
             try:
                 if not isinstance(self.control.ask(offer, job.remaining_s()), Accepted):
-                    raise PeerGone("the receiver answers something else")
+                    raise PeerGone("the receiver did not answer with a Welcome")
                 return self.control, self.group
             except PeerGone:  # it was closed as idle at that moment; nothing was sent, so a new link may have the offer
                 self.close()
@@ -100,7 +100,7 @@ class Outbound:
                 job.check()  # an interrupt has found no connection until here
                 control.greet(address.secret, source, target, timeout_s)
                 if not isinstance(control.expect(max(deadline - time.monotonic(), 1e-3)), Welcome):
-                    raise TransferError(f"engine {card.engine} rank {rank} answers something else")
+                    raise TransferError(f"engine {card.engine} rank {rank} did not answer with a Welcome")
                 break
             except PeerGone:  # strangers may have pushed this connection out of the door: so briefly that it pays
                 self.close()

@@ -139,7 +139,7 @@ class Control:
             raise TransferError(f"{self._peer} sent no frame: {size} bytes are announced")
         data = self._read(size, timeout_s)
         if strong_digest_of(data) != digest:
-            raise Unauthenticated(f"{self._peer}: somebody has changed a message")
+            raise Unauthenticated(f"{self._peer}: a message was changed on its way")
         try:
             return decode_total(_decoder, data)
         except MalformedMessage as error:

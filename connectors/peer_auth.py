@@ -168,9 +168,9 @@ class Acceptor:
                 else:
                     self._finish(decode_total(_answers, body), self._hello)
             except MalformedMessage as error:
-                raise Unauthenticated(f"no greeting: {error}") from None
+                raise Unauthenticated(f"not a greeting: {error}") from None
         if self._buffer:
-            raise Unauthenticated("something is said before it was asked for")
+            raise Unauthenticated("unexpected data behind the greeting")
         return reply
 
     def _next_greeting(self) -> bytes | None:
@@ -220,11 +220,13 @@ def dial(
     try:
         challenge = decode_total(_challenges, _read(connection, size, deadline))
     except MalformedMessage as error:
-        raise Unauthenticated(f"engine {target.engine}: no greeting: {error}") from None
+        raise Unauthenticated(f"engine {target.engine}: not a greeting: {error}") from None
     transcript = _transcript(body, challenge.nonce)
     expected = _derive(secret, "listener's proof", transcript)
     if len(challenge.nonce) != _NONCE_BYTES or not hmac.compare_digest(challenge.proof, expected):
-        raise Unauthenticated(f"who listens for engine {target.engine} rank {target.rank} does not know its secret")
+        raise Unauthenticated(
+            f"whatever listens in place of engine {target.engine} rank {target.rank} does not know its secret"
+        )
     _send(connection, _greeting(Answer(_derive(secret, "dialer's proof", transcript))), deadline)
     return _session(secret, hello, transcript, dials=True)
 
@@ -257,7 +259,7 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         connection.sendall(data)
     except TimeoutError:
-        raise TransferTimeout("the other end does not take a greeting in time") from None
+        raise TransferTimeout("the other end did not read the greeting in time") from None
     except OSError as error:
         raise PeerGone(f"the connection ended during the greeting: {error.strerror}") from error
 
@@ -269,7 +271,7 @@ def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
             connection.settimeout(max(deadline - time.monotonic(), 1e-3))
             part = connection.recv(size - len(data))
         except TimeoutError:
-            raise TransferTimeout("the other end does not greet in time") from None
+            raise TransferTimeout("the other end did not answer the greeting in time") from None
         except OSError as error:
             raise PeerGone(f"the connection ended during the greeting: {error.strerror}") from error
         if not part:

@@ -121,7 +121,7 @@ class Door:
                 self._hear(stranger)
         now = time.monotonic()
         while self._strangers and (oldest := next(iter(self._strangers.values()))).deadline <= now:
-            self._refuse(oldest, "it says nothing in time")
+            self._refuse(oldest, "the handshake took too long")
         if self._paused_until and now >= self._paused_until:
             self._paused_until = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -167,16 +167,16 @@ class Door:
         """For one more of a source: the oldest of the same one goes, or the oldest of all."""
         same = [stranger for stranger in self._strangers.values() if stranger.source == source]
         if len(same) >= MAX_STRANGERS_PER_SOURCE:
-            self._refuse(same[0], "too many connect from there")
+            self._refuse(same[0], "too many connections from its address")
         elif len(self._strangers) >= MAX_STRANGERS:
-            self._refuse(next(iter(self._strangers.values())), "too many connect")
+            self._refuse(next(iter(self._strangers.values())), "too many connections")
 
     def _make_room_after(self, error: OSError) -> None:
         """No descriptor for who connects: a stranger gives its own back, or the door rests."""
         if self._strangers:
-            self._refuse(next(iter(self._strangers.values())), "no descriptors are left")
+            self._refuse(next(iter(self._strangers.values())), "no file descriptors are left")
             return
-        logger.warning("nobody can be accepted: %s", error.strerror)
+        logger.warning("cannot accept connections: %s", error.strerror)
         self._selector.unregister(self._listener)
         self._paused_until = time.monotonic() + _PAUSE_S
 

@@ -18,7 +18,7 @@ def make_sealer(*, sign: bool, key_file: str) -> Sealer:
     """
     if not sign:
         if key_file:
-            raise ConfigError(f"connector option sign_key_file={key_file}: it needs sign=true beside it")
+            raise ConfigError(f"connector option sign_key_file={key_file} needs sign=true")
         return Sealer()
     if key_file:
         return Sealer(_checked(_read_private(key_file), key_file))
@@ -31,7 +31,7 @@ def make_sealer(*, sign: bool, key_file: str) -> Sealer:
 
 def _checked(secret: bytes, where: str) -> bytes:
     if len(secret) < MIN_BYTES:
-        raise ConfigError(f"{where}: a secret of {MIN_BYTES} bytes or more was expected, this one has {len(secret)}")
+        raise ConfigError(f"{where}: the secret must have at least {MIN_BYTES} bytes, got {len(secret)}")
     return secret
 
 
@@ -42,11 +42,11 @@ def _read_private(path: str) -> bytes:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{path}: a file with the secret was expected, and this is none")
+                raise ConfigError(f"{path}: the file of a secret must be a regular file")
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise ConfigError(
-                    f"{path}: a secret must be its owner's alone: it belongs to user {status.st_uid} and has mode "
-                    f"{stat.S_IMODE(status.st_mode):04o}; chown it to user {os.geteuid()} and chmod it to 0600"
+                    f"{path}: only its owner may have access to a secret: it belongs to user {status.st_uid} and has "
+                    f"mode {stat.S_IMODE(status.st_mode):04o}; chown it to user {os.geteuid()} and chmod it to 0600"
                 )
             secret = os.read(fd, MAX_BYTES + 1)
         finally:
@@ -54,5 +54,5 @@ def _read_private(path: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     if len(secret) > MAX_BYTES:
-        raise ConfigError(f"{path}: more than {MAX_BYTES} bytes, which is no secret")
+        raise ConfigError(f"{path}: more than {MAX_BYTES} bytes: too long for a secret")
     return secret.rstrip(b"\r\n")

@@ -78,7 +78,7 @@ class CardDirectory:
         try:
             fd = directory.open(name)
             if fd is None:
-                raise MalformedMessage(f"{name} is no file of this user")
+                raise MalformedMessage(f"{name} is not a regular file of this user")
             with os.fdopen(fd, "rb") as file:
                 card = decode_total(_cards, file.read(_MAX_CARD_BYTES))
         except FileNotFoundError:

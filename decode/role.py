@@ -81,7 +81,7 @@ class DecodeRole:
         elif not ok:
             self.num_load_failures += 1
             logger.warning(
-                "KV load of request %s (attempt %d) failed: %s, %d tokens came; policy %s",
+                "KV load of request %s (attempt %d) failed: %s, %d tokens were loaded; policy %s",
                 submit.request_id, submit.attempt, outcome.code, outcome.num_tokens, self._policy,
             )  # fmt: skip
         if request.kv != "await_peer":

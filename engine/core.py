@@ -250,7 +250,7 @@ class EngineCore:
                 logger.error("dropped a %s from router %s: %s", kind, router_id, error, exc_info=trace)
             key = key_of(message)
             if key is not None:
-                text = f"{kind} led to an error in the engine: {type(error).__name__}: {error}"
+                text = f"{kind} caused an error in the engine: {type(error).__name__}: {error}"
                 code = error.code if isinstance(error, PdkvError) else PdkvError.code
                 self._outbox(router_id, Failed(*key, code, text[:MAX_ERROR_CHARS], False))
                 self._on_abort(router_id, key)
@@ -343,12 +343,12 @@ class EngineCore:
         """Raises InvalidRequest for a Submit that can never work, or that would take what is another request's."""
         self._stop_rules.check(submit, has_connector=self.external.connector is not None)
         if older is not None and older.router_id != router_id:
-            raise InvalidRequest(f"request {submit.request_id} is another router's", param="request_id")
+            raise InvalidRequest(f"request {submit.request_id} belongs to another router", param="request_id")
         transfer = (submit.transfer_id, submit.attempt)
         if transfer in self._transfers or self.roles.holds(transfer):
-            raise InvalidRequest(f"transfer {submit.transfer_id} is another request's", param="transfer_id")
+            raise InvalidRequest(f"transfer {submit.transfer_id} belongs to another request", param="transfer_id")
         if submit.handoff is not None and submit.handoff.transfer_id != submit.transfer_id:
-            text = f"the hand-off is of transfer {submit.handoff.transfer_id}, not of {submit.transfer_id}"
+            text = f"the hand-off is for transfer {submit.handoff.transfer_id}, not for {submit.transfer_id}"
             raise InvalidRequest(text, param="handoff")
 
     def _on_abort(self, router_id: str, key: RequestKey) -> None:

@@ -19,8 +19,8 @@ from pdkv.models.decoder import Attend
 _BLOCKS_AT_ONCE = 64
 
 _MESSAGE = (
-    "the model computed NaN or infinity for this request, in its KV or in its logits; --check-finite ended it "
-    "(its tokens, or the model in this dtype, overflow)"
+    "the model computed NaN or infinity for this request, in its KV or its logits, so --check-finite ended it "
+    "(the model may overflow in this dtype)"
 )
 
 

@@ -83,11 +83,11 @@ def length_that_fits(config: EngineConfig, layout: KVLayout, num_blocks: int, ma
     remedy = f"--kv-cache-memory {-(-needed >> 20)}MiB"
     if config.max_model_len is not None:
         raise ConfigError(
-            f"{pool}, and a request may have {max_model_len} (max_model_len), which take {format_bytes(needed)}: "
-            f"give {remedy} or more, or --max-model-len {capacity} or less"
+            f"{pool}, but a request may have {max_model_len} (max_model_len), which take {format_bytes(needed)}: "
+            f"use {remedy} or more, or --max-model-len {capacity} or less"
         )
     logger.warning(
-        "%s: prompt and output together are limited to that, and not to the model's %d; %s holds them",
+        "%s: prompt plus output is limited to that instead of the model's %d; %s would hold them",
         pool, max_model_len, remedy,
     )  # fmt: skip
     return capacity

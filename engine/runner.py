@@ -23,8 +23,8 @@ _WARM_UP_REQUESTS = 6
 
 
 _NO_TOKEN = (
-    "no token can be chosen: the sampling parameters (min_tokens with stop_token_ids, logit_bias, penalties) forbid all"
-    " of them, or overflow"
+    "no token can be chosen: the sampling parameters (min_tokens with stop_token_ids, logit_bias, penalties) forbid "
+    "every token, or overflow"
 )
 
 

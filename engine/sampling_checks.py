@@ -19,8 +19,8 @@ def check_for_vocab(params: SamplingParams, vocab_size: int, eos_token_ids: Coll
             raise InvalidRequest(f"stop_token_ids: {token_id} is not in [0, {vocab_size})", param="stop_token_ids")
     if params.min_tokens > 0 and len({*params.stop_token_ids, *eos_token_ids}) >= vocab_size:
         raise InvalidRequest(
-            f"min_tokens: {params.min_tokens}, and stop_token_ids with the end-of-sequence tokens are all {vocab_size} "
-            "tokens of the vocabulary: none is left to choose",
+            f"min_tokens is {params.min_tokens}, but stop_token_ids and the end-of-sequence tokens are all "
+            f"{vocab_size} tokens of the vocabulary: none is left to choose",
             param="min_tokens",
         )
     if params.seed is None and not params.greedy:

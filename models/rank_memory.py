@@ -74,7 +74,7 @@ class RankMemory:
             RankGone: a rank went away, or exchanges something else.
         """
         if self._broken or self._slots is None:
-            raise RankGone(f"{self}: lost another one before")
+            raise RankGone(f"{self}: another rank was lost before")
         self._number += 1
         parts = self._slots[self._number % _NUM_SLOTS, :, : part.nbytes].view(part.dtype)
         parts = parts.view(self._shard.size, *part.shape)
@@ -114,7 +114,7 @@ class RankMemory:
                 said, fds = self._receive_fds(other, deadline)
                 fd = fds[0] if fds else fd
                 if said != _HELLO.pack(_VERSION, other, size) or (fd < 0 and other == 0):
-                    raise RankGone(f"{self}: rank {other} says {said.hex()} instead of its name")
+                    raise RankGone(f"{self}: rank {other} sent {said.hex()} instead of its greeting")
             if os.fstat(fd).st_size != num_bytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise RankGone(f"{self}: rank 0's memory is not {num_bytes} sealed bytes")
             return mmap.mmap(fd, num_bytes)

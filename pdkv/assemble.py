@@ -203,7 +203,9 @@ def _load(
             on_identity(identity)
         for rank, other in enumerate(executor.models_of_other_ranks, 1):
             if other != identity:
-                raise ModelError(f"rank 0 has loaded model {identity}, rank {rank} has loaded {other}: files changed")
+                raise ModelError(
+                    f"rank 0 has loaded model {identity}, rank {rank} has loaded {other}: the files changed meanwhile"
+                )
     except BaseException:
         executor.shutdown()
         raise

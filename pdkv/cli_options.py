@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from pdkv.config import parse_size
 from pdkv.errors import ConfigError
+from pdkv.memory_limits import format_bytes
 from pdkv.secret_options import STORE_SIGN_KEY, has_secret, read_option, without_secrets
 
 ENVIRONMENT_PREFIX = "PDKV_"
@@ -77,7 +78,8 @@ def options_of(config: type, *, role: str = "", exclude: Sequence[str] = ()) -> 
         kind, optional = _without_none(hints[item.name])
         help_text = f"{item.name.replace('_', ' ')} of the {role} engines" if role else item.metadata["help"]
         if not role and item.default is not dataclasses.MISSING and item.default is not None and kind is not Path:
-            help_text += f" (default: {item.default})"
+            shown = format_bytes(item.default).replace(" ", "") if item.metadata.get("size") else item.default
+            help_text += f" (default: {shown})"
         options.append(
             Option(
                 name=f"{role}_{item.name}" if role else item.name,
@@ -261,8 +263,8 @@ def warn_of_secrets(texts: Sequence[str]) -> None:
     text = next((text for text in texts if has_secret(text)), None)
     if text is not None:
         logger.warning(
-            "%s %s: every user of this host can read a command line, this password with it; write %s=@FILE, or use "
-            "--config FILE or the variable PDKV_CONNECTOR_CONFIG",
+            "%s %s: every user of this host can read the password on the command line; use %s=@FILE, "
+            "--config FILE or the variable PDKV_CONNECTOR_CONFIG instead",
             CONNECTOR_CONFIG, without_secrets(text), text.partition("=")[0],
         )  # fmt: skip
 

@@ -58,7 +58,7 @@ class EngineConfig:
     block_size: int = option(16, "tokens per KV block, a multiple of 16")
     kv_cache_memory: int | None = option(
         None,
-        "KV pool of one engine, such as 512MiB (CPU default: 256MiB); it must hold a request of max_model_len tokens",
+        "KV pool of one engine, such as 512MiB (CPU default: 256MiB); must hold one request of max_model_len tokens",
         size=True,
     )
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use")
@@ -69,7 +69,7 @@ class EngineConfig:
     threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)")
     tp: int = option(1, "ranks of one engine: processes that share its heads, neurons and vocabulary")
     check_finite: bool = option(
-        False, "look for NaN and infinity in KV and logits: the request that computes them fails, alone"
+        False, "check KV and logits for NaN and infinity, and fail only the requests that have them"
     )
     rank_timeout_s: float = option(30.0, "how long a rank may keep the others waiting before the engine ends")
     cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
@@ -105,7 +105,7 @@ class HandoffConfig:
 
     connector: str = option("shared_memory", "KV connector by its registry name", metavar="NAME")
     connector_config: Mapping[str, str] = option(
-        {}, "connector options; of KEY=@FILE the value is read from the file", metavar="KEY=VALUE"
+        {}, "connector options; KEY=@FILE reads the value from a file", metavar="KEY=VALUE"
     )
     kv_load_failure_policy: Literal["recompute", "fail"] = option("recompute", "what decode does when a KV load fails")
     kv_load_timeout_s: float = option(30.0, "deadline of a KV load, from its allocation on")
@@ -129,21 +129,21 @@ class HandoffConfig:
 class HttpLimits:
     """What one client, and all of them together, may cost the HTTP server."""
 
-    max_body_bytes: int = option(4 << 20, "largest request body; a larger one is answered with 413", size=True)
+    max_body_bytes: int = option(4 << 20, "size of a request body; larger ones get 413", size=True)
     max_body_memory: int = option(
-        64 << 20, "bodies of all requests together until they are tokenized; above it requests get 503", size=True
+        64 << 20, "request bodies held at once until they are tokenized; beyond it requests get 503", size=True
     )
     max_queued_text: int = option(
-        16 << 20, "bodies that wait for the tokenizer or are in it; above it requests get 503", size=True
+        16 << 20, "request bodies in the tokenizer or waiting for it; beyond it requests get 503", size=True
     )
-    max_header_bytes: int = option(32 << 10, "request line and headers of one request; more get 431", size=True)
-    max_headers: int = option(100, "headers of one request; more get 431")
-    max_url_bytes: int = option(8 << 10, "length of a URL; a longer one is answered with 414", size=True)
+    max_header_bytes: int = option(32 << 10, "size of a request line and headers; larger ones get 431", size=True)
+    max_headers: int = option(100, "number of headers of a request; more get 431")
+    max_url_bytes: int = option(8 << 10, "length of a URL; longer ones get 414", size=True)
     max_connections: int = option(
-        8192, "connections at once, less where the limit on open files is low; above it they get 503"
+        8192, "open connections, fewer where the limit on open files is low; further ones get 503"
     )
     header_timeout_s: float = option(
-        10.0, "how long headers may take, from a request's first byte; the first one's, from connecting"
+        10.0, "how long headers may take, from a request's first byte on; a connection's first ones: from connecting on"
     )
     body_timeout_s: float = option(60.0, "how long a request's body may take")
     idle_timeout_s: float = option(75.0, "how long a connection may stay open between requests")

@@ -54,9 +54,9 @@ class DigestCache:
         """The user's cache, or that of `directory`. One that others may write to, or that cannot be, is not used."""
         self._directory: PrivateDirectory | None = None
         try:
-            self._directory = PrivateDirectory(directory or cache_directory(), "cache of digests of weights")
+            self._directory = PrivateDirectory(directory or cache_directory(), "cache of weight digests")
         except (ConfigError, RuntimeError) as error:
-            logger.warning("%s; digests of weights are not kept", error)
+            logger.warning("%s; weight digests are not cached", error)
 
     def close(self) -> None:
         """Idempotent."""
@@ -92,7 +92,7 @@ class DigestCache:
             directory.write(_entry_name(file), _checksum(body) + body)
             _prune(directory)
         except OSError as error:
-            logger.info("digests of %s are not kept: %s", file.path, error)
+            logger.info("the digests of %s are not cached: %s", file.path, error)
 
     def lock(self, file: WeightFile) -> FileLock | None:
         """A lock that all who take digests of this path respect; None: there can be none."""

@@ -13,7 +13,7 @@ PdkvError
 ├── MalformedMessage         bytes from a peer that are no message: counted and dropped
 ├── UnsendableMessage        a message to a peer that no frame can carry
 ├── EngineUnavailable        no engine can take the request now: HTTP 503
-├── ServerBusy               the router has as much under way as it may: HTTP 503
+├── ServerBusy               the router is at one of its limits: HTTP 503
 ├── RequestFailed            one request ended with an error
 │   ├── RequestTimeout       its deadline passed
 │   ├── RequestAborted       its client or its router gave it up
@@ -25,7 +25,7 @@ PdkvError
     ├── StaleGeneration      the source blocks were reused while they were read
     ├── StaleEpoch           it names an incarnation of the peer that is gone
     ├── PeerGone             the peer went away
-    ├── Unauthenticated      who is at the other end does not know the secret, or a message is not its own
+    ├── Unauthenticated      the other end does not know the secret, or a message was tampered with
     ├── KVNotFound           the source does not have the blocks (any more)
     └── StoreError           a KV store failed
         ├── StoreUnavailable it cannot be reached, or not any more
@@ -119,7 +119,7 @@ class EngineUnavailable(PdkvError):
 
 
 class ServerBusy(PdkvError):
-    """The router has as much under way as it may; the same request can work a moment later."""
+    """The router is at one of its limits; the same request can work a moment later."""
 
     code = "server_busy"
 
@@ -201,7 +201,7 @@ class PeerGone(TransferError):
 
 
 class Unauthenticated(TransferError):
-    """Who is at the other end of a connection is not the peer, or somebody meddled with what it said."""
+    """The other end of a connection is not the peer, or its messages were tampered with."""
 
     code = "unauthenticated"
 

@@ -55,7 +55,7 @@ def check_cache_salt(cache_salt: str) -> None:
     if utf8_bytes(cache_salt, MAX_CACHE_SALT_BYTES) > MAX_CACHE_SALT_BYTES:
         raise InvalidRequest(
             f"cache_salt must have at most {MAX_CACHE_SALT_BYTES} bytes of UTF-8, got {len(cache_salt)} characters: "
-            "send a digest of it",
+            "send a hash of it instead",
             param="cache_salt",
         )
 

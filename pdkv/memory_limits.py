@@ -49,8 +49,8 @@ def check_host_memory(num_bytes: int, what: str) -> None:
     bound = available_memory()
     if bound is not None and num_bytes > bound.usable_bytes:
         raise ConfigError(
-            f"{what} need {format_bytes(num_bytes)} of host memory, and {format_bytes(bound.usable_bytes)} can be had "
-            f"({bound.source}: {format_bytes(bound.available_bytes)} available)"
+            f"{what} need {format_bytes(num_bytes)} of host memory, but only {format_bytes(bound.usable_bytes)} can be "
+            f"used ({bound.source}: {format_bytes(bound.available_bytes)} available)"
         )
 
 

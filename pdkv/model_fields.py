@@ -110,8 +110,8 @@ def check_fields(path: Path, architecture: str, values: Mapping[str, Any], *, re
         if reads_window and _is_window(name, value, values):
             continue
         raise ModelError(
-            f"{path}: field {_shown(name, value)} is not supported for {architecture}: its effect on the model is "
-            "not computed here, and ignoring it could give wrong tokens. If it changes nothing, take it out of the file"
+            f"{path}: field {_shown(name, value)} is not supported for {architecture}: its effect on the model "
+            "is not implemented, and ignoring it could give wrong tokens. If it has no effect, remove it from the file"
         )
 
 

@@ -151,13 +151,13 @@ class ModelSource:
         at = tensor.begin
         while at < tensor.end:
             if self._cancelled.is_set():
-                raise ModelError(f"{file.path}: reading was given up")
+                raise ModelError(f"{file.path}: reading was cancelled")
             try:
                 num_read = os.preadv(file.fd, [buffer[: tensor.end - at]], at)
             except OSError as error:
                 raise ModelError(f"{file.path}: cannot be read: {error.strerror}") from None
             if num_read == 0:
-                raise ModelError(f"{file.path}: became shorter while it was read")
+                raise ModelError(f"{file.path}: was truncated while it was read")
             digest.update(buffer[:num_read])
             at += num_read
         return digest.digest()

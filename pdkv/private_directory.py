@@ -136,7 +136,7 @@ class PrivateDirectory:
             if os.path.islink(self.path):
                 raise ConfigError(
                     f"{self._what} {self.path} is a symbolic link to {os.readlink(self.path)}, which may be "
-                    "turned elsewhere: name the directory itself"
+                    "redirected: use the directory's own path"
                 ) from None
             raise
         try:
@@ -153,13 +153,13 @@ class PrivateDirectory:
         found = f"{self._what} {self.path} belongs to uid {status.st_uid} and has mode {mode:04o}"
         if status.st_uid != os.geteuid():
             raise ConfigError(
-                f"{found}: it must be this user's (uid {os.geteuid()}), who believes what lies there; "
-                "chown it, or name another directory"
+                f"{found}: it must belong to this user (uid {os.geteuid()}), because its files are trusted; "
+                "chown it, or use another directory"
             )
         if mode & _WRITABLE_BY_OTHERS:
             raise ConfigError(
-                f"{found}: others may write there, and what they write would be believed; chmod go-w it, or name a "
-                "directory below it, which will be this user's"
+                f"{found}: others may write to it, but its files are trusted; chmod go-w it, or use a "
+                "directory below it, which will be created for this user only"
             )
 
 

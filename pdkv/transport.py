@@ -251,7 +251,7 @@ class EngineServer:
         return [(peer.router_id, Abort(*bad.key))]
 
     def _fault(self, peer: _RouterPeer | None, fault: str) -> None:
-        self._log(f"router {peer.router_id}: {fault}" if peer is not None else f"a stranger: {fault}")
+        self._log(f"router {peer.router_id}: {fault}" if peer is not None else f"an unknown peer: {fault}")
         if peer is not None:
             peer.fault = peer.fault or fault
 

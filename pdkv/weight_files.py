@@ -63,7 +63,7 @@ class WeightFile:
         try:
             status = os.fstat(self.fd)
             if not stat.S_ISREG(status.st_mode):
-                raise ModelError(f"{path}: is no regular file")
+                raise ModelError(f"{path}: is not a regular file")
             self.opened_at = time.time()
             self.stamp = Stamp.of(status)
             self.tensors = _read_header(self.fd, path, status.st_size)
@@ -81,7 +81,7 @@ class WeightFile:
         try:
             here, there = Stamp.of(os.fstat(self.fd)), Stamp.of(os.stat(self.path))
         except OSError as error:
-            raise ModelError(f"{self.path}: was taken away while it was read: {error.strerror}") from None
+            raise ModelError(f"{self.path}: was removed while it was read: {error.strerror}") from None
         if there[:2] != self.stamp[:2]:
             raise ModelError(f"{self.path}: was replaced by another file while it was read; start again")
         if here != self.stamp:
@@ -168,7 +168,7 @@ def _find_holders(
     for name, file_name in weight_map.items():
         file, names = by_path[(path / file_name).absolute()]
         if name not in names:
-            raise ModelError(f"{path / INDEX_NAME} says that {file_name} has tensor {name!r}, which it has not")
+            raise ModelError(f"{path / INDEX_NAME} places tensor {name!r} in {file_name}, which does not have it")
         holders[name] = file
     return holders
 
@@ -214,5 +214,5 @@ def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Two readers of a JSON object with a name twice might take different ones."""
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("a name stands there twice")
+        raise ValueError("a name appears twice")
     return values

@@ -29,7 +29,7 @@ class ByteBudget:
         """
         with self._lock:
             if self._held and self._held + size > self._limit:
-                raise ServerBusy(f"{self._what} of all requests together are more than {self._limit} bytes: try again")
+                raise ServerBusy(f"{self._what} of all requests together exceed {self._limit} bytes: try again")
             self._held += size
 
     def give(self, size: int) -> None:

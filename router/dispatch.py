@@ -133,7 +133,7 @@ class Dispatcher:
             return "the router is shutting down"
         if not self.fleet.complete_once:
             missing = [e.name for e in self.fleet.engines.values() if e.life != "ready"]
-            return f"not all engines have been ready yet: {', '.join(missing)}"
+            return f"still waiting for engines to become ready: {', '.join(missing)}"
         return self.fleet.fault
 
     def _tick(self) -> None:
@@ -284,7 +284,7 @@ class Dispatcher:
         key = key_of(message)
         generation = self._generations.get(key[0]) if key is not None else None
         if generation is not None:
-            text = f"a {type(message).__name__} of {name} led to an error in the router: {type(error).__name__}"
+            text = f"a {type(message).__name__} of {name} caused an error in the router: {type(error).__name__}"
             self._apply(generation, generation.flow.fail(RequestFailed(text, request_id=generation.request_id)))
 
     def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:

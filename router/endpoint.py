@@ -124,7 +124,7 @@ class GenerateEndpoint:
                     headers, receive, share, limit=self._limits.max_body_bytes, timeout_s=body_timeout_s
                 )
             except TimeoutError:
-                what = f"the body was not here within {body_timeout_s:g} s"
+                what = f"the body did not arrive within {body_timeout_s:g} s"
                 if timeout_s <= body_timeout_s:
                     raise RequestTimeout(what, request_id=exchange.request_id) from None
                 raise InvalidRequest(f"{what} (--body-timeout-s)", status=408) from None
@@ -154,7 +154,7 @@ class GenerateEndpoint:
                 return work.result()
             if gone.done():
                 raise Disconnected
-            raise RequestTimeout(f"not tokenized within {timeout_s:g} s", request_id=exchange.request_id)
+            raise RequestTimeout(f"the prompt was not tokenized within {timeout_s:g} s", request_id=exchange.request_id)
         finally:
             work.cancel()
             del work  # a failure's traceback holds this frame: it must not hold the failure, and the body with it

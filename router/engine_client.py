@@ -231,7 +231,7 @@ class EngineClient:
             frame = decode_frame(parts[0])
         except MalformedMessage as error:
             self.num_dropped += 1
-            self._lost(f"a frame of it cannot be read: {error}")
+            self._lost(f"it sent a frame that cannot be read: {error}")
             return 1
         if frame.number != self._next_received:
             self._lost(f"frame {frame.number} came instead of {self._next_received}")
@@ -287,7 +287,7 @@ class EngineClient:
         try:
             self._beats = BeatReader(self._context, card.beats, card.epoch, self._beat)
         except zmq.ZMQError as error:
-            logger.error("%s: its beats cannot be heard at %s: %s", self.name, card.beats, error)
+            logger.error("%s: cannot subscribe to its heartbeat at %s: %s", self.name, card.beats, error)
 
     def _beat(self, beat: Beat) -> None:
         if self._listener is not None:

@@ -162,7 +162,7 @@ class RequestFlow:
         if self.ended:
             return _NOTHING
         if suspect:
-            text = f"engine {engine} ended while it took a message of this request in; it is not sent to another one"
+            text = f"engine {engine} died while handling a message of this request, so it is not sent to another one"
             return self.fail(EngineDied(text, request_id=self.request_id), engine=engine)
         route = self.route
         if engine == route.prefill and not route.aggregated and (self.prefill == "done" or self.declined):

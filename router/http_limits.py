@@ -169,7 +169,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_timer = None
         if self._phase is _Phase.HEADERS:
             limit = self._limits.header_timeout_s
-            self._refuse(408, f"the headers were not here within {limit:g} s (--header-timeout-s)")
+            self._refuse(408, f"the headers did not arrive within {limit:g} s (--header-timeout-s)")
         else:
             self.transport.close()
 
@@ -226,7 +226,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._phase is _Phase.HEADERS and self._extra_bytes > limits.max_header_bytes:
             return self._headers_too_large()
         if self._phase is _Phase.BODY and self._extra_bytes > limits.max_header_bytes + _SLICE + self._body_bytes:
-            return 400, "the body's chunks are smaller than their headers: send larger ones"
+            return 400, "the chunks of the body are smaller than their own headers: send larger ones"
         return None
 
     def _url_too_long(self) -> tuple[int, str]:

@@ -102,11 +102,11 @@ class _EngineCollector(Collector):
         received = CounterMetricFamily("pdkv_engine_kv_received_bytes", "KV that came from peers.", labels=labels)
         failures = CounterMetricFamily("pdkv_engine_kv_load_failures", "KV loads that failed.", labels=labels)
         partial = CounterMetricFamily(
-            "pdkv_engine_kv_partial_loads", "KV loads of which a store had less than it had said.", labels=labels
+            "pdkv_engine_kv_partial_loads", "KV loads that a store could serve only in part.", labels=labels
         )
         damaged = CounterMetricFamily(
             "pdkv_engine_kv_damaged_values",
-            "Stored values that were not what had been saved under their keys, and were taken as misses.",
+            "Stored values that were not what had been saved under their keys: counted as misses.",
             labels=labels,
         )
         non_finite = CounterMetricFamily(

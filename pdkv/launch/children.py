@@ -64,7 +64,7 @@ def describe_exit(status: int, *, out_of_memory: bool = False) -> str:
     if status >= 0:
         return f"exited with {status}"
     if out_of_memory:
-        return "was killed by the kernel for want of memory; fewer engines or a smaller --kv-cache-memory would help"
+        return "was killed by the kernel because memory ran out; run fewer engines or lower --kv-cache-memory"
     try:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:

@@ -25,5 +25,5 @@ class DeploymentModel:
         if identity != self.identity:
             raise IncompatiblePeers(
                 f"{name} has model {identity}, but the deployment started with model {self.identity} (of {self._first})"
-                ": weight files or config.json differ. Put them back, or start the deployment anew"
+                ": weight files or config.json differ. Restore them, or restart the deployment"
             )

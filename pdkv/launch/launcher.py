@@ -71,7 +71,7 @@ def check_pools(deployment: Deployment) -> None:
     """Refuse KV pools that do not fit into this host's memory together: each alone might. Raises ConfigError."""
     engines = [(deployment.prefill, deployment.launch.prefill), (deployment.decode, deployment.launch.decode)]
     pools = [(config.host_kv_bytes, count) for config, count in engines if count and config.in_host_memory]
-    sizes = " and ".join(f"{count} KV pools of {format_bytes(size)}" for size, count in pools)
+    sizes = " and ".join(f"{count} KV pool{'s' * (count > 1)} of {format_bytes(size)}" for size, count in pools)
     check_host_memory(sum(size * count for size, count in pools), f"{sizes} (--kv-cache-memory)")
 
 

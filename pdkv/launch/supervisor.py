@@ -221,7 +221,7 @@ class Supervisor:
             async with asyncio.timeout(_LAST_WORD_S):
                 return self._why(await child.wait())
         except TimeoutError:
-            return "it closed its socket and went on"
+            return "it closed its socket but kept running"
         finally:
             await self._kill([child])
 

@@ -457,7 +457,7 @@ def test_who_means_another_incarnation_is_told(make_engine: Engines, changes: di
     """F5."""
     _, decode = pair(make_engine)
     connection, control = greeted(decode, **changes)
-    with connection, pytest.raises(StaleEpoch, match="here is Party"):
+    with connection, pytest.raises(StaleEpoch, match="this is Party"):
         control.expect(WAIT_S)
 
 

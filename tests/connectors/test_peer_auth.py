@@ -107,7 +107,7 @@ def test_both_ends_agree_and_the_secret_is_never_said() -> None:
 
 def test_a_wrong_secret_is_seen_by_the_dialer_which_then_proves_nothing() -> None:
     greeting = Recorded(secret=b"x" * 32)
-    assert greeting.refusals == ["dialer: who listens for engine d rank 3 does not know its secret"]
+    assert greeting.refusals == ["dialer: whatever listens in place of engine d rank 3 does not know its secret"]
     assert [who for who, _ in greeting.said] == ["dialer", "listener"]
 
 
@@ -158,7 +158,7 @@ def test_a_proof_that_is_sent_back_proves_nothing() -> None:
     with ours, theirs:
         echo = threading.Thread(target=lambda: theirs.sendall(theirs.recv(4096)))
         echo.start()
-        with pytest.raises(Unauthenticated, match="no greeting"):
+        with pytest.raises(Unauthenticated, match="not a greeting"):
             dial(ours, SECRET, "c", P, D, WAIT_S)
         echo.join()
 

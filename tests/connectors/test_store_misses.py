@@ -395,9 +395,13 @@ def test_the_secret_comes_out_of_the_environment_too(make: MakeEngine, monkeypat
 @pytest.mark.parametrize(
     ("mode", "content", "message"),
     [
-        (0o644, b"0123456789abcdef", "must be its owner's alone: .* mode 0644; chown it to user .* chmod it to 0600"),
+        (
+            0o644,
+            b"0123456789abcdef",
+            "only its owner may have access to a secret: .* mode 0644; chown it to user .* chmod it to 0600",
+        ),
         (0o620, b"0123456789abcdef", "mode 0620"),
-        (0o600, b"short\n", "16 bytes or more was expected, this one has 5"),
+        (0o600, b"short\n", "at least 16 bytes, got 5"),
         (0o600, b"x" * 5000, "more than 4096 bytes"),
         (0o600, None, "No such file"),
     ],
@@ -420,7 +424,7 @@ def test_a_secret_is_asked_for_by_name(make: MakeEngine, tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match="needs sign=true"):
         make("p", sign_key_file="/nowhere")
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(ConfigError, match="a file with the secret was expected"):
+    with pytest.raises(ConfigError, match="the file of a secret must be a regular file"):
         make("p", sign="true", sign_key_file=f"{tmp_path}/pipe")
 
 

@@ -218,7 +218,7 @@ def test_without_a_shared_thread_a_worker_does_not_start(monkeypatch: pytest.Mon
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(ConfigError, match="no thread pdkv-io can be started"):
+    with pytest.raises(ConfigError, match="cannot start thread pdkv-io"):
         GateWorker()
 
 

@@ -407,5 +407,5 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None
     path = tmp_path / "open"
     path.mkdir()
     path.chmod(0o777)
-    with pytest.raises(ConfigError, match="others may write there"):
+    with pytest.raises(ConfigError, match="others may write to it"):
         CardDirectory(path, "a")

@@ -243,7 +243,7 @@ def test_a_directory_that_is_removed_under_a_call_is_never_mixed_up_with_another
     shutil.rmtree(directory)
     directory.mkdir()
     directory.chmod(0o777)
-    with pytest.raises(StoreUnavailable, match="others may write there"):
+    with pytest.raises(StoreUnavailable, match="others may write to it"):
         store.get([b"key1"], [memoryview(bytearray(SIZE))])
     directory.chmod(0o700)
     assert not get(store, 1)

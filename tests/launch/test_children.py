@@ -61,7 +61,7 @@ def test_a_kill_that_the_kernel_counts_is_named_as_its_own() -> None:
     assert not watch.explains(-signal.SIGTERM)
     assert watch.explains(-signal.SIGKILL)
     assert not watch.explains(-signal.SIGKILL), "one kill explains one death"
-    assert describe_exit(-9, out_of_memory=True).startswith("was killed by the kernel for want of memory")
+    assert describe_exit(-9, out_of_memory=True).startswith("was killed by the kernel because memory ran out")
     assert not OomWatch(lambda: None).explains(-signal.SIGKILL)
 
 

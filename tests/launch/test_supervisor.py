@@ -259,7 +259,7 @@ def test_a_running_engine_that_the_kernel_killed_is_named_so(
         await start
 
     deck.run(scenario)
-    assert "was killed by the kernel for want of memory" in caplog.text
+    assert "was killed by the kernel because memory ran out" in caplog.text
 
 
 def test_stop_kills_who_does_not_go(deck: Deck, monkeypatch: pytest.MonkeyPatch) -> None:

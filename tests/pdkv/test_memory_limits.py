@@ -55,7 +55,7 @@ def test_a_limit_of_cgroup_v1_counts_and_no_limit_does_not(tmp_path: Path) -> No
 def test_what_does_not_fit_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limits, "available_memory", lambda: MemoryBound(10 * GIB, "MemAvailable"))
     check_host_memory(9 * GIB, "2 KV pools")
-    with pytest.raises(ConfigError, match=r"^2 KV pools need 9\.9 GiB of host memory, and 9\.7 GiB can be had"):
+    with pytest.raises(ConfigError, match=r"^2 KV pools need 9\.9 GiB of host memory, but only 9\.7 GiB can be used"):
         check_host_memory(int(9.9 * GIB), "2 KV pools")
     monkeypatch.setattr(memory_limits, "available_memory", lambda: None)  # nobody says: nothing is refused
     check_host_memory(10**18, "2 KV pools")

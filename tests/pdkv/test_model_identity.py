@@ -164,7 +164,7 @@ def test_an_index_that_names_another_file_is_another_model_and_is_followed(model
 def test_an_index_that_lies_is_an_error_that_names_it(model_dir: Path) -> None:
     split_in_two(model_dir)
     write_index(model_dir, {"nowhere": "a.safetensors"})
-    with pytest.raises(ModelError, match=r"index\.json.*a\.safetensors.*nowhere"):
+    with pytest.raises(ModelError, match=r"index\.json.*nowhere.*a\.safetensors"):
         model_identity(model_dir)
 
 
@@ -195,7 +195,7 @@ def cut(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(replace, "replaced"), (write_in_place, "changed"), (cut, "shorter|changed"), (Path.unlink, "taken away")],
+    [(replace, "replaced"), (write_in_place, "changed"), (cut, "truncated|changed"), (Path.unlink, "removed")],
 )
 def test_a_file_that_changes_while_it_is_read_is_an_error_that_names_it(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], message: str

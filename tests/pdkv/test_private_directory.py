@@ -30,8 +30,8 @@ def test_one_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> N
     with pytest.raises(ConfigError) as caught:
         PrivateDirectory(path, "file store")
     assert str(caught.value) == (
-        f"file store {path} belongs to uid {os.geteuid()} and has mode {mode:04o}: others may write there, and what "
-        "they write would be believed; chmod go-w it, or name a directory below it, which will be this user's"
+        f"file store {path} belongs to uid {os.geteuid()} and has mode {mode:04o}: others may write to it, but its "
+        "files are trusted; chmod go-w it, or use a directory below it, which will be created for this user only"
     )
 
 
@@ -46,7 +46,9 @@ def test_another_users_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "theirs"
     path.mkdir(mode=0o700)
     os.chown(path, 12345, -1)
-    with pytest.raises(ConfigError, match=r"theirs belongs to uid 12345 and has mode 0700: it must be this user's"):
+    with pytest.raises(
+        ConfigError, match=r"theirs belongs to uid 12345 and has mode 0700: it must belong to this user"
+    ):
         PrivateDirectory(path, "store")
 
 
@@ -84,6 +86,6 @@ def test_whoever_uses_a_directory_checks_it(tmp_path: Path, kind: str) -> None:
         "tiers": lambda: open_store(f"memory://x,file://{path}"),
         "cards": lambda: CardDirectory(path, "a"),
     }
-    with pytest.raises(ConfigError, match="others may write there"):
+    with pytest.raises(ConfigError, match="others may write to it"):
         users[kind]()
     assert list(path.iterdir()) == []

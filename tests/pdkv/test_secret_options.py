@@ -84,7 +84,7 @@ def test_a_password_on_the_command_line_is_warned_of_once(caplog: pytest.LogCapt
     texts = ["a=redis://:pw1@host", "b=redis://:pw2@host"]
     assert connector_options(texts) == {"a": "redis://:pw1@host", "b": "redis://:pw2@host"}
     (record,) = caplog.records
-    assert "write a=@FILE" in record.getMessage()
+    assert "use a=@FILE" in record.getMessage()
     assert "pw" not in record.getMessage()
     caplog.clear()
     connector_options(["url=redis://host", "path=@@me"])

@@ -28,7 +28,7 @@ def test_a_request_that_an_engine_was_taking_in_when_it_ended_is_not_sent_to_ano
         other = system.dispatcher.start(make_request(num_prompt=40))
         assert len(first.heard(Submit)) == 2
         first.die({(poison.request_id, 0)})
-        with pytest.raises(EngineDied, match=r"any-0 ended while it took .* not sent to another") as raised:
+        with pytest.raises(EngineDied, match=r"any-0 died while handling .* not sent to another") as raised:
             await collect(poison)
         assert not raised.value.retryable
         assert {m.request_id for m in second.heard(Submit)} == {innocent.request_id, other.request_id}
@@ -92,7 +92,7 @@ def test_an_error_in_a_message_s_handling_costs_that_request_only(
         backend = system.backends["any-0"]
         with caplog.at_level(logging.CRITICAL):
             backend.say(Tokens(victim.request_id, 0, 0, [1]), Tokens(other.request_id, 0, 0, [1]))
-        with pytest.raises(RequestFailed, match="led to an error in the router: IndexError"):
+        with pytest.raises(RequestFailed, match="caused an error in the router: IndexError"):
             await collect(victim)
         assert other.flow.output_token_ids == [1]
         other.abort()
@@ -142,7 +142,7 @@ def start_with_beats(system: System) -> None:
 def test_an_engine_that_is_silent_is_a_suspect_until_it_speaks(role: str) -> None:
     async def body(system: System) -> None:
         dispatcher, silent = system.dispatcher, f"{role}-0"
-        assert "not all engines have been ready" in dispatcher.fault
+        assert "still waiting for engines" in dispatcher.fault
         dispatcher.connect()
         start_with_beats(system)
         assert dispatcher.fault == ""

@@ -305,7 +305,7 @@ def test_a_budget_lets_one_pass_that_is_larger_than_itself() -> None:
     budget = ByteBudget(10, "bytes")
     with Share(budget) as share:
         share.take(20)
-        with pytest.raises(ServerBusy, match="bytes of all requests together are more than 10"):
+        with pytest.raises(ServerBusy, match="bytes of all requests together exceed 10"):
             budget.take(1)
     assert budget.held == 0
 
