@@ -35,6 +35,9 @@ MAX_MESSAGES = 4096
 MAX_TOTAL_PROMPT_TOKENS = 2**24
 """Prompt tokens times n of one request: each choice's Submit carries its prompt."""
 
+MAX_PROMPT_LOGPROBS = 2**20
+"""Logprobs of prompt tokens in one reply: tokens times n times those per token. Each is some 30 bytes of JSON."""
+
 MAX_ADAPTER_BYTES = 256
 """UTF-8 of an adapter's name."""
 

@@ -33,15 +33,20 @@ class ChoiceDelta(NamedTuple):
 class Choice:
     """State of one choice. `finished` says that nothing more will be shown."""
 
-    def __init__(self, job: Job, model: ServedModel, *, index: int, seed: int) -> None:
-        """`index` counts over all prompts; `seed` is the client's, or drawn for this prompt."""
+    def __init__(self, job: Job, model: ServedModel, *, index: int, seed: int, sibling: "Choice | None" = None) -> None:
+        """`index` counts over all prompts; `seed` is the client's, or drawn for this prompt.
+
+        What is said about the prompt is computed and made once: by the first choice, the `sibling` of the others.
+        """
         self.index = index
         self.prompt: Prompt = job.prompts[index // job.n]
         self.finished = False
         self.num_tokens = 0
         self.last_delta_at = 0.0
         """time.perf_counter of the last delta, 0 before the first."""
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._sibling = sibling
+        self._shown_prompt: tuple[str, list[ShownLogprob]] | None = None
         self._job = job
         self._tokenizer = model.tokenizer
         self._text = self._new_text(job, model)
@@ -51,7 +56,14 @@ class Choice:
         room = model.max_model_len - len(self.prompt.token_ids)
         if params.max_tokens is not None and params.max_tokens > room:  # only a default can be: see prepare_completion
             params = msgspec.structs.replace(params, max_tokens=room)
+        if sibling is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
         self._params = params
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Of the whole prompt, from the first choice's first delta on."""
+        return self._prompt_logprobs if self._sibling is None else self._sibling.prompt_logprobs
 
     def _new_text(self, job: Job, model: ServedModel) -> TextStream:
         params = job.params
@@ -78,7 +90,7 @@ class Choice:
     def push(self, delta: Delta) -> ChoiceDelta:
         """What an engine's delta shows. Nothing may be pushed once `finished`."""
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
+            self._prompt_logprobs = delta.prompt_logprobs
         if self._job.prompt_only:
             return self._push_prompt_only(delta)
         echo_text, shown = self._echo() if self._echo_pending else ("", [])
@@ -132,12 +144,22 @@ class Choice:
     def _echo(self) -> tuple[str, list[ShownLogprob]]:
         """The prompt as the beginning of the reply, with its logprobs where they were asked for."""
         self._echo_pending = False
+        text, shown = (self._sibling or self).shown_prompt()
+        self._num_echoed = len(text)
+        return text, [*shown]
+
+    def shown_prompt(self) -> tuple[str, list[ShownLogprob]]:
+        """The prompt as an echo shows it; made once, and not to be changed."""
+        if self._shown_prompt is None:
+            self._shown_prompt = self._show_prompt()
+        return self._shown_prompt
+
+    def _show_prompt(self) -> tuple[str, list[ShownLogprob]]:
         token_ids = self.prompt.token_ids
         skip = self._job.skip_special_tokens
         text = self.prompt.text
         if text is None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=skip)
-        self._num_echoed = len(text)
         shown: list[ShownLogprob] = []
         if self._job.params.logprobs is not None and self.prompt_logprobs is not None:
             detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skip)

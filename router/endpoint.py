@@ -39,6 +39,9 @@ RawHeaders = list[tuple[bytes, bytes]]
 Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled], Job]
 """From a body to a checked request; raises InvalidRequest. Runs on any thread."""
 
+_INLINE_LOGPROBS = 256
+"""Tokens with logprobs that are encoded on the event loop; with 20 alternatives each they take some milliseconds."""
+
 MAX_LABEL = 256
 """Characters of a client's x-request-id."""
 
@@ -98,7 +101,7 @@ class GenerateEndpoint:
         try:
             async with aclosing(fanout.deltas()) as deltas:
                 serve = _stream if job.stream else _reply
-                await serve(deltas, fanout, model, exchange)
+                await serve(deltas, fanout, model, exchange, self._pool)
         except PdkvError as error:
             if fanout.aborted:
                 raise Disconnected from error
@@ -220,7 +223,11 @@ class _Exchange:
 
 
 async def _stream(
-    deltas: AsyncIterator[Sequence[ChoiceDelta]], fanout: Fanout, model: ServedModel, exchange: _Exchange
+    deltas: AsyncIterator[Sequence[ChoiceDelta]],
+    fanout: Fanout,
+    model: ServedModel,
+    exchange: _Exchange,
+    pool: TextPool,
 ) -> None:
     """One write per step of the engines, whatever the number of choices."""
     job = fanout.job
@@ -238,6 +245,10 @@ async def _stream(
         return fanout.engines
 
     async for batch in deltas:
+        if job.params.logprobs is not None and _num_logprobs(batch) > _INLINE_LOGPROBS:
+            for delta in batch:
+                await exchange.send_events(await pool.encode(functools.partial(encode, delta)), engines)
+            continue
         data = encode(batch[0]) if len(batch) == 1 else b"".join(map(encode, batch))
         await exchange.send_events(data, engines)
     end = DONE
@@ -246,8 +257,17 @@ async def _stream(
     await exchange.end_events(end)
 
 
+def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:
+    """Tokens whose logprobs a batch shows."""
+    return sum(len(delta.logprobs) for delta in batch if delta.logprobs is not None)
+
+
 async def _reply(
-    deltas: AsyncIterator[Sequence[ChoiceDelta]], fanout: Fanout, model: ServedModel, exchange: _Exchange
+    deltas: AsyncIterator[Sequence[ChoiceDelta]],
+    fanout: Fanout,
+    model: ServedModel,
+    exchange: _Exchange,
+    pool: TextPool,
 ) -> None:
     """Everything at once, when the last choice is finished."""
     job, tokenizer = fanout.job, model.tokenizer
@@ -255,16 +275,24 @@ async def _reply(
     async for batch in deltas:
         for delta in batch:
             wholes[delta.choice].add(delta)
+    choices: list[Any] = []
+    inline = sum(whole.num_logprobs for whole in wholes) <= _INLINE_LOGPROBS
+    for whole in wholes:  # one by one: never all of them as objects
+        if fanout.aborted:
+            raise Disconnected
+        encode = functools.partial(whole.encoded, job, tokenizer)
+        choices.append(encode() if inline else await pool.encode(encode))
     body: dict[str, Any] = {
         "id": _reply_id(job, exchange),
         "object": "chat.completion" if job.chat else "text_completion",
         "created": exchange.created,
         "model": model.name,
-        "choices": [whole.body(job, tokenizer) for whole in wholes],
+        "choices": choices,
         "usage": _usage(fanout),
     }
     if job.chat:
-        body |= prompt_extras(fanout.choices[0], job, tokenizer)
+        extras = functools.partial(prompt_extras, fanout.choices[0], job, tokenizer)
+        body |= extras() if inline else await pool.encode(extras)
     await exchange.send_json(200, body, fanout.engines)
 
 

@@ -169,5 +169,7 @@ class Fanout:
 def _make_choices(job: Job, model: ServedModel) -> Iterator[Choice]:
     for first in range(0, len(job.prompts) * job.n, job.n):
         seed = secrets.randbits(63) if job.params.seed is None else job.params.seed
-        for index in range(first, first + job.n):
-            yield Choice(job, model, index=index, seed=seed)
+        sibling = Choice(job, model, index=first, seed=seed)
+        yield sibling
+        for index in range(first + 1, first + job.n):
+            yield Choice(job, model, index=index, seed=seed, sibling=sibling)

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from pdkv.errors import InvalidRequest, RequestAborted
-from pdkv.limits import MAX_CHOICES, MAX_MESSAGES, MAX_TOTAL_PROMPT_TOKENS, check_cache_salt, clip
+from pdkv.limits import (
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    MAX_PROMPT_LOGPROBS,
+    MAX_TOTAL_PROMPT_TOKENS,
+    check_cache_salt,
+    clip,
+)
 from pdkv.router.protocol import ChatBody, CompletionBody, Message
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import StopAutomaton, Tokenizer
@@ -107,7 +114,10 @@ def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Canc
     prompts = _prompts(body.prompt, params.n, model, cancelled)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     _check_length(longest, params.max_tokens if body.max_tokens else None, model, "prompt")
-    _check_total(sum(len(prompt.token_ids) for prompt in prompts), params.n, "prompt")
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    _check_total(num_tokens, params.n, "prompt")
+    _check_prompt_logprobs(num_tokens, body.prompt_logprobs, params.n, "prompt_logprobs")
+    _check_prompt_logprobs(num_tokens, body.logprobs if echo else None, params.n, "logprobs")
     return _job(body, prompts, params, chat=False, echo=echo, prompt_only=prompt_only)
 
 
@@ -135,6 +145,7 @@ def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lamb
         raise InvalidRequest("messages must not be empty: the prompt has no tokens", param="messages")
     _check_length(len(token_ids), max_tokens, model, "messages")
     _check_total(len(token_ids), params.n, "messages")
+    _check_prompt_logprobs(len(token_ids), body.prompt_logprobs, 1, "prompt_logprobs")
     return _job(body, [Prompt(token_ids, text)], params, chat=True)
 
 
@@ -268,6 +279,16 @@ def _check_total(num_tokens: int, n: int, param: str) -> None:
     if num_tokens * n > MAX_TOTAL_PROMPT_TOKENS:
         raise InvalidRequest(
             f"prompt tokens times n must be at most {MAX_TOTAL_PROMPT_TOKENS}, got {num_tokens} * {n}", param=param
+        )
+
+
+def _check_prompt_logprobs(num_tokens: int, num_logprobs: int | None, num_shown: int, param: str) -> None:
+    """They are in the reply `num_shown` times."""
+    if num_logprobs is not None and num_tokens * (num_logprobs + 1) * num_shown > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{param}: the reply would hold more than {MAX_PROMPT_LOGPROBS} logprobs of prompt tokens: "
+            f"{num_tokens} tokens, {num_logprobs} + 1 of each, {num_shown} times",
+            param=param,
         )
 
 

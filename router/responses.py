@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from pdkv.errors import (
     EngineDied,
     EngineUnavailable,
@@ -151,8 +153,16 @@ class WholeChoice:
             self._logprobs.extend(delta.logprobs)
         self._last = delta
 
-    def body(self, job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The entry of `choices`."""
+    @property
+    def num_logprobs(self) -> int:
+        """Tokens whose logprobs are shown, the prompt's included."""
+        return len(self._logprobs) + len(self._choice.prompt_logprobs or ())
+
+    def encoded(self, job: Job, tokenizer: Tokenizer) -> msgspec.Raw:
+        """The entry of `choices` as JSON."""
+        return msgspec.Raw(msgspec.json.encode(self._body(job, tokenizer)))
+
+    def _body(self, job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
         assert self._last is not None
         text = "".join(self._texts)
         format_logprobs = chat_logprobs if job.chat else completion_logprobs
@@ -176,5 +186,6 @@ def prompt_extras(choice: Choice, job: Job, tokenizer: Tokenizer) -> dict[str, A
     if job.return_token_ids:
         extras["prompt_token_ids"] = choice.prompt.token_ids
     if job.num_prompt_logprobs is not None and choice.prompt_logprobs is not None:
-        extras["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, tokenizer, job.num_prompt_logprobs)
+        entries = prompt_logprobs(choice.prompt_logprobs, tokenizer, job.num_prompt_logprobs)
+        extras["prompt_logprobs"] = msgspec.Raw(msgspec.json.encode(entries))
     return extras

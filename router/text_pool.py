@@ -1,4 +1,4 @@
-"""Where large bodies are decoded, rendered and tokenized: two threads, so that the loop and small prompts go on."""
+"""Where large bodies are decoded and tokenized, and large replies encoded: threads, so that the loop goes on."""
 
 import asyncio
 import threading
@@ -20,6 +20,7 @@ _LONG_BYTES = 64 * 1024
 class TextPool:
     """Two queues with a thread each, and one budget for the bytes in both.
 
+    Replies have a thread of their own, and no budget: what they say is here already.
     Work that nobody waits for any more leaves its queue; what has begun is told by its `cancelled`, and ends with the
     piece at hand.
     """
@@ -28,6 +29,7 @@ class TextPool:
         self._budget = ByteBudget(max_queued_bytes, "the texts to be tokenized")
         self._short = ThreadPoolExecutor(1, "text-short")
         self._long = ThreadPoolExecutor(1, "text-long")
+        self._replies = ThreadPoolExecutor(1, "text-replies")
 
     @property
     def held(self) -> int:
@@ -51,7 +53,11 @@ class TextPool:
             cancelled.set()
             del future, work  # a failure's traceback holds this frame, which must not hold the failure and the body
 
+    async def encode(self, work: Callable[[], T]) -> T:
+        """The result of `work`, a piece of a reply; cancel the caller to drop it from the queue."""
+        return await asyncio.wrap_future(self._replies.submit(work))
+
     def close(self) -> None:
         """Drop what waits; what runs ends with its piece."""
-        for lane in (self._short, self._long):
+        for lane in (self._short, self._long, self._replies):
             lane.shutdown(wait=False, cancel_futures=True)

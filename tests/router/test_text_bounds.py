@@ -69,6 +69,13 @@ def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
         (COMPLETIONS, completion(many(b"5")), "1048576 values"),
         (COMPLETIONS, completion(many(b"12345")), "tokens, but the model's length is 128"),
         (COMPLETIONS, completion(b'["x", "' + b"x" * (3 << 20) + b'"]'), "characters, but the model's length is 128"),
+        (
+            COMPLETIONS,
+            completion(
+                b"[" + b",".join([b"[5" + b",5" * 99 + b"]"] * 8) + b"]", b', "n": 128, "echo": true, "logprobs": 20'
+            ),
+            "800 tokens, 20 + 1 of each, 128 times",
+        ),
         (COMPLETIONS, completion(b'"x"', b', "stop": ' + many(b'"a"')), "texts"),
         (COMPLETIONS, completion(b'"x"', b', "stop": ["' + b"a" * (3 << 20) + b'"]'), "at most 4096 bytes"),
         (COMPLETIONS, completion(b'"x"', b', "stop_token_ids": ' + many(b"12345")), "at most 256 entries"),
