@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from pdkv.connectors.peer_auth import HEADER_BYTES, Party, Session, dial, strong_digest_of
+from pdkv.connectors.peer_auth import HEADER_BYTES, Party, Session, dial, digest_of
 from pdkv.connectors.push import PieceRange
 from pdkv.decoding import decode_total
 from pdkv.errors import (
@@ -121,7 +121,7 @@ class Control:
         """Send a frame."""
         assert self._session is not None, "greet comes first"
         data = _encoder.encode(frame)
-        header = self._session.sending.make(len(data), strong_digest_of(data))
+        header = self._session.sending.make(len(data), digest_of(data))
         try:
             self._socket.settimeout(timeout_s)
             self._socket.sendall(header + data)
@@ -138,7 +138,7 @@ class Control:
         if not 0 < size <= MAX_FRAME_BYTES:
             raise TransferError(f"{self._peer} sent no frame: {size} bytes are announced")
         data = self._read(size, timeout_s)
-        if strong_digest_of(data) != digest:
+        if digest_of(data) != digest:
             raise Unauthenticated(f"{self._peer}: a message was changed on its way")
         try:
             return decode_total(_decoder, data)

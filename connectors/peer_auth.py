@@ -23,7 +23,6 @@ import time
 from typing import NamedTuple
 
 import msgspec
-import xxhash
 
 from pdkv.decoding import decode_total
 from pdkv.errors import MalformedMessage, PeerGone, TransferTimeout, Unauthenticated
@@ -122,12 +121,7 @@ class Seal:
 
 
 def digest_of(body: bytes | bytearray | memoryview) -> bytes:
-    """16 bytes for messages of any size that no adversary shapes on the way: it finds damage, at memory's speed."""
-    return xxhash.xxh3_128_digest(body)
-
-
-def strong_digest_of(body: bytes | bytearray | memoryview) -> bytes:
-    """16 bytes for small messages: nobody finds another body with the same ones."""
+    """16 bytes that stand for a body: nobody finds another body with the same ones."""
     return hashlib.blake2b(body, digest_size=16).digest()
 
 
