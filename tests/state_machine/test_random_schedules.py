@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from state_machine.defects import DEFECTS, Pair, Patch
 from state_machine.host import PAIRS, run_schedule
 
+from pdkv.engine.request import Request
+
 NUM_SCHEDULES = 10_080
 NUM_SHARDS = 2
 """Shards of one pair can run on different cores."""
@@ -42,9 +44,18 @@ def test_any_schedule_gives_the_right_tokens_and_returns_every_block(pair: Pair,
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_schedules_reach_what_they_are_about(pair: Pair) -> None:
+def test_schedules_reach_what_they_are_about(pair: Pair, monkeypatch: Patch) -> None:
     rng = random.Random(7)
     seen = {"preemptions": 0, "remote": 0, "failed loads": 0, "restarts": 0, "retries": 0, "aborts": 0, "finished": 0}
+    num_parts = 0
+    resume = Request.resume
+
+    def counted(self: Request, num_tokens: int) -> None:
+        nonlocal num_parts
+        num_parts += 1
+        resume(self, num_tokens)
+
+    monkeypatch.setattr(Request, "resume", counted)
     for _ in range(180):
         world = run_schedule(rng.randbytes(rng.randint(200, 500)), pair)
         for engine in world.engines.values():
@@ -57,6 +68,7 @@ def test_schedules_reach_what_they_are_about(pair: Pair) -> None:
         seen["aborts"] += sum(client.aborted for client in world.clients)
         seen["finished"] += sum(client.flow.finish_reason is not None for client in world.clients)
     assert all(seen.values()), seen
+    assert num_parts or pair[0] != "store", "no load came in part"
 
 
 @pytest.mark.parametrize(("defect", "pair"), DEFECTS, ids=[defect.__name__ for defect, _ in DEFECTS])

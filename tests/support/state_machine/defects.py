@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pdkv.connectors.base import Finished, RequestView, TransferKey
+from pdkv.connectors.base import Finished, RequestView, TransferKey, TransferOutcome
 from pdkv.connectors.memory import MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory_fabric import Endpoint, MemoryFabric
 from pdkv.connectors.memory_push import MemoryPushWorker
@@ -210,6 +210,27 @@ def victims_by_age_alone(patch: Patch) -> None:
     patch.setattr(Scheduler, "_run", lambda self, request: self.running.append(request))
 
 
+def part_of_a_load_counted_as_more(patch: Patch) -> None:
+    """A load that came in part is believed to have brought one block more."""
+    fall_back = Scheduler._fall_back
+
+    def broken(self: Scheduler, request: Request, outcome: TransferOutcome, num_loaded: int = 0) -> None:
+        fall_back(self, request, outcome, num_loaded and num_loaded + self.kv.block_size)
+
+    patch.setattr(Scheduler, "_fall_back", broken)
+
+
+def part_of_a_load_with_its_step(patch: Patch) -> None:
+    """What a step in flight computes behind a load counts, although the load came in part."""
+    resume = Request.resume
+
+    def broken(self: Request, num_tokens: int) -> None:
+        resume(self, num_tokens)
+        self.restarts -= 1
+
+    patch.setattr(Request, "resume", broken)
+
+
 DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
     (lease_freed_early, PULL),
     (quarantine_skipped, PUSH),
@@ -225,5 +246,7 @@ DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
     (preempted_blocks_handed_off, PULL),
     (preempted_passes_the_urgent, PULL),
     (victims_by_age_alone, PULL),
+    (part_of_a_load_counted_as_more, STORE),
+    (part_of_a_load_with_its_step, LAYERWISE),
 )
 """Each defect, and a pair of mode and order in which it shows."""

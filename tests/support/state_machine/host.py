@@ -16,6 +16,7 @@ from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
 from pdkv.connectors.memory import MemoryConnector
 from pdkv.connectors.memory_fabric import MemoryFabric
+from pdkv.connectors.memory_store import ReadStore
 from pdkv.connectors.multi import MultiConnector
 from pdkv.connectors.multi_worker import MultiWorker
 from pdkv.engine.core import EngineCore
@@ -336,6 +337,8 @@ class World:
             self.lose()
         elif choice == 59 and self.fabric.under_way:
             self.duplicate()
+        elif choice in (61, 66) and "store" in self.mode:
+            self.make_hole()
         else:
             self.now += (0.1, 0.5, 2.0)[self.chooser.below(3)]
             self.expire_clients()
@@ -366,6 +369,26 @@ class World:
             twin = object.__new__(type(operation))
             twin.__dict__.update(operation.__dict__)
             self.fabric.post(twin)
+
+    def make_hole(self) -> None:
+        """A stored block is gone, or is not what was saved: one that a load under way wants, if there is a load. What
+        was read already comes up to some block only.
+        """
+        blocks = self.fabric.store._blocks
+        names = list(blocks)
+        reads = [operation for operation in self.fabric.under_way if isinstance(operation, ReadStore)]
+        if reads:
+            read = reads[self.chooser.below(len(reads))]
+            if read.content is not None:
+                del read.content[self.chooser.below(len(read.load.names)) :]
+                return
+            names = [name for name in read.load.names if name in blocks]
+        if names:
+            name = names[self.chooser.below(len(names))]
+            if self.chooser.below(2):
+                blocks[name] = blocks[name]._replace(digest=b"of something else")
+            else:
+                self.fabric.store.discard(name)
 
     def expire_clients(self) -> None:
         """Deadlines at the router."""

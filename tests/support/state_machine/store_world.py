@@ -226,6 +226,17 @@ class StoreWorld(World):
         self.connectors.append(connector)
         return connector
 
+    def make_hole(self) -> None:
+        """A stored value is gone, or is not what was saved."""
+        keys = sorted(self.inner._shelf._values)
+        if keys:
+            key = keys[self.chooser.below(len(keys))]
+            value = self.inner._shelf._values[key].copy()
+            self.inner.delete([key])
+            if self.chooser.below(2):
+                value[self.chooser.below(value.size)] ^= 1
+                self.inner.put([(key, memoryview(value))])
+
     def run(self) -> None:
         try:
             super().run()
