@@ -75,8 +75,12 @@ class AdapterIdentities:
         try:
             stamps = _stamps(path)
             known = self._known.get(key)
-            if known is None or getattr(lora_request, "load_inplace", False):
-                known = self._known[key] = _Adapter(stamps, _digest(path, stamps))
+            reloads = known is not None and known.stamps != stamps and getattr(lora_request, "load_inplace", False)
+            if known is None or reloads:
+                known = _Adapter(stamps, _digest(path, stamps))
+                if _stamps(path) != stamps:
+                    return None  # written while it was read
+                self._known[key] = known
         except OSError:
             return None
         return known.identity if stamps and stamps == known.stamps else None

@@ -1,6 +1,6 @@
 """What vLLM's KV is keyed by: other weights, another computation or another adapter never find it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
+from pdkv.connectors import vllm_identity
 from pdkv.connectors.vllm_identity import AdapterIdentities, computation_identity, weights_identity
 from pdkv.errors import ConfigError
 from pdkv.model_identity import model_identity
@@ -87,6 +88,32 @@ def test_files_that_changed_are_no_identity_until_vllm_loads_them_under_a_new_nu
     assert after not in (before, None)
     assert identities.of(lora(tmp_path, load_inplace=True)) == after
     assert identities.of(lora(tmp_path)) == after
+
+
+def test_an_adapter_is_read_once_per_state_and_not_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read on vLLM's scheduler thread; `load_inplace` is in every request of such an adapter."""
+    weights, reads = tmp_path / "adapter_model.safetensors", []
+    weights.write_bytes(b"one")
+    digest = vllm_identity._digest
+
+    def count(path: Path, names: Iterable[str]) -> str:
+        reads.append(path)
+        return digest(path, names)
+
+    def overtake(path: Path, names: Iterable[str]) -> str:
+        weights.write_bytes(b"written meanwhile")
+        return digest(path, names)
+
+    identities = AdapterIdentities()
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_identity, "_digest", count)
+        found = {identities.of(lora(tmp_path, load_inplace=True)) for _ in range(3)}
+    assert (len(found), len(reads)) == (1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_identity, "_digest", overtake)
+        assert AdapterIdentities().of(lora(tmp_path)) is None
 
 
 def test_an_adapter_that_is_not_here_has_no_identity(tmp_path: Path) -> None:
