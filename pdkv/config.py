@@ -146,7 +146,9 @@ class HttpLimits:
         10.0, "how long headers may take, from a request's first byte on; a connection's first ones: from connecting on"
     )
     body_timeout_s: float = option(60.0, "how long a request's body may take")
-    idle_timeout_s: float = option(75.0, "how long a connection may stay open between requests")
+    idle_timeout_s: float = option(
+        75.0, "how long a connection may stay open between requests, or while its client reads nothing"
+    )
 
     def __post_init__(self) -> None:
         for field_ in fields(self):

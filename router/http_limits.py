@@ -98,6 +98,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._rest = b""  # received behind a request that waits for its turn
         self._header_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
+        self._num_unread = 0  # bytes that the client had to read when that timer was set
         self._num_dropped = 0
 
     # --- the connection -------------------------------------------------------------------------------------------
@@ -133,6 +135,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._drop_rest()
         if not unread or self._connection.is_closing():
             self._connection.close()
+            self._watch_reader()
             return
         self._room.ending(self)
         self._linger_timer = self.loop.call_later(_LINGER_S, self._connection.abort)
@@ -164,6 +167,34 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._linger_timer is not None:
             self._linger_timer.cancel()
             self._linger_timer = None
+        self._stop_watching_reader()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():  # else there is a little left to be read
+            self._stop_watching_reader()
+
+    def _watch_reader(self) -> None:
+        """End the connection when its client reads nothing of what is there for as long as it may be idle."""
+        self._num_unread = self._connection.get_write_buffer_size()
+        if self._num_unread and self._reader_timer is None:
+            self._reader_timer = self.loop.call_later(self._limits.idle_timeout_s, self._check_reader)
+
+    def _check_reader(self) -> None:
+        self._reader_timer = None
+        if self._connection.get_write_buffer_size() < self._num_unread:
+            self._watch_reader()
+        else:
+            self.evict()
+
+    def _stop_watching_reader(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def _headers_are_late(self) -> None:
         self._header_timer = None

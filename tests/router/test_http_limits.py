@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 
 import pytest
 from fake_dispatcher import FakeDispatcher, say, tokens
@@ -227,6 +228,51 @@ async def slow_app(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "http":
         while (await receive())["type"] != "http.disconnect":
             pass
+
+
+@pytest.mark.parametrize("size", [64 << 20, 4 << 20], ids=["the server waits to write", "all is written"])
+@pytest.mark.parametrize("header", ["connection: close", "connection: keep-alive"])
+def test_a_client_that_does_not_read_does_not_keep_its_connection(size: int, header: str) -> None:
+    """It asks for more than the sockets hold: the connection, and what the application waits for, end all the same."""
+
+    async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(0, size, 4 << 20):
+            await send({"type": "http.response.body", "body": bytes(4 << 20), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def main() -> None:
+        async with serving(large_app, HttpLimits(idle_timeout_s=0.1)) as server:
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.sendall(get("/", header))
+                await served(server.state, 1)
+                while server.state.connections or server.state.tasks:
+                    await asyncio.sleep(0.01)
+
+    run(main())
+
+
+def test_a_client_that_reads_slowly_gets_everything() -> None:
+    """Longer than a connection may be idle, but never without a byte for so long."""
+    size = 2 << 20
+
+    async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    async def main() -> None:
+        async with serving(large_app, HttpLimits(idle_timeout_s=0.5)) as server, connected(server.port) as client:
+            await client.send(get("/", "connection: close"))
+            for _ in range(12):
+                assert len(await client.reader.readexactly(size // 16)) == size // 16
+                await asyncio.sleep(0.1)
+            assert len(await client.reader.read()) > size // 8
+            assert client.reader.at_eof()
+
+    run(main())
 
 
 def test_too_many_connections_are_told_so() -> None:
