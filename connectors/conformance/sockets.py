@@ -27,7 +27,10 @@ class Listener(NamedTuple):
 
 
 def listeners(pid: int) -> list[Listener]:
-    """All listening TCP and unix sockets of a process, and its unix sockets that take datagrams."""
+    """All listening TCP and unix sockets of a process, and its unix sockets that take datagrams.
+
+    A unix socket whose path was removed is left out: nobody can connect to it any more.
+    """
     inodes = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
@@ -55,9 +58,13 @@ def _unix(pid: int, inodes: set[str]) -> Iterator[Listener]:
         fields = line.split()
         kind = _UNIX_TYPES[int(fields[4], 16)]
         open_to_all = kind == socket.SOCK_DGRAM or int(fields[3], 16) & _UNIX_ACCEPTS
-        if len(fields) > 7 and fields[6] in inodes and open_to_all:
-            path = fields[7]
-            yield Listener(socket.AF_UNIX, "\0" + path[1:] if path.startswith("@") else path, kind)
+        if len(fields) < 8 or fields[6] not in inodes or not open_to_all:
+            continue
+        path = fields[7]
+        if path.startswith("@"):
+            yield Listener(socket.AF_UNIX, "\0" + path[1:], kind)
+        elif os.path.exists(path):
+            yield Listener(socket.AF_UNIX, path, kind)
 
 
 def _lines(pid: int, name: str) -> list[str]:
