@@ -6,9 +6,10 @@ read again; `bmm` over them beats `scaled_dot_product_attention` 2x for prompts 
 Where the compiled kernel is there, single queries read KV where it lies instead, all of a step in one call.
 
 Whole blocks are gathered, and a request's last one ends with what an earlier owner left there: that is zeroed in the
-scratch, so that nothing foreign, finite or not, reaches a result.
+scratch, so that nothing foreign, finite or not, reaches a result. What is not finite reaches no earlier token, either.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -114,6 +115,25 @@ class CpuAttention(AttentionBackend):
             masked[..., -work.mask.shape[-1] :].add_(work.mask)
         torch.softmax(scores, -1, out=scores)  # in float32 inside, whatever the dtype; row by row, so in place
         torch.bmm(scores, values, out=out.view(pairs, queries, head_size))
+        if work.mask is not None and not math.isfinite(out.sum(dtype=torch.float32)):
+            torch.bmm(q.view(pairs, queries, head_size), keys.transpose(1, 2), out=scores)
+            self._attend_causally(work, work.mask, scores, values, out.view(pairs, queries, head_size))
+
+    def _attend_causally(
+        self, work: _Work, mask: torch.Tensor, scores: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """softmax(scores + mask) V where some of it is not finite: that reaches the queries that may see it, and no
+        others, although NaN gets past a mask of -inf, and past a weight of 0 as a value.
+
+        Else the KV of a prompt's first tokens would depend on later ones, and be found by prompts without those.
+        """
+        by_query = (len(work.bucket.slots), self._num_heads, work.bucket.tile_size, -1)
+        hidden = torch.zeros_like(scores, dtype=torch.bool)
+        hidden.view(by_query)[..., -mask.shape[-1] :] = mask.isinf()
+        weights = torch.softmax(scores.masked_fill_(hidden, float("-inf")), -1)
+        bad = ~values.isfinite()
+        torch.bmm(weights, values.masked_fill(bad, 0.0), out=out)
+        out.masked_fill_(torch.bmm((~hidden).float(), bad.float()) > 0, float("nan"))
 
     def _plan(self, inputs: StepInputs, rows: IntArray | None, block_tables: IntArray) -> _Plan:
         """The tensors of a tile plan; shared by all layers, since a layer only shifts where rows begin."""

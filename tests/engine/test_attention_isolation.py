@@ -102,3 +102,23 @@ def test_a_block_whose_owner_overflowed(make: Make) -> None:
     expected = case.expected(0)
     case.pool[case.blocks(0)[1]] = float("nan")
     torch.testing.assert_close(case.run(make(case.pool, 6), 0).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@PATHS
+@settings(max_examples=40)
+@given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES))
+def test_no_token_gets_anything_of_a_later_one(
+    make: Make, data: st.DataObject, requests: list[tuple[int, int]], shape: Shape, dtype: torch.dtype
+) -> None:
+    """Else KV of a prompt's first tokens, which other prompts find by those tokens, depends on what came behind."""
+    clean, poisoned = (Case(requests, dtype, shape=shape) for _ in range(2))
+    poison = data.draw(st.sampled_from(poisons(dtype)))
+    before = torch.ones(len(clean.qkv), dtype=torch.bool)
+    for victim in range(len(requests)):
+        rows = poisoned.rows(victim)
+        first = data.draw(st.integers(rows.start, rows.stop))  # at the end: none of it
+        poisoned.qkv[first : rows.stop] = poison
+        before[first : rows.stop] = False
+    for layer in (0, shape.layers - 1):
+        results = [case.run(make(case.pool, shape.heads), layer) for case in (clean, poisoned)]
+        assert torch.equal(results[0][before], results[1][before])

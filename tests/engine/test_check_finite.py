@@ -217,6 +217,20 @@ def test_without_it_the_engine_answers_and_lives(
     check_clean(core, messages, expected)
 
 
+@pytest.mark.parametrize("chunk", [0, 20])
+def test_without_it_a_prefix_is_cached_as_if_nothing_came_behind(
+    poisoned_model: Path, expected: list[list[int]], make_core: MakeCore, chunk: int
+) -> None:
+    """What overflows at the end of a prompt is not in the blocks before, which clean prompts find."""
+    core = make_core(poisoned_model, check_finite=False, long_prefill_token_threshold=chunk)
+    for number, prompt in enumerate(CLEAN):
+        send(core, {f"poisoned-{number}": [*prompt[:-1], POISON, 5, 6]})
+        run(core)
+    send(core, {f"clean-{i}": prompt for i, prompt in enumerate(CLEAN)})
+    check_clean(core, run(core), expected)
+    assert core._make_load().sources.local_hit >= 48 + 32
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows(dtype: torch.dtype) -> None:
     inf, nan = float("inf"), float("nan")
