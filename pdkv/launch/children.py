@@ -18,6 +18,9 @@ from pdkv.models.rank_sockets import connect_ranks
 
 _MAX_ACK_BYTES = 64 * 1024
 
+FORK_S = 5.0
+"""What a fork may take once the fork server has imported everything; it takes some 20 ms."""
+
 _Popen = subprocess.Popen[bytes]
 
 
@@ -274,7 +277,7 @@ class ForkServer:
     async def fork_engine(
         self, spec: EngineSpec, ack_fd: int, rank_fds: Sequence[int] = (), *, timeout_s: float
     ) -> Child:
-        """Fork a rank of an engine.
+        """Fork a rank of an engine. `timeout_s`: how long the server's imports may take.
 
         Raises:
             StartupError: the fork server is gone, goes before it has answered, or is late: then it is killed.
@@ -282,8 +285,10 @@ class ForkServer:
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(self._ready)
-                if not self.usable:
-                    raise StartupError("the fork server died")
+            if not self.usable:
+                raise StartupError("the fork server died")
+            timeout_s = min(timeout_s, FORK_S)
+            async with asyncio.timeout(timeout_s):
                 socket.send_fds(self._control, [encode(spec)], [ack_fd, *rank_fds])
                 return Child(spec.process_name, int(await self._expect_answer()))
         except TimeoutError:

@@ -13,6 +13,7 @@ import pytest
 
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError, StartupError
+from pdkv.launch import children
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.children import AckSocket, Child, ForkServer, OomWatch, describe_exit
 from pdkv.launch.linux import become_subreaper
@@ -188,6 +189,27 @@ def test_an_engine_that_nobody_knows_of_ends(lifeline: int) -> None:
         finally:
             server.close()
             await server.child.wait()
+
+    run(main)
+
+
+@pytest.mark.usefixtures("subreaper")
+def test_a_fork_server_that_is_stopped_when_it_has_imported_is_given_up_soon(
+    lifeline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding 15: a restart took as long as the imports may take; another way to start the engine is there."""
+
+    async def main() -> None:
+        server = ForkServer("pdkv.connectors.memory:MemoryConnector", lifeline)
+        ack_socket = AckSocket()
+        child = await server.fork_engine(SPEC, ack_socket.child_fd, timeout_s=20)
+        ack_socket.close()
+        await child.wait()
+        server.child.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(children, "FORK_S", 0.05)
+        with pytest.raises(StartupError, match=r"the fork server did not answer within 0\.05 s"):
+            await server.fork_engine(SPEC, lifeline, timeout_s=3600)
+        assert await server.child.wait() == -signal.SIGKILL
 
     run(main)
 
