@@ -8,6 +8,9 @@ from typing import Protocol
 _EVICTABLE_S = 1.0
 """A connection that has been idle for so long makes room for a new one."""
 
+_SLOW_BODY_S = 5.0
+"""Where no connection is idle, one whose body has been on its way for so long does."""
+
 _RESERVED = 32
 """Descriptors for everything else: engines that come back, files, a pipe or two."""
 
@@ -22,7 +25,7 @@ class Evictable(Protocol):
 
 
 class Connections:
-    """Admits connections up to a limit; an idle one makes room.
+    """Admits connections up to a limit; an idle one makes room, else one whose body does not come.
 
     Those that are ending do not count: there is some room beside the limit for them to be read to their end.
     """
@@ -31,14 +34,15 @@ class Connections:
         self._limit = limit
         self._spare = max(4, limit // 16)
         self._idle: dict[Evictable, float] = {}  # without a request in progress, and since when; the oldest first
+        self._receiving: dict[Evictable, float] = {}  # its headers are here, its body is not; the oldest first
         self._ending: dict[Evictable, None] = {}  # answered for the last time; the oldest first
 
     def admit(self, count: int) -> bool:
         """Whether connection number `count` may stay; may evict an idle one."""
         if count - len(self._ending) <= self._limit:
             return True
-        oldest = next(iter(self._idle), None)
-        if oldest is None or time.monotonic() - self._idle[oldest] < _EVICTABLE_S:
+        oldest = _older(self._idle, _EVICTABLE_S) or _older(self._receiving, _SLOW_BODY_S)
+        if oldest is None:
             return False
         self.leave(oldest)
         oldest.evict()
@@ -47,6 +51,11 @@ class Connections:
     def idle(self, connection: Evictable) -> None:
         """It waits for a request."""
         self._idle.setdefault(connection, time.monotonic())
+
+    def receiving(self, connection: Evictable) -> None:
+        """Its next request has begun, and a body may follow."""
+        self.leave(connection)
+        self._receiving[connection] = time.monotonic()
 
     def ending(self, connection: Evictable) -> None:
         """It has its last answer, and is open only to be read; may evict the one that has been so for longest."""
@@ -59,7 +68,14 @@ class Connections:
     def leave(self, connection: Evictable) -> None:
         """It is served, or gone."""
         self._idle.pop(connection, None)
+        self._receiving.pop(connection, None)
         self._ending.pop(connection, None)
+
+
+def _older(since: dict[Evictable, float], age_s: float) -> Evictable | None:
+    """The first of what is oldest first, where it is that old."""
+    oldest = next(iter(since), None)
+    return None if oldest is None or time.monotonic() - since[oldest] < age_s else oldest
 
 
 def raise_open_files_limit() -> int:

@@ -319,7 +319,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_header_timer()
         self._phase = _Phase.BODY
         if self._refusal is None:
-            self._room.leave(self)
+            if self._responding:  # it waits for its turn
+                self._room.leave(self)
+            else:
+                self._room.receiving(self)
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -329,6 +332,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._phase = _Phase.IDLE
+        self._room.leave(self)
         if self._refusal is None:
             super().on_message_complete()
 
@@ -341,6 +345,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._responding and self._phase is _Phase.BODY:
+            self._room.receiving(self)  # the next request's turn has come before its body
         if self._rest and not self.pipeline:  # what waits may be the body of the request that is served now
             self.loop.call_soon(self._parse_rest)
         else:

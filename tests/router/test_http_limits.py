@@ -316,6 +316,44 @@ def test_an_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main())
 
 
+def test_a_body_that_does_not_come_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow senders hold all connections: the oldest one goes. What is being served never does."""
+    monkeypatch.setattr(http_connections, "_SLOW_BODY_S", 0.0)
+    half = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n\r\n" + b" " * 40
+
+    async def main() -> None:
+        dispatcher, bodies = FakeDispatcher(), body_budget(HttpLimits())
+        app = make_app(dispatcher, bodies=bodies)
+        async with (
+            serving(app, bodies=bodies, max_connections=3) as server,
+            connected(server.port) as served_one,
+            connected(server.port) as oldest,
+            connected(server.port) as other,
+        ):
+            await served_one.send(post(COMPLETIONS, PROMPT))
+            generation = await dispatcher.next_generation(0)
+            for number, slow in enumerate((oldest, other), 1):
+                await slow.send(half)
+                while bodies.held < 40 * number:
+                    await asyncio.sleep(0)
+            async with connected(server.port) as client:
+                await client.send(get("/health"))
+                assert (await client.reply()).status == 200
+            assert await oldest.at_end()
+            await other.send(PROMPT.ljust(60))
+            (await dispatcher.next_generation(1)).put(tokens(*ids("ab"), end="stop"))
+            assert (await other.reply()).status == 200
+            generation.put(tokens(*ids("ab"), end="stop"))
+            assert (await served_one.reply()).status == 200
+
+    run(main())
+
+
+def test_what_is_served_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connections, "_SLOW_BODY_S", 0.0)
+    test_too_many_connections_are_told_so()
+
+
 def test_there_is_room_for_what_is_no_connection() -> None:
     assert connection_limit(100, 10_000, 4) == 100
     assert 100 < connection_limit(8192, 256, 4) < 256 - 32
