@@ -173,13 +173,16 @@ class _Exchange:
         self.body_is_here = False
         """Else the connection ends with the response: what is still to come is no next request."""
         self.reply_id = secrets.token_hex(12)
-        self.request_id = self.reply_id if label is None or len(label) > MAX_LABEL else label
+        self.request_id = label if label is not None and _is_plain(label) else self.reply_id
         self.created = int(time.time())
 
     def check_label(self) -> None:
         """Raises InvalidRequest for a client's x-request-id that cannot be echoed."""
-        if self._label is not None and len(self._label) > MAX_LABEL:
-            raise InvalidRequest(f"x-request-id must have at most {MAX_LABEL} characters", param="x-request-id")
+        if self._label is not None and not _is_plain(self._label):
+            raise InvalidRequest(
+                f"x-request-id must have at most {MAX_LABEL} characters, all of them printable ASCII",
+                param="x-request-id",
+            )
 
     async def send_json(self, status: int, body: object, engines: tuple[str, str] = ("", "")) -> None:
         """The whole response."""
@@ -220,6 +223,11 @@ class _Exchange:
             if engine:
                 headers.append((name, engine.encode("latin-1")))
         return headers
+
+
+def _is_plain(label: str) -> bool:
+    """Whether a label can stand in a header and in a log line: without control characters, such as U+009B."""
+    return len(label) <= MAX_LABEL and label.isascii() and label.isprintable()
 
 
 async def _stream(

@@ -209,6 +209,9 @@ def test_another_content_type_is_415() -> None:
     ("headers", "param"),
     [
         ({"x-request-id": "x" * 257}, "x-request-id"),
+        ({"x-request-id": "a\x9b31m"}, "x-request-id"),
+        ({"x-request-id": "a\x85b"}, "x-request-id"),
+        ({"x-request-id": "a\tb"}, "x-request-id"),
         ({"x-pd-timeout-s": "soon"}, "x-pd-timeout-s"),
         ({"x-pd-timeout-s": "-1"}, "x-pd-timeout-s"),
         ({"x-pd-timeout-s": "nan"}, "x-pd-timeout-s"),
