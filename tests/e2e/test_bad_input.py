@@ -238,7 +238,7 @@ def check_start(deployment: Running, words: list[str]) -> None:
             ["--kv-cache-memory", "512KiB", "--max-model-len", "1024"],
             ["holds", "1024 (max_model_len)", "--kv-cache-memory", "--max-model-len"],
         ),
-        (["--kv-cache-memory", "1000GiB"], ["1 KV pools of 1000.0 GiB and 1", "--kv-cache-memory", "available"]),
+        (["--kv-cache-memory", "1000GiB"], ["1 KV pool of 1000.0 GiB and 1", "--kv-cache-memory", "available"]),
         (["--max-model-len", "2048"], ["2048", "1024"]),
         (["--device", "cuda:99"], ["cuda:99"]),
         (["--cpu-bind", "9999"], ["9999"]),
@@ -258,7 +258,7 @@ def test_a_bad_flag_is_named(launch: Launch, flags: list[str], words: list[str])
 def test_pools_that_fit_alone_and_not_together_are_refused_before_anything_is_allocated(launch: Launch) -> None:
     available = psutil.virtual_memory().available
     deployment = launch("--kv-cache-memory", str(available * 6 // 10), "--connector", "p2p", wait=False)
-    check_start(deployment, ["KV pools", "--kv-cache-memory", "available"])
+    check_start(deployment, ["KV pool", "--kv-cache-memory", "available"])
     assert "allocating" not in deployment.log
 
 
