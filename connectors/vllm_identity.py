@@ -13,6 +13,8 @@ from pdkv.weight_files import Stamp
 _COMMIT_CHARS = 40
 _ADAPTER_SUFFIXES = frozenset({".json", ".safetensors", ".bin", ".pt", ".pth"})
 _DIGEST_BYTES = 16
+_MAX_ADAPTERS = 4096
+"""KV of further ones is not shared. None is forgotten: its files may have changed since vLLM read them."""
 
 
 def weights_identity(model_config: Any) -> str:
@@ -75,6 +77,8 @@ class AdapterIdentities:
         try:
             stamps = _stamps(path)
             known = self._known.get(key)
+            if known is None and len(self._known) >= _MAX_ADAPTERS:
+                return None
             reloads = known is not None and known.stamps != stamps and getattr(lora_request, "load_inplace", False)
             if known is None or reloads:
                 known = _Adapter(stamps, _digest(path, stamps))

@@ -253,7 +253,7 @@ class EngineCore:
                 text = f"{kind} caused an error in the engine: {type(error).__name__}: {error}"
                 code = error.code if isinstance(error, PdkvError) else PdkvError.code
                 self._outbox(router_id, Failed(*key, code, text[:MAX_ERROR_CHARS], False))
-                self._on_abort(router_id, key)
+                self._on_abort(router_id, key)  # if that fails, too, the books are wrong: the engine starts anew
 
     def handle(self, router_id: str, message: RouterToEngine, now: float) -> None:
         """Act on one message; what belongs to an ended or unknown attempt is counted and dropped."""

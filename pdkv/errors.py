@@ -7,6 +7,7 @@ PdkvError
 │   ├── UnknownConnector     a connector name that no registry entry or entry point has
 │   └── IncompatiblePeers    two engine cards that cannot exchange KV
 ├── StartupError             a process that did not become ready
+│   └── DiedEarly            it ended before that
 ├── RankError                one rank of an engine failed, and the engine with it
 │   ├── RankTimeout          it did not answer in time
 │   └── RankGone             it went away
@@ -80,6 +81,10 @@ class StartupError(PdkvError):
     """A child process that died or stayed silent before it was ready."""
 
     code = "startup_error"
+
+
+class DiedEarly(StartupError):
+    """A child closed its acknowledgements, or ended, before it was ready."""
 
 
 class RankError(PdkvError):

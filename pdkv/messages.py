@@ -29,6 +29,9 @@ MAX_ERROR_CHARS = 4096
 MAX_RANKS = 1024
 """Of one engine."""
 
+MAX_LIST = 1 << 21
+"""Entries of a list of tokens, log probabilities or block keys: in memory an entry is many times its bytes."""
+
 Id = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
 Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -36,10 +39,12 @@ Size = Annotated[int, Meta(ge=1, lt=2**31)]
 Natural = Annotated[int, Meta(ge=0, lt=2**31)]
 Attempt = Natural
 TokenId = Natural
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST)]
 RoleName = Annotated[str, Meta(pattern="^(prefill|decode|any)$")]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 Blob = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
 BlockKey = Annotated[bytes, Meta(min_length=1, max_length=64)]
+BlockKeys = Annotated[list[BlockKey], Meta(max_length=MAX_LIST)]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, array_like=False, tag=True):
@@ -158,8 +163,8 @@ class Submit(Message, frozen=True, kw_only=True):
     transfer_id: Id
     attempt: Attempt
     choice: Annotated[int, Meta(ge=0, lt=MAX_N)] = 0
-    prompt_token_ids: list[TokenId]
-    output_token_ids: list[TokenId] = []
+    prompt_token_ids: TokenIds
+    output_token_ids: TokenIds = []
     params: SamplingParams
     cache_salt: str = ""
     adapter: str = ""
@@ -192,7 +197,7 @@ class Continue(Message, frozen=True):
 
     request_id: Id
     attempt: Attempt
-    token_ids: list[TokenId]
+    token_ids: TokenIds
 
 
 class Peers(Message, frozen=True):
@@ -239,9 +244,10 @@ class Tokens(Message, frozen=True):
     request_id: Id
     attempt: Attempt
     position: Natural
-    token_ids: list[TokenId]
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first token only; entry 0 is None
+    token_ids: TokenIds
+    logprobs: Annotated[list[TokenLogprob], Meta(max_length=MAX_LIST)] | None = None
+    # With the first token only; entry 0 is None.
+    prompt_logprobs: Annotated[list[TokenLogprob | None], Meta(max_length=MAX_LIST)] | None = None
     sources: SourceCounts | None = None  # with the first token only: who stops early hears no Finished
 
 
@@ -301,14 +307,14 @@ class Loaded(Message, frozen=True):
 class BlockStored(Message, frozen=True):
     """Full blocks entered the cache: one chain of hash-block keys behind `parent` (None: a chain's root)."""
 
-    keys: list[BlockKey]
+    keys: BlockKeys
     parent: BlockKey | None
 
 
 class BlockRemoved(Message, frozen=True):
     """Blocks left the cache."""
 
-    keys: list[BlockKey]
+    keys: BlockKeys
 
 
 class CacheCleared(Message, frozen=True):
@@ -328,7 +334,7 @@ class KVEvents(Message, frozen=True):
     """Cache changes, numbered per engine; a gap asks for a Resync."""
 
     number: Count
-    events: list[KVEvent]
+    events: Annotated[list[KVEvent], Meta(max_length=MAX_LIST)]
     more: bool = False  # the next part has the same number
 
 

@@ -45,7 +45,11 @@ class TextPool:
         self._budget.take(size)
         cancelled = threading.Event()
         lane = self._long if size >= _LONG_BYTES else self._short
-        future = lane.submit(work, cancelled.is_set)
+        try:
+            future = lane.submit(work, cancelled.is_set)
+        except RuntimeError:  # closed: the router is stopping
+            self._budget.give(size)
+            raise
         future.add_done_callback(lambda _: self._budget.give(size))
         try:
             return await asyncio.wrap_future(future)

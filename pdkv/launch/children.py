@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pdkv.errors import ConfigError, MalformedMessage, StartupError
+from pdkv.errors import ConfigError, DiedEarly, MalformedMessage, StartupError
 from pdkv.launch.fork_server import ENVIRONMENT
 from pdkv.launch.specs import KNOWN, EngineSpec, Identified, Progress, RouterSpec, StartFailed, decode_ack, encode
 from pdkv.memory_limits import num_oom_kills
@@ -116,10 +116,6 @@ class RankLinks:
 
 def _nothing(*_: object) -> None:
     """Nobody listens."""
-
-
-class DiedEarly(StartupError):
-    """A child closed its acknowledgements, or ended, before it was ready."""
 
 
 class AckSocket:

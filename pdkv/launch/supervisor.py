@@ -11,11 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from pdkv.errors import ConfigError, IncompatiblePeers, PdkvError, StartupError
+from pdkv.errors import ConfigError, DiedEarly, IncompatiblePeers, PdkvError, StartupError
 from pdkv.launch.children import (
     AckSocket,
     Child,
-    DiedEarly,
     ForkServer,
     OomWatch,
     RankLinks,

@@ -13,12 +13,14 @@ from pdkv.frames import (
     Frame,
     ReceivedFrame,
     decode_frame,
+    decode_message,
     encode_frame,
     encode_message,
     encode_raw_frame,
     split,
 )
 from pdkv.messages import (
+    MAX_LIST,
     Abort,
     BlockRemoved,
     BlockStored,
@@ -215,3 +217,18 @@ def test_block_size_is_no_part_of_the_layout_identity() -> None:
     assert small.block_bytes == 8 * 2**20
     assert large.block_bytes == 4 * small.block_bytes
     assert msgspec.structs.replace(small, dtype="bfloat16").identity != small.identity
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Tokens("r", 0, 0, [], logprobs=[TokenLogprob(1, 0.0, 1)] * (MAX_LIST + 1)),
+        Continue("r", 0, [0] * (MAX_LIST + 1)),
+        KVEvents(1, [BlockRemoved([b"k"] * (MAX_LIST + 1))]),
+    ],
+    ids=["logprobs", "token ids", "block keys"],
+)
+def test_lists_in_messages_are_bounded(message: EngineToRouter | RouterToEngine) -> None:
+    """In memory an entry is many times its bytes."""
+    received = decode_message(bytes(encode_message(message)))
+    assert isinstance(received, BadMessage)
