@@ -25,7 +25,8 @@ def paged_attention(
         scale: factor of the logits.
 
     Returns:
-        (T, num_heads, head_size) in q's dtype; zeros in rows behind cu_seqlens_q[R] (padding).
+        (T, num_heads, head_size) in q's dtype; zeros in rows behind cu_seqlens_q[R] (padding). What is not finite in
+        K and V reaches the queries that may see it, and no others.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -62,8 +63,12 @@ def paged_attention_reference(
         queries = q[start:stop].to(precision).transpose(0, 1)  # (num_heads, queries, head_size)
         logits = queries @ kv[0].transpose(1, 2) * scale
         positions = torch.arange(seq_len, device=q.device)
-        logits.masked_fill_(positions > positions[seq_len - (stop - start) :, None], -torch.inf)
-        out[start:stop] = (logits.softmax(dim=-1) @ kv[1]).transpose(0, 1).to(q.dtype)
+        hidden = positions > positions[seq_len - (stop - start) :, None]  # (queries, tokens)
+        logits.masked_fill_(hidden, -torch.inf)
+        bad = ~kv[1].isfinite()  # even a weight of 0 would bring them to queries that do not see them
+        result = logits.softmax(dim=-1) @ kv[1].masked_fill(bad, 0.0)
+        result.masked_fill_((~hidden).to(precision) @ bad.to(precision) > 0, torch.nan)
+        out[start:stop] = result.transpose(0, 1).to(q.dtype)
     return out
 
 

@@ -84,6 +84,7 @@ def _paged_attention_kernel(
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     result = tl.zeros([TILE_ROWS, HEAD_SIZE_PADDED], tl.float32)
+    spoiled = tl.zeros([TILE_ROWS], tl.float32)  # above 0: the row sees a value that is not finite
     kv_stop = tl.minimum(first_position + first_query + TILE_QUERIES, seq_len)  # causal: nothing behind is seen
     for kv_start in range(0, kv_stop, TILE_KV):
         kv_positions = kv_start + tl.arange(0, TILE_KV)
@@ -104,11 +105,17 @@ def _paged_attention_kernel(
         weights = tl.exp(logits - new_best[:, None])
         correction = tl.exp(best - new_best)
         value_tile = tl.load(values + offsets[:, None] + dims[None, :], mask=load_mask, other=0.0)
+        if kv_start + TILE_KV > first_position + first_query + 1:  # some row may not see all of the tile
+            # A weight of 0 does not keep NaN or infinity from a row: they go to those that may see them by hand.
+            finite = tl.abs(value_tile.to(tl.float32)) < float("inf")
+            bad = tl.max(tl.where(finite, 0.0, 1.0), axis=1)
+            spoiled = tl.maximum(spoiled, tl.max(tl.where(seen, bad[None, :], 0.0), axis=1))
+            value_tile = tl.where(finite, value_tile, 0.0).to(value_tile.dtype)
         total = total * correction + tl.sum(weights, axis=1)
         result = result * correction[:, None]
         result += tl.dot(weights.to(value_tile.dtype), value_tile, input_precision="ieee")
         best = new_best
-    result = result / total[:, None]
+    result = tl.where(spoiled[:, None] > 0.0, float("nan"), result / total[:, None])
     tl.store(
         out + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head + dims[None, :],
         result.to(out.dtype.element_ty),

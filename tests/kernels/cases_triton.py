@@ -1,6 +1,7 @@
 """The Triton kernels against their references in higher precision; run by test_triton.py, in a process of their own."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -87,6 +88,26 @@ def test_paged_attention_reads_nothing_behind_the_sequence(
     tensors = [t.to(device) for t in (q, pool, tables, seq_lens, cu_seqlens_q)]
     result = paged_attention_triton(tensors[0], tensors[1], 2, *tensors[2:], scale=0.2)
     assert torch.equal(result, clean)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter computes in numpy
+@pytest.mark.parametrize("attention", [paged_attention_triton, paged_attention_reference])
+@pytest.mark.parametrize("poison", POISONS[:3])
+@pytest.mark.parametrize("first_bad", [0, 1, 7, 11, 19, 20])
+def test_what_is_not_finite_reaches_no_earlier_token(
+    attention: Callable[..., torch.Tensor], poison: str, first_bad: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Else KV of a prompt's first tokens, which other prompts find by those tokens, depends on what came behind."""
+    q, pool, *index = attention_inputs([(20, 20), (4, 70)], (4, 2), 32, 16, padding=0)
+    q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
+    clean = attention(q, pool, 0, *index, scale=0.2)
+    tables = index[0]
+    for position in range(first_bad, 20):
+        pool[tables[0, position // 16].item(), 0, :, :, position % 16] = float(poison)
+    result = attention(q, pool, 0, *index, scale=0.2)
+    assert torch.equal(result[:first_bad], clean[:first_bad])
+    assert torch.equal(result[20:], clean[20:])
+    assert result[first_bad:20].isnan().all()
 
 
 @pytest.fixture
