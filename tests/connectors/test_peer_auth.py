@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from frame_fuzz import Mutator
 from hypothesis import given
 from hypothesis import strategies as st
 from traffic import wait_until_true
@@ -102,6 +103,19 @@ def test_both_ends_agree_and_the_secret_is_never_said() -> None:
         assert back.open(there.make(5, digest_of(b"hello"))) == (5, digest_of(b"hello"))
     assert [who for who, _ in greeting.said] == ["dialer", "listener", "dialer"]
     assert not any(SECRET in data for _, data in greeting.said)
+
+
+def test_a_thousand_wrong_greetings_get_nowhere() -> None:
+    mutator, num_refused = Mutator((), 3), 0
+    for _ in range(1000):
+        acceptor = Acceptor(SECRET, "p2p")
+        try:
+            acceptor.feed(mutator.greeting())
+            acceptor.feed(mutator.greeting())
+        except Unauthenticated:
+            num_refused += 1
+        assert acceptor.session is None
+    assert num_refused > 500
 
 
 def test_a_wrong_secret_is_seen_by_the_dialer_which_then_proves_nothing() -> None:

@@ -1,12 +1,16 @@
 """Frames as no peer in order would send them: valid messages with one thing wrong, damaged bytes, and garbage."""
 
+import contextlib
 import random
+import socket
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import zmq
 
+from pdkv.connectors import peer_auth
 from pdkv.frames import decode_frame
 from pdkv.messages import (
     Abort,
@@ -79,6 +83,11 @@ TO_ROUTER: Sequence[EngineToRouter] = (
     Load(1, 2, BlockCounts(10, 4, 3, 2, 1, 0)), Ready(CARD), Beat("f0", 0.1), Disconnect("fuzz"),
 )  # fmt: skip
 
+GREETINGS: Sequence[Any] = (
+    peer_auth.Hello(1, "p2p", b"n" * 32, peer_auth.Party("p", "1", 0), peer_auth.Party("d", "1", 0), 5.0),
+    peer_auth.Challenge(b"n" * 32, b"p" * 32), peer_auth.Answer(b"p" * 32),
+)  # fmt: skip
+
 HOSTILE: Sequence[Any] = (
     -1, -5, 0, 1, 127, 128, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
     0.0, -1.0, 1e308, float("nan"), float("inf"), -float("inf"),
@@ -104,6 +113,14 @@ class Mutator:
         if rng.random() < 0.2:
             document = self._mutated(document)
         data = msgspec.msgpack.encode(document)
+        return self._damaged(data) if rng.random() < 0.5 else data
+
+    def greeting(self) -> bytes:
+        """What a stranger may say to a rank's link port instead of a greeting."""
+        rng = self._rng
+        value = msgspec.to_builtins(rng.choice(GREETINGS), builtin_types=(bytes,))
+        body = msgspec.msgpack.encode(self._mutated(value) if rng.random() < 0.8 else value)
+        data = struct.pack("<H", len(body) & 0xFFFF) + body
         return self._damaged(data) if rng.random() < 0.5 else data
 
     def _message(self) -> Any:
@@ -183,6 +200,17 @@ def attack_engine(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, num_
                         socket.recv_multipart()
         with _connect(context, endpoint) as socket:  # behind all that: what is in order is answered
             _say_hello(socket, f"fuzz-{seed}", f"{sent} checked")
+
+
+def attack_door(address: tuple[str, int], num_greetings: int, seed: int) -> None:
+    """Say so many wrong things to a rank's link port, each on a connection of its own."""
+    mutator = Mutator((), seed)
+    for _ in range(num_greetings):
+        with socket.create_connection(address, timeout=ANSWER_S) as stranger:
+            # Ends with a reset: else so many connections would use up the ports of the host.
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(ConnectionError):  # refused in the middle, which is right
+                stranger.sendall(mutator.greeting())
 
 
 def _connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":

@@ -1,5 +1,6 @@
 """Hostile frames on the sockets of a deployment's engines: no process ends, memory is bounded, answers stay right."""
 
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -8,10 +9,12 @@ from pathlib import Path
 import psutil
 import zmq
 from deployments import Running, launches
-from frame_fuzz import attack_engine
+from frame_fuzz import attack_door, attack_engine
 from serving_checks import serve_directory
 from small_models import make_hf_model
 from traffic import wait_for_rest, wait_until_true
+
+from pdkv.connectors.conformance.sockets import listeners
 
 MAX_GROWTH_BYTES = 64 << 20
 """What one process may take more than before."""
@@ -57,13 +60,17 @@ def attack(deployment: Running, num_frames: int, seed: int) -> str:
     with zmq.Context() as context:
         for index, name in enumerate(deployment.pids()):
             attack_engine(context, f"ipc://{run_dir / name}", num_frames // 2, seed + index)
+    doors = [door for pid in deployment.pids().values() for door in listeners(pid) if door.family == socket.AF_INET]
+    for index, door in enumerate(doors):
+        assert isinstance(door.address, tuple)
+        attack_door(door.address, num_frames // len(doors), seed + index)
     wait_for_rest(deployment)
     assert {**deployment.pids(), "router": deployment.child_pid("pd router")} == pids, deployment.log[-4000:]
     growth = {name: psutil.Process(pid).memory_info().rss - before[name] for name, pid in pids.items()}
     assert max(growth.values()) <= MAX_GROWTH_BYTES, growth
     wait_until_true(lambda: deployment.get("/health").status_code == 200, "health")
     assert _answers(deployment) == answers
-    return f"{num_frames} frames, no process ended, bytes taken {growth}"
+    return f"{num_frames} frames, {len(doors)} doors with as many greetings, no process ended, bytes taken {growth}"
 
 
 def _answers(deployment: Running) -> list[list[int]]:
