@@ -15,7 +15,6 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from pdkv.connectors.gloo_listener import stop_listening
 from pdkv.connectors.p2p_wire import Control
 from pdkv.errors import PeerGone, TransferError, TransferTimeout
 
@@ -251,14 +250,11 @@ class GroupFactory:
 
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
-        # A device of its own, 0.3 ms: it listens, until the group has met.
+        # A device of its own, 0.3 ms: it listens, and keeps every connection of strangers as long as it lives.
         options._devices = [gloo.create_device(hostname=self.host)]
         options._timeout = timeout
         options._threads = 1  # of collectives, which nobody calls
-        group = gloo(store, rank, 2, options)
-        if not stop_listening(store.told):
-            logger.debug("a group keeps listening: its socket was not found")
-        return group
+        return gloo(store, rank, 2, options)
 
     def _make_nccl(self, store: Any, rank: int, timeout: timedelta) -> Any:
         import torch.distributed

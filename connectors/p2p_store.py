@@ -22,13 +22,11 @@ class LinkStore(Store):
         self._control = control
         self._deadline = deadline
         self._values: dict[str, bytes] = {}
-        self.told: list[bytes] = []  # to the peer
         self.failure: TransferError | None = None  # what C++ has made a RuntimeError of
 
     def set(self, key: str, value: bytes | str) -> None:
         """Keep a value and tell the peer."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
-        self.told.append(self._values[key])
         self._control.send(Put(key, self._values[key]), self._remaining_s())
 
     def get(self, key: str) -> bytes:

@@ -351,7 +351,7 @@ def test_only_who_an_offer_was_made_to_can_say_that_it_is_taken(world: World) ->
     prefill.push("t", ticket, scattered(4), 0, 64, last=True)
     wait_until_true(lambda: taken, "the receiver's word is here")
     (theirs, message), forger = taken[0], sender.rank.endpoint.peers.agent("o/1/0")
-    with pytest.raises(TransferError, match=r"offer .* is agent d/1/0's"):
+    with pytest.raises(TransferError, match=r"offer .* was made to agent d/1/0"):
         sender._sender._on_taken(forger, message)
     assert sender.num_open_jobs == 1
     sender._sender._on_taken(theirs, message)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import torch
 from push_rig import WAIT_S, PushEngine, full_kv, make_layout, view
@@ -386,25 +385,6 @@ def test_idle_groups_are_closed_and_made_again(make_engine: Engines) -> None:
         move(prefill, decode, f"t{i}")
         wait_for_no_links(prefill, decode)
     assert prefill.workers[0].num_groups == 2
-
-
-def test_a_group_that_has_met_listens_nowhere(make_engine: Engines) -> None:
-    """F17, F24: Gloo would go on to listen, keep what strangers send, and end the process without descriptors."""
-    prefill, decode = pair(make_engine, idle_s="3")
-    move(prefill, decode, "warm-up")  # torch.distributed's own threads and files
-    wait_for_no_links(prefill, decode)
-    before, quiet = held_by_process(), listening_ports()
-    for i in range(3):
-        move(prefill, decode, f"t{i}")
-        assert listening_ports() == quiet
-    assert decode.workers[0].listener.num_links == 1
-    wait_until_within(before)
-
-
-def listening_ports() -> set[int]:
-    """TCP ports of this process."""
-    connections = psutil.Process().net_connections("tcp")
-    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.parametrize("tp", [(1, 4), (4, 1)])
