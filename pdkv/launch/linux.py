@@ -9,6 +9,7 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _M_TRIM_THRESHOLD = -1  # of glibc's mallopt
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 
 
 def _prctl(option: int, argument: ctypes.c_char_p | ctypes.c_ulong) -> None:
@@ -48,3 +49,4 @@ def return_large_allocations() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
         mallopt(_M_TRIM_THRESHOLD, 2 << 20)
+        mallopt(_M_ARENA_MAX, 1)  # else each thread that comes to work takes memory of its own, and keeps it
