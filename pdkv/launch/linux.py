@@ -48,5 +48,6 @@ def return_large_allocations() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 2 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 8 << 20)
         mallopt(_M_ARENA_MAX, 1)  # else each thread that comes to work takes memory of its own, and keeps it
+        _ = [bytearray(256 << 10) for _ in range(16)]  # touched and freed: small growth finds its pages there
