@@ -1,15 +1,14 @@
 """What this process keeps in memory: freed temporaries (they will be needed again), few compiled kernels."""
 
-import ctypes
 import logging
 import os
 
 import torch
 
+from pdkv.malloc import set_malloc
+
 logger = logging.getLogger(__name__)
 
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
 _HEAP_UP_TO_BYTES = 1 << 30
 
 _COMPILED_KERNELS = 32
@@ -21,12 +20,10 @@ def keep_freed_memory() -> bool:
 
     Fresh pages cost a fault each: activations of 1 MiB and more would be 10x slower to write than to compute.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        logger.debug("no mallopt in this C library: freed memory goes back to the system")
-        return False
-    done = mallopt(_M_MMAP_THRESHOLD, _HEAP_UP_TO_BYTES) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    return bool(done)
+    done = set_malloc(mmap_threshold=_HEAP_UP_TO_BYTES, trim_threshold=2**31 - 1)
+    if not done:
+        logger.debug("malloc cannot be told to keep freed memory: it goes back to the system")
+    return done
 
 
 def bound_kernel_caches() -> None:

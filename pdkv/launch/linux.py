@@ -7,9 +7,6 @@ import signal
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_M_TRIM_THRESHOLD = -1  # of glibc's mallopt
-_M_MMAP_THRESHOLD = -3
-_M_ARENA_MAX = -8
 
 
 def _prctl(option: int, argument: ctypes.c_char_p | ctypes.c_ulong) -> None:
@@ -37,17 +34,3 @@ def continue_when_orphaned() -> None:
 def die_with_parent() -> None:
     """This process is killed when the thread that forked it ends, even if it is stopped then."""
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-
-
-def return_large_allocations() -> None:
-    """What is freed of a megabyte or more goes back to the kernel at once, where the C library is glibc.
-
-    By itself glibc keeps ever larger ones, up to 32 MiB each, after the first that was freed: memory then never shrinks
-    behind a few large requests.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 8 << 20)
-        mallopt(_M_ARENA_MAX, 1)  # else each thread that comes to work takes memory of its own, and keeps it
-        _ = [bytearray(256 << 10) for _ in range(16)]  # touched and freed: small growth finds its pages there

@@ -1,16 +1,12 @@
 """Store connectors: what is saved, found, loaded and dropped. Both sides driven by hand over a real memory store."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from store_rig import (
     NUM_BLOCKS,
     FaultyStore,
-    Made,
     MakeEngine,
     RigConnector,
-    engines,
     make_layout,
     prefill,
     random_kv,
@@ -23,23 +19,6 @@ from pdkv.connectors.envelope import ENVELOPE_BYTES
 from pdkv.connectors.shared_storage import SharedStorageConnector
 from pdkv.connectors.store import StoreUrlConnector
 from pdkv.errors import ConfigError, KVNotFound, TransferCancelled
-
-
-@pytest.fixture
-def made() -> Iterator[Made]:
-    with engines() as pair:
-        yield pair
-
-
-@pytest.fixture
-def store(made: Made) -> FaultyStore:
-    return made[0]
-
-
-@pytest.fixture
-def make(made: Made) -> MakeEngine:
-    return made[1]
-
 
 # --- hand-offs and hits -------------------------------------------------------------------------------------------
 

@@ -1,32 +1,14 @@
 """Stores that fail, hang or lose values: typed errors within deadlines, nobody else waits, nothing leaks."""
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
-from store_rig import WAIT_S, FaultyStore, Made, MakeEngine, engines, prefill, random_kv, scattered, view
+from store_rig import WAIT_S, FaultyStore, MakeEngine, prefill, random_kv, scattered, view
 
 from pdkv.connectors.base import ASK_AGAIN, NO_MATCH
 from pdkv.connectors.staging import StagingBuffers
 from pdkv.errors import KVNotFound, StoreUnavailable, TransferCancelled, TransferTimeout
-
-
-@pytest.fixture
-def made() -> Iterator[Made]:
-    with engines() as pair:
-        yield pair
-
-
-@pytest.fixture
-def store(made: Made) -> FaultyStore:
-    return made[0]
-
-
-@pytest.fixture
-def make(made: Made) -> MakeEngine:
-    return made[1]
-
 
 # --- lookups ------------------------------------------------------------------------------------------------------
 

@@ -3,14 +3,14 @@
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from damage import KnownStore
-from store_rig import Engine, FaultyStore, Made, MakeEngine, engines, prefill, random_kv, scattered, view
+from store_rig import Engine, FaultyStore, MakeEngine, prefill, random_kv, scattered, view
 
 from pdkv.connectors import store_lookup, store_values
 from pdkv.connectors.base import RequestView, TransferResults
@@ -20,22 +20,6 @@ from pdkv.errors import ConfigError, KVNotFound, StoreUnavailable
 from pdkv.kv_store.base import Buffer
 from pdkv.kv_store.registry import open_store
 from pdkv.log_limit import LogLimit
-
-
-@pytest.fixture
-def made() -> Iterator[Made]:
-    with engines() as pair:
-        yield pair
-
-
-@pytest.fixture
-def store(made: Made) -> FaultyStore:
-    return made[0]
-
-
-@pytest.fixture
-def make(made: Made) -> MakeEngine:
-    return made[1]
 
 
 @pytest.fixture
