@@ -36,9 +36,6 @@ class DoorbellAddress(msgspec.Struct, frozen=True, array_like=True):
     inode: int
 
 
-NO_DOORBELL = DoorbellAddress(0, 0, -1, 0)
-
-
 class Doorbell:
     """A pipe for peers, and an eventfd for oneself."""
 

@@ -28,19 +28,6 @@ AnyMessage = RouterToEngine | EngineToRouter
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`number` counts frames per connection and direction; a gap is a failure.
-
-    From an engine, `begun` and `handled` count the router's frames that it has begun to handle, and has handled: when
-    the connection ends, what is in between may have ended it.
-    """
-
-    number: Number
-    messages: list[AnyMessage]
-    begun: Number = 0
-    handled: Number = 0
-
-
 class BadMessage(NamedTuple):
     """A message that cannot be decoded, or that has a value out of its range."""
 
@@ -59,7 +46,11 @@ class ReceivedFrame(NamedTuple):
 
 
 class _RawFrame(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A frame whose messages are still, or already, bytes."""
+    """A frame as it travels. `number` counts frames per connection and direction; a gap is a failure.
+
+    From an engine, `begun` and `handled` count the router's frames that it has begun to handle, and has handled: when
+    the connection ends, what is in between may have ended it.
+    """
 
     number: Number
     messages: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_FRAME_MESSAGES)]
@@ -114,11 +105,6 @@ def split(messages: Iterable[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:
 def encode_raw_frame(number: int, messages: list[msgspec.Raw], *, begun: int = 0, handled: int = 0) -> bytes:
     """A frame of encoded messages."""
     return _encoder.encode(_RawFrame(number, messages, begun, handled))
-
-
-def encode_frame(frame: Frame) -> bytes:
-    """Encode a frame as msgpack, whatever its size."""
-    return _encoder.encode(frame)
 
 
 def decode_frame(data: bytes) -> ReceivedFrame:

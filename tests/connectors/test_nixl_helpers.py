@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from nixl_peer import Listening as Own
-from nixl_rig import PIECE, WAIT_S, Peer, needs_nixl, own_agent
+from nixl_rig import NO_DOORBELL, PIECE, WAIT_S, Peer, needs_nixl, own_agent
 from traffic import wait_until_true
 
 from pdkv.connectors.host import host_id
 from pdkv.connectors.nixl_agent import NixlAgent
-from pdkv.connectors.nixl_doorbell import NO_DOORBELL
 from pdkv.connectors.nixl_helpers import Helper, SharedPosts
 from pdkv.connectors.nixl_wire import BLOB_VERSION, RankBlob
 from pdkv.errors import PeerGone, TransferCancelled

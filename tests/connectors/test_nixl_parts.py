@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import msgspec
 import numpy as np
 import pytest
+from nixl_rig import NO_DOORBELL
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig
@@ -21,7 +22,7 @@ from pdkv.connectors.host import host_id
 from pdkv.connectors.huge_pages import use_huge_pages
 from pdkv.connectors.nixl_agent import MAX_MESSAGE_BYTES, Memory
 from pdkv.connectors.nixl_blocks import POST_BYTES, cut_runs
-from pdkv.connectors.nixl_doorbell import NO_DOORBELL, Doorbell, DoorbellAddress
+from pdkv.connectors.nixl_doorbell import Doorbell, DoorbellAddress
 from pdkv.connectors.nixl_gather import MAX_UNITS, plan_chunks
 from pdkv.connectors.nixl_memory import WORD_BYTES, GenerationTable, Slots, generation_offset
 from pdkv.connectors.nixl_peers import NixlPeers

@@ -16,11 +16,11 @@ import zmq
 from engines import make_core, submit
 from frame_fuzz import CARD, TO_ENGINE, TO_ROUTER, Mutator, attack_engine
 from state_machine.standin import expected_tokens
-from wire_rig import TIMEOUT_S, Context, raw_peer
+from wire_rig import TIMEOUT_S, Context, Frame, encode_frame, raw_peer
 
 from pdkv.engine.core import EngineCore
 from pdkv.errors import MalformedMessage
-from pdkv.frames import BadMessage, Frame, decode_frame, encode_frame
+from pdkv.frames import BadMessage, decode_frame
 from pdkv.launch.engine_process import Notifier, serve
 from pdkv.messages import Finished, Hello, Tokens
 from pdkv.router import engine_client

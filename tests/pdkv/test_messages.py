@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from wire_rig import Frame, encode_frame
 
 from pdkv import messages
 from pdkv.errors import MalformedMessage, UnsendableMessage
@@ -10,11 +11,9 @@ from pdkv.frames import (
     MAX_FRAME_BYTES,
     MAX_FRAME_MESSAGES,
     BadMessage,
-    Frame,
     ReceivedFrame,
     decode_frame,
     decode_message,
-    encode_frame,
     encode_message,
     encode_raw_frame,
     split,

@@ -14,10 +14,9 @@ import msgspec
 import pytest
 import zmq
 from traffic import stop_process
-from wire_rig import TIMEOUT_S, Context, Listener, connected, make_card, raw_peer, receive, tokens
+from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive, tokens
 
 from pdkv.errors import StartupError
-from pdkv.frames import Frame, encode_frame
 from pdkv.messages import (
     Abort,
     Hello,

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from wire_rig import TIMEOUT_S, Context, Listener, connected, make_card, raw_peer, receive, tokens
+from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive, tokens
 
 from pdkv import transport
 from pdkv.errors import InvalidRequest, MalformedMessage, UnsendableMessage
-from pdkv.frames import FRAME_BYTES, Frame, decode_frame, encode_frame
+from pdkv.frames import FRAME_BYTES, decode_frame
 from pdkv.messages import (
     Abort,
     BlockStored,

@@ -16,6 +16,7 @@ from nixl_peer import Listening
 from traffic import stop_process
 
 from pdkv.connectors.nixl_agent import Memory, NixlAgent
+from pdkv.connectors.nixl_doorbell import DoorbellAddress
 
 HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="the package nixl-cu12 (or nixl-cu13) is not installed")
@@ -24,6 +25,9 @@ PIECE = 4096
 """Bytes of one piece of what an agent copies."""
 
 WAIT_S = 20.0
+
+NO_DOORBELL = DoorbellAddress(0, 0, -1, 0)
+"""Nobody has this one."""
 
 _SCRIPT = Path(__file__).with_name("nixl_peer.py")
 

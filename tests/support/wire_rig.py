@@ -3,10 +3,11 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import zmq
 
+from pdkv.frames import AnyMessage, encode_message, encode_raw_frame
 from pdkv.messages import Beat, EngineCard, KVLayout, RequestKey, Tokens
 from pdkv.router.engine_client import EngineClient
 from pdkv.transport import EngineServer, Received, RouterJoined
@@ -14,6 +15,17 @@ from pdkv.transport import EngineServer, Received, RouterJoined
 TIMEOUT_S = 30.0
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+
+
+class Frame(NamedTuple):
+    """What one end of the wire sends, as a test writes it."""
+
+    number: int
+    messages: list[AnyMessage]
+
+
+def encode_frame(frame: Frame) -> bytes:
+    return encode_raw_frame(frame.number, [encode_message(message) for message in frame.messages])
 
 
 def make_card(engine: str = "decode-0", epoch: str = "e0") -> EngineCard:
