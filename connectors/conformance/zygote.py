@@ -33,18 +33,20 @@ def main(control_fd: int) -> None:
         data, fds, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
         if not data:
             return
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:
             _host(control, fds[0], data.decode())
         os.close(fds[0])
-        control.send(str(pid).encode())
 
 
 def _host(control: socket.socket, fd: int, stacks_path: str) -> None:
-    """The life of a host; never returns."""
+    """The life of a host; never returns.
+
+    It gives the kit its pid only once it is bound to die with this process: the kit may stop it at once.
+    """
     code = 1
     try:
         die_with_parent()
+        control.send(str(os.getpid()).encode())
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         control.close()
         os.setsid()
