@@ -39,7 +39,7 @@ matrix: install
 	MATRIX_RESULTS=$(abspath .bench/matrix.txt) \
 		$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/matrix
 	$(BIN)/python tests/support/matrix_table.py .bench/matrix.txt
-	$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/connectors/test_conformance.py
+	$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/connector_kit/test_check.py
 
 # So many damaged values in stores of every kind (make soak DAMAGE=10000), so many bad HTTP requests (REQUESTS=100000), so
 # many hostile frames on the engines of each connector (FRAMES=100000), then chaos under load for so many minutes per

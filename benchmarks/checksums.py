@@ -22,14 +22,14 @@ import torch
 from benchmarks.redis_server import redis_server
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.envelope import Sealer
-from pdkv.connectors.store_options import TransferOptions
-from pdkv.connectors.store_plan import StoreCut, StoreLoad, StoreMetadata, StoreSave
-from pdkv.connectors.store_values import SealedValues
-from pdkv.connectors.store_worker import StoreWorker
+from pdkv.connectors.store.envelope import Sealer
+from pdkv.connectors.store.options import TransferOptions
+from pdkv.connectors.store.plan import StoreCut, StoreLoad, StoreMetadata, StoreSave
+from pdkv.connectors.store.values import SealedValues
+from pdkv.connectors.store.worker import StoreWorker
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.registry import open_store
-from pdkv.messages import KVLayout
+from pdkv.wire.messages import KVLayout
 
 MID = KVLayout(16, 8, 64, HASH_BLOCK_SIZE, "bfloat16", 2)
 WAIT_S = 60.0

@@ -11,9 +11,9 @@ from benchmarks.models import find_model
 from benchmarks.redis_server import redis_server
 from benchmarks.report import Claim, Context
 from benchmarks.servers import pdkv
-from pdkv.connectors.bench.effects import measure_push_tail, measure_scheduler_cost, measure_slowdown
-from pdkv.connectors.bench.measure import Row, measure
-from pdkv.connectors.bench.plan import BEYOND_CACHE_BYTES, Plan, make_plan
+from pdkv.connector_kit.bench.effects import measure_push_tail, measure_scheduler_cost, measure_slowdown
+from pdkv.connector_kit.bench.measure import Row, measure
+from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES, Plan, make_plan
 
 TOKENS = 4096
 PUSHED = 2048

@@ -64,9 +64,9 @@ def start(model: Path, mode: str, cache: Path) -> Start:
     """Build an engine, and end it."""
     from pdkv import assemble
     from pdkv.config import EngineConfig
-    from pdkv.model_config import ModelConfig
-    from pdkv.model_identity import ModelSource
-    from pdkv.weight_files import WeightFiles
+    from pdkv.models.config import ModelConfig
+    from pdkv.models.identity import ModelSource
+    from pdkv.models.weight_files import WeightFiles
 
     class Source(ModelSource):
         """With a cache of its own, or without an identity."""

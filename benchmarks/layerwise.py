@@ -12,8 +12,8 @@ from benchmarks.load import run as run_loop
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
-from pdkv.connectors.bench.plan import make_plan, open_setting
-from pdkv.connectors.bench.yardsticks import measure_bare
+from pdkv.connector_kit.bench.plan import make_plan, open_setting
+from pdkv.connector_kit.bench.yardsticks import measure_bare
 
 PREFIX = 2048
 SUFFIX = 64

@@ -115,7 +115,17 @@ def pdkv(model: Path | None, *, prefill: int, decode: int, options: Sequence[str
     """`pd launch`, ready. `prefill` 0: aggregated engines."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-P", "-m", "pdkv.cli", "launch", "--prefill", str(prefill), "--decode", str(decode)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pdkv.cli.main",
+        "launch",
+        "--prefill",
+        str(prefill),
+        "--decode",
+        str(decode),
+    ]
     command += ["--port", str(port), "--log-level", "warning", *options]
     if model is not None:
         command += ["--model", str(model.resolve())]

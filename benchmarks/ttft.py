@@ -11,9 +11,9 @@ from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
 from benchmarks.versus import INPUT_LEN, workload
-from pdkv.connectors.bench.layouts import parse_layout
-from pdkv.connectors.bench.plan import BEYOND_CACHE_BYTES
-from pdkv.connectors.bench.yardsticks import Memcpy
+from pdkv.connector_kit.bench.layouts import parse_layout
+from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES
+from pdkv.connector_kit.bench.yardsticks import Memcpy
 
 THREADS = 2
 TTFT_LIMIT = 1.1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import msgspec
 
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
-from pdkv.messages import ConnectorKind, EngineCard, KVHandoff, KVLayout, Order
+from pdkv.wire.messages import ConnectorKind, EngineCard, KVHandoff, KVLayout, Order
 
 if TYPE_CHECKING:
     import torch

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "pdkv.connectors"
 
 SHIPPED: Mapping[str, str] = {
-    "memory": "pdkv.connectors.memory:MemoryConnector",
-    "multi": "pdkv.connectors.multi:MultiConnector",
-    "nixl": "pdkv.connectors.nixl:NixlConnector",
-    "p2p": "pdkv.connectors.p2p:P2PConnector",
-    "shared_memory": "pdkv.connectors.shared_memory:SharedMemoryConnector",
-    "shared_storage": "pdkv.connectors.shared_storage:SharedStorageConnector",
-    "store": "pdkv.connectors.store:StoreUrlConnector",
+    "memory": "pdkv.connectors.memory.connector:MemoryConnector",
+    "multi": "pdkv.connectors.multi.connector:MultiConnector",
+    "nixl": "pdkv.connectors.nixl.connector:NixlConnector",
+    "p2p": "pdkv.connectors.p2p.connector:P2PConnector",
+    "shared_memory": "pdkv.connectors.shared_memory.connector:SharedMemoryConnector",
+    "shared_storage": "pdkv.connectors.store.shared_storage:SharedStorageConnector",
+    "store": "pdkv.connectors.store.url:StoreUrlConnector",
 }
 """name -> "module:Class" of what this distribution ships; the only place that says so. Imported on first use."""
 

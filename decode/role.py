@@ -9,7 +9,7 @@ from pdkv.engine.external import ExternalKV
 from pdkv.engine.hooks import Outbox
 from pdkv.engine.request import Request
 from pdkv.errors import KVNotFound
-from pdkv.messages import Allocated, Loaded, Release
+from pdkv.wire.messages import Allocated, Loaded, Release
 
 logger = logging.getLogger(__name__)
 

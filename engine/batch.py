@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.engine.plan import NewRequest, ScheduledRequest
-from pdkv.messages import RequestKey
+from pdkv.wire.messages import RequestKey
 
 IntArray = npt.NDArray[np.integer]
 

@@ -9,7 +9,7 @@ from enum import IntEnum
 from itertools import chain
 
 from pdkv.connectors.block_table import BlockTable
-from pdkv.messages import BlockCounts, BlockRemoved, BlockStored, CacheCleared, KVEvent
+from pdkv.wire.messages import BlockCounts, BlockRemoved, BlockStored, CacheCleared, KVEvent
 
 
 class Holder(IntEnum):

@@ -17,9 +17,9 @@ from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Confirmed, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import InvalidRequest, NonFiniteLogits, PdkvError, RankError, RequestTimeout
-from pdkv.frames import key_of
 from pdkv.log_limit import LogLimit
-from pdkv.messages import (
+from pdkv.wire.frames import key_of
+from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     Abort,
     CacheCleared,

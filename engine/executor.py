@@ -23,12 +23,12 @@ from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.runner import ModelRunner
 from pdkv.engine.threads import StepThreads
 from pdkv.errors import ConfigError
-from pdkv.messages import EngineCard, KVLayout
-from pdkv.model_config import ModelConfig, resolve_max_model_len
+from pdkv.models.config import ModelConfig, resolve_max_model_len
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.shard import WHOLE, Shard
-from pdkv.weight_files import WeightFiles
+from pdkv.models.weight_files import WeightFiles
+from pdkv.wire.messages import EngineCard, KVLayout
 
 
 class Executor(ABC):

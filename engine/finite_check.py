@@ -13,8 +13,8 @@ import torch
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.plan import ScheduledRequest, StepFailure
 from pdkv.errors import NonFiniteLogits
-from pdkv.messages import RequestKey
 from pdkv.models.decoder import Attend
+from pdkv.wire.messages import RequestKey
 
 _BLOCKS_AT_ONCE = 64
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from pdkv.connectors.base import Finished, TransferKey, TransferOutcome
 from pdkv.engine.request import Request
-from pdkv.messages import EngineToRouter, RouterToEngine
+from pdkv.wire.messages import EngineToRouter, RouterToEngine
 
 
 class Outbox(Protocol):

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from pdkv.malloc import set_malloc
+from pdkv.host.malloc import set_malloc
 
 logger = logging.getLogger(__name__)
 

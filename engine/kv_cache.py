@@ -6,11 +6,11 @@ import torch
 
 from pdkv.config import EngineConfig
 from pdkv.errors import ConfigError
-from pdkv.memory_limits import format_bytes
-from pdkv.messages import KVLayout
-from pdkv.model_config import DTYPE_BYTES, ModelConfig
+from pdkv.host.memory_limits import format_bytes
+from pdkv.models.config import DTYPE_BYTES, ModelConfig
 from pdkv.models.decoder import Decoder
 from pdkv.models.shard import WHOLE, Shard
+from pdkv.wire.messages import KVLayout
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import msgspec
 
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
-from pdkv.messages import RequestKey, TokenLogprob
 from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import RequestKey, TokenLogprob
 
 
 class NewRequest(msgspec.Struct, frozen=True):

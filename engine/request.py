@@ -5,7 +5,7 @@ from math import inf
 
 from pdkv.block_keys import extend_keys
 from pdkv.connectors.base import RequestView, TransferKey
-from pdkv.messages import RequestKey, SourceCounts, Submit
+from pdkv.wire.messages import RequestKey, SourceCounts, Submit
 
 
 class Request:

@@ -7,16 +7,16 @@ import numpy as np
 import torch
 
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
-from pdkv.engine.attention import make_backend, pad, to_tensor
+from pdkv.engine.attention.backend import make_backend, pad, to_tensor
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.finite_check import FiniteCheck
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
-from pdkv.engine.prompt_logprobs import PromptLogprobs
-from pdkv.engine.sampler import SamplingState
+from pdkv.engine.sampling.prompt_logprobs import PromptLogprobs
+from pdkv.engine.sampling.sampler import SamplingState
 from pdkv.errors import InvalidRequest
-from pdkv.messages import RequestKey, TokenLogprob
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import RequestKey, TokenLogprob
 
 _WARM_UP_REQUESTS = 6
 """Four layers' products and the logits', for each number of them and for a prompt: more than 32 kernels."""

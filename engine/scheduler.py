@@ -17,7 +17,7 @@ from pdkv.engine.hooks import RoleHooks
 from pdkv.engine.kv_cache_manager import KVCacheManager
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.request import Request
-from pdkv.messages import RequestKey
+from pdkv.wire.messages import RequestKey
 
 
 class SchedulerLimits(NamedTuple):

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from pdkv.engine.request import Request
-from pdkv.engine.sampling_checks import check_for_vocab
+from pdkv.engine.sampling.checks import check_for_vocab
 from pdkv.errors import InvalidRequest
 from pdkv.limits import MAX_ADAPTER_BYTES, check_cache_salt, clip, utf8_bytes
-from pdkv.messages import FinishReason, Submit
+from pdkv.wire.messages import FinishReason, Submit
 
 
 class StopRules:

@@ -2,7 +2,7 @@
 
 import torch
 
-from pdkv.model_config import DTYPE_BYTES, ModelConfig
+from pdkv.models.config import DTYPE_BYTES, ModelConfig
 
 _SHARED_FLOPS = 1_000_000_000
 """Multiplications and additions of one layer's products from which a second thread gains more than its waking costs."""

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
-
-from pdkv.recall import RecallQuestion, make_question
+from default_model.recall import RecallQuestion, make_question
 
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0

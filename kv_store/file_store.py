@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
+from pdkv.host.private_directory import PrivateDirectory
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.connections import Deadline
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.value_file import ReadResult, read_value, write_value
-from pdkv.private_directory import PrivateDirectory
 
 _SUFFIX = ".safetensors"
 _TEMPORARY_SUFFIX = ".tmp"
@@ -30,7 +30,7 @@ class FileStore(KVStore):
 
     - A file is written under a temporary name and renamed: it is there whole or not at all. Nothing is synced: what a
       crash of the machine cuts short is found by its size, removed, and was a miss. What is damaged otherwise is for
-      the reader to see, as in every store (connectors/envelope.py).
+      the reader to see, as in every store (connectors/store/envelope.py).
     - A writer holds a lock on its temporary file. One without a lock is a dead writer's; the next start removes it.
     - With a capacity the least recently used files go first, by their time of modification, which a hit renews. Each
       process counts what it writes and looks at the directory again after every 1/16 of the capacity: n processes

@@ -2,7 +2,7 @@
 
 The header has the key and the size of the value and nothing else: a file is whole if it has the size, and its header
 is, byte for byte, the one that follows from them. There is no checksum: values bring their own, see
-connectors/envelope.py, and a second one would cost a tenth of a hit.
+connectors/store/envelope.py, and a second one would cost a tenth of a hit.
 """
 
 import json

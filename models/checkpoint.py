@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pdkv.errors import ModelError
-from pdkv.weight_files import WeightFile, WeightFiles
+from pdkv.models.weight_files import WeightFile, WeightFiles
 
 
 class Checkpoint:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from pdkv.model_config import ModelConfig
+from pdkv.models.config import ModelConfig
 from pdkv.models.linear import Linear
 from pdkv.models.parallel_layers import Embedding
 from pdkv.models.rope import RopeTable, rotate

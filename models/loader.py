@@ -4,14 +4,14 @@ from pathlib import Path
 
 import torch
 
-from pdkv.model_config import ModelConfig
 from pdkv.models.checkpoint import Checkpoint
+from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Decoder, DecoderLayer
 from pdkv.models.linear import Linear, can_pack, make_linear
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.parallel_layers import Embedding, GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
 from pdkv.models.rope import make_rope_table
-from pdkv.weight_files import WeightFiles
+from pdkv.models.weight_files import WeightFiles
 
 
 def load_decoder(

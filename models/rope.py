@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdkv.model_config import ModelConfig, RopeScaling
+from pdkv.models.config import ModelConfig, RopeScaling
 
 
 class RopeTable(NamedTuple):

@@ -8,8 +8,8 @@ from pdkv.connectors.base import Finished, TransferKey, TransferOutcome
 from pdkv.engine.external import ExternalKV
 from pdkv.engine.hooks import Outbox
 from pdkv.engine.request import Request
-from pdkv.messages import HandedOff, KVHandoff, KVReady, KVTicket, Release, RouterToEngine
 from pdkv.prefill.leases import LeaseTable
+from pdkv.wire.messages import HandedOff, KVHandoff, KVReady, KVTicket, Release, RouterToEngine
 
 logger = logging.getLogger(__name__)
 

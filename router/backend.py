@@ -6,8 +6,8 @@ server, and what streams from there becomes Tokens and Finished. What an engine 
 
 from typing import Protocol
 
-from pdkv.messages import RouterToEngine
 from pdkv.router.engine_client import EngineListener
+from pdkv.wire.messages import RouterToEngine
 
 
 class Backend(Protocol):

@@ -6,8 +6,8 @@ from typing import cast
 
 import zmq
 
-from pdkv.frames import decode_message
-from pdkv.messages import Beat
+from pdkv.wire.frames import decode_message
+from pdkv.wire.messages import Beat
 
 _MAX_BEAT_BYTES = 64 * 1024
 _MAX_UNREAD_BEATS = 16

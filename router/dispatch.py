@@ -18,9 +18,17 @@ from pdkv.errors import (
     RequestTimeout,
     UnsendableMessage,
 )
-from pdkv.frames import key_of
 from pdkv.log_limit import LogLimit
-from pdkv.messages import (
+from pdkv.router.backend import Backend
+from pdkv.router.flow import FlowMessage, RequestFlow, Sends
+from pdkv.router.generation import Generation
+from pdkv.router.policies import DEFAULT_POLICY
+from pdkv.router.prefix_index import PrefixIndex
+from pdkv.router.request import Delta, GenerateRequest
+from pdkv.router.routing import RouteChooser
+from pdkv.router.state import ORDERS, TICK_S, Counters, EngineSnapshot, Fleet
+from pdkv.wire.frames import key_of
+from pdkv.wire.messages import (
     Allocated,
     Beat,
     EngineCard,
@@ -40,15 +48,7 @@ from pdkv.messages import (
     RouterToEngine,
     Tokens,
 )
-from pdkv.refusal_note import RefusalNote
-from pdkv.router.backend import Backend
-from pdkv.router.flow import FlowMessage, RequestFlow, Sends
-from pdkv.router.generate import Delta, GenerateRequest
-from pdkv.router.generation import Generation
-from pdkv.router.policies import DEFAULT_POLICY
-from pdkv.router.prefix_index import PrefixIndex
-from pdkv.router.routing import RouteChooser
-from pdkv.router.state import ORDERS, TICK_S, Counters, EngineSnapshot, Fleet
+from pdkv.wire.refusal_note import RefusalNote
 
 __all__ = ["Counters", "Delta", "Dispatcher", "EngineSnapshot", "GenerateRequest", "Generation"]
 

@@ -13,9 +13,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdkv.errors import MalformedMessage
-from pdkv.frames import BadMessage, ReceivedFrame, decode_frame, encode_message, encode_raw_frame, key_of, split
 from pdkv.log_limit import LogLimit
-from pdkv.messages import (
+from pdkv.router.beats import BeatReader
+from pdkv.wire.engine_server import configure_socket
+from pdkv.wire.frames import BadMessage, ReceivedFrame, decode_frame, encode_message, encode_raw_frame, key_of, split
+from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     Abort,
     Beat,
@@ -28,8 +30,6 @@ from pdkv.messages import (
     RequestKey,
     RouterToEngine,
 )
-from pdkv.router.beats import BeatReader
-from pdkv.transport import configure_socket
 
 logger = logging.getLogger(__name__)
 

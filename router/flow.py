@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pdkv.errors import EngineDied, InvalidRequest, PdkvError, RequestAborted, RequestFailed, RequestTimeout
-from pdkv.messages import (
+from pdkv.router.request import Delta, GenerateRequest, Route
+from pdkv.wire.messages import (
     Abort,
     Allocated,
     Continue,
@@ -26,7 +27,6 @@ from pdkv.messages import (
     TokenLogprob,
     Tokens,
 )
-from pdkv.router.generate import Delta, GenerateRequest, Route
 
 Sends = Sequence[tuple[str, RouterToEngine]]
 """(engine, message) in the order in which they must leave."""

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from pdkv.messages import SourceCounts
 from pdkv.router.flow import RequestFlow
-from pdkv.router.generate import Delta
+from pdkv.router.request import Delta
+from pdkv.wire.messages import SourceCounts
 
 
 class Generation:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.messages import BlockRemoved, BlockStored, CacheCleared, KVEvents
+from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvents
 
 
 class _Part:

@@ -18,17 +18,17 @@ import zmq
 from starlette.types import ASGIApp
 
 from pdkv.config import HttpLimits
-from pdkv.messages import Order
-from pdkv.model_config import load_model_config, log_ignored_defaults
-from pdkv.router.app import body_budget, create_app
+from pdkv.models.config import load_model_config, log_ignored_defaults
 from pdkv.router.budget import ByteBudget
 from pdkv.router.dispatch import Dispatcher
 from pdkv.router.engine_client import EngineClient
-from pdkv.router.http_connections import Connections, connection_limit, raise_open_files_limit
-from pdkv.router.http_limits import LimitedProtocol
+from pdkv.router.http.app import body_budget, create_app
+from pdkv.router.http.connections import Connections, connection_limit, raise_open_files_limit
+from pdkv.router.http.limits import LimitedProtocol
 from pdkv.router.policies import DEFAULT_POLICY
 from pdkv.router.state import ORDERS
 from pdkv.text import Tokenizer
+from pdkv.wire.messages import Order
 
 logger = logging.getLogger(__name__)
 

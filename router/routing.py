@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 
 from pdkv.block_keys import extend_keys, root_key
 from pdkv.errors import EngineUnavailable, IncompatiblePeers
-from pdkv.messages import Order
-from pdkv.router.generate import GenerateRequest, Route
 from pdkv.router.policies import Snapshot, find_policy
 from pdkv.router.prefix_index import PrefixIndex
+from pdkv.router.request import GenerateRequest, Route
 from pdkv.router.state import Fleet
+from pdkv.wire.messages import Order
 
 
 class RouteChooser:

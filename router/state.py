@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from pdkv.errors import IncompatiblePeers
-from pdkv.messages import BlockCounts, EngineCard, Load, Order
-from pdkv.refusal_note import RefusalNote
 from pdkv.router.policies import EngineView
+from pdkv.wire.messages import BlockCounts, EngineCard, Load, Order
+from pdkv.wire.refusal_note import RefusalNote
 
 EngineLife = Literal["starting", "ready", "dead"]
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pdkv.connectors.store_base import Buffer, KVStore, StoreConnector
+from pdkv.connectors.store.base import Buffer, KVStore, StoreConnector
 from pdkv.errors import StoreUnavailable
 
 

@@ -1,7 +1,7 @@
 """Makes pdkv's embedded default model: a small Llama that recalls a code named earlier in its prompt.
 
-    python examples/default_model/train.py --minutes 14 --out pdkv/default_model
-    python examples/default_model/train.py --evaluate pdkv/default_model
+    python examples/default_model/train.py --minutes 14 --out src/pdkv/default_model
+    python examples/default_model/train.py --evaluate src/pdkv/default_model
 
 Everything is generated here (tokenizer corpus, training data, weights); nothing is downloaded. The seed fixes the data
 and the initial weights; how many steps fit into `--minutes` depends on the machine.
@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import recall
 import torch
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
-
-from pdkv import recall
 
 VOCAB_SIZE = 512
 MAX_POSITIONS = 4096
@@ -477,7 +476,7 @@ def report(out: Path, num_questions: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=14.0, help="training time (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("pdkv/default_model"), help="model directory to write")
+    parser.add_argument("--out", type=Path, default=Path("src/pdkv/default_model"), help="model directory to write")
     parser.add_argument("--seed", type=int, default=0, help="of data and initial weights (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
     parser.add_argument("--questions", type=int, default=256, help="asked per number of facts when evaluating")

@@ -8,9 +8,9 @@ from state_machine.standin import expected_tokens
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import TransferOutcome
-from pdkv.connectors.memory_fabric import MemoryFabric
+from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.engine.core import EngineCore
-from pdkv.messages import (
+from pdkv.wire.messages import (
     Abort,
     Allocated,
     CacheCleared,

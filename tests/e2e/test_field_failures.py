@@ -12,7 +12,7 @@ import pytest
 from deployments import Launch, Running
 from traffic import Ask, client_of, send, stopped, wait_for_rest, wait_until_true
 
-from pdkv.connectors.conformance.sockets import listeners
+from pdkv.connector_kit.rig.sockets import listeners
 
 PROMPT = "What many prompts begin with, some blocks long. "
 LONG_S = "600"

@@ -13,7 +13,7 @@ from deployments import Launch
 from traffic import stop_process
 
 GATED_CONNECTOR = """
-from pdkv.connectors.shared_memory import SharedMemoryConnector
+from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 
 class Gated(SharedMemoryConnector):
     '''Starts when somebody has written to the FIFO that the option `gate` names.'''

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from deployments import launches
 
-from pdkv.cli import make_parser
+from pdkv.cli.main import make_parser
 from pdkv.config import DEFAULT_MODEL
 
 ROOT = Path(__file__).parents[2]

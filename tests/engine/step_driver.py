@@ -10,10 +10,10 @@ from pdkv.connectors.base import KVConnectorMetadata, WorkerConnector
 from pdkv.engine.kv_cache import allocate_pool, make_layout
 from pdkv.engine.plan import NewRequest, ScheduledRequest, StepOutput, StepPlan
 from pdkv.engine.runner import ModelRunner
-from pdkv.messages import RequestKey, TokenLogprob
-from pdkv.model_config import load_model_config
+from pdkv.models.config import load_model_config
 from pdkv.models.loader import load_decoder
 from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import RequestKey, TokenLogprob
 
 MAX_LEN = 1024
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.engine.block_pool import BlockPool, Holder
-from pdkv.messages import BlockCounts, BlockRemoved, BlockStored, CacheCleared
+from pdkv.wire.messages import BlockCounts, BlockRemoved, BlockStored, CacheCleared
 
 
 def make_pool(num_blocks: int = 4) -> BlockPool:

@@ -14,12 +14,12 @@ from poisoned_model import POISON, VALUES, poison
 from pdkv.assemble import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
-from pdkv.engine.draw import argmax
 from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.finite_check import finite_rows, usable_rows
+from pdkv.engine.sampling.draw import argmax
 from pdkv.errors import InvalidRequest, NonFiniteLogits
-from pdkv.messages import EngineToRouter, Failed, Tokens
 from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import EngineToRouter, Failed, Tokens
 
 torch.set_num_threads(1)
 

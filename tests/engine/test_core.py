@@ -8,7 +8,8 @@ from engines import EOS, at_rest, make_core, of_type, output_of, run, submit
 from state_machine.standin import expected_tokens
 
 from pdkv.engine.core import EngineCore
-from pdkv.messages import (
+from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import (
     Abort,
     BlockStored,
     CacheCleared,
@@ -24,7 +25,6 @@ from pdkv.messages import (
     Resync,
     Tokens,
 )
-from pdkv.sampling_params import SamplingParams
 
 PROMPT = list(range(100, 110))
 

@@ -9,7 +9,9 @@ from state_machine.standin import VOCAB_SIZE, expected_tokens
 
 from pdkv.engine.core import MAX_KEYS_PER_EVENTS
 from pdkv.errors import RankGone
-from pdkv.messages import (
+from pdkv.router.prefix_index import PrefixIndex
+from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import (
     Abort,
     BlockStored,
     CacheCleared,
@@ -22,8 +24,6 @@ from pdkv.messages import (
     Resync,
     RouterToEngine,
 )
-from pdkv.router.prefix_index import PrefixIndex
-from pdkv.sampling_params import SamplingParams
 
 PROMPT = list(range(100, 110))
 

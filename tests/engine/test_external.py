@@ -4,7 +4,7 @@ from engines import at_rest, make_core, of_type, output_of, run, submit
 from state_machine.standin import expected_tokens
 
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.messages import Abort, Finished
+from pdkv.wire.messages import Abort, Finished
 
 PROMPT = list(range(100, 122))  # 6 blocks of 4
 

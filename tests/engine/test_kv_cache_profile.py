@@ -7,7 +7,7 @@ import torch
 
 from pdkv.engine.kv_cache import profiled_bytes
 from pdkv.errors import ConfigError
-from pdkv.model_config import load_model_config
+from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.models.loader import load_decoder
 

@@ -14,9 +14,9 @@ from pdkv.config import EngineConfig
 from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.kv_cache import length_that_fits, make_layout, num_blocks_that_fit
 from pdkv.errors import ConfigError, InvalidRequest, ModelError
-from pdkv.messages import Failed, Finished
-from pdkv.model_config import load_model_config
+from pdkv.models.config import load_model_config
 from pdkv.models.shard import Shard
+from pdkv.wire.messages import Failed, Finished
 
 BLOCK_BYTES = 3 * 2 * 2 * 16 * 16 * 4  # of the small models: layers, K and V, heads, tokens, head size, float32
 

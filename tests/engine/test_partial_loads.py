@@ -7,10 +7,10 @@ from engines import at_rest, make_core, of_type, output_of, run, submit
 from state_machine.standin import expected_tokens
 
 from pdkv.config import HandoffConfig
-from pdkv.connectors.memory_fabric import MemoryFabric
+from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.messages import Failed, Finished, HandedOff, KVHandoff, KVReady, Loaded, SourceCounts
+from pdkv.wire.messages import Failed, Finished, HandedOff, KVHandoff, KVReady, Loaded, SourceCounts
 
 PROMPT = list(range(100, 133))  # 8 blocks of 4, and a token
 FABRIC = "partial-loads"

@@ -9,7 +9,7 @@ from state_machine.standin import expected_tokens
 
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.messages import EngineToRouter, Finished, Tokens
+from pdkv.wire.messages import EngineToRouter, Finished, Tokens
 
 URGENT, NORMAL, IDLE = -9, 0, 9
 

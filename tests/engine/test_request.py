@@ -1,8 +1,8 @@
 """Where the prompt's KV came from, over the lives of one request."""
 
 from pdkv.engine.request import Request
-from pdkv.messages import SourceCounts, Submit
 from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import SourceCounts, Submit
 
 
 def make_request(num_prompt: int) -> Request:

@@ -11,9 +11,9 @@ from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.kv_cache import num_blocks_that_fit
 from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
 from pdkv.errors import ConfigError
-from pdkv.messages import EngineCard
-from pdkv.model_config import load_model_config
+from pdkv.models.config import load_model_config
 from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import EngineCard
 from tests.engine.step_driver import StepDriver
 from tests.engine.transformers_oracle import draw_prompts, logprobs
 

@@ -8,7 +8,7 @@ from state_machine.standin import expected_tokens
 
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.messages import Finished, Tokens
+from pdkv.wire.messages import Finished, Tokens
 
 
 def limits(**fields: int) -> SchedulerLimits:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdkv.engine.threads import StepThreads
-from pdkv.model_config import ModelConfig
+from pdkv.models.config import ModelConfig
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from attention_case import MIXES, Case, Shape
 
-from pdkv.engine import attention_cuda
-from pdkv.engine.attention_cuda import CudaAttention
+from pdkv.engine.attention import cuda as attention_cuda
+from pdkv.engine.attention.cuda import CudaAttention
 from pdkv.kernels.kv_copy import gather_blocks_reference, scatter_blocks_reference, write_kv_reference
 from pdkv.kernels.kv_copy_triton import copy_blocks_triton, write_kv_triton
 from pdkv.kernels.paged_attention import paged_attention_reference

@@ -13,10 +13,10 @@ import pytest
 
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError, StartupError
+from pdkv.host.linux import become_subreaper
 from pdkv.launch import children
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.children import AckSocket, Child, ForkServer, OomWatch, describe_exit
-from pdkv.launch.linux import become_subreaper
 from pdkv.launch.specs import EngineSpec
 
 Result = TypeVar("Result")
@@ -180,7 +180,7 @@ def test_an_engine_that_nobody_knows_of_ends(lifeline: int) -> None:
     """F24: its fork server died owing the answer; another process serves under its name by then."""
 
     async def main() -> None:
-        server = ForkServer("pdkv.connectors.memory:MemoryConnector", lifeline)
+        server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
         ack_socket = AckSocket()
         try:
             child = await server.fork_engine(SPEC, ack_socket.child_fd, timeout_s=20)
@@ -200,7 +200,7 @@ def test_a_fork_server_that_is_stopped_when_it_has_imported_is_given_up_soon(
     """Finding 15: a restart took as long as the imports may take; another way to start the engine is there."""
 
     async def main() -> None:
-        server = ForkServer("pdkv.connectors.memory:MemoryConnector", lifeline)
+        server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
         ack_socket = AckSocket()
         child = await server.fork_engine(SPEC, ack_socket.child_fd, timeout_s=20)
         ack_socket.close()
@@ -216,7 +216,7 @@ def test_a_fork_server_that_is_stopped_when_it_has_imported_is_given_up_soon(
 
 def test_a_fork_server_that_is_stopped_is_killed_at_the_deadline(lifeline: int) -> None:
     async def main() -> None:
-        server = ForkServer("pdkv.connectors.memory:MemoryConnector", lifeline)
+        server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
         server.child.send_signal(signal.SIGSTOP)
         with pytest.raises(StartupError, match=r"the fork server did not answer within 0\.05 s"):
             await server.fork_engine(SPEC, lifeline, timeout_s=0.05)

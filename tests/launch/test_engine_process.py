@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pdkv.launch.engine_process import Notifier, serve
-from pdkv.messages import Abort
-from pdkv.transport import RouterJoined, RouterLeft
+from pdkv.wire.engine_server import RouterJoined, RouterLeft
+from pdkv.wire.messages import Abort
 
 ABORT = Abort("r", 0)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pdkv.host.process_info import process_start_time
 from pdkv.launch import run_dir
 from pdkv.launch.run_dir import RunDirectory, run_root, sweep_leftovers
-from pdkv.process_info import process_start_time
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError, IncompatiblePeers, StartupError
+from pdkv.host.memory_limits import num_oom_kills
 from pdkv.launch import supervisor as module
 from pdkv.launch.children import Child
 from pdkv.launch.specs import EngineAddress, EngineSpec, RouterSpec
 from pdkv.launch.supervisor import Fleet, Supervisor, backoff_s
-from pdkv.memory_limits import num_oom_kills
 
 FakeChild = Callable[[str, int, str], Child]
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdkv.errors import ConfigError, ModelError
-from pdkv.model_config import load_model_config
 from pdkv.models import loader
 from pdkv.models.checkpoint import Checkpoint
+from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from rank_threads import on_ranks
 
 from pdkv.errors import RankError, RankTimeout
-from pdkv.model_config import load_model_config
+from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder
 from pdkv.models.linear import make_linear
 from pdkv.models.loader import load_decoder

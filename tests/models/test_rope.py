@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from pdkv.model_config import load_model_config
+from pdkv.models.config import load_model_config
 from pdkv.models.rope import make_rope_table, rotate, scale_frequencies
 from tests.conftest import HFModel
 

@@ -20,11 +20,11 @@ from pdkv.assemble import RankPlace, build_engine, run_rank
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.core import EngineCore
-from pdkv.engine.rank_follower import FirstRank
+from pdkv.engine.ranks.follower import FirstRank
 from pdkv.errors import ConfigError, ModelError, NonFiniteLogits, RankError, RankGone, RankTimeout
-from pdkv.messages import Abort, EngineToRouter, Failed, Peers, Tokens
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import Abort, EngineToRouter, Failed, Peers, Tokens
 from tests.conftest import HFModel
 
 torch.set_num_threads(1)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recall
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pdkv
-from pdkv import recall
 
 MODEL_DIR = Path(pdkv.__file__).parent / "default_model"
 MAX_SIZE_BYTES = 4 * 2**20

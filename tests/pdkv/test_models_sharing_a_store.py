@@ -17,7 +17,7 @@ from other_weights import CHANGES, Change, copy_with
 from pdkv.assemble import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
-from pdkv.messages import Finished, SourceCounts, Tokens
+from pdkv.wire.messages import Finished, SourceCounts, Tokens
 
 BOUND_S = 60.0
 NUM_PROMPTS, PROMPT_LEN, OUTPUT_LEN = 4, 80, 8

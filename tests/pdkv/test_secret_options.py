@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdkv.cli_options import connector_options
+from pdkv.cli.options import connector_options
 from pdkv.config import HandoffConfig
 from pdkv.errors import ConfigError
 from pdkv.kv_store.registry import open_store

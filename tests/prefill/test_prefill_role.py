@@ -4,13 +4,13 @@ import msgspec
 from engines import at_rest, make_core, of_type, run, submit
 
 from pdkv.config import HandoffConfig
-from pdkv.connectors.block_runs import decode_blocks, make_runs
-from pdkv.connectors.memory_fabric import MemoryFabric
-from pdkv.connectors.push import PushScheduler, PushTicket
+from pdkv.connectors.memory.fabric import MemoryFabric
+from pdkv.connectors.peer.push_worker import PushScheduler, PushTicket
+from pdkv.connectors.transfer.block_runs import decode_blocks, make_runs
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.messages import Finished, HandedOff, KVReady, Release, Submit, Tokens
 from pdkv.roles import Roles
+from pdkv.wire.messages import Finished, HandedOff, KVReady, Release, Submit, Tokens
 
 PROMPT = list(range(100, 110))
 

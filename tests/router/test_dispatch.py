@@ -16,7 +16,8 @@ from pdkv.errors import (
     RequestFailed,
     RequestTimeout,
 )
-from pdkv.messages import (
+from pdkv.router.dispatch import Delta, Dispatcher
+from pdkv.wire.messages import (
     Abort,
     BlockCounts,
     BlockStored,
@@ -35,7 +36,6 @@ from pdkv.messages import (
     Submit,
     Tokens,
 )
-from pdkv.router.dispatch import Delta, Dispatcher
 
 LEGAL: list[tuple[str, Order]] = [(kind, order) for kind, orders in ORDERS_OF.items() for order in orders]
 BLOCKS = BlockCounts(total=100, free=100, cached=0, active=0, leased=0, quarantined=0)

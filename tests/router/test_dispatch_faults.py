@@ -7,8 +7,8 @@ from dispatch_rig import InProcessBackend, System, check_right, collect, run
 from scripted_engine import make_request
 
 from pdkv.errors import EngineDied, InvalidRequest, RequestFailed, UnsendableMessage
-from pdkv.messages import Beat, EngineToRouter, Failed, Finished, Load, SourceCounts, Submit, TokenLogprob, Tokens
 from pdkv.router.state import STUCK_STEP_S, SUSPECT_TICKS, TICK_S
+from pdkv.wire.messages import Beat, EngineToRouter, Failed, Finished, Load, SourceCounts, Submit, TokenLogprob, Tokens
 
 
 def held_system(num: int) -> System:

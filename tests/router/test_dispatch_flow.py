@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine, expected_output, make_request
 
 from pdkv.errors import EngineDied, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout
-from pdkv.messages import (
+from pdkv.router.flow import RequestFlow, Sends
+from pdkv.router.request import GenerateRequest, Route
+from pdkv.wire.messages import (
     Abort,
     Allocated,
     Continue,
@@ -25,8 +27,6 @@ from pdkv.messages import (
     TokenLogprob,
     Tokens,
 )
-from pdkv.router.flow import RequestFlow, Sends
-from pdkv.router.generate import GenerateRequest, Route
 
 NOW = 100.0
 PAIRS = [

@@ -16,7 +16,7 @@ import pytest
 import small_tokenizers
 from scripted_engine import ScriptedEngine, expected_output, make_card, make_request
 
-from pdkv.transport import EngineServer, RouterJoined, RouterLeft
+from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 
 TIMEOUT_S = 60.0
 

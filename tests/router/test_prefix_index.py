@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkv.block_keys import extend_keys, root_key
-from pdkv.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents
 from pdkv.router.prefix_index import PrefixIndex
+from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents
 
 
 def keys_of(token_ids: Sequence[int]) -> list[bytes]:

@@ -7,9 +7,9 @@ import pytest
 from scripted_engine import make_card
 
 from pdkv.errors import IncompatiblePeers
-from pdkv.messages import BlockCounts, KVLayout, Load
-from pdkv.refusal_note import RefusalNote
 from pdkv.router.state import BREAKER_FAILURES, BREAKER_OPEN_S, ORDERS, PAIR_MARK_S, Fleet
+from pdkv.wire.messages import BlockCounts, KVLayout, Load
+from pdkv.wire.refusal_note import RefusalNote
 
 BLOCKS = BlockCounts(total=10, free=4, cached=3, active=2, leased=1, quarantined=0)
 

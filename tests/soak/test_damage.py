@@ -7,8 +7,8 @@ import pytest
 from damage_subjects import KINDS, Blocks
 from soak.damage import DamageReport, foreign_model, fuzz
 
-from pdkv.connectors.envelope import Sealer
-from pdkv.connectors.memory_fabric import MemoryStore
+from pdkv.connectors.memory.fabric import MemoryStore
+from pdkv.connectors.store.envelope import Sealer
 
 NUM_MUTATIONS = 40  # of each kind of store
 

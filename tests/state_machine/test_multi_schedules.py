@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from state_machine.defects import Pair
 from state_machine.host import run_schedule
 
-from pdkv.connectors.multi_scheduler import MultiScheduler
+from pdkv.connectors.multi.scheduler import MultiScheduler
 
 NUM_SCHEDULES = 1400
 

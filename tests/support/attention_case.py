@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from pdkv.engine.attention import AttentionBackend
-from pdkv.engine.attention_cpu import CpuAttention
+from pdkv.engine.attention.backend import AttentionBackend
+from pdkv.engine.attention.cpu import CpuAttention
 from pdkv.engine.batch import PersistentBatch, StepInputs
 from pdkv.engine.plan import NewRequest, ScheduledRequest
 from pdkv.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ import random
 import struct
 from collections.abc import Callable, Mapping, Sequence
 
-from pdkv.connectors.envelope import ENVELOPE_BYTES
+from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.kv_store.base import Buffer, KVStore
 
 Mutation = Callable[[bytes, random.Random], bytes]

@@ -15,10 +15,10 @@ import store_servers
 import torch
 from damage import MUTATIONS, KnownStore
 
-from pdkv.connectors.memory_fabric import Content, MemoryFabric, MemoryStore, StoredBlock, StoreName
-from pdkv.connectors.shared_storage import SharedStorageConnector
-from pdkv.connectors.store import StoreUrlConnector
-from pdkv.connectors.store_base import StoreConnector
+from pdkv.connectors.memory.fabric import Content, MemoryFabric, MemoryStore, StoredBlock, StoreName
+from pdkv.connectors.store.base import StoreConnector
+from pdkv.connectors.store.shared_storage import SharedStorageConnector
+from pdkv.connectors.store.url import StoreUrlConnector
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.file_store import file_name
 

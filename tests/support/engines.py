@@ -7,11 +7,11 @@ from state_machine.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig, KVConnector
 from pdkv.connectors.block_table import LocalBlockTable
-from pdkv.connectors.memory import MemoryConnector
+from pdkv.connectors.memory.connector import MemoryConnector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.messages import EngineCard, EngineToRouter, KVLayout, Submit
 from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import EngineCard, EngineToRouter, KVLayout, Submit
 from pdkv.wiring import wire_core
 
 EOS = 3
@@ -111,7 +111,7 @@ def of_type(messages: list[EngineToRouter], kind: type) -> list[EngineToRouter]:
 
 def output_of(messages: list[EngineToRouter], request_id: str) -> list[int]:
     """All output tokens of a request."""
-    from pdkv.messages import Tokens
+    from pdkv.wire.messages import Tokens
 
     tokens = [m for m in messages if isinstance(m, Tokens) and m.request_id == request_id]
     return [token_id for message in tokens for token_id in message.token_ids]

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from pdkv.errors import EngineUnavailable, RequestAborted
-from pdkv.messages import BlockCounts, Load, SourceCounts, TokenLogprob
 from pdkv.router.dispatch import EngineSnapshot
-from pdkv.router.generate import Delta, GenerateRequest
+from pdkv.router.request import Delta, GenerateRequest
+from pdkv.wire.messages import BlockCounts, Load, SourceCounts, TokenLogprob
 
 Answer = Callable[[GenerateRequest], Sequence[Delta | Exception]]
 

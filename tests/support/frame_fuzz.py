@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from pdkv.connectors import peer_auth
-from pdkv.frames import decode_frame
-from pdkv.messages import (
+from pdkv.connectors.peer import auth as peer_auth
+from pdkv.sampling_params import SamplingParams
+from pdkv.wire.frames import decode_frame
+from pdkv.wire.messages import (
     Abort,
     Allocated,
     Beat,
@@ -45,7 +46,6 @@ from pdkv.messages import (
     TokenLogprob,
     Tokens,
 )
-from pdkv.sampling_params import SamplingParams
 
 FRAMES_PER_CONNECTION = 50
 MESSAGES_PER_NAME = 12

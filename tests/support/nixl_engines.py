@@ -31,8 +31,8 @@ from pdkv.connectors.base import (
     TransferOutcome,
     TransferResults,
 )
-from pdkv.connectors.nixl import NixlConnector
-from pdkv.messages import EngineCard, KVHandoff, KVLayout
+from pdkv.connectors.nixl.connector import NixlConnector
+from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
 NUM_BLOCKS = 64

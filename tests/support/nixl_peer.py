@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.connectors.nixl_agent import Memory, Message, NixlAgent
+from pdkv.connectors.nixl.agent import Memory, Message, NixlAgent
 
 
 def answer(value: object) -> None:

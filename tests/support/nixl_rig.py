@@ -15,8 +15,8 @@ import pytest
 from nixl_peer import Listening
 from traffic import stop_process
 
-from pdkv.connectors.nixl_agent import Memory, NixlAgent
-from pdkv.connectors.nixl_doorbell import DoorbellAddress
+from pdkv.connectors.nixl.agent import Memory, NixlAgent
+from pdkv.connectors.nixl.doorbell import DoorbellAddress
 
 HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="the package nixl-cu12 (or nixl-cu13) is not installed")

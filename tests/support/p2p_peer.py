@@ -1,4 +1,4 @@
-"""A p2p engine in a process of its own, for test_p2p_processes.py: does what it is told, line by line, as JSON.
+"""A p2p engine in a process of its own, for p2p/test_processes.py: does what it is told, line by line, as JSON.
 
 Arguments: name, epoch, tp, block size, number of blocks, options as JSON. The first line that it prints is its card.
 Commands: ["become", epoch, tp, block size] for another card, ["meet", cards],
@@ -16,8 +16,8 @@ import msgspec
 import torch
 from push_rig import PushEngine, full_kv, make_layout, view
 
-from pdkv.connectors.p2p import P2PConnector
-from pdkv.messages import EngineCard
+from pdkv.connectors.p2p.connector import P2PConnector
+from pdkv.wire.messages import EngineCard
 
 WIDE = {"num_layers": 4, "head_size": 64}
 

@@ -25,8 +25,8 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
-from pdkv.connectors.planning import rank_heads
-from pdkv.messages import EngineCard, KVHandoff, KVLayout
+from pdkv.connectors.transfer.planning import rank_heads
+from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 4, 8

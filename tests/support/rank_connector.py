@@ -19,7 +19,7 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
-from pdkv.messages import ConnectorKind, EngineCard
+from pdkv.wire.messages import ConnectorKind, EngineCard
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdkv.messages import (
+from pdkv.router.request import GenerateRequest
+from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import (
     Abort,
     Allocated,
     ConnectorKind,
@@ -27,8 +29,6 @@ from pdkv.messages import (
     Submit,
     Tokens,
 )
-from pdkv.router.generate import GenerateRequest
-from pdkv.sampling_params import SamplingParams
 
 STOP = 7
 """The token that ends a generation."""

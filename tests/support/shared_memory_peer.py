@@ -1,4 +1,4 @@
-"""A peer process for test_shared_memory_processes.py: owns an arena and writes it until it is told to stop or killed.
+"""A peer process for shared_memory/test_processes.py: owns an arena and writes it until it is told to stop or killed.
 
 Arguments: engine name, epoch, the layout as JSON, number of blocks, "hold" or "churn". It prints its address and, when
 its standard input ends, leaves. Block content is a function of a counter, as is its key: see `content` and `key`.
@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.connectors.shared_arena import Arena
-from pdkv.connectors.shared_block_table import SharedBlockTable
-from pdkv.messages import KVLayout
+from pdkv.connectors.shared_memory.arena import Arena
+from pdkv.connectors.shared_memory.block_table import SharedBlockTable
+from pdkv.wire.messages import KVLayout
 
 
 def key(number: int) -> bytes:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors import shared_memory_worker
 from pdkv.connectors.base import ConnectorConfig, RequestView, SchedulerView, TransferOutcome
-from pdkv.connectors.shared_memory import SharedMemoryConnector
-from pdkv.messages import EngineCard, KVHandoff, KVLayout
+from pdkv.connectors.shared_memory import worker as shared_memory_worker
+from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
+from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
 

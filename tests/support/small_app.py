@@ -7,9 +7,9 @@ import small_tokenizers
 from fake_dispatcher import FakeDispatcher
 from starlette.applications import Starlette
 
-from pdkv.model_config import ModelConfig
-from pdkv.router.app import create_app
+from pdkv.models.config import ModelConfig
 from pdkv.router.dispatch import Dispatcher
+from pdkv.router.http.app import create_app
 from pdkv.text import Tokenizer
 
 MODEL = "small"

@@ -10,7 +10,7 @@ from engines import output_of, submit
 
 from pdkv.assemble import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
-from pdkv.messages import EngineToRouter, Failed
+from pdkv.wire.messages import EngineToRouter, Failed
 
 _WAIT_S = 120.0
 

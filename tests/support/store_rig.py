@@ -20,14 +20,14 @@ from pdkv.connectors.base import (
     TransferOutcome,
     TransferResults,
 )
-from pdkv.connectors.store_base import StoreConnector
-from pdkv.connectors.store_plan import StoreMetadata
-from pdkv.connectors.store_scheduler import StoreScheduler
-from pdkv.connectors.store_worker import StoreWorker
+from pdkv.connectors.store.base import StoreConnector
+from pdkv.connectors.store.plan import StoreMetadata
+from pdkv.connectors.store.scheduler import StoreScheduler
+from pdkv.connectors.store.worker import StoreWorker
 from pdkv.errors import StoreError
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.memory_store import MemoryStore
-from pdkv.messages import EngineCard, KVHandoff, KVLayout
+from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
 TOTAL_HEADS = 4

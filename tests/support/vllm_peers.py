@@ -47,7 +47,7 @@ class VllmServer:
         self._address = f"{self._directory.name}/api"
         transfer = {
             "kv_connector": "PdkvConnector",
-            "kv_connector_module_path": "pdkv.connectors.vllm_adapter",
+            "kv_connector_module_path": "pdkv.vllm.adapter",
             "kv_role": role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,

@@ -7,10 +7,10 @@ from typing import NamedTuple, TypeAlias
 
 import zmq
 
-from pdkv.frames import AnyMessage, encode_message, encode_raw_frame
-from pdkv.messages import Beat, EngineCard, KVLayout, RequestKey, Tokens
 from pdkv.router.engine_client import EngineClient
-from pdkv.transport import EngineServer, Received, RouterJoined
+from pdkv.wire.engine_server import EngineServer, Received, RouterJoined
+from pdkv.wire.frames import AnyMessage, encode_message, encode_raw_frame
+from pdkv.wire.messages import Beat, EngineCard, KVLayout, RequestKey, Tokens
 
 TIMEOUT_S = 30.0
 

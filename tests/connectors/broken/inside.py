@@ -12,12 +12,12 @@ from pdkv.connectors.base import (
     TransferKey,
     TransferResults,
 )
-from pdkv.connectors.memory import MemoryPullConnector, MemoryPullScheduler, MemoryPullWorker
-from pdkv.connectors.memory_fabric import Content, StoreName
-from pdkv.connectors.memory_push import MemoryPushConnector, MemoryPushWorker
-from pdkv.connectors.memory_store import MemoryStoreConnector, StoreMetadata, StoreScheduler, StoreWorker
-from pdkv.connectors.pull import PullMetadata
-from pdkv.connectors.push import PushSend
+from pdkv.connectors.memory.connector import MemoryPullConnector, MemoryPullScheduler, MemoryPullWorker
+from pdkv.connectors.memory.fabric import Content, StoreName
+from pdkv.connectors.memory.push import MemoryPushConnector, MemoryPushWorker
+from pdkv.connectors.memory.store import MemoryStoreConnector, StoreMetadata, StoreScheduler, StoreWorker
+from pdkv.connectors.peer.pull import PullMetadata
+from pdkv.connectors.peer.push_worker import PushSend
 from pdkv.errors import TransferTimeout
 
 LATE_STEPS = 2

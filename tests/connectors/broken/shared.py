@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 
 from pdkv.connectors.base import KVConnectorMetadata, MatchedTokens, RequestView, TransferKey, TransferResults
-from pdkv.connectors.planning import HeadPart, as_ids
-from pdkv.connectors.pull import BlockLoad, PullMetadata, PullPiece
-from pdkv.connectors.shared_arena import PeerArena
-from pdkv.connectors.shared_memory import SharedMemoryConnector
-from pdkv.connectors.shared_memory_scheduler import SharedMemoryScheduler
-from pdkv.connectors.shared_memory_worker import SharedMemoryWorker
-from pdkv.connectors.transfer_worker import Job, Task
+from pdkv.connectors.peer.pull import BlockLoad, PullMetadata, PullPiece
+from pdkv.connectors.shared_memory.arena import PeerArena
+from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
+from pdkv.connectors.shared_memory.scheduler import SharedMemoryScheduler
+from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
+from pdkv.connectors.transfer.planning import HeadPart, as_ids
+from pdkv.connectors.transfer.worker import Job, Task
 
 LEAKED_BYTES = 8 << 20
 BLOCKED_S = 0.3

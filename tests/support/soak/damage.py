@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from small_models import make_hf_model
 from stepped_engine import SteppedEngine
 
-from pdkv.connectors.memory_fabric import StoreName
+from pdkv.connectors.memory.fabric import StoreName
 
 PROMPTS = 4  # of a round, together in one batch
 MAX_READS = 12  # of one round's prompts, until nothing damaged is left

@@ -14,7 +14,7 @@ from serving_checks import serve_directory
 from small_models import make_hf_model
 from traffic import wait_for_rest, wait_until_true
 
-from pdkv.connectors.conformance.sockets import listeners
+from pdkv.connector_kit.rig.sockets import listeners
 
 MAX_GROWTH_BYTES = 64 << 20
 """What one process may take more than before."""

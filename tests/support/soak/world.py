@@ -15,7 +15,7 @@ import psutil
 from deployments import Running
 from store_servers import RedisServer, StoreServer
 
-from pdkv.connectors.conformance.sockets import listeners, send_garbage
+from pdkv.connector_kit.rig.sockets import listeners, send_garbage
 from soak.backends import STORE_MIB
 from soak.journal import Journal
 from soak.load import Load

@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 
 from pdkv.connectors.base import Finished, RequestView, TransferKey, TransferOutcome
-from pdkv.connectors.memory import MemoryPullScheduler, MemoryPullWorker
-from pdkv.connectors.memory_fabric import Endpoint, MemoryFabric
-from pdkv.connectors.memory_push import MemoryPushWorker
-from pdkv.connectors.memory_store import StoreMetadata, StoreScheduler, StoreWorker
+from pdkv.connectors.memory.connector import MemoryPullScheduler, MemoryPullWorker
+from pdkv.connectors.memory.fabric import Endpoint, MemoryFabric
+from pdkv.connectors.memory.push import MemoryPushWorker
+from pdkv.connectors.memory.store import StoreMetadata, StoreScheduler, StoreWorker
 from pdkv.engine.block_pool import Holder
 from pdkv.engine.external import ExternalKV
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Scheduler
 from pdkv.errors import PeerGone
-from pdkv.messages import Order, RequestKey
 from pdkv.prefill.leases import LeaseTable
+from pdkv.wire.messages import Order, RequestKey
 
 Pair = tuple[str, Order, str]
 Patch = pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from pdkv.connectors.base import WorkerConnector
 from pdkv.engine.block_pool import BlockPool
 from pdkv.engine.executor import Executor
-from pdkv.messages import KVLayout
+from pdkv.wire.messages import KVLayout
 
 NUM_LENGTHS = 13
 NUM_FAMILIES = 3

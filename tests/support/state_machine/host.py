@@ -14,20 +14,20 @@ import msgspec
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
-from pdkv.connectors.memory import MemoryConnector
-from pdkv.connectors.memory_fabric import MemoryFabric
-from pdkv.connectors.memory_store import ReadStore
-from pdkv.connectors.multi import MultiConnector
-from pdkv.connectors.multi_worker import MultiWorker
+from pdkv.connectors.memory.connector import MemoryConnector
+from pdkv.connectors.memory.fabric import MemoryFabric
+from pdkv.connectors.memory.store import ReadStore
+from pdkv.connectors.multi.connector import MultiConnector
+from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.messages import EngineCard, EngineToRouter, Loaded, Order, Peers, Release, RouterToEngine
 from pdkv.prefill.leases import LeaseTable
 from pdkv.roles import Roles
 from pdkv.router.flow import RequestFlow, Sends
-from pdkv.router.generate import GenerateRequest, Route
+from pdkv.router.request import GenerateRequest, Route
 from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import EngineCard, EngineToRouter, Loaded, Order, Peers, Release, RouterToEngine
 from pdkv.wiring import wire_core
 from state_machine.forward import NUM_FAMILIES, NUM_LENGTHS, Forward
 from state_machine.standin import StandIn

@@ -10,8 +10,8 @@ from pdkv.config import EngineConfig
 from pdkv.connectors.base import WorkerConnector
 from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.kv_cache import make_layout
-from pdkv.messages import KVLayout
-from pdkv.model_config import load_model_config
+from pdkv.models.config import load_model_config
+from pdkv.wire.messages import KVLayout
 from state_machine.forward import NUM_FAMILIES, NUM_LENGTHS, Forward
 
 MAX_OUTPUT = 7

@@ -15,7 +15,7 @@ from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
 from pdkv.engine.block_pool import BlockPool
 from pdkv.engine.executor import Executor
 from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
-from pdkv.messages import EngineCard, KVLayout, RequestKey
+from pdkv.wire.messages import EngineCard, KVLayout, RequestKey
 from state_machine.forward import Forward
 
 VOCAB_SIZE = 997

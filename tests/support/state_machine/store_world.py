@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
-from pdkv.connectors.store_base import StoreConnector
-from pdkv.connectors.store_scheduler import StoreScheduler
-from pdkv.connectors.store_values import SealedValues
-from pdkv.connectors.store_worker import StoreWorker
-from pdkv.connectors.transfer_worker import Job
+from pdkv.connectors.store.base import StoreConnector
+from pdkv.connectors.store.scheduler import StoreScheduler
+from pdkv.connectors.store.values import SealedValues
+from pdkv.connectors.store.worker import StoreWorker
+from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import StoreTimeout
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.memory_store import MemoryStore
-from pdkv.messages import Order
+from pdkv.wire.messages import Order
 from state_machine.forward import Forward
 from state_machine.host import Chooser, World
 

@@ -1,0 +1,1 @@
+"""Hand-off within one process: the reference for tests and for offline use."""

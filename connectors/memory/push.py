@@ -1,0 +1,189 @@
+"""Push mode of the `memory` connector: prefill writes into blocks that decode has allocated and named in a ticket."""
+
+from typing import ClassVar
+
+from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
+from pdkv.connectors.memory.connector import MemoryConnector, MemoryScheduler, MemoryWorker
+from pdkv.connectors.memory.fabric import Content, Operation, copy_in, copy_out
+from pdkv.connectors.peer.cards import PeerCards
+from pdkv.connectors.peer.push_worker import Incoming, PieceRange, PushMetadata, PushScheduler, PushSend
+from pdkv.connectors.transfer.planning import blocks_of
+from pdkv.errors import KVNotFound, TransferCancelled, TransferError, TransferTimeout
+from pdkv.wire.messages import ConnectorKind
+
+
+class MemoryPushScheduler(MemoryScheduler, PushScheduler):
+    """Scheduler side of push."""
+
+    def __init__(self, connector: MemoryConnector) -> None:
+        MemoryScheduler.__init__(self, connector)
+        PushScheduler.__init__(self, connector.config, PeerCards(connector.config))
+
+
+class _Outgoing:
+    """A transfer from here: batches under way, whether more will come, and the deadline."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.batches: set[TransferKey] = set()
+        self.is_complete = False
+        self.num_acknowledged = 0  # blocks
+
+
+class MemoryPushWorker(MemoryWorker):
+    """Worker side: registered receives, posted writes."""
+
+    def __init__(self, connector: MemoryConnector) -> None:
+        super().__init__(connector)
+        self._outgoing: dict[TransferKey, _Outgoing] = {}
+        self._incoming: dict[TransferKey, Incoming] = {}
+        self._in_step: list[Write] = []  # of tokens that this step computes
+        self._layout = connector.config.layout
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        assert isinstance(meta, PushMetadata)
+        for key in meta.dropped:
+            self.stop_sending(key, TransferCancelled("nobody waits for it"))
+        for key in meta.refused:
+            self.receive_failed(key, TransferError.code)
+        for key in meta.unsendable:
+            self._outgoing.setdefault(key, _Outgoing(self.fabric.clock()))
+            self.stop_sending(key, KVNotFound("the ticket wants more than there is"))
+        for ticket in meta.receives:
+            self._incoming[ticket.key] = Incoming(ticket, self._layout)
+        for send in meta.sends:
+            deadline = self.fabric.clock() + self.options.transfer_timeout_s
+            outgoing = self._outgoing.setdefault(send.key, _Outgoing(deadline))
+            outgoing.batches.add(send.batch)
+            write = Write(self, outgoing, send)
+            if send.during_step:
+                self._in_step.append(write)
+            else:
+                self.fabric.post(write)
+        for key in meta.completed:
+            if key in self._outgoing:
+                self._outgoing[key].is_complete = True
+                self._end_if_delivered(key)
+
+    def wait_for_save(self) -> None:
+        in_step, self._in_step = self._in_step, []
+        for write in in_step:
+            self.fabric.post(write)
+
+    def get_finished(self) -> TransferResults:
+        now = self.fabric.clock()
+        for key in [key for key, outgoing in self._outgoing.items() if outgoing.deadline <= now]:
+            self.stop_sending(key, TransferTimeout("no acknowledgement"))
+        return super().get_finished()
+
+    def cancel(self, key: TransferKey) -> None:
+        self.fabric.post(CancelTransfer(self, key))
+
+    def is_sending(self, key: TransferKey, outgoing: _Outgoing) -> bool:
+        """Whether the transfer's blocks may still be read."""
+        return self._outgoing.get(key) is outgoing
+
+    def stop_sending(self, key: TransferKey, error: TransferError) -> None:
+        """Nothing reads the transfer's blocks from now on."""
+        outgoing = self._outgoing.pop(key, None)
+        if outgoing is not None:
+            for batch in (*outgoing.batches, key):
+                self.send_failed(batch, error.code)
+
+    def acknowledge(self, send: PushSend) -> None:
+        """The peer has the batch. A duplicate changes nothing."""
+        key = send.key
+        outgoing = self._outgoing.get(key)
+        if outgoing is None or send.batch not in outgoing.batches:
+            return
+        outgoing.batches.remove(send.batch)
+        self.sent(send.batch, len(send.block_ids))
+        outgoing.num_acknowledged += len(send.block_ids)
+        self._end_if_delivered(key)
+
+    def _end_if_delivered(self, key: TransferKey) -> None:
+        outgoing = self._outgoing[key]
+        if outgoing.is_complete and not outgoing.batches:
+            del self._outgoing[key]
+            self.sent(key, outgoing.num_acknowledged)
+
+    def incoming(self, key: TransferKey) -> Incoming | None:
+        """The registered receive of a transfer; None: what arrives for it is late and refused."""
+        return self._incoming.get(key)
+
+    def land(self, send: PushSend, content: Content) -> bool:
+        """Write a batch into the registered blocks. False: the transfer has ended here, the write is refused."""
+        key = send.key
+        incoming = self.incoming(key)
+        if incoming is None:
+            self.fabric.num_refused += 1
+            return False
+        first = send.ticket.start // self.block_size
+        blocks = blocks_of(send.start, send.stop, self.block_size)
+        copy_in(self.pool, incoming.block_ids[blocks.start - first : blocks.stop - first], content)
+        layers, heads = self._layout.num_layers, self._layout.num_kv_heads
+        if incoming.arrived(PieceRange(0, layers, 0, heads, send.start, send.stop), 0):
+            self._incoming.pop(key, None)
+            self.received(key, len(incoming.block_ids))
+        return True
+
+    def stop_receiving(self, key: TransferKey) -> None:
+        """Nothing of this transfer lands from now on."""
+        if self._incoming.pop(key, None) is not None:
+            self.receive_failed(key, TransferCancelled.code)
+
+
+class Write(Operation):
+    """Two stages: the data leaves the source, the data lands."""
+
+    def __init__(self, worker: MemoryPushWorker, outgoing: _Outgoing, send: PushSend) -> None:
+        self.worker = worker
+        self.outgoing = outgoing
+        self.send = send
+        self.content: Content = None
+
+    def deliver(self) -> Operation | None:
+        worker, send = self.worker, self.send
+        if self.content is None:
+            if not worker.is_sending(send.key, self.outgoing):
+                return None
+            self.content = copy_out(worker.pool, send.block_ids)
+            return self
+        try:
+            peer = worker.fabric.endpoint(send.ticket.engine, send.ticket.epoch)
+            assert isinstance(peer, MemoryPushWorker)
+            if not peer.land(send, self.content):
+                raise TransferCancelled("the receiver has ended the transfer")
+        except TransferError as error:
+            if worker.is_sending(send.key, self.outgoing):
+                worker.stop_sending(send.key, error)
+            return None
+        worker.acknowledge(send)
+        return None
+
+
+class CancelTransfer(Operation):
+    """The confirmation of a cancel, on whichever side asked."""
+
+    def __init__(self, worker: MemoryPushWorker, key: TransferKey) -> None:
+        self.worker = worker
+        self.key = key
+
+    def deliver(self) -> Operation | None:
+        self.worker.stop_receiving(self.key)
+        self.worker.stop_sending(self.key, TransferCancelled("cancelled"))
+        return None
+
+
+class MemoryPushConnector(MemoryConnector):
+    """Prefill writes into decode's blocks."""
+
+    kind: ClassVar[ConnectorKind] = "push"
+    concurrent = True
+    needs_peer_first = False
+
+    def make_scheduler_side(self) -> MemoryPushScheduler:
+        return MemoryPushScheduler(self)
+
+    def make_worker_side(self, rank: int) -> MemoryPushWorker:
+        return MemoryPushWorker(self)

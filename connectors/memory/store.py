@@ -1,0 +1,336 @@
+"""Store mode of the `memory` connector: content-addressed blocks in the fabric's store, two-phase.
+
+A step's full blocks are staged layer by layer while it computes and committed when it is confirmed; what was confirmed
+without having been staged (prefix hits) is copied out of its block. The partial tail of a hand-off is stored under its
+transfer, found only through it and dropped on release.
+"""
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import ClassVar
+
+import msgspec
+
+from pdkv.connectors.base import (
+    ASK_AGAIN,
+    NO_MATCH,
+    ConfirmedRange,
+    Finished,
+    KVConnectorMetadata,
+    LoadMode,
+    MatchedTokens,
+    RequestView,
+    ScheduledRange,
+    SchedulerView,
+    TransferKey,
+    TransferResults,
+)
+from pdkv.connectors.memory.connector import MemoryConnector, MemoryScheduler, MemoryWorker
+from pdkv.connectors.memory.fabric import Content, Operation, StoreName, copy_in, copy_out
+from pdkv.errors import KVNotFound, TransferCancelled, TransferTimeout
+from pdkv.wire.messages import ConnectorKind
+
+STAGED_STEPS = 4
+"""Staged blocks that no later step commits are dropped after so many steps; a plan's update lags by at most two."""
+
+
+class StoreLoad(msgspec.Struct, frozen=True):
+    """Read whole blocks of the store."""
+
+    key: TransferKey
+    names: list[StoreName]
+    target: list[int]
+    layerwise: bool
+
+
+class StoreSave(msgspec.Struct, frozen=True):
+    """Make blocks visible: staged in an earlier step, or copied now from a block that nothing overwrites before."""
+
+    key: TransferKey
+    staged: list[tuple[int, StoreName]]  # (step_id, name), by the same request
+    copied: list[tuple[int, StoreName]]  # (block_id, name)
+    last: bool  # the hand-off is complete with this save
+
+
+class StoreMetadata(KVConnectorMetadata, kw_only=True):
+    """Loads, saves and what this step shall stage."""
+
+    loads: list[StoreLoad] = msgspec.field(default_factory=list)
+    saves: list[StoreSave] = msgspec.field(default_factory=list)
+    stage: list[tuple[TransferKey, int, StoreName]] = msgspec.field(
+        default_factory=list
+    )  # (request's transfer, block_id, name): complete when the step is
+    drops: list[TransferKey] = msgspec.field(default_factory=list)  # transfers whose tails nobody needs any more
+
+
+class StoreScheduler(MemoryScheduler):
+    """Scheduler side: what is staged, committed and found."""
+
+    def __init__(self, connector: MemoryConnector) -> None:
+        super().__init__(connector)
+        self._loads: list[StoreLoad] = []
+        self._staged: dict[tuple[TransferKey, StoreName], int] = {}  # by request -> step that stages it
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
+        names = self._names(request, num_computed_tokens)
+        stored = [name for name in names if name in self.fabric.store]
+        complete = len(stored) == len(names)
+        awaits = request.kv == "await_peer" and (request.handoff is None or request.kv_ready is None)
+        if awaits and not (complete and request.handoff is not None):
+            return ASK_AGAIN
+        num_found = next((i for i, name in enumerate(names) if name not in self.fabric.store), len(names))
+        stop = min(num_computed_tokens + num_found * self.block_size, request.num_wanted)
+        if stop <= num_computed_tokens:
+            return NO_MATCH
+        mode: LoadMode = "layerwise" if self.options.load == "layerwise" else "async"
+        return MatchedTokens(stop - num_computed_tokens, mode)
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    ) -> bytes | None:
+        if num_external_tokens:
+            first = request.num_local_hit // self.block_size
+            stop = -(-(request.num_local_hit + num_external_tokens) // self.block_size)
+            names = self._names(request, request.num_local_hit)[: stop - first]
+            layerwise = self.options.load == "layerwise"
+            self._loads.append(StoreLoad(request.transfer_key, names, list(block_ids[first:stop]), layerwise))
+        return None
+
+    def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
+        saves = [save for confirmed in view.confirmed if (save := self._save(confirmed)) is not None]
+        stage = [item for scheduled in view.scheduled for item in self._stage(scheduled, view.step_id)]
+        void = {*view.preempted, *view.aborted}
+        self._staged = {
+            slot: step
+            for slot, step in self._staged.items()
+            if step > view.step_id - STAGED_STEPS and slot[0] not in void
+        }
+        loads, self._loads = self._loads, []
+        layered = bool(stage) or any(load.layerwise for load in loads)
+        return StoreMetadata(
+            step_id=view.step_id,
+            needs_layer_hooks=layered,
+            loads=loads,
+            saves=saves,
+            stage=stage,
+            drops=list(view.aborted),
+        )
+
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+        """The store has its own copy: no block is held. Tells the reader which tail is its own."""
+        return Finished(hold_blocks=False)
+
+    def _names(self, request: RequestView, start: int) -> list[StoreName]:
+        """Names of the blocks that hold tokens [start, num_wanted): full ones by key, then the tail of a hand-off."""
+        num_full = request.num_wanted // self.block_size
+        names: list[StoreName] = list(request.block_keys[start // self.block_size : num_full])
+        handoff = request.handoff
+        tail = request.num_wanted % self.block_size
+        handed = handoff.num_tokens if handoff is not None else 0
+        if tail and handed % self.block_size and handed >= request.num_wanted:
+            names.append(self._tail_name(request))
+        return names
+
+    def _tail_name(self, request: RequestView) -> StoreName:
+        """A partial tail has no content key: only the transfer's own reader finds it."""
+        return request.transfer_key
+
+    def _stage(self, scheduled: ScheduledRange, step_id: int) -> list[tuple[TransferKey, int, StoreName]]:
+        """Blocks that become complete with this step; each request's own, since another one's load may fail."""
+        request, key = scheduled.request, scheduled.request.transfer_key
+        items: list[tuple[TransferKey, int, StoreName]] = []
+        for block in range(scheduled.start // self.block_size, scheduled.stop // self.block_size):
+            if block < len(request.block_keys):
+                items.append((key, scheduled.block_ids[block], request.block_keys[block]))
+        if request.kv == "handoff" and scheduled.stop == request.num_tokens and scheduled.stop % self.block_size:
+            items.append((key, scheduled.block_ids[scheduled.stop // self.block_size], self._tail_name(request)))
+        self._staged.update(((key, name), step_id) for _, _, name in items)
+        return items
+
+    def _save(self, confirmed: ConfirmedRange) -> StoreSave | None:
+        """Commit what was staged of a confirmed range, and copy the rest."""
+        request = confirmed.request
+        blocks = range(confirmed.start // self.block_size, confirmed.stop // self.block_size)
+        named: list[tuple[int, StoreName]] = [(confirmed.block_ids[b], request.block_keys[b]) for b in blocks]
+        if confirmed.last and confirmed.stop % self.block_size:
+            named.append((confirmed.block_ids[confirmed.stop // self.block_size], self._tail_name(request)))
+        key = request.transfer_key
+        staged = [(self._staged.pop((key, name)), name) for _, name in named if (key, name) in self._staged]
+        done = {name for _, name in staged}
+        copied = [(b, name) for b, name in named if name not in done and name not in self.fabric.store]
+        if not (staged or copied or confirmed.last):
+            return None
+        return StoreSave(key, staged, copied, confirmed.last)
+
+
+class StoreWorker(MemoryWorker):
+    """Worker side: stages by layer, posts commits, loads at once or layer by layer."""
+
+    def __init__(self, connector: MemoryConnector) -> None:
+        super().__init__(connector)
+        self._staging: dict[tuple[int, TransferKey, StoreName], Content] = {}
+        self._active: dict[TransferKey, StoreLoad] = {}
+        self._commits: dict[TransferKey, list[Commit]] = {}  # under way
+        self._closing: dict[TransferKey, float] = {}  # hand-offs that are complete with their commits -> deadline
+        self._step: StoreMetadata | None = None
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        assert isinstance(meta, StoreMetadata)
+        self._step = meta
+        for load in meta.loads:
+            self._active[load.key] = load
+            self.fabric.post(ReadStore(self, load))
+        self.commit_staged(meta)
+        for key in meta.drops:
+            self.fabric.store.discard(key)
+            for commit in self._commits.get(key, ()):
+                commit.content.pop(key, None)  # the tail
+        self._staging = {k: v for k, v in self._staging.items() if k[0] > meta.step_id - STAGED_STEPS}
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Every load of this step is over before the first layer's attention."""
+        assert self._step is not None
+        keys = {load.key for load in self._step.loads if load.layerwise}
+        if layer == 0 and keys:
+            self.fabric.force(lambda op: isinstance(op, ReadStore) and op.worker is self and op.load.key in keys)
+            for key in keys:
+                self.end_key(key, TransferTimeout.code)
+
+    def save_kv_layer(self, layer: int, kv_cache: Content, meta: KVConnectorMetadata) -> None:
+        assert isinstance(meta, StoreMetadata)
+        for key, block_id, name in meta.stage:
+            slot = (meta.step_id, key, name)
+            if layer == 0:
+                self._staging[slot] = copy_out(kv_cache, [block_id])
+            self._staging[slot][0, layer] = kv_cache[block_id, layer]
+
+    def get_finished(self) -> TransferResults:
+        now = self.fabric.clock()
+        for key in [key for key, deadline in self._closing.items() if deadline <= now]:
+            self._close(key, TransferTimeout.code)
+        return super().get_finished()
+
+    def cancel(self, key: TransferKey) -> None:
+        self.fabric.post(CancelRead(self, key))
+
+    def is_active(self, load: StoreLoad) -> bool:
+        """Whether the transfer still waits for this read; what lands later is refused."""
+        return self._active.get(load.key) is load
+
+    def end(self, load: StoreLoad) -> None:
+        """All blocks of the load are in."""
+        del self._active[load.key]
+        self.received(load.key, len(load.target))
+
+    def end_key(self, key: TransferKey, code: str, num_tokens: int = 0, num_damaged: int = 0) -> None:
+        """Nothing of this transfer lands from now on; its first `num_tokens` tokens have."""
+        if self._active.pop(key, None) is not None:
+            self.receive_failed(key, code, num_tokens, num_damaged)
+
+    def committed(self, commit: "Commit") -> None:
+        """A commit is visible."""
+        under_way = self._commits.get(commit.key, [])
+        if commit in under_way:
+            under_way.remove(commit)
+        if not under_way:
+            self._commits.pop(commit.key, None)
+            if commit.key in self._closing:
+                self._close(commit.key, "")
+
+    def commit_staged(self, meta: StoreMetadata) -> None:
+        """Post the commits of what earlier steps staged and has been confirmed since."""
+        for save in meta.saves:
+            self._commit(save)
+
+    def _commit(self, save: StoreSave) -> None:
+        content: dict[StoreName, Content] = {}
+        for step_id, name in save.staged:
+            staged = self._staging.pop((step_id, save.key, name), None)
+            if staged is not None:
+                content[name] = staged
+        for block_id, name in save.copied:
+            content[name] = copy_out(self.pool, [block_id])
+        commit = Commit(self, save.key, content)
+        self._commits.setdefault(save.key, []).append(commit)
+        self.fabric.post(commit)
+        if save.last:
+            self._closing[save.key] = self.fabric.clock() + self.options.transfer_timeout_s
+
+    def _close(self, key: TransferKey, code: str) -> None:
+        del self._closing[key]
+        for late in self._commits.pop(key, ()):
+            late.content.pop(key, None)  # nobody would drop the tail any more
+        if code:
+            self.send_failed(key, code)
+        else:
+            self.sent(key, 0)
+
+
+class ReadStore(Operation):
+    """Two stages: the data leaves the store, the data lands."""
+
+    def __init__(self, worker: StoreWorker, load: StoreLoad) -> None:
+        self.worker = worker
+        self.load = load
+        self.content: list[Content] | None = None
+        self.num_damaged = 0  # of what was read
+
+    def deliver(self) -> Operation | None:
+        worker, load = self.worker, self.load
+        if self.content is None:
+            store = worker.fabric.store
+            num_damaged = store.num_damaged
+            found = (store.get(name) for name in load.names)
+            self.content = list(takewhile(lambda content: content is not None, found))
+            self.num_damaged = store.num_damaged - num_damaged
+            return self
+        if not worker.is_active(load):
+            worker.fabric.num_refused += 1
+            return None
+        for block_id, content in zip(load.target, self.content, strict=False):
+            copy_in(worker.pool, [block_id], content)
+        if len(self.content) == len(load.names):
+            worker.end(load)
+        else:
+            worker.end_key(load.key, KVNotFound.code, len(self.content) * worker.block_size, self.num_damaged)
+        return None
+
+
+class Commit(Operation):
+    """Makes complete blocks visible, all at once."""
+
+    def __init__(self, worker: StoreWorker, key: TransferKey, content: dict[StoreName, Content]) -> None:
+        self.worker = worker
+        self.key = key
+        self.content = content
+
+    def deliver(self) -> Operation | None:
+        for name, content in self.content.items():
+            self.worker.fabric.store.put(name, content)
+        self.worker.committed(self)
+        return None
+
+
+class CancelRead(Operation):
+    """The confirmation of a cancel."""
+
+    def __init__(self, worker: StoreWorker, key: TransferKey) -> None:
+        self.worker = worker
+        self.key = key
+
+    def deliver(self) -> Operation | None:
+        self.worker.end_key(self.key, TransferCancelled.code)
+        return None
+
+
+class MemoryStoreConnector(MemoryConnector):
+    """Any engine saves what it computed; any engine finds it by content."""
+
+    kind: ClassVar[ConnectorKind] = "store"
+    content_addressed = True
+
+    def make_scheduler_side(self) -> StoreScheduler:
+        return StoreScheduler(self)
+
+    def make_worker_side(self, rank: int) -> StoreWorker:
+        return StoreWorker(self)

@@ -1,0 +1,212 @@
+"""The `multi` connector: several connectors at once; the longest match loads, all save and hand off.
+
+Options: connectors=NAME,NAME,… in order of preference; a child's own options are prefixed by its name or its number
+(store.url=…, 1.url=…). What kinds go together, and what comes of it:
+
+- stores only: kind store;
+- any number of pulling connectors, with stores or without: kind pull;
+- one pushing connector, with stores or with pulling ones that also find content: kind push. Hand-offs then go by the
+  push and through the stores; the pulling ones only contribute what they find by content.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import msgspec
+
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    KVConnector,
+    KVConnectorMetadata,
+    SchedulerConnector,
+    WorkerConnector,
+)
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.multi.scheduler import BlindMultiScheduler, MultiScheduler
+from pdkv.connectors.multi.wire import Child, MultiMetadata
+from pdkv.connectors.multi.worker import MultiWorker
+from pdkv.connectors.registry import load_connector
+from pdkv.errors import ConfigError
+from pdkv.wire.messages import ConnectorKind, Order
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ChildSpec(NamedTuple):
+    """A child before it is built."""
+
+    name: str
+    connector: type[KVConnector]
+    options: Mapping[str, str]
+
+
+def parse_children(options: Mapping[str, str]) -> list[ChildSpec]:
+    """The children that --connector-config names, each with its options.
+
+    Raises:
+        ConfigError: none is named, an option is nobody's or could be several children's; UnknownConnector for a name.
+    """
+    names = [name.strip() for name in options.get("connectors", "").split(",") if name.strip()]
+    if not names:
+        raise ConfigError("connector multi needs the option connectors=NAME,NAME,…")
+    own: list[dict[str, str]] = [{} for _ in names]
+    for option, value in options.items():
+        if option != "connectors":
+            index, name = _owner(option, names)
+            own[index][name] = value
+    classes = [load_connector(name) for name in names]
+    for name, connector in zip(names, classes, strict=True):
+        if issubclass(connector, MultiConnector):
+            raise ConfigError(f"connector multi cannot hold another multi ({name!r})")
+    return [
+        ChildSpec(name, connector.for_options(values), values)
+        for name, connector, values in zip(names, classes, own, strict=True)
+    ]
+
+
+def _owner(option: str, names: Sequence[str]) -> tuple[int, str]:
+    """(child, its own name for it) of an option with a prefix."""
+    prefix, _, rest = option.partition(".")
+    if prefix.isdecimal() and int(prefix) < len(names) and rest:
+        return int(prefix), rest
+    owners = [(i, option[len(name) + 1 :]) for i, name in enumerate(names) if option.startswith(f"{name}.")]
+    if len(owners) == 1 and owners[0][1]:
+        return owners[0]
+    known = ", ".join(f"{i}. or {name}." for i, name in enumerate(names))
+    problem = "is several children's" if owners else "is no child's"
+    raise ConfigError(f"connector multi: option {option!r} {problem}; prefixes are: {known}")
+
+
+def kind_of(children: Sequence[ChildSpec]) -> ConnectorKind:
+    """The kind that the children make together.
+
+    Raises:
+        ConfigError: they cannot work together.
+    """
+    pushing = [child.name for child in children if child.connector.kind == "push"]
+    pulling = [child for child in children if child.connector.kind == "pull"]
+    if len(pushing) > 1:
+        raise ConfigError(f"connector multi: only one child can push into decode's blocks, not {' and '.join(pushing)}")
+    if pushing:
+        idle = [child.name for child in pulling if not child.connector.content_addressed]
+        if idle:
+            raise ConfigError(
+                f"connector multi: {pushing[0]} needs decode first and {idle[0]} needs prefill first: "
+                f"beside {pushing[0]}, {idle[0]} would never be used"
+            )
+        return "push"
+    return "pull" if pulling else "store"
+
+
+def orders_of(children: Sequence[ChildSpec]) -> list[Order]:
+    """The orders that are legal with all children, or, where one pushes, with that one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    deciding = [child for child in children if child.connector.kind == "push"] or children
+    orders = [o for o in deciding[0].connector.orders() if all(o in child.connector.orders() for child in deciding)]
+    if not orders:
+        said = "; ".join(f"{child.name}: {', '.join(child.connector.orders())}" for child in deciding)
+        raise ConfigError(f"connector multi: no hand-off order suits all children ({said})")
+    return orders
+
+
+class MultiConnector(KVConnector):
+    """Several connectors as one. Its flags follow from its children: each combination is a subclass."""
+
+    kind: ClassVar[ConnectorKind] = "pull"
+    metadata_type: ClassVar[type[KVConnectorMetadata]] = MultiMetadata
+    specs: ClassVar[Sequence[ChildSpec]] = ()
+    legal_orders: ClassVar[Sequence[Order]] = ("prefill_first", "decode_first")
+
+    def __new__(cls, config: ConnectorConfig, notify: Callable[[], None]) -> "MultiConnector":
+        """Raises ConfigError for children that cannot be had or cannot work together."""
+        return super().__new__(cls if cls.specs else cls.for_options(config.options))
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        super().__init__(config, notify)
+        self.children: list[Child] = []
+        try:
+            for spec in self.specs:
+                child_config = msgspec.structs.replace(config, options=spec.options)
+                self.children.append(Child(spec.name, spec.connector(child_config, notify)))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @classmethod
+    def for_options(cls, options: Mapping[str, str]) -> "type[MultiConnector]":
+        specs = parse_children(options)
+        connectors = [spec.connector for spec in specs]
+        flags: dict[str, Any] = {
+            "specs": specs,
+            "kind": kind_of(specs),
+            "legal_orders": orders_of(specs),
+            "content_addressed": all(c.content_addressed for c in connectors),
+            "concurrent": any(c.concurrent for c in connectors),
+            "needs_peer_first": any(c.needs_peer_first for c in connectors),
+            "one_process": any(c.one_process for c in connectors),
+        }
+        return type(cls.__name__, (cls,), flags)
+
+    @classmethod
+    def orders(cls) -> list[Order]:
+        return list(cls.legal_orders)
+
+    def make_block_table(self) -> BlockTable:
+        """What the pool writes goes to the table of every child that has one."""
+        own = [
+            child.connector.make_block_table()
+            for child in self.children
+            if type(child.connector).make_block_table is not KVConnector.make_block_table
+        ]
+        if not own:
+            return super().make_block_table()
+        return own[0] if len(own) == 1 else BlockTables(own)
+
+    def allocate_kv_cache(self) -> "torch.Tensor | None":
+        """The pool of the one child that has one.
+
+        Raises:
+            ConfigError: two children would allocate it.
+        """
+        owner, pool = "", None
+        for child in self.children:
+            own = child.connector.allocate_kv_cache()
+            if own is not None and pool is not None:
+                raise ConfigError(f"connector multi: both {owner} and {child.name} would allocate the KV pool")
+            if own is not None:
+                owner, pool = child.name, own
+        return pool
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        schedulers = [child.connector.make_scheduler_side() for child in self.children]
+        side = MultiScheduler if any(s.observes_steps for s in schedulers) else BlindMultiScheduler
+        return side(self.config, self.kind, self.children, schedulers)
+
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        return MultiWorker(self.children, [child.connector.make_worker_side(rank) for child in self.children])
+
+    def shutdown(self) -> None:
+        for child in self.children:
+            child.connector.shutdown()
+
+
+class BlockTables(BlockTable):
+    """Several tables of one pool. Each child reads its own; all hear of every reuse and every block's content."""
+
+    def __init__(self, tables: Sequence[BlockTable]) -> None:
+        self._tables = tables
+
+    def generation(self, block_id: int) -> int:
+        return self._tables[0].generation(block_id)
+
+    def reuse(self, block_id: int) -> None:
+        for table in self._tables:
+            table.reuse(block_id)
+
+    def publish(self, block_id: int, keys: list[bytes]) -> None:
+        for table in self._tables:
+            table.publish(block_id, keys)

@@ -1,0 +1,322 @@
+"""The scheduler side of `multi`: whose match is loaded, who sends, and what the children's results mean together."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import msgspec
+
+from pdkv.connectors.base import (
+    ASK_AGAIN,
+    NO_MATCH,
+    BlockHold,
+    ConnectorConfig,
+    Finished,
+    KVConnectorMetadata,
+    MatchedTokens,
+    RequestView,
+    SchedulerConnector,
+    SchedulerView,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+)
+from pdkv.connectors.multi.sending import SendingTable
+from pdkv.connectors.multi.views import ChildViews
+from pdkv.connectors.multi.wire import (
+    Child,
+    MultiMetadata,
+    bound_handoff,
+    encode_handoff,
+    encode_ticket,
+    split_card,
+    tag,
+    untag,
+)
+from pdkv.errors import TransferCancelled
+from pdkv.wire.messages import ConnectorKind, EngineCard
+
+logger = logging.getLogger(__name__)
+
+MAX_CARD_ERRORS = 1024
+"""Refused incarnations of peers that are remembered, so that each is logged once."""
+
+
+class _Choice(NamedTuple):
+    """Whose match the engine was told."""
+
+    child: int
+    is_async: bool
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way, and what another child would need to take it over."""
+
+    child: int
+    request: RequestView
+    block_ids: Sequence[int]
+    num_tokens: int
+    may_fall_back: bool
+    is_new: bool = False  # taken over since the last metadata
+
+
+class MultiScheduler(SchedulerConnector):
+    """Asks every child, lets one load, and merges what their workers report by transfer."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        kind: ConnectorKind,
+        children: Sequence[Child],
+        schedulers: Sequence[SchedulerConnector],
+    ) -> None:
+        self.num_fallbacks = 0  # loads that another child took over
+        self.views = ChildViews(kind, [child.connector.kind for child in children])
+        self.sending = SendingTable()
+        self._engine = config.engine
+        self._children = children
+        self._schedulers = schedulers
+        self._choices: dict[TransferKey, _Choice] = {}  # of the last question, until the blocks are allocated
+        self._loads: dict[TransferKey, _Load] = {}
+        self._refused: OrderedDict[str, None] = OrderedDict()  # epochs of peers whose cards do not fit
+
+    @property
+    def num_loads(self) -> int:
+        """Loads under way."""
+        return len(self._loads)
+
+    # --- loads ----------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
+        """The longest match, the first of equal ones. A child that still looks is waited for unless all is found."""
+        key = request.transfer_key
+        self._choices.pop(key, None)
+        best, winner, looking = NO_MATCH, 0, False
+        for index, scheduler in enumerate(self._schedulers):
+            view = self.views.request(request, index)
+            if view is None:
+                continue
+            matched = scheduler.get_num_new_matched_tokens(view, num_computed_tokens)
+            looking = looking or matched.ask_again
+            if not matched.ask_again and matched.num_tokens > best.num_tokens:
+                best, winner = matched, index
+        if looking and (not best.num_tokens or best.num_tokens < request.num_wanted - num_computed_tokens):
+            return ASK_AGAIN
+        if best.num_tokens:
+            self._choices[key] = _Choice(winner, best.mode == "async")
+        return best
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    ) -> bytes | None:
+        """The winner loads; to the others nothing comes from outside, and their tickets go nowhere."""
+        key = request.transfer_key
+        choice = self._choices.pop(key, None) or _Choice(0, True)
+        ticket = None
+        for index, scheduler in enumerate(self._schedulers):
+            view = self.views.request(request, index)
+            if view is None:
+                continue
+            loads = index == choice.child
+            own = scheduler.update_state_after_alloc(view, block_ids, num_external_tokens if loads else 0)
+            if own is not None and (loads or not num_external_tokens):
+                ticket = encode_ticket(index, own)
+        if num_external_tokens:
+            self._loads[key] = _Load(choice.child, request, list(block_ids), num_external_tokens, choice.is_async)
+        return ticket
+
+    def _fall_back(self, key: TransferKey, load: _Load, code: str) -> bool:
+        """Let another child fill the blocks that the first one did not. Once, and nothing less than all of them."""
+        if not load.may_fall_back or code == TransferCancelled.code:
+            return False
+        request = load.request
+        for index, (child, scheduler) in enumerate(zip(self._children, self._schedulers, strict=True)):
+            view = self.views.request(request, index)
+            if index == load.child or child.connector.kind == "push" or view is None:
+                continue  # a push would need a ticket, and the peer has one already
+            if view.kv_ready is None:
+                view = msgspec.structs.replace(view, kv_ready=True)  # no time to wait for a word: what is there counts
+            matched = scheduler.get_num_new_matched_tokens(view, request.num_local_hit)
+            if matched.ask_again or matched.mode != "async" or matched.num_tokens < load.num_tokens:
+                continue
+            scheduler.update_state_after_alloc(view, load.block_ids, load.num_tokens)
+            failed = self._children[load.child].name
+            logger.warning(
+                "KV load of transfer %s (attempt %d): %s failed (%s), %s goes on", *key, failed, code, child.name
+            )
+            load.child, load.may_fall_back, load.is_new = index, False, True
+            self.num_fallbacks += 1
+            return True
+        return False
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, view: SchedulerView) -> MultiMetadata:
+        for keys in (view.finished, view.aborted, view.preempted):
+            for key in keys:
+                self._choices.pop(key, None)
+        handed_off = {confirmed.request.transfer_key for confirmed in view.confirmed if confirmed.last}
+        for key in (*view.aborted, *(key for key in view.finished if key not in handed_off)):
+            self.sending.forget(key)
+        cancels = self._late_cancels(view.cancelled)
+        parts = self._parts(view)
+        holds = [
+            BlockHold(tag(index, hold.key), hold.block_ids, hold.owner)
+            for index, part in enumerate(parts)
+            for hold in part.holds
+        ]
+        self.sending.add_holds(holds)
+        return MultiMetadata(
+            step_id=view.step_id,
+            needs_layer_hooks=any(part.needs_layer_hooks for part in parts),
+            holds=holds,
+            parts=parts,  # type: ignore[arg-type]  # encoded on the way to other ranks
+            cancels=cancels,
+        )
+
+    def _late_cancels(self, cancelled: Sequence[TransferKey]) -> list[tuple[int, TransferKey]]:
+        """Given-up loads that another child takes over in this step: its worker hears of the cancel before the load."""
+        cancels = []
+        for key in cancelled:
+            load = self._loads.get(key)
+            if load is not None:
+                load.may_fall_back = False
+                if load.is_new:
+                    cancels.append((load.child, key))
+        for load in self._loads.values():
+            load.is_new = False
+        return cancels
+
+    def _parts(self, view: SchedulerView) -> list[KVConnectorMetadata]:
+        blind = msgspec.structs.replace(view, scheduled=(), confirmed=(), waiting_keys=())
+        return [
+            scheduler.build_connector_meta(self.views.step(view, index) if scheduler.observes_steps else blind)
+            for index, scheduler in enumerate(self._schedulers)
+        ]
+
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+        """Blocks stay while one child needs them. A pulling child that keeps none, or one whose payload is too long for
+        the common bound, has no part in the hand-off.
+        """
+        key = request.transfer_key
+        self._choices.pop(key, None)
+        answers = [
+            scheduler.request_finished(self.views.request(request, index) or request, block_ids)
+            for index, scheduler in enumerate(self._schedulers)
+        ]
+        if request.kv != "handoff":
+            return Finished(hold_blocks=any(answer.hold_blocks for answer in answers))
+        kinds = [child.connector.kind for child in self._children]
+        payloads = bound_handoff(
+            [
+                None if k == "pull" and not a.hold_blocks else a.payload or b""
+                for k, a in zip(kinds, answers, strict=True)
+            ]
+        )
+        holding = [i for i, answer in enumerate(answers) if answer.hold_blocks and payloads[i] is not None]
+        is_leased = any(kinds[i] == "pull" for i in holding)  # until its reader releases it
+        senders = {i for i, kind in enumerate(kinds) if kind == "store" or (kind == "push" and i in holding)}
+        if self.observes_steps:
+            self.sending.begin(key, senders, tells_failure=not is_leased)
+        return Finished(bool(holding), encode_handoff(payloads), until_release=is_leased)
+
+    # --- results --------------------------------------------------------------------------------------------------
+
+    def resolve_results(self, results: TransferResults) -> TransferResults:
+        """Each child hears of its own results; the engine of transfers and of holds.
+
+        What belongs to no load and no hold keeps its child's key, so that the engine counts it as unknown.
+        """
+        merged = _no_results()
+        for child, maps in enumerate(self._split(results)):
+            own = self._schedulers[child].resolve_results(TransferResults(*maps))
+            if own:
+                self._schedulers[child].update_connector_output(own)
+                self._settle_sent(child, own, merged)
+                self._settle_received(child, own, merged)
+        for key, outcome in self.sending.take_ended().items():
+            merged[bool(outcome.code)][key] = outcome
+        return TransferResults(*merged)
+
+    def _split(self, results: TransferResults) -> list["_Maps"]:
+        """Results by child, under its own keys."""
+        split = [_no_results() for _ in self._schedulers]
+        for which, source in enumerate(results):
+            for tagged, outcome in source.items():
+                child, key = untag(tagged)
+                split[child][which][key] = outcome
+        return split
+
+    def _settle_sent(self, child: int, results: TransferResults, merged: "_Maps") -> None:
+        """Holds end at once, hand-offs with their last child."""
+        for target, source in zip(merged[:2], results[:2], strict=True):
+            for key, outcome in source.items():
+                tagged = tag(child, key)
+                owner = self.sending.end_hold(tagged)
+                if owner is not None:
+                    target[tagged] = outcome
+                if owner is None or owner == key:
+                    self.sending.end(key, child, outcome)
+
+    def _settle_received(self, child: int, results: TransferResults, merged: "_Maps") -> None:
+        """A load ends, or another child takes it over."""
+        for ok, target, source in zip((True, False), merged[2:], results[2:], strict=True):
+            for key, outcome in source.items():
+                load = self._loads.get(key)
+                if load is None or load.child != child:
+                    target[tag(child, key)] = outcome
+                elif ok or not self._fall_back(key, load, outcome.code):
+                    del self._loads[key]
+                    target[key] = outcome
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    def update_peers(self, cards: Sequence[EngineCard]) -> None:
+        """A peer with other children is logged once and never used."""
+        known: list[list[EngineCard]] = []
+        for card in cards:
+            split = split_card(card, self._children)
+            if isinstance(split, str):
+                self._refuse(card, split)
+            else:
+                known.append(split)
+        for index, scheduler in enumerate(self._schedulers):
+            scheduler.update_peers([split[index] for split in known])
+
+    def _refuse(self, card: EngineCard, theirs: str) -> None:
+        if card.epoch in self._refused:
+            return
+        self._refused[card.epoch] = None
+        if len(self._refused) > MAX_CARD_ERRORS:
+            self._refused.popitem(last=False)
+        ours = ",".join(child.name for child in self._children)
+        logger.warning("no KV from engine %s: it has %s; %s has multi of %s", card.engine, theirs, self._engine, ours)
+
+    @property
+    def has_pending_work(self) -> bool:
+        return (
+            self.sending.has_ended
+            or any(load.is_new for load in self._loads.values())
+            or any(scheduler.has_pending_work for scheduler in self._schedulers)
+        )
+
+    def shutdown(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.shutdown()
+
+
+class BlindMultiScheduler(MultiScheduler):
+    """Where no child observes steps, the engine need not show them."""
+
+    observes_steps: ClassVar[bool] = False
+
+
+_Maps = tuple[dict[TransferKey, TransferOutcome], ...]
+"""The four maps of TransferResults, while they are filled."""
+
+
+def _no_results() -> _Maps:
+    return ({}, {}, {}, {})

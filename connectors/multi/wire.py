@@ -1,0 +1,131 @@
+"""What `multi` puts around its children's own data: keys, hand-offs, tickets, handshakes and a step's orders."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pdkv.connectors.base import KVConnector, KVConnectorMetadata, TransferKey
+from pdkv.errors import MalformedMessage
+from pdkv.wire.decoding import decode_total
+from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard
+
+
+class Child(NamedTuple):
+    """One of the connectors that `multi` runs."""
+
+    name: str  # as in the option `connectors`
+    connector: KVConnector
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """A child's ticket and which child's it is."""
+
+    child: int
+    ticket: bytes
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """One child's part of a rank's handshake."""
+
+    name: str
+    blob: bytes
+
+
+class MultiMetadata(KVConnectorMetadata, kw_only=True):
+    """One step's orders to every child's worker side."""
+
+    parts: list[msgspec.Raw] = msgspec.field(default_factory=list)
+    """One per child. In the scheduler's own process each is the child's metadata itself, not encoded."""
+
+    cancels: list[tuple[int, TransferKey]] = msgspec.field(default_factory=list)
+    """(child, transfer) of loads that begin in this step and are cancelled in it."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_handoffs = msgspec.msgpack.Decoder(list[bytes | None])
+_tickets = msgspec.msgpack.Decoder(Ticket)
+_handshakes = msgspec.msgpack.Decoder(list[Part])
+
+
+# --- keys between the worker sides and the scheduler side ---------------------------------------------------------
+
+
+def tag(child: int, key: TransferKey) -> TransferKey:
+    """A child's transfer among those of all children: what workers report, ranks aggregate and holds are named by."""
+    return (f"{child}:{key[0]}", key[1])
+
+
+def untag(key: TransferKey) -> tuple[int, TransferKey]:
+    """(child, its own key) of a tagged one."""
+    child, _, transfer_id = key[0].partition(":")
+    return int(child), (transfer_id, key[1])
+
+
+# --- blobs between engines ----------------------------------------------------------------------------------------
+
+
+def encode_handoff(payloads: Sequence[bytes | None]) -> bytes:
+    """A hand-off's payload: one per child; None: that child has nothing to give."""
+    return _encoder.encode(payloads)
+
+
+def bound_handoff(payloads: Sequence[bytes | None]) -> list[bytes | None]:
+    """Leave out the longest payloads until the hand-off is within its bound."""
+    kept = list(payloads)
+    while len(encode_handoff(kept)) > MAX_BLOB_BYTES:
+        longest = max(range(len(kept)), key=lambda i: len(kept[i] or b""))
+        kept[longest] = None
+    return kept
+
+
+def decode_handoff(payload: bytes, num_children: int) -> list[bytes | None] | None:
+    """The children's payloads; None: it is not a hand-off of so many."""
+    try:
+        payloads = decode_total(_handoffs, payload)
+    except MalformedMessage:
+        return None
+    return payloads if len(payloads) == num_children else None
+
+
+def encode_ticket(child: int, ticket: bytes) -> bytes:
+    """The ticket of the one child that gave one."""
+    return _encoder.encode(Ticket(child, ticket))
+
+
+def decode_ticket(ticket: bytes) -> Ticket | None:
+    """Whose ticket it is, and the ticket; None: it is malformed."""
+    try:
+        return decode_total(_tickets, ticket)
+    except MalformedMessage:
+        return None
+
+
+def encode_handshake(names: Sequence[str], blobs: Sequence[bytes]) -> bytes:
+    """A rank's part of the card: every child's, by name."""
+    return _encoder.encode([Part(name, blob) for name, blob in zip(names, blobs, strict=True)])
+
+
+def split_card(card: EngineCard, children: Sequence[Child]) -> list[EngineCard] | str:
+    """A peer's card as each child would see it; or why there is none, with what the peer has instead."""
+    ranks: list[list[Part]] = []
+    for blob in card.rank_blobs:
+        try:
+            ranks.append(decode_total(_handshakes, blob))
+        except MalformedMessage:
+            return f"connector {card.connector}, whose card names no children"
+    names = [child.name for child in children]
+    for parts in ranks:
+        if [part.name for part in parts] != names:
+            return f"{card.connector} of {','.join(part.name for part in parts)}"
+    return [
+        msgspec.structs.replace(
+            card,
+            connector=child.name,
+            kind=child.connector.kind,
+            content_addressed=child.connector.content_addressed,
+            orders=child.connector.orders(),
+            rank_blobs=[parts[index].blob for parts in ranks],
+        )
+        for index, child in enumerate(children)
+    ]

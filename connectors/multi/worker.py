@@ -1,0 +1,89 @@
+"""The worker side of `multi`: every call goes to every child, and each result is reported under its child's key."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdkv.connectors.base import (
+    NO_TRANSFERS,
+    KVConnectorMetadata,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+    WorkerConnector,
+)
+from pdkv.connectors.multi.wire import Child, MultiMetadata, encode_handshake, split_card, tag
+from pdkv.wire.messages import EngineCard
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MultiWorker(WorkerConnector):
+    """The children's worker sides of one rank. What results mean together is for the scheduler side to say."""
+
+    def __init__(self, children: Sequence[Child], workers: Sequence[WorkerConnector]) -> None:
+        self._children = children
+        self.workers = workers
+        self._parts: list[KVConnectorMetadata] = []  # of the step that runs
+
+    def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
+        for worker in self.workers:
+            worker.register_kv_caches(kv_cache)
+
+    def handshake(self) -> bytes:
+        return encode_handshake([child.name for child in self._children], [w.handshake() for w in self.workers])
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        assert isinstance(meta, MultiMetadata)
+        self._parts = [
+            msgspec.msgpack.decode(part, type=child.connector.metadata_type) if isinstance(part, msgspec.Raw) else part
+            for child, part in zip(self._children, meta.parts, strict=True)
+        ]
+        for worker, part in zip(self.workers, self._parts, strict=True):
+            worker.start_load_kv(part)
+        for child, key in meta.cancels:
+            self.workers[child].cancel(key)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        for worker, part in zip(self.workers, self._parts, strict=True):
+            if part.needs_layer_hooks:
+                worker.wait_for_layer_load(layer)
+
+    def save_kv_layer(self, layer: int, kv_cache: "torch.Tensor", meta: KVConnectorMetadata) -> None:
+        for worker, part in zip(self.workers, self._parts, strict=True):
+            if part.needs_layer_hooks:
+                worker.save_kv_layer(layer, kv_cache, part)
+
+    def wait_for_save(self) -> None:
+        for worker in self.workers:
+            worker.wait_for_save()
+
+    def get_finished(self) -> TransferResults:
+        results = [worker.get_finished() for worker in self.workers]
+        if not any(results):
+            return NO_TRANSFERS
+        merged: tuple[dict[TransferKey, TransferOutcome], ...] = ({}, {}, {}, {})
+        for child, maps in enumerate(results):
+            for target, source in zip(merged, maps, strict=True):
+                target.update((tag(child, key), outcome) for key, outcome in source.items())
+        return TransferResults(*merged)
+
+    def cancel(self, key: TransferKey) -> None:
+        """Each child that knows the transfer answers; the others count an unknown one."""
+        for worker in self.workers:
+            worker.cancel(key)
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        """A peer whose card cannot be split is left out here; the scheduler side says so."""
+        new, gone = (
+            [cards for card in known if not isinstance(cards := split_card(card, self._children), str)]
+            for known in (added, removed)
+        )
+        for index, worker in enumerate(self.workers):
+            worker.update_peers([cards[index] for cards in new], [cards[index] for cards in gone])
+
+    def shutdown(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()

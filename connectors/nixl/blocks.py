@@ -1,0 +1,144 @@
+"""Whole blocks between engines of equal layout: large runs as they lie, the others, if they are many, by gathering."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+
+import numpy as np
+
+from pdkv.connectors.nixl.agent import NixlAgent
+from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
+from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
+from pdkv.connectors.nixl.options import NixlOptions
+from pdkv.connectors.nixl.wire import RankBlob
+from pdkv.connectors.transfer.planning import Ids, Run, run_starts
+from pdkv.connectors.transfer.units import UnitPart, UnitPool
+
+POST_BYTES = 8 * 1024 * 1024
+"""Of one post: between two of them a cancel, the deadline and a shutdown are seen."""
+
+PIECE_BYTES = 24 * 1024
+"""What a piece costs beside its bytes, in bytes: a call of the kernel."""
+
+_MIN_POST_BYTES = 1024 * 1024
+_POSTS = 8
+"""What helpers may share is cut into so many posts at least, as long as they are not smaller than that."""
+
+Post = tuple[Ids, Ids, Ids]
+"""Byte offsets at the source, at the destination, and sizes, of what is posted at once."""
+
+
+class BlockReader:
+    """Reads a peer's blocks into own ones. Thread-safe."""
+
+    def __init__(self, endpoint: NixlEndpoint, units: UnitPool, reader: GatherReader, options: NixlOptions) -> None:
+        self._endpoint = endpoint
+        self._units = units
+        self._reader = reader
+        self._options = options
+
+    def read_layers(
+        self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, layers: range, *, offer: int, guard: Guard
+    ) -> int:
+        """As `read`, some layers of the blocks only."""
+        num_layers, block_bytes = self._units.num_layers, blob.block_bytes
+        if len(layers) == num_layers:
+            return self.read(job, blob, theirs, ours, offer=offer, guard=guard)
+        num_bytes = block_bytes // num_layers * len(layers)
+        if theirs.size < self._options.gather_min_pieces or num_bytes >= self._options.gather_below:
+            self._read_pieces(job, blob, layer_pieces(theirs, ours, block_bytes, layers, num_layers), guard)
+        else:
+            units = [expand_blocks(blocks, self._units.units_per_block) for blocks in (theirs, ours)]
+            part = UnitPart(0, self._units.num_heads, layers.start, layers.stop)
+            self._reader.fetch(job, blob, Wanted(units[0], 0, units[1], part, offer, guard))
+        return int(theirs.size) * num_bytes
+
+    def read(
+        self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, *, offer: int = 0, guard: Guard = nullcontext
+    ) -> int:
+        """Read theirs[i] into ours[i].
+
+        Args:
+            offer: the peer's number for them, in a push.
+            guard: a context around each write into the own pool.
+
+        Returns:
+            The bytes.
+
+        Raises:
+            TransferError: the peer refuses or is gone, the job has to stop.
+        """
+        starts = run_starts(theirs, ours)
+        counts = np.diff(starts, append=theirs.size)
+        small_runs = counts * blob.block_bytes < self._options.gather_below
+        if np.count_nonzero(small_runs) < self._options.gather_min_pieces:
+            small_runs = np.zeros_like(small_runs)
+        large = starts[~small_runs]
+        table = np.stack([theirs[large], ours[large], counts[~small_runs]], axis=1) * blob.block_bytes
+        self._read_pieces(job, blob, table, guard)
+        if small_runs.any():
+            rest = np.repeat(small_runs, counts)
+            small = [expand_blocks(blocks[rest], self._units.units_per_block) for blocks in (theirs, ours)]
+            self._reader.fetch(job, blob, Wanted(small[0], 0, small[1], self._units.whole, offer, guard))
+        return int(theirs.size) * blob.block_bytes
+
+    def _read_pieces(self, job: Waiting, blob: RankBlob, table: Ids, guard: Guard) -> None:
+        endpoint, pool = self._endpoint, self._endpoint.pool
+        assert pool is not None
+
+        def read(post: Post, agent: NixlAgent | None) -> None:
+            theirs, ours, sizes = post
+            job.check()
+            with guard():
+                endpoint.read(
+                    blob, (pool, ours), (blob.pool, theirs), sizes, deadline=job.deadline, check=job.check, agent=agent
+                )
+
+        endpoint.read_together(blob, cut_pieces(table, _shared_post_bytes(table)), read)
+
+
+def cut_runs(runs: Sequence[Run], block_bytes: int) -> list[Post]:
+    """Runs of blocks as posts of at most about POST_BYTES."""
+    return cut_pieces(np.asarray(runs, dtype=np.int64).reshape(-1, 3) * block_bytes)
+
+
+def cut_layers(source: Ids, destination: Ids, block_bytes: int, layers: range, num_layers: int) -> list[Post]:
+    """Some layers of blocks source[i] and destination[i], one piece per block, as posts of about POST_BYTES."""
+    return cut_pieces(layer_pieces(source, destination, block_bytes, layers, num_layers))
+
+
+def layer_pieces(source: Ids, destination: Ids, block_bytes: int, layers: range, num_layers: int) -> Ids:
+    """Some layers of blocks source[i] and destination[i], (n, 3): source, destination and size in bytes."""
+    layer_bytes = block_bytes // num_layers
+    first, size = layers.start * layer_bytes, np.full(source.size, len(layers) * layer_bytes, dtype=np.int64)
+    return np.stack([source * block_bytes + first, destination * block_bytes + first, size], axis=1)
+
+
+def cut_pieces(table: Ids, limit: int = POST_BYTES) -> list[Post]:
+    """Pieces as posts that take about equally long, of at most about `limit` bytes.
+
+    Args:
+        table: (n, 3): source, destination and size of each, in bytes.
+    """
+    if not table.size:
+        return []
+    parts = -(-table[:, 2] // limit)  # of each piece
+    pieces = np.repeat(table, parts, axis=0)
+    offsets = (np.arange(len(pieces)) - np.repeat(np.cumsum(parts) - parts, parts)) * limit
+    sources, destinations, sizes = pieces[:, 0] + offsets, pieces[:, 1] + offsets, pieces[:, 2] - offsets
+    sizes = np.minimum(sizes, limit)
+    posts = (np.cumsum(sizes + PIECE_BYTES) - 1) // limit
+    cuts = [0, *(np.flatnonzero(np.diff(posts)) + 1).tolist(), len(posts)]
+    return [(sources[a:b], destinations[a:b], sizes[a:b]) for a, b in pairwise(cuts)]
+
+
+def _shared_post_bytes(table: Ids) -> int:
+    """The limit of posts that several threads take."""
+    wanted = int((table[:, 2] + PIECE_BYTES).sum()) // _POSTS
+    return min(max(wanted // _MIN_POST_BYTES, 1) * _MIN_POST_BYTES, POST_BYTES)
+
+
+def expand_blocks(block_ids: Ids, units_per_block: int) -> Ids:
+    """The units of whole blocks."""
+    units: Ids = (block_ids[:, None] * units_per_block + np.arange(units_per_block)).ravel()
+    return units

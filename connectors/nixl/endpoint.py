@@ -1,0 +1,435 @@
+"""One rank's end of the `nixl` connector: its agent, its registered memory, its peers, and the thread for messages."""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.nixl.agent import Memory, Message, NixlAgent
+from pdkv.connectors.nixl.doorbell import Doorbell
+from pdkv.connectors.nixl.helpers import Helper, Post, SharedPosts
+from pdkv.connectors.nixl.memory import (
+    PAGE_BYTES,
+    WORD_BYTES,
+    GenerationTable,
+    Permits,
+    RegisteredBuffers,
+    Slots,
+    region_of,
+)
+from pdkv.connectors.nixl.options import NixlOptions
+from pdkv.connectors.nixl.peers import NixlPeers, agent_name
+from pdkv.connectors.nixl.wire import BLOB_VERSION, RankBlob, Reset, Wire, decode, encode, encode_blob
+from pdkv.errors import MalformedMessage, PdkvError, PeerGone, TransferTimeout
+from pdkv.host.host_id import host_id
+from pdkv.host.huge_pages import use_huge_pages
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.uint8]
+A = TypeVar("A")
+M = TypeVar("M", bound=Wire)
+
+MAX_EARLY_MESSAGES = 1024
+_EARLY_S = 5.0
+"""Messages of agents whose card has not come yet are kept, so many for so long."""
+
+MAX_PERMITS = 4096
+"""Senders that may write into this rank's blocks, and offers of this rank, at a time."""
+
+_HOT_S = 0.002
+"""So long after a ring a message is due any moment."""
+
+_HOT_PAUSE_S = 0.00005
+_IDLE_PAUSE_S = 0.02
+"""For rings that got lost and peers on other hosts, which cannot ring."""
+
+_LOOK_S = 0.02
+"""So often who waits for a peer's answer looks whether it is still wanted."""
+
+_TICK_S = 0.2
+_JOIN_TIMEOUT_S = 5.0
+
+
+class Waiting(Protocol):
+    """What a transfer is for, and how long it may take: a job, or a part of one."""
+
+    @property
+    def deadline(self) -> float:
+        """Of time.monotonic()."""
+
+    def check(self) -> None:
+        """Raises TransferCancelled or TransferTimeout when it has to stop."""
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, above 0. Raises as `check` does."""
+
+
+def _none_open(agent: str) -> list[int]:
+    return []
+
+
+class NixlEndpoint:
+    """Thread-safe. On a step thread only what is marked so below, `register`, `blob` and `close` may be called."""
+
+    def __init__(self, config: ConnectorConfig, peers: NixlPeers, options: NixlOptions) -> None:
+        """Raises ConfigError where NIXL is missing."""
+        self.config = config
+        self.peers = peers
+        self.num_bad_messages = 0  # that no decoder or handler wants
+        self.num_unknown_agents = 0  # messages of agents that nobody has a card of
+        self.slot_bytes = options.slot_bytes
+        self._mode = options.mode
+        self._num_helpers = options.readers - 1
+        self._helpers: list[Helper] = []
+        self._agent = NixlAgent(
+            agent_name(config.engine, config.epoch, config.rank), progress_thread=options.progress_thread
+        )
+        self._doorbell = Doorbell()
+        self.slots = Slots(options.slots, options.slot_bytes)
+        # What is read from peers' slots, and behind it a slot's generation.
+        self.buffers = RegisteredBuffers(max(options.slots // 2, 2), options.slot_bytes + PAGE_BYTES)
+        self._buffer_region = self._agent.register(region_of(self.buffers.memory))
+        self._slot_region = self._agent.register(region_of(self.slots.memory))
+        self.permits = Permits(MAX_PERMITS)
+        self._permit_region = self._agent.register(region_of(self.permits.values))
+        self.pool: Memory | None = None
+        self._table: Memory | None = None
+        self._handlers: dict[type, Callable[[RankBlob, Any], None]] = {}
+        self._workers: list[Callable[[], bool]] = []
+        self._ticks: list[Callable[[], None]] = []
+        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._early: deque[tuple[float, Message]] = deque(maxlen=MAX_EARLY_MESSAGES)
+        self._open_requests: Callable[[str], list[int]] = _none_open
+        self._connecting = threading.Lock()
+        self._greeting: set[str] = set()  # agents that may be connected, but have not heard of our open requests
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="pdkv-nixl", daemon=True)
+
+    # --- set up -----------------------------------------------------------------------------------------------------
+
+    def register(self, kv_cache: "torch.Tensor", table: GenerationTable | None) -> None:
+        """Register the pool, and rank 0's table of generations. Raises ConfigError."""
+        if kv_cache.device.type == "cpu":
+            use_huge_pages(kv_cache.data_ptr(), kv_cache.nbytes)
+        kind, device = ("DRAM", 0) if kv_cache.device.type == "cpu" else ("VRAM", kv_cache.device.index or 0)
+        self.pool = self._agent.register(Memory(kv_cache.data_ptr(), kv_cache.nbytes, kind, device))  # type: ignore[arg-type]
+        if kind == "DRAM":
+            self._helpers = [
+                Helper(f"{self._agent.name}#{number}", self.pool, self._is_known, self._ring)
+                for number in range(1, self._num_helpers + 1)
+            ]
+        if table is not None:
+            self._table = self._agent.register(region_of(table.values))
+
+    def handle(self, kind: type[M], handler: Callable[[RankBlob, M], None]) -> None:
+        """Messages of that kind go there, on the message thread."""
+        self._handlers[kind] = handler
+
+    def add_work(self, work: Callable[[], bool]) -> None:
+        """A little work for the message thread; False: there is none now."""
+        self._workers.append(work)
+
+    def add_tick(self, tick: Callable[[], None]) -> None:
+        """Called on the message thread a few times a second."""
+        self._ticks.append(tick)
+
+    def report_open_requests(self, report: Callable[[str], list[int]]) -> None:
+        """Who knows which requests to an agent are open."""
+        self._open_requests = report
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._thread.start()
+
+    def blob(self) -> bytes:
+        """This rank's part of the engine's card."""
+        assert self.pool is not None, "register comes first"
+        blob = RankBlob(
+            version=BLOB_VERSION,
+            mode=self._mode,
+            agent=self._agent.name,
+            metadata=self._agent.metadata(),
+            host=host_id(),
+            doorbell=self._doorbell.address,
+            pool=self.pool,
+            block_bytes=self.config.layout.block_bytes,
+            slots=self._slot_region,
+            slot_bytes=self.slot_bytes,
+            permits=self._permit_region,
+            generations=self._table,
+        )
+        return encode_blob(blob)
+
+    # --- transfers and messages -------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        blob: RankBlob,
+        local: tuple[Memory, npt.NDArray[np.int64]],
+        remote: tuple[Memory, npt.NDArray[np.int64]],
+        sizes: npt.NDArray[np.int64] | int,
+        *,
+        deadline: float,
+        check: Callable[[], None],
+        agent: NixlAgent | None = None,
+    ) -> None:
+        """Read pieces of a peer's region, given as (region, offsets), into an own one. Raises TransferError.
+
+        Args:
+            agent: a helper's, which is connected.
+        """
+        if agent is None:
+            self._reach(blob)
+            agent = self._agent
+        agent.transfer(
+            "READ",
+            blob.agent,
+            local[0].pieces(local[1], sizes),
+            remote[0].pieces(remote[1], sizes),
+            deadline=deadline,
+            kinds=(local[0].kind, remote[0].kind),
+            check=check,
+        )
+
+    def read_together(
+        self, blob: RankBlob, posts: Sequence[Post], read: Callable[[Post, NixlAgent | None], None]
+    ) -> None:
+        """Have posts read by this thread, and by helpers where the peer is on this host.
+
+        Args:
+            read: reads one, by a helper's agent or (None) by the own one. Called on several threads.
+
+        Raises:
+            TransferError: of `read` on this thread. Nothing is read any more.
+        """
+        shared = SharedPosts(blob, posts, read)
+        if len(posts) > 1 and blob.pool.kind == "DRAM" and blob.host == host_id():
+            for helper in self._helpers:
+                helper.ask(shared)
+        shared.read_all()
+
+    def read_words(
+        self, blob: RankBlob, region: Memory, first: int, count: int, *, deadline: float, check: Callable[[], None]
+    ) -> npt.NDArray[np.int64]:
+        """Read `count` int64 words of a peer's region, from number `first` on. Raises TransferError."""
+        words = np.empty(count, dtype=np.int64)
+        with self.buffers.take(max(deadline - time.monotonic(), 0.001)) as buffer:
+            step = buffer.size // WORD_BYTES
+            local = np.asarray([self.buffer_offset(buffer)], dtype=np.int64)
+            for start in range(0, count, step):
+                size = min(step, count - start) * WORD_BYTES
+                remote = np.asarray([(first + start) * WORD_BYTES], dtype=np.int64)
+                self.read(blob, (self._buffer_region, local), (region, remote), size, deadline=deadline, check=check)
+                words[start : start + step] = buffer[:size].view(np.int64)
+        return words
+
+    def write(
+        self,
+        blob: RankBlob,
+        local: npt.NDArray[np.int64],
+        remote: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64] | int,
+        *,
+        deadline: float,
+        check: Callable[[], None],
+        notice: Wire | None = None,
+    ) -> None:
+        """Write pieces of the own pool into a peer's; `notice` arrives behind the data. Raises TransferError."""
+        assert self.pool is not None
+        self._reach(blob)
+        self._agent.transfer(
+            "WRITE",
+            blob.agent,
+            self.pool.pieces(local, sizes),
+            blob.pool.pieces(remote, sizes),
+            deadline=deadline,
+            kinds=(self.pool.kind, blob.pool.kind),
+            notification=b"" if notice is None else encode(notice),
+            check=check,
+        )
+        if notice is not None:
+            self._ring(blob)
+
+    def send(self, blob: RankBlob, message: Wire) -> None:
+        """Send a message, which arrives soon or never. Raises TransferError."""
+        self._reach(blob)
+        self._agent.send(blob.agent, encode(message))
+        self._ring(blob)
+
+    def try_send(self, blob: RankBlob, message: Wire) -> bool:
+        """Send where the peer is to be had. For messages that a peer's deadline makes up for."""
+        try:
+            self.send(blob, message)
+        except PdkvError as error:
+            logger.debug("no message to %s: %s", blob.agent, error)
+            return False
+        return True
+
+    def next_answer(self, job: Waiting, blob: RankBlob, answers: "queue.SimpleQueue[A]") -> A:
+        """Wait for what a handler puts there of a peer's words. Raises PeerGone, and what the job raises."""
+        while True:
+            try:
+                return answers.get(timeout=min(_LOOK_S, job.remaining_s()))
+            except queue.Empty:
+                if self.peers.agent(blob.agent) is None:
+                    raise PeerGone(f"agent {blob.agent} is gone") from None
+
+    def buffer_offset(self, buffer: Bytes) -> int:
+        """Where one of `buffers` lies in their region."""
+        return int(buffer.ctypes.data) - self._buffer_region.address
+
+    @property
+    def buffer_region(self) -> Memory:
+        """The region of `buffers`."""
+        return self._buffer_region
+
+    # --- the step thread --------------------------------------------------------------------------------------------
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run something on the message thread. Never blocks."""
+        self._posted.put(call)
+        self._doorbell.wake()
+
+    def meet(self, agents: list[str]) -> None:
+        """Peers have come: connect, soon, so that the first transfer need not wait for it."""
+
+        def connect() -> None:
+            for agent in agents:
+                if (blob := self.peers.agent(agent)) is not None:
+                    with contextlib.suppress(PdkvError):  # whoever needs it will hear why
+                        self._reach(blob)
+
+        self.post(connect)
+
+    def disconnect(self, agent: str) -> bool:
+        """Tear a peer's connection down; False: it has not ended yet. Does not wait."""
+        return self._agent.disconnect(agent, 0.0)
+
+    def forget(self, blobs: Sequence[RankBlob]) -> None:
+        """Peers are gone: tear their connections down, soon."""
+
+        def disconnect() -> None:
+            for blob in blobs:
+                self._doorbell.forget(blob.doorbell)
+                self._agent.disconnect(blob.agent)
+                for helper in self._helpers:
+                    helper.forget(blob.agent)
+
+        self.post(disconnect)
+
+    def close(self) -> None:
+        """End the thread and the agent. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._doorbell.wake()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error("thread %s does not end", self._thread.name)
+        for helper in self._helpers:
+            helper.close()
+        self._agent.close()
+        self._doorbell.close()
+        for users in (self._handlers, self._workers, self._ticks):  # they know the endpoint, and it them
+            users.clear()
+        self._open_requests = _none_open
+        del self.slots, self.buffers
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _reach(self, blob: RankBlob) -> None:
+        """Be connected to a peer. Raises PeerGone for one that is not known any more."""
+        if self._agent.is_connected(blob.agent) and blob.agent not in self._greeting:
+            return
+        with self._connecting:
+            if self._stopping or self.peers.agent(blob.agent) != blob:
+                raise PeerGone(f"agent {blob.agent} is not known")
+            if self._agent.is_connected(blob.agent):
+                return
+            if not self._agent.disconnect(blob.agent):
+                raise TransferTimeout(f"agent {blob.agent}: a transfer still uses the old connection")
+            self._greeting.add(blob.agent)  # no request may overtake the Reset, which would end it
+            try:
+                self._agent.connect(blob.agent, blob.metadata)
+                self._agent.send(blob.agent, encode(Reset(self._open_requests(blob.agent))))
+            finally:
+                self._greeting.discard(blob.agent)
+            self._ring(blob)
+        if self.peers.agent(blob.agent) is None:  # removed meanwhile
+            self._agent.disconnect(blob.agent)
+
+    def _is_known(self, blob: RankBlob) -> bool:
+        return not self._stopping and self.peers.agent(blob.agent) == blob
+
+    def _ring(self, blob: RankBlob) -> None:
+        if blob.host == host_id():
+            self._doorbell.ring(blob.doorbell)
+
+    def _run(self) -> None:
+        """The message thread."""
+        hot_until = next_tick = 0.0
+        while not self._stopping:
+            busy = False
+            try:
+                busy = self._receive()
+                while not self._posted.empty():
+                    self._posted.get()()
+                for work in self._workers:
+                    busy = work() or busy
+                if (now := time.monotonic()) >= next_tick:
+                    next_tick = now + _TICK_S
+                    for tick in self._ticks:
+                        tick()
+            except Exception:  # whatever it was, the next message is served
+                self.num_bad_messages += 1
+                logger.exception("agent %s", self._agent.name)
+            if busy:
+                hot_until = time.monotonic() + _HOT_S
+                continue
+            hot = time.monotonic() < hot_until
+            if self._doorbell.wait(_HOT_PAUSE_S if hot else _IDLE_PAUSE_S):
+                hot_until = time.monotonic() + _HOT_S
+
+    def _receive(self) -> bool:
+        messages = self._agent.receive()
+        early, now = list(self._early), time.monotonic()
+        self._early.clear()
+        for since, message in [*early, *((now, message) for message in messages)]:
+            blob = self.peers.agent(message.peer)
+            if blob is not None:
+                self._dispatch(blob, message.data)
+            elif now - since < _EARLY_S:
+                self._early.append((since, message))
+            else:
+                self.num_unknown_agents += 1
+        return bool(messages)
+
+    def _dispatch(self, blob: RankBlob, data: bytes) -> None:
+        try:
+            message = decode(data)
+        except MalformedMessage as error:
+            self.num_bad_messages += 1
+            logger.debug("a message of %s that is none of ours: %s", blob.agent, error)
+            return
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            self.num_bad_messages += 1
+            return
+        try:
+            handler(blob, message)
+        except (PdkvError, ValueError) as error:
+            self.num_bad_messages += 1
+            logger.debug("%s of %s: %s", type(message).__name__, blob.agent, error)

@@ -1,0 +1,199 @@
+"""Small pieces: the source gathers units into registered slots, the reader (fetch.py) reads slots whole.
+
+The source gathers the next chunk while the reader reads and scatters the last one.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdkv.connectors.nixl.endpoint import NixlEndpoint
+from pdkv.connectors.nixl.wire import Dropped, Freed, Gather, Gathered, RankBlob, Refused, Reset
+from pdkv.connectors.transfer.block_runs import expand_runs
+from pdkv.connectors.transfer.planning import Ids, as_ids
+from pdkv.connectors.transfer.units import UnitPart, UnitPool
+from pdkv.errors import KVNotFound
+
+MAX_UNITS = 2048
+"""Units of one request: scattered ones must fit into a message."""
+
+MAX_OPEN_REQUESTS = 256
+"""Of one peer, on the source's side; more are refused."""
+
+
+class Chunk(NamedTuple):
+    """Units [first, stop) of a request, and layers of them."""
+
+    first: int
+    stop: int
+    layer_start: int
+    layer_stop: int
+
+
+def plan_chunks(num_units: int, num_layers: int, layer_bytes: int, chunk_bytes: int) -> list[Chunk]:
+    """Cut units into chunks of at most `chunk_bytes`, by layers where one unit is too large. Both sides cut alike.
+
+    Args:
+        layer_bytes: of one layer of one unit's image.
+
+    Raises:
+        ValueError: not even one layer fits.
+    """
+    if layer_bytes > chunk_bytes:
+        raise ValueError(f"one layer of a unit has {layer_bytes} bytes, a slot {chunk_bytes}")
+    layers = min(chunk_bytes // layer_bytes, num_layers)
+    units = max(chunk_bytes // (layer_bytes * num_layers), 1)
+    return [
+        Chunk(first, min(first + units, num_units), layer, min(layer + layers, num_layers))
+        for first in range(0, num_units, units)
+        for layer in range(0, num_layers, layers)
+    ]
+
+
+def part_of(part: UnitPart, chunk: Chunk) -> UnitPart:
+    """What of a request's part a chunk brings, whose layers count from the part's first one."""
+    first = part.layer_start
+    return part._replace(layer_start=first + chunk.layer_start, layer_stop=first + chunk.layer_stop)
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """A reader's request: chunks that are still to be gathered, and slots that it has."""
+
+    blob: RankBlob
+    message: Gather
+    units: Ids
+    chunks: deque[tuple[int, Chunk]]
+    slots: set[int] = field(default_factory=set)
+
+
+class GatherSource:
+    """Gathers for peers, on the endpoint's message thread.
+
+    A slot is used again when its reader says so, or is gone: who reads later than that sees another generation.
+
+    Args:
+        guard: for an offer's number: whether its blocks may be read now, as a context. Raises KVNotFound.
+    """
+
+    def __init__(
+        self, endpoint: NixlEndpoint, units: UnitPool, guard: Callable[[int], AbstractContextManager[None]]
+    ) -> None:
+        self.num_gathered_bytes = 0
+        self._endpoint = endpoint
+        self._pool = units
+        self._guard = guard
+        self._requests: dict[tuple[str, int], _Request] = {}
+        self._turns: deque[_Request] = deque()  # requests with chunks to gather
+        num_slots = endpoint.slots.count
+        self._free = list(range(num_slots))
+        self._most = max(num_slots // 2, 1)  # slots of one peer: one that is stuck leaves some to others
+        endpoint.handle(Gather, self._on_gather)
+        endpoint.handle(Freed, self._on_freed)
+        endpoint.handle(Dropped, self._on_dropped)
+        endpoint.handle(Reset, self._on_reset)
+        endpoint.add_work(self._gather_next)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that nobody reads."""
+        return len(self._free)
+
+    def forget(self, agents: list[str]) -> None:
+        """These readers are gone. On the message thread."""
+        for key in [key for key in self._requests if key[0] in agents]:
+            self._end(key)
+
+    def _on_gather(self, blob: RankBlob, message: Gather) -> None:
+        try:
+            request = self._accept(blob, message)
+        except (KVNotFound, ValueError):
+            self._endpoint.try_send(blob, Refused(message.request, KVNotFound.code))
+            return
+        self._requests[blob.agent, message.request] = request
+        self._turns.append(request)
+
+    def _accept(self, blob: RankBlob, message: Gather) -> _Request:
+        """Raises KVNotFound or ValueError for what cannot be had here."""
+        num_units = sum(run.num_blocks for run in message.units)
+        expanded = expand_runs(message.units) if 0 < num_units <= MAX_UNITS else None
+        num_open = sum(agent == blob.agent for agent, _ in self._requests)
+        if expanded is None or num_open >= MAX_OPEN_REQUESTS or (blob.agent, message.request) in self._requests:
+            raise KVNotFound("no request that can be met")
+        units = as_ids(expanded[0])
+        part = message.part
+        if (
+            not 0 <= part.head_start < part.head_stop <= self._pool.num_heads
+            or not 0 <= part.layer_start < part.layer_stop <= self._pool.num_layers
+            or units.max() >= self._pool.num_units
+        ):
+            raise KVNotFound("no such units")
+        layer_bytes = self._pool.unit_bytes(part) // part.num_layers
+        chunk_bytes = min(message.chunk_bytes, self._endpoint.slot_bytes)
+        chunks = plan_chunks(units.size, part.num_layers, layer_bytes, chunk_bytes)
+        return _Request(blob, message, units, deque(enumerate(chunks)))
+
+    def _on_freed(self, blob: RankBlob, message: Freed) -> None:
+        request = self._requests.get((blob.agent, message.request))
+        if request is not None and message.slot in request.slots:
+            request.slots.remove(message.slot)
+            self._free.append(message.slot)
+
+    def _on_dropped(self, blob: RankBlob, message: Dropped) -> None:
+        self._end((blob.agent, message.request))
+
+    def _on_reset(self, blob: RankBlob, message: Reset) -> None:
+        keep = set(message.open_requests)
+        for agent, number in [key for key in self._requests if key[0] == blob.agent]:
+            if number not in keep:
+                self._end((agent, number))
+
+    def _end(self, key: tuple[str, int]) -> None:
+        request = self._requests.pop(key, None)
+        if request is not None:
+            self._free.extend(request.slots)
+            request.chunks.clear()
+
+    def _gather_next(self) -> bool:
+        """One chunk of the next request that may have a slot."""
+        for _ in range(len(self._turns)):
+            request = self._turns.popleft()
+            if not request.chunks:
+                continue
+            self._turns.append(request)
+            if self._free and self._slots_of(request.blob.agent) < self._most:
+                self._gather(request)
+                return True
+        return False
+
+    def _slots_of(self, agent: str) -> int:
+        return sum(len(request.slots) for (name, _), request in self._requests.items() if name == agent)
+
+    def _gather(self, request: _Request) -> None:
+        number, chunk = request.chunks.popleft()
+        message = request.message
+        part = part_of(message.part, chunk)
+        units = request.units[chunk.first : chunk.stop]
+        slot = self._free.pop()
+        request.slots.add(slot)
+        size = units.size * self._pool.unit_bytes(part)
+        try:
+            with self._guard(message.offer):
+                memory, generation = self._endpoint.slots.begin(slot)
+                self._pool.gather(units, part, memory[:size])
+        except KVNotFound as error:  # the offer is over; the reader may still be at an earlier slot
+            request.chunks.clear()
+            self._endpoint.try_send(request.blob, Refused(message.request, error.code))
+            return
+        self.num_gathered_bytes += size
+        if not self._endpoint.try_send(request.blob, Gathered(message.request, number, slot, generation)):
+            request.chunks.clear()  # its reader is gone or will time out: the slot stays its own until that is known
+
+
+def no_offer(offer: int) -> AbstractContextManager[None]:
+    """The guard of a source that offers nothing: what is leased may be read."""
+    if offer:
+        raise KVNotFound("nothing is offered here")
+    return nullcontext()

@@ -1,0 +1,94 @@
+"""The peers of one rank of the `nixl` connector: cards, and the parts of their ranks."""
+
+import os
+from collections.abc import Sequence
+
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.nixl.agent import TRANSPORTS
+from pdkv.connectors.nixl.wire import BLOB_VERSION, Mode, RankBlob, decode_blob
+from pdkv.connectors.peer.cards import Incarnation, PeerCards
+from pdkv.errors import IncompatiblePeers, MalformedMessage
+from pdkv.host.host_id import host_id
+from pdkv.wire.messages import EngineCard
+
+
+def agent_name(engine: str, epoch: str, rank: int) -> str:
+    """What a rank's agent is called: no two incarnations have one name."""
+    return f"{engine}/{epoch}/{rank}"
+
+
+class NixlPeers(PeerCards):
+    """Cards whose ranks can be reached by NIXL. Thread-safe."""
+
+    def __init__(self, config: ConnectorConfig, mode: Mode) -> None:
+        super().__init__(config)
+        self._mode = mode
+        self._ranks: dict[Incarnation, list[RankBlob]] = {}
+        self._agents: dict[str, RankBlob] = {}
+
+    def rank(self, engine: str, epoch: str, rank: int) -> RankBlob:
+        """How to reach one rank. Raises as `card`."""
+        with self._lock:
+            self._find((engine, epoch))
+            return self._ranks[engine, epoch][rank]
+
+    def agent(self, name: str) -> RankBlob | None:
+        """The rank that an agent is of; None: nobody's that is known."""
+        with self._lock:
+            return self._agents.get(name)
+
+    def ranks_of(self, engine: str, epoch: str) -> list[RankBlob]:
+        """The ranks of an incarnation that is known."""
+        with self._lock:
+            return list(self._ranks.get((engine, epoch), []))
+
+    def agents_of(self, engine: str, epoch: str) -> list[str]:
+        """Their agents."""
+        return [blob.agent for blob in self.ranks_of(engine, epoch)]
+
+    # --- under the lock -------------------------------------------------------------------------------------------
+
+    def _accept(self, peer: Incarnation, card: EngineCard) -> None:
+        super()._accept(peer, card)
+        ranks = _decode_ranks(card)
+        self._check(card, ranks)
+        self._ranks[peer] = ranks
+        self._agents.update((blob.agent, blob) for blob in ranks)
+
+    def _forget(self, peer: Incarnation) -> None:
+        super()._forget(peer)
+        for blob in self._ranks.pop(peer, ()):
+            self._agents.pop(blob.agent, None)
+
+    def _check(self, card: EngineCard, ranks: Sequence[RankBlob]) -> None:
+        """Raises IncompatiblePeers."""
+        own = self.config.engine
+        for rank, blob in enumerate(ranks):
+            pairs: list[tuple[str, object, object]] = [
+                ("version of the nixl connector", BLOB_VERSION, blob.version),
+                ("mode of the nixl connector", self._mode, blob.mode),
+                ("name of its agent", agent_name(card.engine, card.epoch, rank), blob.agent),
+                ("bytes per block", card.layout.block_bytes, blob.block_bytes),
+                ("bytes of its pool", card.num_blocks * blob.block_bytes, blob.pool.size),
+            ]
+            for what, expected, said in pairs:
+                if expected != said:
+                    raise IncompatiblePeers(
+                        f"{what} differs: {expected!r} is expected by engine {own}, engine {card.engine} has {said!r}"
+                    )
+            if blob.host != host_id() and os.environ.get("UCX_TLS", TRANSPORTS) == TRANSPORTS:
+                raise IncompatiblePeers(
+                    f"engine {card.engine} is on another host ({blob.host}, here {host_id()}): set UCX_TLS to "
+                    f"transports that join them, such as rc or tcp; it is {TRANSPORTS}"
+                )
+
+
+def _decode_ranks(card: EngineCard) -> list[RankBlob]:
+    if len(card.rank_blobs) != card.tp:
+        raise IncompatiblePeers(f"engine {card.engine} describes {len(card.rank_blobs)} ranks of {card.tp}")
+    try:
+        return [decode_blob(data) for data in card.rank_blobs]
+    except MalformedMessage as error:
+        raise IncompatiblePeers(
+            f"engine {card.engine} (connector {card.connector}): its card names no NIXL agent: {error}"
+        ) from error

@@ -1,0 +1,90 @@
+"""Pull over NIXL: decode reads leased blocks, then the generations; small or differently cut pieces are gathered."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.nixl.endpoint import NixlEndpoint
+from pdkv.connectors.nixl.fetch import Wanted
+from pdkv.connectors.nixl.gather import no_offer
+from pdkv.connectors.nixl.memory import GenerationTable
+from pdkv.connectors.nixl.options import NixlOptions
+from pdkv.connectors.nixl.peers import NixlPeers
+from pdkv.connectors.nixl.rank import NixlRank
+from pdkv.connectors.peer.pull import PullPiece, PullWorker
+from pdkv.connectors.transfer.planning import Ids, as_ids, unit_index
+from pdkv.connectors.transfer.units import UnitPart
+from pdkv.connectors.transfer.worker import Job
+from pdkv.errors import KVNotFound, TransferError
+from pdkv.wire.messages import EngineCard
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NixlPullWorker(PullWorker):
+    """Worker side of mode=pull."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        notify: Callable[[], None],
+        peers: NixlPeers,
+        endpoint: NixlEndpoint,
+        table: GenerationTable,
+        options: NixlOptions,
+    ) -> None:
+        super().__init__(config, notify, peers, timeout_s=options.transfer_timeout_s, lanes=options.lanes)
+        self.rank = NixlRank(endpoint, options)
+        self._ranks = peers
+        self._table = table
+
+    def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
+        """Register the pool with NIXL. Raises ConfigError."""
+        self.rank.open(kv_cache, self._table if self.config.rank == 0 else None, no_offer, self.wake_if_late)
+        self.rank.endpoint.start()
+        self.start_threads()
+
+    def handshake(self) -> bytes:
+        return self.rank.endpoint.blob()
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        update = super().update_peers
+        self.rank.update_peers(added, removed, lambda: update(added, removed))
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.rank.close()
+
+    def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
+        load, layout, peer = piece.load, self.config.layout, piece.card.layout
+        blob = self._ranks.rank(load.engine, load.epoch, piece.heads.peer_rank)
+        if load.unit != peer.block_size:
+            raise KVNotFound(f"engine {load.engine} is read by whole blocks only")
+        if layout == peer and load.start % layout.block_size == 0:
+            return self.rank.blocks.read(job, blob, as_ids(load.source), as_ids(load.block_ids))
+        try:
+            theirs = unit_index(load.source, peer.block_size, *_within(load.start, load.stop, peer.block_size))
+            ours = unit_index(load.block_ids, layout.block_size, *_within(load.start, load.stop, layout.block_size))
+        except ValueError as error:
+            raise TransferError(str(error)) from None
+        first, num_heads = piece.heads.first, piece.heads.num_heads
+        part = UnitPart(first, first + num_heads, 0, layout.num_layers)
+        return self.rank.reader.fetch(job, blob, Wanted(theirs, piece.heads.peer_first, ours, part))
+
+    def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:
+        """Read the span of rank 0's table that the blocks lie in."""
+        blob = self._ranks.rank(piece.load.engine, piece.load.epoch, 0)
+        if blob.generations is None:
+            raise KVNotFound(f"engine {piece.load.engine} shows no generations")
+        first, stop = int(blocks.min()), int(blocks.max()) + 1
+        words = self.rank.endpoint.read_words(
+            blob, blob.generations, first, stop - first, deadline=job.deadline, check=job.check
+        )
+        return words[blocks - first]
+
+
+def _within(start: int, stop: int, block_size: int) -> tuple[int, int]:
+    """Tokens [start, stop) as counted from the block that holds the first of them."""
+    first = start // block_size * block_size
+    return start - first, stop - first

@@ -1,0 +1,74 @@
+"""What the worker sides of both modes have: an endpoint, the pool as units, gathering for peers and from them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from pdkv.connectors.nixl.blocks import BlockReader
+from pdkv.connectors.nixl.endpoint import NixlEndpoint
+from pdkv.connectors.nixl.fetch import GatherReader
+from pdkv.connectors.nixl.gather import GatherSource
+from pdkv.connectors.nixl.memory import GenerationTable
+from pdkv.connectors.nixl.options import NixlOptions
+from pdkv.connectors.transfer.units import UnitPool
+from pdkv.wire.messages import EngineCard
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NixlRank:
+    """Opened with the pool; `units`, `source`, `reader` and `blocks` are there from then on."""
+
+    units: UnitPool
+    source: GatherSource
+    reader: GatherReader
+    blocks: BlockReader
+
+    def __init__(self, endpoint: NixlEndpoint, options: NixlOptions) -> None:
+        self.endpoint = endpoint
+        self._options = options
+        self._peers = endpoint.peers
+
+    def open(
+        self,
+        kv_cache: "torch.Tensor",
+        table: GenerationTable | None,
+        guard: Callable[[int], AbstractContextManager[None]],
+        tick: Callable[[], None],
+    ) -> None:
+        """Register the pool, and rank 0's table, with NIXL. Raises ConfigError.
+
+        Args:
+            guard: of GatherSource.
+            tick: called a few times a second, on the message thread.
+        """
+        self.endpoint.register(kv_cache, table)
+        self.units = UnitPool(kv_cache)
+        self.source = GatherSource(self.endpoint, self.units, guard)
+        self.reader = GatherReader(self.endpoint, self.units)
+        self.blocks = BlockReader(self.endpoint, self.units, self.reader, self._options)
+        self.endpoint.add_tick(tick)
+
+    def update_peers(
+        self, added: Sequence[EngineCard], removed: Sequence[EngineCard], change: Callable[[], None]
+    ) -> list[str]:
+        """Connect to who came and disconnect from who went, soon. `change` updates the cards.
+
+        Returns:
+            The agents that are gone.
+        """
+        ranks = [blob for card in removed for blob in self._peers.ranks_of(card.engine, card.epoch)]
+        gone = [blob.agent for blob in ranks]
+        change()
+        self.endpoint.meet([agent for card in added for agent in self._peers.agents_of(card.engine, card.epoch)])
+        if gone:
+            self.endpoint.forget(ranks)
+            self.endpoint.post(lambda: self.source.forget(gone))
+        return gone
+
+    def close(self) -> None:
+        """Close the endpoint, and let go of the pool. Idempotent."""
+        self.endpoint.close()
+        for name in ("units", "source", "reader", "blocks"):
+            self.__dict__.pop(name, None)

@@ -1,0 +1,191 @@
+"""What ranks of the `nixl` connector tell each other: their part of the engine's card, and messages (notifications)."""
+
+from typing import Literal
+
+import msgspec
+
+from pdkv.connectors.base import TransferKey
+from pdkv.connectors.nixl.agent import MAX_MESSAGE_BYTES, Memory
+from pdkv.connectors.nixl.doorbell import DoorbellAddress
+from pdkv.connectors.peer.push_worker import PieceRange
+from pdkv.connectors.transfer.block_runs import BlockRun
+from pdkv.connectors.transfer.units import UnitPart
+from pdkv.wire.decoding import decode_total
+
+BLOB_VERSION = 3
+
+Mode = Literal["pull", "push"]
+
+
+class RankBlob(msgspec.Struct, frozen=True, array_like=True):
+    """How a rank's KV is reached; travels in the engine's card. `host` is the boot's id."""
+
+    version: int
+    mode: Mode
+    agent: str  # engine/epoch/rank
+    metadata: bytes  # NIXL's, of the agent and the regions below
+    host: str
+    doorbell: DoorbellAddress
+    pool: Memory
+    block_bytes: int
+    slots: Memory  # what is gathered lies here, slot by slot; then their generations
+    slot_bytes: int
+    permits: Memory  # int64 words; see memory.py
+    generations: Memory | None = None  # rank 0: one int64 per block
+
+
+class _Wire(msgspec.Struct, frozen=True, array_like=True, tag_field="t"):
+    """Base of the messages."""
+
+
+class _AboutTransfer(_Wire, frozen=True):
+    """A message that names a transfer."""
+
+    transfer_id: str
+    attempt: int
+
+    @property
+    def key(self) -> TransferKey:
+        """(transfer_id, attempt)."""
+        return (self.transfer_id, self.attempt)
+
+
+# --- gathering: the reader asks, the source copies units into its slots, the reader reads those ---------------------
+
+
+class Gather(_Wire, frozen=True, tag=1):
+    """Gather units, in chunks of at most `chunk_bytes`, and tell of each. `offer`: only while that offer stands."""
+
+    request: int
+    units: list[BlockRun]
+    head_start: int  # as the source counts its heads
+    head_stop: int
+    layer_start: int
+    layer_stop: int
+    chunk_bytes: int
+    offer: int = 0
+
+    @property
+    def part(self) -> UnitPart:
+        """Of the source's units."""
+        return UnitPart(self.head_start, self.head_stop, self.layer_start, self.layer_stop)
+
+
+class Gathered(_Wire, frozen=True, tag=2):
+    """Chunk number `chunk` lies in a slot, as long as that has this generation."""
+
+    request: int
+    chunk: int
+    slot: int
+    generation: int
+
+
+class Refused(_Wire, frozen=True, tag=3):
+    """No (further) chunk comes."""
+
+    request: int
+    code: str
+
+
+class Freed(_Wire, frozen=True, tag=4):
+    """The slot has been read."""
+
+    request: int
+    slot: int
+
+
+class Dropped(_Wire, frozen=True, tag=5):
+    """The request is over: nothing of its slots is read any more."""
+
+    request: int
+
+
+class Reset(_Wire, frozen=True, tag=6):
+    """The first message of a new connection: the sender reads for these requests and no others."""
+
+    open_requests: list[int]
+
+
+# --- pushing ------------------------------------------------------------------------------------------------------
+
+
+class Begin(_AboutTransfer, frozen=True, tag=10):
+    """Sender: may I write into the blocks that the transfer's ticket names?"""
+
+
+class Granted(_AboutTransfer, frozen=True, tag=11):
+    """Receiver: yes, as long as the word `permit` in my memory is `nonce`; or no, for this reason."""
+
+    code: str = ""
+    permit: int = 0
+    nonce: int = 0
+
+
+class Wrote(_AboutTransfer, frozen=True, tag=12):
+    """Sender: this (as the receiver counts) is in. Behind the data it tells of."""
+
+    piece: PieceRange
+    num_bytes: int
+
+
+class Cancel(_AboutTransfer, frozen=True, tag=13):
+    """Receiver: write no more, and tell me when nothing can be written any more."""
+
+
+class Cancelled(_AboutTransfer, frozen=True, tag=14):
+    """Sender: nothing of mine is written any more."""
+
+
+class Offer(_AboutTransfer, frozen=True, tag=15):
+    """Sender: this can be read here, as long as the word `permit` is `nonce`."""
+
+    offer: int
+    permit: int
+    nonce: int
+    whole: bool  # blocks, of all heads, that are cut as the receiver's; else units
+    runs: list[BlockRun]
+    head_start: int  # as the sender counts
+    piece: PieceRange  # as the receiver counts
+
+
+class Taken(_Wire, frozen=True, tag=16):
+    """Receiver: I have what was offered, or never will."""
+
+    offer: int
+    code: str = ""
+
+
+Wire = (
+    Gather | Gathered | Refused | Freed | Dropped | Reset | Begin | Granted | Wrote | Cancel | Cancelled | Offer | Taken
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Wire] = msgspec.msgpack.Decoder(Wire)
+_blobs = msgspec.msgpack.Decoder(RankBlob)
+
+
+def encode(message: Wire) -> bytes:
+    """Msgpack of a message.
+
+    Raises:
+        ValueError: it is longer than a message may be.
+    """
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    return data
+
+
+def decode(data: bytes) -> Wire:
+    """Raises MalformedMessage for what is no message of ours."""
+    return decode_total(_decoder, data)
+
+
+def encode_blob(blob: RankBlob) -> bytes:
+    """A rank's part of the engine's card."""
+    return _encoder.encode(blob)
+
+
+def decode_blob(data: bytes) -> RankBlob:
+    """Raises MalformedMessage for what is none."""
+    return decode_total(_blobs, data)

@@ -1,0 +1,1 @@
+"""Point-to-point messages: NCCL between GPUs, Gloo between hosts without one."""

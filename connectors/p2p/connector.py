@@ -1,0 +1,50 @@
+"""The `p2p` connector: prefill ranks push KV to decode ranks over torch.distributed groups of two, made on demand.
+
+NCCL between GPUs, Gloo between CPUs, by the same code. Peers find each other by the addresses in their cards. Options:
+host (the address at which peers reach this host), timeout_s, handshake_timeout_s, idle_s, max_groups.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    KVConnector,
+    KVConnectorMetadata,
+    SchedulerConnector,
+    WorkerConnector,
+)
+from pdkv.connectors.p2p.options import P2POptions, P2PPeers
+from pdkv.connectors.p2p.worker import P2PWorker
+from pdkv.connectors.peer.push_worker import PushMetadata, PushScheduler
+from pdkv.errors import ConfigError
+from pdkv.wire.messages import ConnectorKind
+
+
+class P2PConnector(KVConnector):
+    """One rank's end of all groups."""
+
+    kind: ClassVar[ConnectorKind] = "push"
+    concurrent: ClassVar[bool] = True
+    metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        """Raises ConfigError for wrong options or block sizes, or a torch without torch.distributed."""
+        super().__init__(config, notify)
+        self.options = P2POptions.parse(config.options)
+        if config.layout.block_size % HASH_BLOCK_SIZE:
+            raise ConfigError(f"block_size must be a multiple of {HASH_BLOCK_SIZE}, got {config.layout.block_size}")
+        import torch.distributed
+
+        if not torch.distributed.is_available():
+            raise ConfigError("connector p2p needs torch.distributed, which this build of torch lacks: install another")
+        self._peers = P2PPeers(config)  # of both sides
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        return PushScheduler(self.config, self._peers)
+
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        """This process' rank's side; `rank` is the one that the connector was built for."""
+        assert rank == self.config.rank, "a connector is built for one rank"
+        return P2PWorker(self.config, self.notify, self.options, self._peers)

@@ -1,0 +1,257 @@
+"""Where a rank's `p2p` peers connect: a door that knows them, a thread per link, and bounds for all of them.
+
+Whatever comes in is either a link of a peer that knows the secret, or refused, counted and closed (peer/door.py).
+"""
+
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.p2p.group import Group, GroupFactory
+from pdkv.connectors.p2p.pieces import PieceBuffers
+from pdkv.connectors.p2p.wire import CHANNEL, Control, Offer, Welcome, refusal
+from pdkv.connectors.peer.auth import Hello, Party, Session
+from pdkv.connectors.peer.door import Door
+from pdkv.errors import PdkvError, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 64
+"""Links of peers for which there is no room yet."""
+
+
+BACKLOG = 1024
+"""Connections that the kernel keeps until the door's thread takes them: a burst of strangers fills no queue."""
+
+
+class LinkLimits(NamedTuple):
+    """Bounds and times of links."""
+
+    max_links: int
+    idle_s: float  # a link without traffic closes after so long
+    handshake_timeout_s: float
+
+
+class Link:
+    """One connection from a peer: its frames and its group. One thread serves it."""
+
+    def __init__(self, control: Control, peer: Party) -> None:
+        self.control = control
+        self.peer = peer
+        self.has_room = False  # among the links that are served
+        self.group: Group | None = None
+        self.is_idle = False
+        self.gives_way = False  # to another one: its next offer is not taken any more
+        self.buffers: PieceBuffers | None = None  # made for the first piece
+
+    def interrupt(self) -> None:
+        """By any thread: whatever the link's thread waits for, it wakes up, and the link ends."""
+        self.control.interrupt()
+        if self.group is not None:
+            self.group.interrupt()
+
+    def close(self) -> None:
+        """Tear the group down, then the connection. By the link's own thread."""
+        if self.group is not None:
+            self.group.close()
+        self.control.close()
+
+
+class LinkListener:
+    """Accepts links and serves each on a thread of its own.
+
+    Args:
+        serve: handles one offer on a link; an error that it raises closes the link.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        factory: GroupFactory,
+        secret: bytes,
+        limits: LinkLimits,
+        serve: Callable[[Link, Offer], None],
+    ) -> None:
+        """Raises OSError if the host's address cannot be listened on."""
+        self._num_failed = 0  # links that broke the rules
+        self._party = Party(config.engine, config.epoch, config.rank)
+        self._factory = factory
+        self._limits = limits
+        self._serve_offer = serve
+        self._changed = threading.Condition()  # guards what follows
+        self._links: set[Link] = set()
+        self._threads: set[threading.Thread] = set()
+        self._stopping = False
+        listener = socket.create_server((factory.host, 0), backlog=BACKLOG)
+        self.port: int = listener.getsockname()[1]
+        self.door = Door(
+            listener,
+            secret,
+            CHANNEL,
+            handshake_timeout_s=limits.handshake_timeout_s,
+            welcome=self._welcome,
+            name="pdkv-p2p-listen",
+        )
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that were no peer's, and links that broke the rules."""
+        return self.door.num_refused + self._num_failed
+
+    @property
+    def num_links(self) -> int:
+        """Links of peers."""
+        with self._changed:
+            return self._num_known()
+
+    def drop(self, engine: str, epoch: str) -> None:
+        """An incarnation is gone: its links end. Does not wait for them."""
+        with self._changed:
+            gone = [link for link in self._links if _is_of(link, engine, epoch)]
+        for link in gone:
+            link.control.interrupt()
+
+    def close(self, timeout_s: float) -> None:
+        """End all links and wait for their threads, for a bounded time. Idempotent."""
+        with self._changed:
+            self._stopping = True
+            links, threads = list(self._links), list(self._threads)
+            self._changed.notify_all()
+        for link in links:
+            link.control.interrupt()
+        deadline = time.monotonic() + timeout_s
+        if not self.door.close(timeout_s):
+            logger.error("the thread that accepts links does not end")
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+            if thread.is_alive():
+                logger.error("thread %s does not end", thread.name)
+
+    # --- threads --------------------------------------------------------------------------------------------------
+
+    def _welcome(self, connection: socket.socket, session: Session, source: str) -> None:
+        """A peer that is known, on the door's thread: a thread of its own serves it."""
+        peer = session.hello.source
+        link = Link(Control(connection, f"engine {peer.engine} rank {peer.rank} at {source}", session), peer)
+        name = f"pdkv-p2p-link-{peer.engine}-{peer.rank}"
+        thread = threading.Thread(target=self._serve, args=(link, session.hello), name=name, daemon=True)
+        with self._changed:
+            welcome = not self._stopping and len(self._links) - self._num_known() < MAX_WAITING
+            if welcome:
+                self._links.add(link)
+                self._threads.add(thread)
+        if not (welcome and self._start(link, thread)):
+            self._num_failed += 1
+            link.close()
+
+    def _start(self, link: Link, thread: threading.Thread) -> bool:
+        """Whether there was room for another thread."""
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("a link could not be served: %s", error)
+            with self._changed:
+                self._links.discard(link)
+                self._threads.discard(thread)
+            return False
+        return True
+
+    def _serve(self, link: Link, hello: Hello) -> None:
+        """One link's life."""
+        try:
+            if self._greet(link, hello):
+                self._serve_offers(link)
+        except Exception:  # a link must not take anything else with it
+            self._num_failed += 1
+            logger.exception("a link failed")
+        finally:
+            link.close()
+            with self._changed:
+                self._links.discard(link)
+                self._threads.discard(threading.current_thread())
+                self._changed.notify_all()
+
+    def _greet(self, link: Link, hello: Hello) -> bool:
+        """See whom the peer means, find room, and make the group. False: it came to nothing."""
+        limit_s = self._limits.handshake_timeout_s
+        timeout_s = hello.timeout_s if 0.0 <= hello.timeout_s <= limit_s else limit_s
+        try:
+            if hello.target != self._party:
+                raise StaleEpoch(f"this is {self._party}, not {hello.target}")
+            self._find_room(link, timeout_s)
+            link.control.send(Welcome(), timeout_s)
+            link.group = self._factory.make(link.control, rank=1, timeout_s=timeout_s)
+        except PdkvError as error:
+            self._refuse(link, error)
+            return False
+        return True
+
+    def _serve_offers(self, link: Link) -> None:
+        """Serve a link until it is idle for too long, its peer leaves, or something goes wrong."""
+        timeout_s = self._limits.handshake_timeout_s
+        for number in itertools.count():
+            with self._changed:
+                if self._stopping:
+                    return
+                link.is_idle = number > 0  # a new link is about to be used
+                self._changed.notify_all()
+            try:
+                frame = link.control.receive(timeout_s, idle_s=self._limits.idle_s if number else timeout_s)
+                with self._changed:
+                    link.is_idle = False
+                    if link.gives_way:
+                        return  # before the offer is accepted, so that the peer may repeat it on another link
+                if not isinstance(frame, Offer):
+                    raise TransferError(f"{type(frame).__name__} instead of an offer")
+                self._serve_offer(link, frame)
+            except (PeerGone, TransferCancelled, TransferTimeout) as error:
+                logger.debug("the link of engine %s rank %d ends: %s", link.peer.engine, link.peer.rank, error)
+                return
+            except PdkvError as error:
+                self._num_failed += 1
+                self._refuse(link, error)
+                return
+
+    def _refuse(self, link: Link, error: PdkvError) -> None:
+        """Say why, if the peer still listens."""
+        try:
+            link.control.send(refusal(error), self._limits.handshake_timeout_s)
+        except TransferError as problem:
+            logger.debug("a refusal did not arrive: %s", problem)
+
+    def _find_room(self, link: Link, timeout_s: float) -> None:
+        """Make the link one that is served. An idle one gives way where there are too many; else wait for one.
+
+        Raises:
+            TransferTimeout: all are busy for so long.
+        """
+
+        def has_room() -> bool:
+            return self._stopping or self._num_known() < self._limits.max_links or self._close_idle()
+
+        with self._changed:
+            if not self._changed.wait_for(has_room, timeout_s):
+                raise TransferTimeout(f"all {self._limits.max_links} groups are busy")
+            link.has_room = True
+
+    # --- under the lock -------------------------------------------------------------------------------------------
+
+    def _num_known(self) -> int:
+        return sum(link.has_room for link in self._links)
+
+    def _close_idle(self) -> bool:
+        """Ask an idle link to end. Always False: there is room when it has."""
+        idle = next((link for link in self._links if link.has_room and link.is_idle), None)
+        if idle is not None:
+            idle.is_idle, idle.gives_way = False, True
+            idle.control.interrupt()
+        return False
+
+
+def _is_of(link: Link, engine: str, epoch: str) -> bool:
+    return (link.peer.engine, link.peer.epoch) == (engine, epoch)

@@ -1,0 +1,208 @@
+"""The worker side of `p2p`: pieces out of this rank's pool over groups of two, and into it.
+
+Sending: each rank of a peer has a lane; its thread owns the link to it. Receiving: each link of a peer has a thread.
+A message lands only in a receive that was posted here, and a link that fails or stops in the middle of a piece is torn
+down, with what it has posted, before its transfer ends.
+"""
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdkv.connectors.base import ConnectorConfig, TransferKey
+from pdkv.connectors.p2p.group import GroupFactory
+from pdkv.connectors.p2p.listener import Link, LinkLimits, LinkListener
+from pdkv.connectors.p2p.moves import MovePlan, plan_receiving, plan_sending, receive_messages, send_messages
+from pdkv.connectors.p2p.options import P2POptions, P2PPeers
+from pdkv.connectors.p2p.outbound import Outbound
+from pdkv.connectors.p2p.pieces import PieceBuffers, PiecePool
+from pdkv.connectors.p2p.wire import Accepted, Address, Delivered, Offer, refusal
+from pdkv.connectors.peer.auth import SECRET_BYTES
+from pdkv.connectors.peer.push_worker import Incoming, PushPiece, PushWorker
+from pdkv.connectors.transfer.lanes import Lane, LaneConfig
+from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
+from pdkv.errors import KVNotFound, PdkvError, TransferCancelled, TransferError
+from pdkv.wire.messages import EngineCard
+
+if TYPE_CHECKING:
+    import torch
+
+REGISTRATION_S = 1.0
+"""How long an offer waits for its receive: another rank may have named the blocks before this one heard of them."""
+
+MAX_KNOWN_RECEIVES = 4096
+"""Receives that were registered once: an offer for one of them that has ended is refused at once."""
+
+
+class P2PWorker(PushWorker):
+    """One rank's side."""
+
+    def __init__(
+        self, config: ConnectorConfig, notify: Callable[[], None], options: P2POptions, peers: P2PPeers
+    ) -> None:
+        lanes = LaneConfig(
+            num_shared=0, idle_s=options.idle_s, max_lanes=options.max_groups, thread_name="pdkv-p2p-send"
+        )
+        super().__init__(config, notify, peers, timeout_s=options.timeout_s, lanes=lanes)
+        self.num_groups = 0  # made for sending, since the start
+        self.listener: LinkListener | None = None
+        self._p2p_peers = peers
+        self._options = options
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._pool: PiecePool | None = None
+        self._factory: GroupFactory | None = None
+        self._busy_lock = threading.Lock()
+        self._busy: dict[Job, set[Outbound | Link]] = {}  # links that a job's pieces travel on now
+        self._registered = threading.Condition()
+        self._known: OrderedDict[TransferKey, None] = OrderedDict()
+
+    def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
+        options = self._options
+        super().register_kv_caches(kv_cache)
+        self._pool = PiecePool(kv_cache, self.config.layout)
+        self._factory = GroupFactory(options.host, kv_cache.device.type, options.timeout_s)
+        limits = LinkLimits(options.max_groups, 2 * options.idle_s, options.handshake_timeout_s)
+        self.listener = LinkListener(self.config, self._factory, self._secret, limits, self._take)
+        self.start_threads()
+
+    def handshake(self) -> bytes:
+        assert self._factory is not None, "register_kv_caches comes first"
+        assert self.listener is not None
+        address = Address(self._factory.host, self.listener.port, self._secret, self._factory.backend)
+        return msgspec.msgpack.encode(address)
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        super().update_peers(added, removed)
+        if self.listener is not None:
+            for card in removed:
+                self.listener.drop(card.engine, card.epoch)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.listener is not None:
+            self.listener.close(JOIN_TIMEOUT_S)
+        self._factory = self._pool = None
+
+    # --- what has to stop -----------------------------------------------------------------------------------------
+
+    def interrupt(self, job: Job) -> bool:
+        """Break the links that the job is on, off the step thread; its threads then end it."""
+        if job in self._busy:  # without the lock: `_break` may hold it for as long as NCCL takes to abort
+            threading.Thread(target=self._break, args=(job,), name="pdkv-p2p-break", daemon=True).start()
+        return True
+
+    def _break(self, job: Job) -> None:
+        with self._busy_lock:  # no link goes on to another job meanwhile
+            for link in self._busy.get(job, ()):
+                link.interrupt()
+
+    @contextmanager
+    def _travels(self, job: Job, link: Outbound | Link) -> Iterator[None]:
+        """Let `interrupt` know where the job is. Raises TransferCancelled if it has to stop already."""
+        with self._busy_lock:
+            self._busy.setdefault(job, set()).add(link)
+        try:
+            if job.stop_code:
+                raise TransferCancelled("cancelled")
+            yield
+        finally:
+            with self._busy_lock:
+                links = self._busy[job]
+                links.discard(link)
+                if not links:
+                    del self._busy[job]
+
+    # --- sending --------------------------------------------------------------------------------------------------
+
+    def make_scratch(self, lane: Lane) -> Outbound:
+        assert self._factory is not None
+        return Outbound(self.config, self._options, self._p2p_peers, self._factory)
+
+    def close_scratch(self, lane: Lane, scratch: Outbound) -> None:
+        scratch.close()
+
+    def send(self, job: Job, piece: PushPiece, scratch: Outbound) -> int:
+        pool = self._pool
+        assert pool is not None
+        plan = plan_sending(piece, pool, self._options.timeout_s)
+        num_groups = scratch.num_groups
+        with self._travels(job, scratch):
+            control, group = scratch.offer(job, piece, plan.offer)
+            self.num_groups += scratch.num_groups - num_groups
+            try:
+                num_bytes = send_messages(job, plan, pool, group, _buffers_of(scratch, pool))
+                if not isinstance(control.expect(job.remaining_s()), Delivered):
+                    raise TransferError("the receiver did not say that it has the piece")
+                group.wait_for_all(job.remaining_s())
+            except BaseException:
+                scratch.close()  # the receiver waits for what will not come
+                raise
+        return num_bytes
+
+    # --- receiving ------------------------------------------------------------------------------------------------
+
+    def register(self, job: Job, incoming: Incoming) -> None:
+        with self._registered:
+            self._known[job.key] = None
+            self._known.move_to_end(job.key)
+            if len(self._known) > MAX_KNOWN_RECEIVES:
+                self._known.popitem(last=False)
+            self._registered.notify_all()
+
+    def _take(self, link: Link, offer: Offer) -> None:
+        """Receive a piece, on the link's thread. A refused offer leaves the link as it is.
+
+        Raises:
+            TransferError: the link cannot be used any more; its transfer has failed.
+        """
+        try:
+            job, plan = self._expect(offer)
+        except TransferError as error:
+            link.control.send(refusal(error), self._options.handshake_timeout_s)
+            return
+        timeout_s = min(offer.timeout_s, self._options.timeout_s)
+        try:
+            with self._travels(job, link):
+                link.control.send(Accepted(), timeout_s)
+                num_bytes = self._land_messages(job, plan, link, timeout_s)
+        except BaseException as error:
+            link.close()  # nothing lands from here on
+            self.leave(job)
+            code = error.code if isinstance(error, PdkvError) else TransferError.code
+            self.stop_jobs(lambda other: other is job, code)
+            raise
+        self.leave(job)
+        self.landed(job, offer.piece, num_bytes)
+        link.control.send(Delivered(), timeout_s)
+
+    def _expect(self, offer: Offer) -> tuple[Job, MovePlan]:
+        """The receive that an offer is for, entered, and its messages.
+
+        Raises:
+            TransferError: nobody wants that here.
+        """
+        key = (offer.transfer_id, offer.attempt)
+        with self._registered:
+            self._registered.wait_for(lambda: key in self._known, min(offer.timeout_s, REGISTRATION_S))
+        job, incoming = self.find_incoming(key)
+        plan = plan_receiving(offer, incoming, self.config.layout)
+        if not self.enter(job):
+            raise KVNotFound("the transfer has ended", transfer_id=key[0], attempt=key[1])
+        return job, plan
+
+    def _land_messages(self, job: Job, plan: MovePlan, link: Link, timeout_s: float) -> int:
+        pool, group = self._pool, link.group
+        if pool is None:
+            raise TransferCancelled("this engine stops")
+        assert group is not None
+        return receive_messages(job, plan, pool, group, _buffers_of(link, pool), timeout_s)
+
+
+def _buffers_of(end: Outbound | Link, pool: PiecePool) -> PieceBuffers:
+    end.buffers = end.buffers or pool.buffers()
+    return end.buffers

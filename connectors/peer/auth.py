@@ -1,0 +1,274 @@
+"""How the two ends of a connection come to know each other: challenge and response, then sealed headers.
+
+A listener has a secret, which is in its engine's card and nowhere else. Who dials says who it is and whom it means; the
+listener proves that it knows the secret, then the dialer does. The secret itself is never sent: whoever holds the port,
+or listens in, learns nothing. Both proofs and all keys cover everything that was said: the channel, both ends' names
+(engine, epoch, rank) and both nonces; so none of it can be replayed, or sent back to where it came from.
+
+    dialer                                  listener
+    Hello(channel, names, nonce)      →
+                                      ←     Challenge(nonce, proof)
+    Answer(proof)                     →
+    (from here on each message has a header with its number, length, digest and a MAC over those)
+
+`Acceptor` does no I/O, so that one thread can serve any number of strangers (door.py).
+"""
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from typing import NamedTuple
+
+import msgspec
+
+from pdkv.errors import MalformedMessage, PeerGone, TransferTimeout, Unauthenticated
+from pdkv.wire.decoding import decode_total
+
+VERSION = 1
+SECRET_BYTES = 32
+MAX_GREETING_BYTES = 1024
+_NONCE_BYTES = 32
+_LENGTH = struct.Struct("<H")
+_FIELDS = struct.Struct("<QQ16s")  # number, length, digest of the body
+_MAC_BYTES = 16
+HEADER_BYTES = _FIELDS.size + _MAC_BYTES
+
+
+class Party(msgspec.Struct, frozen=True, array_like=True):
+    """One rank of one incarnation of an engine."""
+
+    engine: str
+    epoch: str
+    rank: int
+
+
+class _Greeting(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of what is said before the ends know each other."""
+
+
+class Hello(_Greeting, frozen=True):
+    """Who dials, whom it means, and what for."""
+
+    version: int
+    channel: str
+    nonce: bytes
+    source: Party
+    target: Party
+    timeout_s: float  # how long the dialer waits
+
+
+class Challenge(_Greeting, frozen=True):
+    """The listener's nonce, and the proof that it knows the secret."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Answer(_Greeting, frozen=True):
+    """The dialer's proof."""
+
+    proof: bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_hellos: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
+_challenges: msgspec.msgpack.Decoder[Challenge] = msgspec.msgpack.Decoder(Challenge)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+class Seal:
+    """One direction of a connection whose ends know each other: headers are made at one end and opened at the other.
+
+    A header that was changed, repeated, left out or put elsewhere is found before its body is waited for.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._mac = hashlib.blake2b(key=key, digest_size=_MAC_BYTES)
+        self._number = 0
+
+    def make(self, length: int, digest: bytes) -> bytes:
+        """The header of the next message: HEADER_BYTES.
+
+        Args:
+            digest: 16 bytes that stand for the body, such as `digest_of` it.
+        """
+        fields = _FIELDS.pack(self._number, length, digest)
+        self._number += 1
+        return fields + self._tag(fields)
+
+    def open(self, header: bytes) -> tuple[int, bytes]:
+        """Length and digest of the next message.
+
+        Raises:
+            Unauthenticated: the peer has not made this header, or not as the next one.
+        """
+        fields, tag = header[: _FIELDS.size], header[_FIELDS.size :]
+        if not hmac.compare_digest(tag, self._tag(fields)):
+            raise Unauthenticated("a header's MAC is wrong")
+        number, length, digest = _FIELDS.unpack(fields)
+        if number != self._number:
+            raise Unauthenticated(f"message {number} instead of {self._number}")
+        self._number += 1
+        return length, digest
+
+    def _tag(self, fields: bytes) -> bytes:
+        mac = self._mac.copy()
+        mac.update(fields)
+        return mac.digest()
+
+
+def digest_of(body: bytes | bytearray | memoryview) -> bytes:
+    """16 bytes that stand for a body: nobody finds another body with the same ones."""
+    return hashlib.blake2b(body, digest_size=16).digest()
+
+
+class Session(NamedTuple):
+    """What both ends have agreed upon."""
+
+    hello: Hello
+    sending: Seal
+    receiving: Seal
+
+
+class Acceptor:
+    """The listener's end of one greeting: bytes in, bytes out; no I/O, and a bounded amount of memory."""
+
+    def __init__(self, secret: bytes, channel: str) -> None:
+        self.session: Session | None = None  # once the dialer has proven itself
+        self._secret = secret
+        self._channel = channel
+        self._buffer = b""
+        self._transcript = b""
+        self._hello: Hello | None = None
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what has come; returns what to send.
+
+        Raises:
+            Unauthenticated: whoever that is, it does not know the secret, or speaks something else.
+        """
+        self._buffer += data
+        reply = b""
+        while self.session is None:
+            body = self._next_greeting()
+            if body is None:
+                return reply
+            try:
+                if self._hello is None:
+                    reply += self._challenge(decode_total(_hellos, body), body)
+                else:
+                    self._finish(decode_total(_answers, body), self._hello)
+            except MalformedMessage as error:
+                raise Unauthenticated(f"not a greeting: {error}") from None
+        if self._buffer:
+            raise Unauthenticated("unexpected data behind the greeting")
+        return reply
+
+    def _next_greeting(self) -> bytes | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self._buffer)
+        if not 0 < size <= MAX_GREETING_BYTES:
+            raise Unauthenticated(f"a greeting of {size} bytes")
+        end = _LENGTH.size + size
+        if len(self._buffer) < end:
+            return None
+        body, self._buffer = self._buffer[_LENGTH.size : end], self._buffer[end:]
+        return body
+
+    def _challenge(self, hello: Hello, body: bytes) -> bytes:
+        if hello.version != VERSION or hello.channel != self._channel or len(hello.nonce) != _NONCE_BYTES:
+            raise Unauthenticated(f"channel {hello.channel[:32]!r}, version {hello.version}")
+        self._hello = hello
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._transcript = _transcript(body, nonce)
+        return _greeting(Challenge(nonce, _derive(self._secret, "listener's proof", self._transcript)))
+
+    def _finish(self, answer: Answer, hello: Hello) -> None:
+        expected = _derive(self._secret, "dialer's proof", self._transcript)
+        if not hmac.compare_digest(answer.proof, expected):
+            raise Unauthenticated("the dialer does not know the secret")
+        self.session = _session(self._secret, hello, self._transcript, dials=False)
+
+
+def dial(
+    connection: socket.socket, secret: bytes, channel: str, source: Party, target: Party, timeout_s: float
+) -> Session:
+    """The dialer's end of a greeting, on a connection that has just been made. Blocks up to `timeout_s`.
+
+    Raises:
+        Unauthenticated: whoever listens there does not know the secret, which it has not learnt.
+        PeerGone: the connection was closed.
+        TransferTimeout: the other end is silent.
+    """
+    deadline = time.monotonic() + timeout_s
+    hello = Hello(VERSION, channel, secrets.token_bytes(_NONCE_BYTES), source, target, timeout_s)
+    body = _encoder.encode(hello)
+    _send(connection, _frame(body), deadline)
+    (size,) = _LENGTH.unpack(_read(connection, _LENGTH.size, deadline))
+    if not 0 < size <= MAX_GREETING_BYTES:
+        raise Unauthenticated(f"engine {target.engine}: a greeting of {size} bytes")
+    try:
+        challenge = decode_total(_challenges, _read(connection, size, deadline))
+    except MalformedMessage as error:
+        raise Unauthenticated(f"engine {target.engine}: not a greeting: {error}") from None
+    transcript = _transcript(body, challenge.nonce)
+    expected = _derive(secret, "listener's proof", transcript)
+    if len(challenge.nonce) != _NONCE_BYTES or not hmac.compare_digest(challenge.proof, expected):
+        raise Unauthenticated(
+            f"whatever listens in place of engine {target.engine} rank {target.rank} does not know its secret"
+        )
+    _send(connection, _greeting(Answer(_derive(secret, "dialer's proof", transcript))), deadline)
+    return _session(secret, hello, transcript, dials=True)
+
+
+def _session(secret: bytes, hello: Hello, transcript: bytes, *, dials: bool) -> Session:
+    there = Seal(_derive(secret, "dialer to listener", transcript))
+    back = Seal(_derive(secret, "listener to dialer", transcript))
+    return Session(hello, there, back) if dials else Session(hello, back, there)
+
+
+def _transcript(hello: bytes, nonce: bytes) -> bytes:
+    """Everything that was said before the proofs."""
+    return hashlib.sha256(_frame(hello) + nonce).digest()
+
+
+def _derive(secret: bytes, purpose: str, transcript: bytes) -> bytes:
+    return hmac.digest(secret, f"pdkv {VERSION} {purpose}\0".encode() + transcript, "sha256")
+
+
+def _frame(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body
+
+
+def _greeting(greeting: _Greeting) -> bytes:
+    return _frame(_encoder.encode(greeting))
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    try:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        connection.sendall(data)
+    except TimeoutError:
+        raise TransferTimeout("the other end did not read the greeting in time") from None
+    except OSError as error:
+        raise PeerGone(f"the connection ended during the greeting: {error.strerror}") from error
+
+
+def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        try:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+            part = connection.recv(size - len(data))
+        except TimeoutError:
+            raise TransferTimeout("the other end did not answer the greeting in time") from None
+        except OSError as error:
+            raise PeerGone(f"the connection ended during the greeting: {error.strerror}") from error
+        if not part:
+            raise PeerGone("the connection was closed during the greeting")
+        data += part
+    return data

@@ -1,0 +1,217 @@
+"""A socket on which peers connect and strangers may: one thread finds out who is who, and no stranger costs a peer.
+
+Strangers have a small pool of their own: so many, so many of one source, for so long; where it is full the one that
+waits longest makes room. Only who has proven that it knows the secret (auth.py) leaves the pool.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdkv.connectors.peer.auth import Acceptor, Session
+from pdkv.errors import Unauthenticated
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS = 128
+MAX_STRANGERS_PER_SOURCE = 96
+"""One host, or one user of this one, leaves others some room; and as many peers as have links may come at once."""
+
+_ACCEPTS_PER_TURN = 32
+_PAUSE_S = 0.1
+"""Without descriptors, and without a stranger to take one from, nobody is accepted for so long."""
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """A connection that has not said who it is."""
+
+    connection: socket.socket
+    source: str
+    acceptor: Acceptor
+    deadline: float
+
+
+class Door:
+    """Accepts connections and knows their peers.
+
+    Args:
+        listener: TCP or unix; owned from now on. On a unix socket only processes of this user get so far.
+        secret: of this rank; channel: what the connections are for.
+        handshake_timeout_s: a stranger has so long.
+        welcome: called on the door's thread with a connection (blocking) whose peer is known, the session, and a name
+            for logs. It owns the connection; it must not block.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        channel: str,
+        *,
+        handshake_timeout_s: float,
+        welcome: Callable[[socket.socket, Session, str], None],
+        name: str,
+    ) -> None:
+        self.num_refused = 0  # strangers that did not know the secret, were late, or made room
+        self._listener = listener
+        self._secret = secret
+        self._channel = channel
+        self._timeout_s = handshake_timeout_s
+        self._welcome = welcome
+        self._strangers: OrderedDict[int, _Stranger] = OrderedDict()  # by descriptor, the oldest first
+        self._paused_until = 0.0
+        self._stopping = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def num_strangers(self) -> int:
+        """Connections whose peer is not known yet."""
+        return len(self._strangers)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread and all strangers; False: it does not end in time. Idempotent."""
+        if not self._stopping:
+            self._stopping = True
+            os.eventfd_write(self._wake, 1)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                try:
+                    self._turn()
+                except Exception:  # whatever it was, the next one is served
+                    logger.exception("a connection could not be served")
+                    threading.Event().wait(_PAUSE_S)
+        finally:
+            for stranger in list(self._strangers.values()):
+                self._close(stranger)
+            self._selector.close()
+            self._listener.close()
+            os.close(self._wake)
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self._wait_s()):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fd == self._wake:
+                return
+            elif (stranger := self._strangers.get(key.fd)) is not None:
+                self._hear(stranger)
+        now = time.monotonic()
+        while self._strangers and (oldest := next(iter(self._strangers.values()))).deadline <= now:
+            self._refuse(oldest, "the handshake took too long")
+        if self._paused_until and now >= self._paused_until:
+            self._paused_until = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _wait_s(self) -> float | None:
+        """Until something is due."""
+        due = [next(iter(self._strangers.values())).deadline] if self._strangers else []
+        due += [self._paused_until] if self._paused_until else []
+        return max(min(due) - time.monotonic(), 0.0) if due else None
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._make_room_after(error)
+                return  # or the connection has gone meanwhile
+            source = self._source_of(connection, address)
+            if source is None:
+                self.num_refused += 1
+                connection.close()
+                continue
+            self._make_room(source)
+            connection.setblocking(False)
+            stranger = _Stranger(
+                connection, source, Acceptor(self._secret, self._channel), time.monotonic() + self._timeout_s
+            )
+            self._strangers[connection.fileno()] = stranger
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _source_of(self, connection: socket.socket, address: object) -> str | None:
+        """Where a connection comes from; None: from another user of this host, who has no business here."""
+        if connection.family != socket.AF_UNIX:
+            return str(address[0]) if isinstance(address, tuple) else str(address)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(credentials)
+        return f"uid {uid}" if uid == os.geteuid() else None
+
+    def _make_room(self, source: str) -> None:
+        """For one more of a source: the oldest of the same one goes, or the oldest of all."""
+        same = [stranger for stranger in self._strangers.values() if stranger.source == source]
+        if len(same) >= MAX_STRANGERS_PER_SOURCE:
+            self._refuse(same[0], "too many connections from its address")
+        elif len(self._strangers) >= MAX_STRANGERS:
+            self._refuse(next(iter(self._strangers.values())), "too many connections")
+
+    def _make_room_after(self, error: OSError) -> None:
+        """No descriptor for who connects: a stranger gives its own back, or the door rests."""
+        if self._strangers:
+            self._refuse(next(iter(self._strangers.values())), "no file descriptors are left")
+            return
+        logger.warning("cannot accept connections: %s", error.strerror)
+        self._selector.unregister(self._listener)
+        self._paused_until = time.monotonic() + _PAUSE_S
+
+    def _hear(self, stranger: _Stranger) -> None:
+        try:
+            data = stranger.connection.recv(4096)
+            if not data:
+                raise Unauthenticated("it left")
+            reply = stranger.acceptor.feed(data)
+            if reply and stranger.connection.send(reply) != len(reply):
+                raise Unauthenticated("it does not read")
+        except BlockingIOError:
+            return  # what was ready was another one's, which had this descriptor before
+        except (Unauthenticated, OSError) as error:
+            self._refuse(stranger, str(error))
+            return
+        if stranger.acceptor.session is not None:
+            self._forget(stranger)
+            try:
+                stranger.connection.setblocking(True)
+                self._welcome(stranger.connection, stranger.acceptor.session, stranger.source)
+            except Exception:  # one connection must not take the door with it
+                logger.exception("a connection from %s could not be served", stranger.source)
+                stranger.connection.close()
+
+    def _refuse(self, stranger: _Stranger, why: str) -> None:
+        self.num_refused += 1
+        logger.debug("a connection from %s was refused: %s", stranger.source, why)
+        self._close(stranger)
+
+    def _close(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.connection.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger.connection.fileno()]
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(stranger.connection)

@@ -1,0 +1,261 @@
+"""Pull, whatever the transport: prefill keeps blocks under lease and names them, decode reads them.
+
+A hand-off's payload is the blocks' runs with their generations (block_runs.py). The reader takes the generations
+again *after* the data: what was reused meanwhile is refused, never applied.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pdkv.connectors.base import (
+    ASK_AGAIN,
+    NO_MATCH,
+    ConnectorConfig,
+    Finished,
+    KVConnectorMetadata,
+    MatchedTokens,
+    RequestView,
+    SchedulerConnector,
+    SchedulerView,
+    TransferKey,
+    TransferResults,
+)
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.peer.cards import PeerCards
+from pdkv.connectors.peer.worker import PeerWorker
+from pdkv.connectors.transfer.block_runs import decode_blocks, encode_blocks
+from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, blocks_of, reader_parts
+from pdkv.connectors.transfer.worker import Job, Task
+from pdkv.errors import KVNotFound, PdkvError, StaleGeneration
+from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff
+
+
+class BlockLoad(msgspec.Struct, frozen=True):
+    """Copy tokens [start, stop) of a request from a peer's pool into `block_ids`."""
+
+    key: TransferKey
+    engine: str
+    epoch: str
+    start: int
+    stop: int
+    unit: int  # tokens per source entry: the peer's block size, or the hash block size
+    source: Sequence[int]  # block * (peer's block size / unit) + position; the first one holds token `start`
+    generations: Sequence[int]  # of each entry's block when it was promised
+    block_ids: Sequence[int]  # the first one holds token `start`
+    is_handoff: bool = True  # else it was found by its content
+
+
+class PullMetadata(KVConnectorMetadata, kw_only=True):
+    """The loads that begin with a step."""
+
+    loads: Sequence[BlockLoad] = ()
+
+
+class Match(NamedTuple):
+    """What can be loaded, and from where: a BlockLoad before its blocks are known."""
+
+    engine: str
+    epoch: str
+    start: int
+    stop: int
+    unit: int
+    source: Sequence[int]
+    generations: Sequence[int]
+    is_handoff: bool = True
+
+
+class PullScheduler(SchedulerConnector):
+    """Scheduler side: names blocks and generations for hand-offs, and turns hand-offs into loads.
+
+    A subclass may find KV elsewhere, too (`match_content`), and ask more of a peer (`source_block_size`).
+    """
+
+    observes_steps: ClassVar[bool] = False
+
+    def __init__(self, config: ConnectorConfig, table: BlockTable, peers: PeerCards) -> None:
+        self.config = config
+        self.block_size = config.layout.block_size
+        self.peers = peers
+        self._table = table
+        self._found: dict[TransferKey, Match] = {}  # by content: of the last question, until blocks are allocated
+        self._queued: dict[TransferKey, BlockLoad] = {}  # for the next metadata
+        self._loading: set[TransferKey] = set()  # queued or with the worker
+
+    # --- what a subclass may say ----------------------------------------------------------------------------------
+
+    def match_content(self, request: RequestView, start: int) -> Match | None:
+        """KV of tokens from `start` on that some peer has, for a request without a hand-off."""
+        return None
+
+    def source_block_size(self, engine: str, epoch: str) -> int | None:
+        """Tokens per block of a peer that can be read; None: it cannot."""
+        return self.peers.card(engine, epoch).layout.block_size if self.peers.knows(engine, epoch) else None
+
+    # --- the interface --------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
+        self._found.pop(request.transfer_key, None)
+        if request.kv == "await_peer":
+            if request.handoff is None:
+                return NO_MATCH if request.kv_ready is False else ASK_AGAIN
+            match = self._match_handoff(request.handoff, num_computed_tokens, request.num_wanted)
+        else:
+            match = self.match_content(request, num_computed_tokens)
+            if match is not None:
+                self._found[request.transfer_key] = match
+        return NO_MATCH if match is None else MatchedTokens(match.stop - match.start)
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    ) -> bytes | None:
+        """Queue the load. Every queued load is answered, by success or failure."""
+        key = request.transfer_key
+        match = self._found.pop(key, None)
+        if num_external_tokens <= 0 or key in self._loading:
+            return None
+        start = request.num_local_hit
+        if request.handoff is not None:
+            match = self._match_handoff(request.handoff, start, start + num_external_tokens)
+        if match is None:  # nothing was found: a load without a source fails with a reason
+            match = Match("", "", start, start + num_external_tokens, self.block_size, [], [])
+        stop = min(match.start + num_external_tokens, match.stop)
+        num_sources = -(-stop // match.unit) - match.start // match.unit
+        own = blocks_of(match.start, stop, self.block_size)
+        self._queued[key] = BlockLoad(
+            key=key,
+            engine=match.engine,
+            epoch=match.epoch,
+            start=match.start,
+            stop=stop,
+            unit=match.unit,
+            source=match.source[:num_sources],
+            generations=match.generations[:num_sources],
+            block_ids=list(block_ids[own.start : own.stop]),
+            is_handoff=match.is_handoff,
+        )
+        self._loading.add(key)
+        return None
+
+    def build_connector_meta(self, view: SchedulerView) -> PullMetadata:
+        for keys in (view.finished, view.aborted, view.preempted):
+            for key in keys:
+                self._found.pop(key, None)
+        loads, self._queued = list(self._queued.values()), {}
+        return PullMetadata(step_id=view.step_id, loads=loads)
+
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+        self._found.pop(request.transfer_key, None)
+        if request.kv != "handoff":
+            return Finished(hold_blocks=False)
+        payload = encode_blocks(block_ids, [self._table.generation(block_id) for block_id in block_ids])
+        if len(payload) > MAX_BLOB_BYTES:  # too scattered to be named: decode computes it by itself, loudly
+            return Finished(hold_blocks=False, payload=b"")
+        return Finished(hold_blocks=True, payload=payload)
+
+    def update_connector_output(self, results: TransferResults) -> None:
+        self._loading.difference_update(results.finished_receiving, results.failed_receiving)
+
+    def update_peers(self, cards: Sequence[EngineCard]) -> None:
+        self.peers.replace(cards)
+
+    def shutdown(self) -> None:
+        self.peers.clear()
+        self._found.clear()
+
+    def _match_handoff(self, handoff: KVHandoff, start: int, stop: int) -> Match | None:
+        """Tokens [start, stop) of a hand-off, as far as it goes; None: it cannot be had."""
+        unit = self.source_block_size(handoff.engine, handoff.epoch)
+        blocks = decode_blocks(handoff.payload)
+        stop = min(stop, handoff.num_tokens)
+        if unit is None or blocks is None or start >= stop:
+            return None
+        wanted = blocks_of(start, stop, unit)
+        block_ids, generations = blocks
+        if wanted.stop > len(block_ids):
+            return None
+        part = slice(wanted.start, wanted.stop)
+        return Match(handoff.engine, handoff.epoch, start, stop, unit, block_ids[part], generations[part])
+
+
+# --- worker side --------------------------------------------------------------------------------------------------
+
+
+class PullPiece(NamedTuple):
+    """What one job reads: some heads of a load, from one rank of the peer."""
+
+    load: BlockLoad
+    card: EngineCard
+    heads: HeadPart
+
+    @property
+    def blocks(self) -> Ids:
+        """The peer's block of each source entry."""
+        return as_ids(self.load.source) // (self.card.layout.block_size // self.load.unit)
+
+
+class PullWorker(PeerWorker):
+    """Worker side above a transport: one job per load and peer rank, in that rank's lane.
+
+    A transport says how a piece is read (`read`) and how the generations of a peer's blocks are (`generations`).
+    """
+
+    @abstractmethod
+    def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
+        """Read a piece into the own pool, on an I/O thread. Returns the bytes; raises a TransferError."""
+
+    @abstractmethod
+    def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:
+        """The peer's generations of `blocks` now, read after everything that `read` has read."""
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        if isinstance(meta, PullMetadata):
+            for load in meta.loads:
+                self._start(load)
+
+    def run_job(self, job: Job, scratch: Any) -> int | None:
+        """Read, then check that nothing was reused meanwhile."""
+        piece: PullPiece = job.order
+        blocks = piece.blocks
+        num_known = len(piece.load.generations)
+        if not blocks.size or blocks.size != num_known or blocks.min() < 0 or blocks.max() >= piece.card.num_blocks:
+            raise KVNotFound(f"engine {piece.load.engine} has no such blocks")
+        num_bytes = self.read(job, piece, scratch)
+        self.check_generations(job, piece, scratch)
+        job.check()
+        return num_bytes
+
+    def check_generations(self, job: Job, piece: PullPiece, scratch: Any) -> None:
+        """Compare the peer's generations with those that were promised.
+
+        Raises:
+            StaleGeneration: it has reused a block.
+        """
+        load, blocks = piece.load, piece.blocks
+        stale = np.flatnonzero(self.generations(job, piece, blocks, scratch) != as_ids(load.generations))
+        if stale.size:
+            raise StaleGeneration(
+                f"engine {load.engine} reused {stale.size} of {blocks.size} blocks, the first {blocks[stale[0]]}",
+                transfer_id=load.key[0],
+                attempt=load.key[1],
+            )
+
+    def _start(self, load: BlockLoad) -> None:
+        """One job per rank of the peer that has something for this one."""
+        try:
+            if not load.source:
+                raise KVNotFound("no engine was found to have the blocks")
+            card = self.peers.card(load.engine, load.epoch)
+            heads = self.config.layout.kv_heads_of_all_ranks
+            parts = reader_parts(self.config.rank, self.config.tp, card.tp, heads)
+        except PdkvError as error:
+            self.refuse(load.key, "receive", error.code)
+            return
+        tasks = [
+            Task(PullPiece(load, card, part), lane=self.lane_of(load.engine, load.epoch, part.peer_rank))
+            for part in parts
+        ]
+        self.submit(load.key, "receive", tasks)

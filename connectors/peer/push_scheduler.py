@@ -1,0 +1,254 @@
+"""The scheduler side of push: tickets for what is wanted here, batches of what is wanted elsewhere.
+
+What a step computes goes out while it computes, layer by layer; what was computed before the ticket came, at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pdkv.connectors.base import (
+    NO_MATCH,
+    BlockHold,
+    ConfirmedRange,
+    ConnectorConfig,
+    Finished,
+    KVConnectorMetadata,
+    MatchedTokens,
+    RequestView,
+    ScheduledRange,
+    SchedulerConnector,
+    SchedulerView,
+    TransferKey,
+    TransferResults,
+)
+from pdkv.connectors.peer.cards import PeerCards
+from pdkv.connectors.transfer.block_runs import BlockRun, expand_runs, make_runs
+from pdkv.connectors.transfer.planning import blocks_of
+from pdkv.errors import MalformedMessage, TransferError
+from pdkv.wire.decoding import decode_total
+from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard
+
+
+class PushTicket(msgspec.Struct, frozen=True, array_like=True):
+    """Where tokens [start, stop) of a transfer are wanted: in the receiver's blocks, the first one holds `start`."""
+
+    engine: str
+    epoch: str
+    transfer_id: str
+    attempt: int
+    start: int
+    stop: int
+    runs: list[BlockRun]
+
+    @property
+    def key(self) -> TransferKey:
+        """(transfer_id, attempt)."""
+        return (self.transfer_id, self.attempt)
+
+    def block_ids(self, block_size: int) -> list[int]:
+        """The receiver's blocks, whose size its card says.
+
+        Raises:
+            TransferError: they are not as many as the tokens need.
+        """
+        expanded = expand_runs(self.runs)
+        if expanded is None or len(expanded[0]) != len(blocks_of(self.start, self.stop, block_size)):
+            raise TransferError(
+                f"a ticket of engine {self.engine} does not name its blocks", transfer_id=self.transfer_id
+            )
+        return expanded[0]
+
+
+_TICKETS = msgspec.msgpack.Decoder(PushTicket)
+
+
+def decode_ticket(data: bytes) -> PushTicket | None:
+    """A ticket; None: it is none."""
+    try:
+        ticket = decode_total(_TICKETS, data)
+    except MalformedMessage:
+        return None
+    return ticket if 0 <= ticket.start <= ticket.stop else None
+
+
+class PushSend(msgspec.Struct, frozen=True):
+    """One batch of a transfer: tokens [start, stop), which lie in `block_ids`, the first of which holds `start`."""
+
+    key: TransferKey
+    batch: TransferKey  # names this batch's hold on its source blocks
+    ticket: PushTicket
+    start: int
+    stop: int
+    block_ids: list[int]
+    during_step: bool = False  # this step computes the end of it: a layer may be sent when the step has computed it
+
+
+class PushMetadata(KVConnectorMetadata, kw_only=True):
+    """Receives to be registered and sends to be posted in this step."""
+
+    receives: list[PushTicket] = msgspec.field(default_factory=list)
+    refused: list[TransferKey] = msgspec.field(default_factory=list)  # loads for which no ticket could be made
+    unsendable: list[TransferKey] = msgspec.field(default_factory=list)  # sends whose tickets cannot be served
+    sends: list[PushSend] = msgspec.field(default_factory=list)
+    completed: list[TransferKey] = msgspec.field(default_factory=list)  # no further batch of these sends comes
+    dropped: list[TransferKey] = msgspec.field(default_factory=list)  # sends that nobody waits for any more
+
+
+@dataclass(slots=True)
+class _Sending:
+    """What of a ticket has been given to the worker."""
+
+    ticket: PushTicket | None  # None: what came was no ticket
+    num_sent: int = 0  # tokens [ticket.start, num_sent) are under way or delivered
+    num_valid: int = 0  # tokens [0, num_valid) are confirmed, or will be with steps in flight
+    num_batches: int = 0
+    completed: bool = False
+    failed: bool = False
+
+
+class PushScheduler(SchedulerConnector):
+    """Scheduler side: tickets for what is wanted here, batches of what is wanted elsewhere."""
+
+    def __init__(self, config: ConnectorConfig, peers: PeerCards) -> None:
+        self.config = config
+        self.block_size = config.layout.block_size
+        self.peers = peers
+        self._receives: list[PushTicket] = []
+        self._refused: list[TransferKey] = []
+        self._unsendable: list[TransferKey] = []
+        self._completed: list[TransferKey] = []
+        self._sending: dict[TransferKey, _Sending] = {}
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
+        if request.kv != "await_peer" or request.kv_ready is False:
+            return NO_MATCH
+        return MatchedTokens(request.num_wanted - num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    ) -> bytes | None:
+        """The ticket. Blocks too scattered to be named within its bound fail the load at once."""
+        if request.kv != "await_peer":
+            return None
+        start, stop = request.num_local_hit, request.num_local_hit + num_external_tokens
+        wanted = blocks_of(start, stop, self.block_size)
+        runs = make_runs(block_ids[wanted.start : wanted.stop])
+        ticket = PushTicket(self.config.engine, self.config.epoch, *request.transfer_key, start, stop, runs)
+        encoded = msgspec.msgpack.encode(ticket)
+        if len(encoded) > MAX_BLOB_BYTES:
+            self._refused.append(request.transfer_key)
+            return None
+        if num_external_tokens:
+            self._receives.append(ticket)
+        return encoded
+
+    def build_connector_meta(self, view: SchedulerView) -> PushMetadata:
+        for key in view.preempted:
+            if key in self._sending:
+                self._sending[key].num_valid = 0  # its steps in flight confirm nothing
+        batches = [self._confirmed_batch(confirmed) for confirmed in view.confirmed]
+        batches += [self._step_batch(scheduled) for scheduled in view.scheduled]
+        sends = [send for send in batches if send is not None]
+        dropped = [key for key in view.aborted if self._sending.pop(key, None) is not None]
+        receives, self._receives = self._receives, []
+        refused, self._refused = self._refused, []
+        unsendable, self._unsendable = self._unsendable, []
+        completed, self._completed = self._completed, []
+        return PushMetadata(
+            step_id=view.step_id,
+            needs_layer_hooks=any(send.during_step for send in sends),
+            receives=receives,
+            refused=refused,
+            unsendable=unsendable,
+            sends=sends,
+            completed=completed,
+            dropped=dropped,
+            holds=[BlockHold(send.batch, send.block_ids, send.key) for send in sends],
+        )
+
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+        return Finished(hold_blocks=request.kv == "handoff")
+
+    def update_connector_output(self, results: TransferResults) -> None:
+        for key in results.finished_sending:
+            self._sending.pop(key, None)
+        for key in results.failed_sending:
+            if key in self._sending:
+                self._sending[key].failed = True  # nothing more of it is sent; `aborted` forgets it
+
+    def update_peers(self, cards: Sequence[EngineCard]) -> None:
+        self.peers.replace(cards)
+
+    def shutdown(self) -> None:
+        self.peers.clear()
+        self._sending.clear()
+
+    def _confirmed_batch(self, confirmed: ConfirmedRange) -> PushSend | None:
+        """What of a confirmed range is wanted and has not been sent yet."""
+        sending = self._find_sending(confirmed.request)
+        if sending is None:
+            return None
+        key, ticket = confirmed.request.transfer_key, sending.ticket
+        if not sending.failed and (ticket is None or (confirmed.last and confirmed.stop < ticket.stop)):
+            sending.failed = True
+            self._unsendable.append(key)  # it wants what will never be here
+        sending.num_valid = max(sending.num_valid, confirmed.stop)
+        batch = self._next_batch(key, sending, confirmed.stop, confirmed.block_ids, is_all=confirmed.last)
+        # Not before the hand-off: what is told of the transfer's end is told of one that exists.
+        if confirmed.last and sending.num_batches and not (sending.completed or sending.failed):
+            sending.completed = True
+            self._completed.append(key)
+        return batch
+
+    def _step_batch(self, scheduled: ScheduledRange) -> PushSend | None:
+        """What of a step's tokens is wanted, if they are valid when they are computed.
+
+        They are unless something before them is not: a layerwise load that may fail, for example.
+        """
+        request = scheduled.request
+        sending = self._find_sending(request)
+        if sending is None or sending.ticket is None:
+            return None
+        sending.num_valid = max(sending.num_valid, request.num_local_hit)
+        if scheduled.start > sending.num_valid:
+            return None
+        sending.num_valid = max(sending.num_valid, scheduled.stop)
+        is_all = scheduled.stop >= sending.ticket.stop
+        key, block_ids = request.transfer_key, scheduled.block_ids
+        return self._next_batch(key, sending, scheduled.stop, block_ids, is_all=is_all, during_step=True)
+
+    def _find_sending(self, request: RequestView) -> _Sending | None:
+        """What is known of a request's transfer; None: nobody wants anything of it (yet)."""
+        if request.kv != "handoff" or request.ticket is None:
+            return None
+        sending = self._sending.get(request.transfer_key)
+        if sending is None:
+            ticket = decode_ticket(request.ticket)
+            sending = _Sending(ticket, ticket.start if ticket is not None else 0)
+            self._sending[request.transfer_key] = sending
+        return sending
+
+    def _next_batch(
+        self,
+        key: TransferKey,
+        sending: _Sending,
+        stop: int,
+        block_ids: Sequence[int],
+        *,
+        is_all: bool,
+        during_step: bool = False,
+    ) -> PushSend | None:
+        """What is wanted of tokens [0, stop) and has not been sent yet; a partial block only with all of it."""
+        ticket = sending.ticket
+        if ticket is None or sending.failed:
+            return None
+        stop = min(stop if is_all else stop // self.block_size * self.block_size, ticket.stop)
+        if stop <= sending.num_sent:
+            return None
+        start, sending.num_sent = sending.num_sent, stop
+        sending.num_batches += 1
+        batch = (f"{key[0]}/{sending.num_batches}", key[1])
+        blocks = blocks_of(start, stop, self.block_size)
+        return PushSend(key, batch, ticket, start, stop, list(block_ids[blocks.start : blocks.stop]), during_step)

@@ -1,0 +1,270 @@
+"""Push, whatever the transport: decode names the blocks that it has allocated in a ticket, prefill writes into them.
+
+The scheduler side is in push_scheduler.py. Here is the worker side: each rank of the sender gives each rank of the
+receiver the heads that they share, layer group by layer group while the step that computes them runs; the receiver has
+a transfer when all layers and heads of all its tokens are in.
+"""
+
+import math
+import threading
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import KVConnectorMetadata, TransferKey
+from pdkv.connectors.peer.push_scheduler import PushMetadata as PushMetadata  # what a connector needs besides
+from pdkv.connectors.peer.push_scheduler import PushScheduler as PushScheduler
+from pdkv.connectors.peer.push_scheduler import PushSend as PushSend
+from pdkv.connectors.peer.push_scheduler import PushTicket as PushTicket
+from pdkv.connectors.peer.worker import PeerWorker
+from pdkv.connectors.transfer.planning import HeadPart, sender_parts
+from pdkv.connectors.transfer.units import UnitPart
+from pdkv.connectors.transfer.worker import Job, Task
+from pdkv.errors import KVNotFound, PdkvError, PeerGone, TransferError
+from pdkv.wire.messages import EngineCard, KVLayout
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_LAYER_GROUPS = 8
+MIN_GROUP_BYTES = 2 << 20
+"""Of a rank's KV of one step: so many equal groups go out while it computes, unless they would be smaller."""
+
+STEP_TIMEOUT_S = 3600.0
+"""Of a send that waits for its layers: a step ends, or the process does. A send's own deadline counts from there."""
+
+RECEIVE_TIMEOUT_S = 3600.0
+"""A registered receive ends by its data or by a cancel: the engine's own deadline is the one that counts, since it
+knows whether prefill has begun. This is only the last resort."""
+
+
+class PushPiece(NamedTuple):
+    """What one job sends: some heads of some layers of a batch, to one rank of the receiver."""
+
+    send: PushSend
+    card: EngineCard  # the receiver's
+    heads: HeadPart
+    layers: range
+
+    @property
+    def part(self) -> UnitPart:
+        """Of the sender's units."""
+        heads, layers = self.heads, self.layers
+        return UnitPart(heads.first, heads.first + heads.num_heads, layers.start, layers.stop)
+
+
+class PieceRange(NamedTuple):
+    """Layers, heads and tokens [start, stop) of a transfer, as a rank of the receiver counts them."""
+
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+    start: int
+    stop: int
+
+    @property
+    def part(self) -> UnitPart:
+        """Of the receiver's units."""
+        first_head, first_layer = self.first_head, self.first_layer
+        return UnitPart(first_head, first_head + self.num_heads, first_layer, first_layer + self.num_layers)
+
+
+def range_of(piece: PushPiece) -> PieceRange:
+    """What a piece is for its receiver."""
+    heads, layers, send = piece.heads, piece.layers, piece.send
+    return PieceRange(layers.start, len(layers), heads.peer_first, heads.num_heads, send.start, send.stop)
+
+
+def layer_groups(num_layers: int, num_bytes: int) -> list[range]:
+    """Cut the layers of a step's KV, `num_bytes` in all, into groups that are sent when they are computed.
+
+    They are equal, but for the end: what is still to be sent behind the forward pass is as little as may be.
+    """
+    count = max(min(num_bytes // MIN_GROUP_BYTES, MAX_LAYER_GROUPS, num_layers), 1)
+    cuts = [i * num_layers // count for i in range(count + 1)]
+    while (left := cuts[-1] - cuts[-2]) > 1 and num_bytes * left // (2 * num_layers) >= MIN_GROUP_BYTES:
+        cuts.insert(-1, cuts[-1] - left // 2)
+    return [range(first, stop) for first, stop in pairwise(cuts)]
+
+
+class Incoming:
+    """A transfer to this rank: where its tokens go, and which layers and heads of which of them are in."""
+
+    def __init__(self, ticket: PushTicket, layout: KVLayout) -> None:
+        """Raises a TransferError for a ticket that names too few blocks."""
+        self.ticket = ticket
+        self.block_ids = ticket.block_ids(layout.block_size)  # the first one holds token ticket.start
+        self.num_bytes = 0
+        self._lock = threading.Lock()
+        self._unit = math.gcd(HASH_BLOCK_SIZE, layout.block_size)  # tokens that arrive together
+        shape = (layout.num_layers, layout.num_kv_heads, self._end(ticket.stop) - self._first(ticket.start))
+        self._arrived = np.zeros(shape, dtype=np.bool_)
+        self._num_missing = self._arrived.size
+
+    def check_range(self, piece: PieceRange) -> None:
+        """Check what a peer says that it sends.
+
+        Raises:
+            TransferError: it is not within what is wanted here.
+        """
+        ticket, (num_layers, num_heads, _) = self.ticket, self._arrived.shape
+        inside = 0 <= piece.first_layer < piece.first_layer + piece.num_layers <= num_layers
+        inside &= 0 <= piece.first_head < piece.first_head + piece.num_heads <= num_heads
+        inside &= ticket.start <= piece.start < piece.stop <= ticket.stop
+        if not inside:
+            raise TransferError(f"{piece} is not wanted")
+        if (piece.start % self._unit and piece.start != ticket.start) or (
+            piece.stop % self._unit and piece.stop != ticket.stop
+        ):
+            raise TransferError(f"{piece} is not cut at {self._unit} tokens")
+
+    def arrived(self, piece: PieceRange, num_bytes: int) -> bool:
+        """What `check_range` accepted is in its blocks; once more changes nothing. True: all is in."""
+        layers = slice(piece.first_layer, piece.first_layer + piece.num_layers)
+        heads = slice(piece.first_head, piece.first_head + piece.num_heads)
+        first = self._first(self.ticket.start)
+        units = slice(self._first(piece.start) - first, self._end(piece.stop) - first)
+        with self._lock:
+            part = self._arrived[layers, heads, units]
+            num_new = part.size - int(np.count_nonzero(part))
+            if num_new:
+                self.num_bytes += num_bytes
+                self._num_missing -= num_new
+                part[:] = True
+            return not self._num_missing
+
+    def _first(self, token: int) -> int:
+        return token // self._unit
+
+    def _end(self, token: int) -> int:
+        return -(-token // self._unit)
+
+
+class PushWorker(PeerWorker):
+    """Worker side above a transport: one job per batch, layer group and peer rank that is sent, one posted job that is
+    received.
+
+    A transport says how a piece is sent (`send`). What comes in calls `find_incoming`, writes between `enter` and
+    `leave`, or without them where the peer writes by itself, and then calls `landed`.
+    """
+
+    @abstractmethod
+    def send(self, job: Job, piece: PushPiece, scratch: Any) -> int | None:
+        """Deliver a piece, on an I/O thread. Returns the bytes, or None: posted; raises a TransferError."""
+
+    def register(self, job: Job, incoming: Incoming) -> None:
+        """A receive is registered: what the peer sends for it may land from now on."""
+
+    def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
+        self.layer_by_layer = kv_cache.device.type == "cpu"  # else layers are there when the device's stream says so
+        self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        if not isinstance(meta, PushMetadata):
+            return
+        for key in meta.dropped:
+            self.drop(key)
+        for key in meta.refused:
+            self.refuse(key, "receive", TransferError.code)
+        for key in meta.unsendable:
+            self.refuse(key, "send", KVNotFound.code)
+        for ticket in meta.receives:
+            self._receive(ticket)
+        self._begin_sending(self.config.layout.num_layers)  # of the last step, if its device has computed them only now
+        for send in meta.sends:
+            self._send(send)
+        for key in meta.completed:
+            self.submit(key, "send", [])
+
+    def save_kv_layer(self, layer: int, kv_cache: "torch.Tensor", meta: KVConnectorMetadata) -> None:
+        if self.layer_by_layer:
+            self._begin_sending(layer + 1)
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        """Sends to an incarnation that is gone fail; who else gets something is not touched."""
+        super().update_peers(added, removed)
+        gone = {(card.engine, card.epoch) for card in removed}
+        if gone:
+            self.stop_jobs(lambda job: _receiver(job) in gone, PeerGone.code)
+
+    def run_job(self, job: Job, scratch: Any) -> int | None:
+        piece: PushPiece = job.order
+        self.peers.card(piece.card.engine, piece.card.epoch)  # it may have gone while the job waited
+        return self.send(job, piece, scratch)
+
+    # --- what comes in --------------------------------------------------------------------------------------------
+
+    def find_incoming(self, key: TransferKey) -> tuple[Job, Incoming]:
+        """The registered receive of a transfer.
+
+        Raises:
+            KVNotFound: none is registered (yet, or any more): what comes for it is refused.
+        """
+        for job in self.open_jobs(key, "receive"):
+            if isinstance(job.order, Incoming):
+                return job, job.order
+        raise KVNotFound("no such transfer is expected", transfer_id=key[0], attempt=key[1])
+
+    def landed(self, job: Job, piece: PieceRange, num_bytes: int) -> None:
+        """A piece is in the blocks of this rank; ends the receive with the last of them."""
+        incoming: Incoming = job.order
+        if incoming.arrived(piece, num_bytes):
+            self.end_job(job, num_bytes=incoming.num_bytes)
+
+    # --- orders ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, ticket: PushTicket) -> None:
+        try:
+            incoming = Incoming(ticket, self.config.layout)
+        except TransferError as error:
+            self.refuse(ticket.key, "receive", error.code)
+            return
+        for job in self.submit(ticket.key, "receive", [Task(incoming, posted=True, timeout_s=RECEIVE_TIMEOUT_S)]):
+            self.register(job, incoming)
+
+    def _send(self, send: PushSend) -> None:
+        try:
+            tasks = list(self._pieces(send))
+        except PdkvError as error:
+            self.refuse(send.key, "send", error.code, batch=send.batch)
+            return
+        jobs = self.submit(send.key, "send", tasks, batch=send.batch, last=False)
+        if send.during_step:
+            self._in_step += jobs
+
+    def _begin_sending(self, num_layers: int) -> None:
+        """The first layers of what the step computes are in their blocks."""
+        if self._in_step:
+            ready = [job for job in self._in_step if job.order.layers.stop <= num_layers]
+            self._in_step = [job for job in self._in_step if job.order.layers.stop > num_layers]
+            self.start_jobs(ready)
+
+    def _pieces(self, send: PushSend) -> Iterable[Task]:
+        """One job per rank of the receiver that takes something from this one, and per layer group.
+
+        All of a step's jobs are there from its beginning, so that its batch ends, and lets go of its blocks, with the
+        last of them, whichever that is.
+        """
+        ticket = send.ticket
+        card = self.peers.card(ticket.engine, ticket.epoch)
+        if (ticket.transfer_id, ticket.attempt) != send.key:
+            raise TransferError("the ticket is another transfer's", transfer_id=send.key[0], attempt=send.key[1])
+        layout, in_step = self.config.layout, send.during_step
+        num_bytes = (send.stop - send.start) * layout.token_bytes
+        parts = sender_parts(self.config.rank, self.config.tp, card.tp, layout.kv_heads_of_all_ranks)
+        groups = layer_groups(layout.num_layers, num_bytes if self.layer_by_layer else 0)
+        for layers in groups if in_step else [range(layout.num_layers)]:
+            for part in parts:
+                lane = self.lane_of(card.engine, card.epoch, part.peer_rank)
+                order = PushPiece(send, card, part, layers)
+                yield Task(order, lane=lane, posted=in_step, timeout_s=STEP_TIMEOUT_S if in_step else None)
+
+
+def _receiver(job: Job) -> tuple[str, str] | None:
+    """The incarnation that a job sends to."""
+    return (job.order.card.engine, job.order.card.epoch) if isinstance(job.order, PushPiece) else None

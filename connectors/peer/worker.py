@@ -1,0 +1,41 @@
+"""The worker side of transports between two engines: which peers there are, and a lane for each of their ranks."""
+
+from collections.abc import Callable, Sequence
+
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.peer.cards import PeerCards
+from pdkv.connectors.transfer.lanes import Lane, LaneConfig
+from pdkv.connectors.transfer.worker import TransferWorker
+from pdkv.wire.messages import EngineCard
+
+
+class PeerWorker(TransferWorker):
+    """Base class of the worker sides that know their peers."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        notify: Callable[[], None],
+        peers: PeerCards,
+        *,
+        timeout_s: float,
+        lanes: LaneConfig,
+    ) -> None:
+        super().__init__(notify, timeout_s=timeout_s, lanes=lanes)
+        self.config = config
+        self.peers = peers
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        for card in removed:
+            self.peers.remove(card.engine, card.epoch)
+        for card in added:
+            self.peers.add(card)
+        self.lanes.retire({self.lane_of(c.engine, c.epoch, rank) for c in removed for rank in range(c.tp)})
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.peers.clear()
+
+    def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Lane:
+        """The lane of a peer's rank: by default one of its own."""
+        return (engine, epoch, peer_rank)

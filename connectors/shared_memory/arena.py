@@ -1,0 +1,311 @@
+"""One engine's shared memory: a sealed memfd with a header, the block table and the KV pool, which only it can write.
+
+A peer opens it through /proc/<pid>/fd/<fd>. Nothing has a name in a file system: the kernel frees the memory with the
+last mapping, however the processes end.
+"""
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.shared_memory.block_table import BlockTableReader, TableArrays, TableShape
+from pdkv.connectors.transfer.block_copy import Bytes
+from pdkv.errors import (
+    ConfigError,
+    IncompatiblePeers,
+    MalformedMessage,
+    PeerGone,
+    StaleEpoch,
+    TransferError,
+)
+from pdkv.host.host_id import host_id
+from pdkv.host.process_info import process_start_time
+from pdkv.wire.decoding import decode_total
+from pdkv.wire.messages import EngineCard, KVLayout
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"pdkvKV01"
+HEADER_BYTES = 4096
+_DATA_ALIGNMENT = 2 * 1024 * 1024  # a huge page, where the kernel has them for shared memory
+_TOUCH_BYTES = 4 * 1024 * 1024  # per call, so that a stop or a waiting load is seen soon
+_F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11's fcntl lacks it
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+_OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+_LINK_PREFIX = "/memfd:pdkv:"
+
+
+class ArenaHeader(msgspec.Struct, frozen=True):
+    """What the owner writes at the arena's start, once."""
+
+    engine: str
+    epoch: str
+    pid: int
+    start_time: int  # clock ticks from boot to the owner's start: tells a recycled pid
+    layout: KVLayout
+    num_blocks: int
+    hash_block_size: int
+
+
+_headers = msgspec.msgpack.Decoder(ArenaHeader)
+
+
+class ArenaAddress(msgspec.Struct, frozen=True):
+    """How a peer gets at an arena; travels in the engine's card. `host` is the boot's id: no other host can."""
+
+    host: str
+    pid: int
+    start_time: int
+    fd: int
+    inode: int
+    size: int
+
+
+class ArenaShape(NamedTuple):
+    """Where things lie in an arena."""
+
+    table: TableShape
+    data_offset: int
+    block_bytes: int
+
+    @classmethod
+    def of(cls, layout: KVLayout, num_blocks: int) -> "ArenaShape":
+        """The shape of an arena for `num_blocks` blocks."""
+        table = TableShape(num_blocks, layout.block_size // HASH_BLOCK_SIZE)
+        offset = -(-(HEADER_BYTES + table.num_bytes) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT
+        return cls(table, offset, layout.block_bytes)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole arena."""
+        return self.data_offset + self.table.num_blocks * self.block_bytes
+
+
+class Arena:
+    """The owner's side. The mapping lives as long as anything refers to its memory, such as the KV pool's tensor."""
+
+    def __init__(self, *, engine: str, epoch: str, layout: KVLayout, num_blocks: int) -> None:
+        """Create, map and seal. Only the table is allocated: `allocate_data` does the rest.
+
+        Raises:
+            ConfigError: the memory cannot be had.
+        """
+        self.shape = ArenaShape.of(layout, num_blocks)
+        self._layout = layout
+        self._stop_touching = threading.Event()
+        self._toucher: threading.Thread | None = None
+        self._fd = os.memfd_create(f"pdkv:{engine}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            self._reserve(0, self.shape.data_offset, grow=True)
+            self._memory: mmap.mmap | None = mmap.mmap(self._fd, self.shape.size)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        pid = os.getpid()
+        start_time = process_start_time(pid)
+        assert start_time is not None
+        header = ArenaHeader(engine, epoch, pid, start_time, layout, num_blocks, HASH_BLOCK_SIZE)
+        _write_header(self._memory, header)
+        self.address = ArenaAddress(
+            host_id(), pid, header.start_time, self._fd, os.fstat(self._fd).st_ino, self.shape.size
+        )
+        table = memoryview(self._memory)[HEADER_BYTES : self.shape.data_offset]
+        self.table_arrays = TableArrays.over(table, self.shape.table)
+
+    def allocate_data(self) -> None:
+        """Allocate the KV pool's memory and begin to touch it on a thread, from its first block on.
+
+        Raises:
+            ConfigError: the memory cannot be had.
+        """
+        self._reserve(self.shape.data_offset, self.shape.size - self.shape.data_offset)
+        self._toucher = threading.Thread(target=self._touch, args=(self.data(),), name="pdkv-touch", daemon=True)
+        self._toucher.start()
+
+    def data(self) -> Bytes:
+        """The KV pool, (num_blocks, block_bytes)."""
+        assert self._memory is not None, "the arena is closed"
+        return _data(memoryview(self._memory), self.shape)
+
+    def buffer(self) -> memoryview:
+        """The KV pool's memory."""
+        assert self._memory is not None, "the arena is closed"
+        return memoryview(self._memory)[self.shape.data_offset : self.shape.size]
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes with the last reference to it. Idempotent."""
+        if self._memory is None:
+            return
+        self._stop_touching.set()
+        if self._toucher is not None:
+            self._toucher.join()  # at most one call's time
+        self._memory = None
+        del self.table_arrays
+        os.close(self._fd)
+
+    def _reserve(self, offset: int, num_bytes: int, *, grow: bool = False) -> None:
+        """Allocate a part of the memory, and with `grow` give it its size before."""
+        try:
+            if grow:
+                os.ftruncate(self._fd, self.shape.size)
+            os.posix_fallocate(self._fd, offset, num_bytes)  # else a page that cannot be had is a SIGBUS later
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise ConfigError(
+                f"cannot allocate {self.shape.size} bytes of shared memory for {self.shape.table.num_blocks} KV "
+                f"blocks: {error.strerror}; a smaller --kv-cache-memory helps"
+            ) from error
+
+    def _touch(self, data: Bytes) -> None:
+        """Map the pool's pages (a first write to shared memory costs ten times a warm one)."""
+        _advise(data, 0, data.nbytes, mmap.MADV_HUGEPAGE)  # no matter if there are none
+        for offset in range(0, data.nbytes, _TOUCH_BYTES):
+            if self._stop_touching.is_set() or not _advise(data, offset, _TOUCH_BYTES, _MADV_POPULATE_WRITE):
+                return
+
+
+class PeerArena:
+    """A reader's view of a peer's arena. Freed when nobody refers to it, so a copy in flight keeps it mapped."""
+
+    def __init__(self, memory: mmap.mmap, header: ArenaHeader) -> None:
+        self.header = header
+        self.shape = ArenaShape.of(header.layout, header.num_blocks)
+        view = memoryview(memory)
+        arrays = TableArrays.over(view[HEADER_BYTES : self.shape.data_offset], self.shape.table)
+        self.table = BlockTableReader(arrays, self.shape.table)
+        self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only
+        self.is_source = False  # whether hand-offs come from here, so that sooner or later all of the pool is read
+        self.num_mapped_bytes = 0  # of the pool, by `map_ahead`
+
+    def map_ahead(self) -> bool:
+        """Map the pool's next pages; False: there are no more.
+
+        So the first read of a block runs at full speed, and resident memory does not creep up with the blocks read.
+        """
+        if self.num_mapped_bytes >= self.data.nbytes:
+            return False
+        done = _advise(self.data, self.num_mapped_bytes, _TOUCH_BYTES, _MADV_POPULATE_READ)
+        self.num_mapped_bytes = self.num_mapped_bytes + _TOUCH_BYTES if done else self.data.nbytes
+        return True
+
+    def tokens(self) -> Bytes:
+        """The KV pool as (num_blocks, layers * 2, KV heads, block_size, bytes of one head's token)."""
+        return token_view(self.data, self.header.layout)
+
+
+def token_view(data: Bytes, layout: KVLayout) -> Bytes:
+    """A pool of (num_blocks, block_bytes) as (num_blocks, layers * 2, KV heads, block_size, token_bytes)."""
+    token_bytes = layout.head_size * layout.dtype_bytes
+    return data.reshape(len(data), layout.num_layers * 2, layout.num_kv_heads, layout.block_size, token_bytes)
+
+
+def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
+    """Map the arena of one rank of a peer, read-only, after every check that it is the one that the card means.
+
+    Raises:
+        PeerGone: its process is gone, or the pid or descriptor is another one's now.
+        StaleEpoch: the arena belongs to another incarnation of the engine.
+        IncompatiblePeers: it lies on another host, is no arena of this version, or is not what the card describes.
+        TransferError: this process lacks descriptors or memory for it now.
+    """
+    engine = card.engine
+    if address.host != host_id():
+        raise IncompatiblePeers(
+            f"engine {engine}: shared memory needs one host; here {host_id()}, there {address.host}"
+        )
+    path = f"/proc/{address.pid}/fd/{address.fd}"
+    try:
+        if not os.readlink(path).startswith(_LINK_PREFIX):  # never open what may be a pipe or a device
+            raise PeerGone(f"engine {engine}: descriptor {address.fd} of process {address.pid} is no arena")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _open_error(f"engine {engine}: process {address.pid} cannot be reached", error) from error
+    try:
+        _check_identity(fd, address, engine)
+        memory = mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise _open_error(f"engine {engine}: its arena cannot be mapped", error) from error
+    finally:
+        os.close(fd)
+    header = _read_header(memory, engine)
+    if (header.engine, header.epoch, header.pid) != (engine, card.epoch, address.pid):
+        raise StaleEpoch(f"engine {engine} epoch {card.epoch}: the arena is {header.engine}'s, epoch {header.epoch}")
+    said, meant = (header.layout, header.num_blocks), (card.layout, card.num_blocks)
+    if said != meant:  # what is read is bounded by the card's numbers
+        raise IncompatiblePeers(
+            f"engine {engine}: its arena has (layout, blocks) {said!r}, its card says {meant!r}: restart that engine"
+        )
+    if ArenaShape.of(header.layout, header.num_blocks).size != address.size:
+        raise IncompatiblePeers(
+            f"engine {engine}: an arena of {address.size} bytes has another shape than its header's"
+        )
+    return PeerArena(memory, header)
+
+
+def _open_error(what: str, error: OSError) -> TransferError:
+    """The peer's fault, or this process' own: that is no reason to give the peer up."""
+    kind = TransferError if error.errno in _OWN_FAULTS else PeerGone
+    return kind(f"{what}: {error.strerror}")
+
+
+def _check_identity(fd: int, address: ArenaAddress, engine: str) -> None:
+    """The open file is the very memfd of the card; it cannot shrink under the mapping, and only its owner writes it."""
+    status = os.fstat(fd)
+    start_time = process_start_time(address.pid)
+    if start_time is None:
+        raise PeerGone(f"engine {engine}: process {address.pid} is gone")
+    found = (status.st_ino, status.st_size, start_time)
+    if found != (address.inode, address.size, address.start_time):
+        raise PeerGone(f"engine {engine}: process {address.pid} is another one now (inode, size, start time: {found})")
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise IncompatiblePeers(f"engine {engine}: its arena is not sealed")
+
+
+def _advise(data: Bytes, offset: int, num_bytes: int, advice: int) -> bool:
+    """madvise for data[offset : offset + num_bytes] (its end cut off); does not hold the GIL. False: refused.
+
+    Before Linux 5.14 nothing can be populated: pages then come one by one with their first use.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if libc.madvise(data.ctypes.data + offset, min(num_bytes, data.nbytes - offset), advice) == 0:
+        return True
+    logger.debug("madvise(%d): %s", advice, os.strerror(ctypes.get_errno()))
+    return False
+
+
+def _data(memory: memoryview, shape: ArenaShape) -> Bytes:
+    count = shape.table.num_blocks * shape.block_bytes
+    data = np.frombuffer(memory, dtype=np.uint8, count=count, offset=shape.data_offset)
+    return data.reshape(shape.table.num_blocks, shape.block_bytes)
+
+
+def _write_header(memory: mmap.mmap, header: ArenaHeader) -> None:
+    body = msgspec.msgpack.encode(header)
+    if len(body) > HEADER_BYTES - 12:
+        raise ConfigError(f"engine name {header.engine!r} is too long")
+    memory[8:12] = len(body).to_bytes(4, "little")
+    memory[12 : 12 + len(body)] = body
+    memory[:8] = MAGIC  # last: a header without it is not complete
+
+
+def _read_header(memory: mmap.mmap, engine: str) -> ArenaHeader:
+    size = int.from_bytes(memory[8:12], "little")
+    if memory[:8] != MAGIC or size > HEADER_BYTES - 12:
+        raise IncompatiblePeers(f"engine {engine}: its arena has magic {memory[:8]!r}, expected {MAGIC!r}")
+    try:
+        return decode_total(_headers, memory[12 : 12 + size])
+    except MalformedMessage as error:
+        raise IncompatiblePeers(f"engine {engine}: its arena's header cannot be read: {error}") from error

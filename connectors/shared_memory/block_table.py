@@ -1,0 +1,209 @@
+"""The block table in shared memory: one writer (the pool's owner), any number of readers in other processes.
+
+Three arrays and a hint: `generations` and `published` per block, `keys` per hash block, and a set-associative index
+(`entries`) from key to hash block. A block's keys are valid iff published = generation + 1, so that `reuse` withdraws
+them with the one 8-byte store that bumps the generation. An entry is one 8-byte store, too, and only a hint: readers
+verify it against `keys`. A writer that dies between any two stores leaves nothing that a reader would believe.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.transfer.planning import Ids
+
+KEY_BYTES = 16
+WAYS = 16
+"""Entries of one set of the index; with four per key a set overflows about once in a million."""
+
+_TAG_SHIFT = np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+_FENCE = threading.Lock()
+
+Words = npt.NDArray[np.uint64]
+NO_UNIT = -1
+
+
+def fence() -> None:
+    """Order the memory accesses before and after it.
+
+    On x86-64 loads are not reordered with loads nor stores with stores, and the lock's atomic instruction is a full
+    barrier for the rest. On AArch64 releasing a lock and acquiring it orders what was before with what comes after.
+    """
+    with _FENCE:
+        pass
+    with _FENCE:
+        pass
+
+
+class TableShape(NamedTuple):
+    """Sizes of one table."""
+
+    num_blocks: int
+    keys_per_block: int
+
+    @property
+    def num_units(self) -> int:
+        """Hash blocks in the pool; unit u is hash block u % keys_per_block of block u // keys_per_block."""
+        return self.num_blocks * self.keys_per_block
+
+    @property
+    def num_sets(self) -> int:
+        """Sets of the index, a power of two: at most a quarter of the entries is ever used."""
+        return 1 << max(0, (self.num_units * 4 // WAYS - 1).bit_length())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the three arrays and the index."""
+        return 16 * self.num_blocks + KEY_BYTES * self.num_units + 8 * WAYS * self.num_sets
+
+
+class TableArrays(NamedTuple):
+    """The table's memory as arrays."""
+
+    generations: npt.NDArray[np.int64]  # (num_blocks,)
+    published: npt.NDArray[np.int64]  # (num_blocks,): generation + 1 at the time of publication; 0: never
+    keys: Words  # (num_units, 2)
+    entries: Words  # (num_sets, WAYS): tag << 32 | unit + 1; 0: empty
+
+    @classmethod
+    def over(cls, buffer: memoryview, shape: TableShape) -> "TableArrays":
+        """Lay the arrays over a zeroed buffer of `shape.num_bytes` bytes, 8-byte aligned."""
+        words = np.frombuffer(buffer, dtype=np.uint64, count=shape.num_bytes // 8)
+        ends = np.cumsum([shape.num_blocks, shape.num_blocks, 2 * shape.num_units])
+        generations, published, keys, entries = np.split(words, ends)
+        return cls(generations.view(np.int64), published.view(np.int64), keys.reshape(-1, 2), entries.reshape(-1, WAYS))
+
+
+def key_words(keys: Sequence[bytes]) -> Words:
+    """Keys of 16 bytes as (n, 2) words: the first one has the index's tag, the second one selects the set."""
+    return np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(-1, 2)
+
+
+class SharedBlockTable(BlockTable):
+    """The writer's side. Single-threaded: the engine's scheduler."""
+
+    def __init__(self, arrays: TableArrays, shape: TableShape) -> None:
+        self._shape = shape
+        # Scalar accesses through a memoryview cost a third of numpy's; each is one aligned 8-byte load or store.
+        self._generations = arrays.generations.data
+        self._published = arrays.published.data
+        self._keys = arrays.keys.reshape(-1).view(np.uint8).data
+        self._entries = arrays.entries.reshape(-1).data
+        self._slots: list[int | None] = [None] * shape.num_units  # a unit's entry in the flat index
+
+    def generation(self, block_id: int) -> int:
+        return int(self._generations[block_id])
+
+    def reuse(self, block_id: int) -> None:
+        self._generations[block_id] += 1
+        fence()  # before any byte of the new content
+        for unit in self._units(block_id):
+            slot = self._slots[unit]
+            if slot is not None:
+                self._entries[slot] = 0
+                self._slots[unit] = None
+
+    def publish(self, block_id: int, keys: list[bytes]) -> None:
+        """Make the block findable by each of its keys. Publishing what is published changes nothing.
+
+        Raises:
+            ValueError: not one key of 16 bytes per hash block.
+        """
+        if len(keys) != self._shape.keys_per_block or any(len(key) != KEY_BYTES for key in keys):
+            raise ValueError(f"block {block_id} needs {self._shape.keys_per_block} keys of {KEY_BYTES} bytes")
+        valid = self._generations[block_id] + 1
+        if self._published[block_id] == valid:
+            return
+        units = self._units(block_id)
+        self._keys[units.start * KEY_BYTES : units.stop * KEY_BYTES] = b"".join(keys)
+        fence()  # the content and its keys are there before they count
+        self._published[block_id] = valid
+        for unit, key in zip(units, keys, strict=True):
+            self._insert(unit, key)
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent; the table is of no use afterwards."""
+        for view in (self._generations, self._published, self._keys, self._entries):
+            view.release()
+
+    def _units(self, block_id: int) -> range:
+        per_block = self._shape.keys_per_block
+        return range(block_id * per_block, (block_id + 1) * per_block)
+
+    def _insert(self, unit: int, key: bytes) -> None:
+        tag, first = _place(key, self._shape)
+        entries = self._entries[first : first + WAYS].tolist()
+        way = entries.index(0) if 0 in entries else unit % WAYS
+        if entries[way]:  # a full set: one of its entries is no longer found, which costs a hit and nothing else
+            self._slots[(entries[way] & 0xFFFFFFFF) - 1] = None
+        self._entries[first + way] = tag << 32 | unit + 1
+        self._slots[unit] = first + way
+
+
+def _place(key: bytes, shape: TableShape) -> tuple[int, int]:
+    """A key's tag and the position of its set in the flat entries."""
+    return int.from_bytes(key[4:8], "little"), (int.from_bytes(key[8:], "little") & (shape.num_sets - 1)) * WAYS
+
+
+class Found(NamedTuple):
+    """Where keys were found, one entry per key."""
+
+    units: Ids  # NO_UNIT: not found
+    generations: Ids  # of the unit's block, when the key was read
+
+
+class BlockTableReader:
+    """A reader's side; never writes, takes no lock, and believes only what it has verified."""
+
+    def __init__(self, arrays: TableArrays, shape: TableShape) -> None:
+        self._shape = shape
+        self._arrays = arrays
+        self._entries = arrays.entries.reshape(-1).data
+
+    def may_have(self, key: bytes) -> bool:
+        """Whether looking the key up is worth it: false for nearly every key that is not here, and cheap."""
+        tag, first = _place(key, self._shape)
+        return any(entry >> 32 == tag for entry in self._entries[first : first + WAYS].tolist())
+
+    def generations(self, block_ids: Ids) -> Ids:
+        """The blocks' generations now."""
+        return self._arrays.generations[block_ids]
+
+    def find(self, keys: Words) -> Found:
+        """Look all keys up at once.
+
+        Args:
+            keys: (n, 2), of `key_words`.
+        """
+        arrays, shape = self._arrays, self._shape
+        sets = (keys[:, 1] & np.uint64(shape.num_sets - 1)).astype(np.int64)
+        entries = arrays.entries[sets]
+        tags = keys[:, :1] >> _TAG_SHIFT
+        rows, ways = np.nonzero((entries >> _TAG_SHIFT == tags) & (entries != 0))
+        units = (entries[rows, ways] & _LOW).astype(np.int64) - 1
+        inside = (units >= 0) & (units < shape.num_units)
+        rows, units = rows[inside], units[inside]
+        blocks = units // shape.keys_per_block
+        # The order matters: a generation that is valid and still the same after the keys were read vouches for them.
+        before = arrays.generations[blocks]
+        valid = arrays.published[blocks] == before + 1
+        fence()
+        valid &= (arrays.keys[units] == keys[rows]).all(axis=1)
+        fence()
+        valid &= arrays.generations[blocks] == before
+        found = Found(np.full(len(keys), NO_UNIT, dtype=np.int64), np.zeros(len(keys), dtype=np.int64))
+        found.units[rows[valid]] = units[valid]
+        found.generations[rows[valid]] = before[valid]
+        return found
+
+    def find_chain(self, keys: Words) -> Found:
+        """The longest prefix of `keys` that is here in full, shorter than `keys` where one is missing."""
+        found = self.find(keys)
+        missing = np.flatnonzero(found.units == NO_UNIT)
+        length = int(missing[0]) if missing.size else len(keys)
+        return Found(found.units[:length], found.generations[:length])

@@ -1,0 +1,91 @@
+"""The `shared_memory` connector: engines on one host read each other's KV pools, verified by block generations.
+
+kind pull: a hand-off names blocks and their generations, and decode copies them. Content-addressed, too: whatever full
+block any engine has computed or loaded is found by its key, so that roles are not fixed and generated text is reused.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    KVConnector,
+    KVConnectorMetadata,
+    SchedulerConnector,
+    WorkerConnector,
+    parse_options,
+)
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.peer.pull import PullMetadata
+from pdkv.connectors.shared_memory.arena import Arena
+from pdkv.connectors.shared_memory.block_table import SharedBlockTable
+from pdkv.connectors.shared_memory.peers import PeerArenas
+from pdkv.connectors.shared_memory.scheduler import SharedMemoryOptions, SharedMemoryScheduler
+from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
+from pdkv.errors import ConfigError
+from pdkv.option_types import parse_bool, parse_count, parse_seconds
+from pdkv.wire.messages import ConnectorKind
+
+if TYPE_CHECKING:
+    import torch
+
+
+_CONVERTERS: dict[str, Callable[[str], object]] = {
+    "io_threads": parse_count,
+    "min_hit_tokens": parse_count,
+    "load_timeout_s": parse_seconds,
+    "content_lookup": parse_bool,
+}
+
+
+class SharedMemoryConnector(KVConnector):
+    """Owns the engine's arena; its block table and KV pool lie there."""
+
+    kind: ClassVar[ConnectorKind] = "pull"
+    content_addressed: ClassVar[bool] = True
+    metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        super().__init__(config, notify)
+        self.options = SharedMemoryOptions(**parse_options(config.options, _CONVERTERS))
+        if config.layout.block_size % HASH_BLOCK_SIZE:
+            raise ConfigError(f"block_size must be a multiple of {HASH_BLOCK_SIZE}, got {config.layout.block_size}")
+        self._arena = Arena(
+            engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks
+        )
+        self._table = SharedBlockTable(self._arena.table_arrays, self._arena.shape.table)
+        self._peers = PeerArenas(config)  # of both sides: a peer is mapped once
+
+    def make_block_table(self) -> BlockTable:
+        return self._table
+
+    def allocate_kv_cache(self) -> "torch.Tensor":
+        """The pool over the arena's memory, zeroed. It stays mapped while the tensor lives."""
+        import torch
+
+        layout = self.config.layout
+        self._arena.allocate_data()
+        pool = torch.frombuffer(self._arena.buffer(), dtype=torch.uint8).view(getattr(torch, layout.dtype))
+        return pool.view(
+            self.config.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size
+        )
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        return SharedMemoryScheduler(self.config, self._table, self.options, self._peers)
+
+    def make_worker_side(self, rank: int) -> WorkerConnector:
+        """This process' rank's side; `rank` is the one that the connector was built for."""
+        assert rank == self.config.rank, "a connector is built for one rank"
+        return SharedMemoryWorker(
+            self.config,
+            self._arena,
+            self.notify,
+            io_threads=self.options.io_threads,
+            load_timeout_s=self.options.load_timeout_s,
+            peers=self._peers,
+        )
+
+    def shutdown(self) -> None:
+        self._table.close()
+        self._arena.close()

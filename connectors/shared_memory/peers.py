@@ -1,0 +1,92 @@
+"""Which peers' arenas can be used: cards in, mappings out, opened when they are asked for first."""
+
+import logging
+
+import msgspec
+
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.peer.cards import Incarnation, PeerCards
+from pdkv.connectors.shared_memory.arena import ArenaAddress, PeerArena, open_peer_arena
+from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, StaleEpoch, TransferError
+from pdkv.wire.decoding import decode_total
+from pdkv.wire.messages import EngineCard
+
+logger = logging.getLogger(__name__)
+
+_addresses = msgspec.msgpack.Decoder(ArenaAddress)
+
+
+def arena_addresses(card: EngineCard) -> list[ArenaAddress]:
+    """Where the arenas of a peer's ranks are.
+
+    Raises:
+        IncompatiblePeers: its card does not say.
+    """
+    try:
+        addresses = [decode_total(_addresses, blob) for blob in card.rank_blobs]
+    except MalformedMessage as error:
+        raise IncompatiblePeers(
+            f"engine {card.engine} (connector {card.connector}): its card names no arena: {error}"
+        ) from error
+    if len(addresses) != card.tp:
+        raise IncompatiblePeers(
+            f"engine {card.engine} (connector {card.connector}): its card names no arena: "
+            f"{len(addresses)} addresses of {card.tp} ranks"
+        )
+    return addresses
+
+
+class PeerArenas(PeerCards):
+    """The peers of one side of the connector. Thread-safe."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        self._addresses: dict[Incarnation, list[ArenaAddress]] = {}
+        self._short: set[Incarnation] = set()  # for which this process lacked something the last time
+        self._open: dict[Incarnation, dict[int, PeerArena]] = {}  # by rank; lives on while a copy uses it
+
+    def get(self, engine: str, epoch: str, rank: int = 0) -> PeerArena:
+        """The arena of one rank of one incarnation.
+
+        Raises:
+            StaleEpoch: another incarnation of that engine is known, or lies behind the address.
+            PeerGone: no such engine is known, or its process is gone.
+            IncompatiblePeers: it is known and cannot be used.
+            TransferError: this process cannot map it now; another time it may.
+        """
+        peer = (engine, epoch)
+        with self._lock:
+            arena = self._open.get(peer, {}).get(rank)
+            if arena is not None:
+                return arena
+            card = self._find(peer)
+            try:
+                arena = open_peer_arena(self._addresses[peer][rank], card)
+            except (PeerGone, StaleEpoch, IncompatiblePeers) as error:  # of the peer, for good; others may be over soon
+                self._errors[peer] = error
+                logger.warning("no KV from engine %s: %s", engine, error)
+                raise
+            except TransferError as error:
+                if peer not in self._short:
+                    self._short.add(peer)
+                    logger.warning("no KV from engine %s for now: %s", engine, error)
+                raise
+            self._short.discard(peer)
+            self._open.setdefault(peer, {})[rank] = arena
+            return arena
+
+    def map_ahead(self) -> bool:
+        """Map some more of a source's pool; False: nothing is left to do."""
+        with self._lock:
+            arenas = [arena for ranks in self._open.values() for arena in ranks.values() if arena.is_source]
+        return any(arena.map_ahead() for arena in arenas)
+
+    def _accept(self, peer: Incarnation, card: EngineCard) -> None:
+        super()._accept(peer, card)
+        self._addresses[peer] = arena_addresses(card)
+
+    def _forget(self, peer: Incarnation) -> None:
+        super()._forget(peer)
+        self._addresses.pop(peer, None)
+        self._short.discard(peer)
+        self._open.pop(peer, None)

@@ -1,0 +1,146 @@
+"""The worker side of `shared_memory`: I/O threads copy blocks out of peers' arenas and verify what they have read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.peer.pull import BlockLoad, PullPiece, PullWorker
+from pdkv.connectors.shared_memory.arena import Arena, PeerArena, token_view
+from pdkv.connectors.shared_memory.block_table import BlockTableReader, fence
+from pdkv.connectors.shared_memory.peers import PeerArenas
+from pdkv.connectors.transfer.block_copy import STAGING_BYTES, Bytes, copy_blocks, copy_segments
+from pdkv.connectors.transfer.lanes import SHARED_LANE, Lane, LaneConfig
+from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, token_segments
+from pdkv.connectors.transfer.worker import Job
+from pdkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE_BYTES = 16 * 1024 * 1024
+"""Between two pieces of a copy a cancel, the deadline and a shutdown are seen."""
+
+
+@dataclass(slots=True)
+class _Scratch:
+    """What an I/O thread keeps for itself."""
+
+    staging: Bytes
+    table: BlockTableReader | None = None  # the generations of the load that it runs
+
+
+class SharedMemoryWorker(PullWorker):
+    """Loads of one rank. Saves need no work: the pool that the engine writes is what its peers read.
+
+    The KV of a rank's heads is in that rank's arena; the generations of an engine's blocks are in its first rank's.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        arena: Arena,
+        notify: Callable[[], None],
+        *,
+        io_threads: int,
+        load_timeout_s: float,
+        peers: PeerArenas | None = None,
+    ) -> None:
+        """`peers`: those of the scheduler's side where it is in this process."""
+        self._arenas = PeerArenas(config) if peers is None else peers
+        lanes = LaneConfig(num_shared=io_threads, thread_name="pdkv-load")
+        super().__init__(config, notify, self._arenas, timeout_s=load_timeout_s, lanes=lanes)
+        self._layout = config.layout
+        self._arena = arena
+        self._pool: Bytes | None = arena.data()
+        self.start_threads()
+
+    def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
+        """Check that the pool is the one that peers see.
+
+        Raises:
+            ConfigError: it lies on another device or elsewhere in memory.
+        """
+        if kv_cache.device.type != "cpu":
+            raise ConfigError(
+                f"connector shared_memory keeps KV in host memory, the engine's KV is on {kv_cache.device}: use "
+                "--device cpu, or a connector for device memory (between engines in one process: memory)"
+            )
+        assert self._pool is not None, "the connector is shut down"
+        if kv_cache.data_ptr() != self._pool.ctypes.data or kv_cache.nbytes != self._pool.nbytes:
+            raise ConfigError("connector shared_memory must allocate the KV pool itself (allocate_kv_cache)")
+
+    def handshake(self) -> bytes:
+        return msgspec.msgpack.encode(self._arena.address)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._pool = None
+
+    def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Lane:
+        return SHARED_LANE
+
+    # --- I/O threads ----------------------------------------------------------------------------------------------
+
+    def make_scratch(self, lane: Lane) -> _Scratch:
+        return _Scratch(np.empty(STAGING_BYTES, dtype=np.uint8))
+
+    def do_idle_work(self) -> bool:
+        """With nothing to copy, peers' pools are mapped ahead, bit by bit."""
+        return self._arenas.map_ahead()
+
+    def run_job(self, job: Job, scratch: _Scratch) -> int | None:
+        try:
+            return super().run_job(job, scratch)
+        finally:
+            scratch.table = None  # or it would keep the peer mapped
+
+    def read(self, job: Job, piece: PullPiece, scratch: _Scratch) -> int:
+        load = piece.load
+        peer = self._arenas.get(load.engine, load.epoch, piece.heads.peer_rank)
+        peer.is_source = peer.is_source or load.is_handoff
+        scratch.table = self._arenas.get(load.engine, load.epoch).table
+        theirs = peer.header.layout
+        self.check_generations(job, piece, scratch)  # what is stale already is not worth a copy
+        same_heads = theirs.num_kv_heads == self._layout.num_kv_heads == piece.heads.num_heads
+        same_blocks = load.unit == theirs.block_size == self._layout.block_size and load.start % load.unit == 0
+        if same_heads and same_blocks:
+            num_bytes = self._copy_whole(job, load, peer, scratch.staging)
+        else:
+            num_bytes = self._copy_tokens(job, load, piece.heads, peer)
+        fence()  # the generations are read after the data
+        return num_bytes
+
+    def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: _Scratch) -> Ids:
+        assert scratch.table is not None, "read comes first"
+        return scratch.table.generations(blocks)
+
+    def _copy_whole(self, job: Job, load: BlockLoad, peer: PeerArena, staging: Bytes) -> int:
+        pool = self._pool
+        assert pool is not None
+        source, target = as_ids(load.source), as_ids(load.block_ids)
+        count = max(1, PIECE_BYTES // pool.shape[1])
+        for first in range(0, source.size, count):
+            job.check()
+            piece = slice(first, first + count)
+            copy_blocks(peer.data, pool, source[piece], target[piece], staging)
+        return int(source.size * pool.shape[1])
+
+    def _copy_tokens(self, job: Job, load: BlockLoad, heads: HeadPart, peer: PeerArena) -> int:
+        """Copy some heads, or tokens between blocks of unequal size."""
+        pool, layout = self._pool, self._layout
+        assert pool is not None
+        segments = token_segments(load.start, load.stop, load.unit, layout.block_size)
+        source = peer.tokens()[:, :, heads.peer_first : heads.peer_first + heads.num_heads]
+        target = token_view(pool, layout)[:, :, heads.first : heads.first + heads.num_heads]
+        token_bytes = layout.token_bytes // layout.num_kv_heads * heads.num_heads
+        units_per_block = peer.header.layout.block_size // load.unit
+        count = max(1, PIECE_BYTES // (load.unit * token_bytes))
+        for first in range(0, len(segments), count):
+            job.check()
+            piece = segments[first : first + count]
+            copy_segments(source, target, load.source, units_per_block, load.block_ids, piece)
+        return (load.stop - load.start) * token_bytes

@@ -1,0 +1,79 @@
+"""How far a load is: which of its first tokens are in their blocks, and whether a forward pass may go on."""
+
+import threading
+from collections.abc import Sequence
+
+from pdkv.connectors.store.plan import StoreLoad, Value
+
+
+class LoadProgress:
+    """One rank's part of a load, counted by its I/O threads. What lies behind a gap is of no use.
+
+    Args:
+        num_parts: of each value on this rank.
+    """
+
+    def __init__(self, load: StoreLoad, num_parts: int) -> None:
+        self.num_damaged = 0
+        self._load = load
+        self._num_open = {value.start: num_parts for value in load.values}
+        self._gap = load.stop
+        self._lock = threading.Lock()
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether a value is missing."""
+        return self._gap < self._load.stop
+
+    def wants(self, value: Value) -> bool:
+        """Whether the value is of use as far as is known."""
+        return value.start < self._gap
+
+    def filled(self, value: Value) -> None:
+        """One part of the value is in its blocks."""
+        with self._lock:
+            self._num_open[value.start] -= 1
+
+    def missed(self, values: Sequence[Value], num_damaged: int) -> None:
+        """These are not to be had, some of them because they are not what was saved."""
+        with self._lock:
+            self.num_damaged += num_damaged
+            self._gap = min([self._gap, *(value.start for value in values)])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the load, from its first one on, that are in their blocks with all parts."""
+        with self._lock:
+            stop = next((v.start for v in self._load.values if self._num_open[v.start]), self._load.stop)
+            return max(min(stop, self._gap) - self._load.start, 0)
+
+
+class LayerLoad:
+    """A load that the forward pass waits for, layer group by layer group."""
+
+    def __init__(self, num_jobs: Sequence[int]) -> None:
+        self._num_open = list(num_jobs)  # by layer group
+        self._failed = False
+        self._changed = threading.Condition()
+
+    def done(self, group: int) -> None:
+        """A job of that group has filled its blocks."""
+        with self._changed:
+            self._num_open[group] -= 1
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """The rest does not come."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rest does not come."""
+        return self._failed
+
+    def wait(self, group: int, timeout_s: float) -> bool:
+        """Whether the group's layers came in, or the load has failed, within that time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._failed or not self._num_open[group], timeout_s)

@@ -1,0 +1,327 @@
+"""The scheduler side of store connectors: what is found, what is loaded, what is saved, and whose tail is dropped."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+import msgspec
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import (
+    ASK_AGAIN,
+    NO_MATCH,
+    BlockHold,
+    ConfirmedRange,
+    ConnectorConfig,
+    Finished,
+    KVConnectorMetadata,
+    LoadMode,
+    MatchedTokens,
+    RequestView,
+    SchedulerConnector,
+    SchedulerView,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+)
+from pdkv.connectors.peer.cards import Incarnation, PeerCards
+from pdkv.connectors.store.lookup import KeyLookups
+from pdkv.connectors.store.options import TransferOptions
+from pdkv.connectors.store.plan import Cut, StoreCut, StoreDrop, StoreLoad, StoreMetadata, StoreSave, Value
+from pdkv.errors import IncompatiblePeers, MalformedMessage
+from pdkv.wire.decoding import decode_total
+from pdkv.wire.messages import EngineCard
+
+MAX_SEEN = 4096
+"""Waiting requests that are remembered, so that each is looked up ahead at most once."""
+
+
+class _Batch(NamedTuple):
+    """A save under way."""
+
+    keys: list[bytes]  # of whole values that are stored when it has succeeded
+    num_bytes: int
+
+
+class _Loading(NamedTuple):
+    """A load under way."""
+
+    start: int
+    values: list[Value]  # whole ones, which other requests may find
+
+
+@dataclass(slots=True)
+class _Sources:
+    """Where a request's tokens up to `stop` could be had from."""
+
+    values: list[Value]
+    stop: int
+
+
+_cuts = msgspec.msgpack.Decoder(Cut)
+
+
+class StorePeers(PeerCards):
+    """Peers that share the store and cut as this engine does."""
+
+    def __init__(self, config: ConnectorConfig, cut: Cut) -> None:
+        super().__init__(config)
+        self._cut = cut
+
+    def _accept(self, peer: Incarnation, card: EngineCard) -> None:
+        super()._accept(peer, card)
+        for blob in card.rank_blobs:
+            try:
+                theirs = decode_total(_cuts, blob)
+            except MalformedMessage as error:
+                raise IncompatiblePeers(f"engine {card.engine} does not say how it cuts: {error}") from None
+            if theirs != self._cut:
+                raise IncompatiblePeers(f"engine {card.engine} stores KV as {theirs}, this engine as {self._cut}")
+
+
+class StoreScheduler(SchedulerConnector):
+    """Scheduler side. Asks KeyLookups, never the store."""
+
+    def __init__(self, config: ConnectorConfig, options: TransferOptions, cut: StoreCut, lookups: KeyLookups) -> None:
+        self.lookups = lookups
+        self.num_refused_handoffs = 0  # from engines that cut otherwise
+        self.num_skipped_saves = 0  # values not written: too much under way
+        self.num_failed_saves = 0  # batches
+        self._options = options
+        self._cut = cut
+        self._block_size = config.layout.block_size
+        layout = config.layout
+        self._token_bytes = layout.token_bytes
+        self._max_save_bytes = min(options.max_save_bytes, config.num_blocks * layout.block_bytes // 4)
+        self._me = (config.engine, config.epoch)
+        self._peers = StorePeers(config, cut.cut)
+        self._queued: dict[TransferKey, StoreLoad] = {}  # for the next metadata
+        self._loading: dict[TransferKey, _Loading] = {}
+        self._saving: set[bytes] = set()
+        self._batches: dict[TransferKey, _Batch] = {}
+        self._num_save_bytes = 0
+        self._handoffs: dict[TransferKey, Value | None] = {}  # being saved or leased, with their tails
+        self._seen: OrderedDict[bytes, None] = OrderedDict()  # last keys of requests
+        self._numbers = count()
+        self._payload = msgspec.msgpack.encode(cut.cut)
+
+    # --- finds ----------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
+        self._is_first_sight(request.block_keys)
+        if request.kv == "await_peer":
+            return self._match_handoff(request, num_computed_tokens)
+        sources = self._sources(request, num_computed_tokens)
+        least = max(self._options.min_hit_tokens, 1)
+        if sources.stop - num_computed_tokens < least:
+            return NO_MATCH
+        stop = self._found(sources)
+        if stop is None:
+            return ASK_AGAIN
+        return self._matched(stop, num_computed_tokens) if stop - num_computed_tokens >= least else NO_MATCH
+
+    def _match_handoff(self, request: RequestView, num_computed: int) -> MatchedTokens:
+        """What prefill said that it has stored is believed, and looked up only where prefill is gone without a word."""
+        handoff = request.handoff
+        if request.kv_ready is False:
+            return NO_MATCH
+        if handoff is None:
+            return ASK_AGAIN
+        if handoff.payload != self._payload:
+            self.num_refused_handoffs += 1
+            return NO_MATCH
+        sources = self._sources(request, num_computed)
+        if request.kv_ready:
+            return self._matched(sources.stop, num_computed)
+        source = (handoff.engine, handoff.epoch)
+        if self._peers.knows(*source) or source == self._me:
+            return ASK_AGAIN
+        stop = self._found(sources)
+        return ASK_AGAIN if stop is None else self._matched(stop, num_computed)
+
+    def _sources(self, request: RequestView, start: int) -> _Sources:
+        """Values for tokens from `start` on: whole ones by content, then the tail of the request's own hand-off."""
+        wanted, handoff, cut = request.num_wanted, request.handoff, self._cut
+        if request.kv == "await_peer" and handoff is not None:
+            wanted = min(wanted, handoff.num_tokens)
+        values = cut.whole_values(request.block_keys, start, wanted)
+        stop = values[-1].stop if values else start
+        if request.kv == "await_peer" and handoff is not None:
+            tail = cut.tail(request.transfer_key, handoff.num_tokens)
+            if tail is not None and tail.start <= max(stop, start) < wanted:
+                return _Sources([*values, tail], wanted)
+        return _Sources(values, stop)
+
+    def _found(self, sources: _Sources) -> int | None:
+        """The end of what is stored without a gap; None: it is being looked up."""
+        num_found = self.lookups.num_found([value.key for value in sources.values])
+        if num_found is None:
+            return None
+        if num_found == len(sources.values):
+            return sources.stop
+        return sources.values[num_found].start
+
+    def _matched(self, stop: int, start: int) -> MatchedTokens:
+        return MatchedTokens(stop - start, self._mode) if stop > start else NO_MATCH
+
+    @property
+    def _mode(self) -> LoadMode:
+        return self._options.load
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    ) -> bytes | None:
+        key, start = request.transfer_key, request.num_local_hit
+        if num_external_tokens <= 0 or key in self._loading:
+            return None
+        stop = start + num_external_tokens
+        values = [value for value in self._sources(request, start).values if value.start < stop]
+        size = self._block_size
+        blocks = list(block_ids[start // size : -(-stop // size)])
+        self._queued[key] = StoreLoad(key, values, start, stop, blocks)
+        whole = [value for value in values if value.num_tokens == self._cut.tokens_per_value]
+        self._loading[key] = _Loading(start, whole)
+        return None
+
+    # --- orders ---------------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
+        scheduled = {item.request.transfer_key for item in view.scheduled}
+        loads, self._queued = list(self._queued.values()), {}
+        for load in loads:
+            load.layerwise = load.key in scheduled  # others wait outside the batch
+        saves = [save for confirmed in view.confirmed if (save := self._save(confirmed)) is not None]
+        for keys in view.waiting_keys:
+            self._prefetch(keys)
+        return StoreMetadata(
+            step_id=view.step_id,
+            needs_layer_hooks=any(load.layerwise for load in loads),
+            holds=[BlockHold(save.batch, save.block_ids, save.key) for save in saves],
+            loads=loads,
+            saves=saves,
+            drops=self._drops(view),
+        )
+
+    def _save(self, confirmed: ConfirmedRange) -> StoreSave | None:
+        """Values that are whole now. Those that were stored before may be gone: a hand-off looks for all of them, other
+        requests for what nobody has seen for a while.
+        """
+        request, key = confirmed.request, confirmed.request.transfer_key
+        if len(confirmed.block_ids) * self._block_size < confirmed.stop:
+            return None  # shown again after its end, without its blocks
+        is_handoff = request.kv == "handoff"
+        new: list[Value] = []
+        check: list[Value] = []
+        for value in self._cut.whole_values(request.block_keys, confirmed.start, confirmed.stop):
+            if value.key in self._saving or self.lookups.is_known(value.key):
+                if is_handoff:
+                    check.append(value)
+            elif self.lookups.was_known(value.key):
+                check.append(value)
+            else:
+                new.append(value)
+        tail = self._cut.tail(key, confirmed.stop) if confirmed.last else None
+        if is_handoff:
+            self._handoffs[key] = tail
+        elif self._num_save_bytes + self._num_bytes(new) > self._max_save_bytes:
+            self.num_skipped_saves += len(new)
+            return None
+        if not (new or check or confirmed.last):
+            return None
+        return self._make_save(confirmed, new, check, tail)
+
+    def _make_save(
+        self, confirmed: ConfirmedRange, new: list[Value], check: list[Value], tail: Value | None
+    ) -> StoreSave:
+        key = confirmed.request.transfer_key
+        batch = (f"{key[0]}/save-{next(self._numbers)}", key[1])
+        keys = [value.key for value in new]
+        values = [*new, tail] if tail is not None else new
+        size = self._block_size
+        first = min((value.start for value in (*values, *check)), default=0) // size
+        last = -(-max((value.stop for value in (*values, *check)), default=0) // size)
+        self._saving.update(keys)
+        self._batches[batch] = _Batch(keys + [value.key for value in check], self._num_bytes(values))
+        self._num_save_bytes += self._batches[batch].num_bytes
+        return StoreSave(
+            key=key if confirmed.request.kv == "handoff" else batch,
+            batch=batch,
+            values=values,
+            check=check,
+            first_token=first * size,
+            block_ids=list(confirmed.block_ids[first:last]),
+            last=confirmed.last,
+            replaced=[key for key in keys if self.lookups.is_barred(key)],
+        )
+
+    def _num_bytes(self, values: Sequence[Value]) -> int:
+        return sum(value.num_tokens for value in values) * self._token_bytes
+
+    def _drops(self, view: SchedulerView) -> list[StoreDrop]:
+        """Hand-offs that are over: released, given up, or ended by their first token."""
+        handed_off = {c.request.transfer_key for c in view.confirmed if c.last}
+        over = [*view.aborted, *(key for key in view.finished if key not in handed_off)]
+        return [StoreDrop(key, self._handoffs.pop(key)) for key in over if key in self._handoffs]
+
+    def _prefetch(self, block_keys: Sequence[bytes]) -> None:
+        """Look up what a waiting request may find, unless it has asked itself."""
+        if not self._is_first_sight(block_keys):
+            return
+        values = self._cut.whole_values(block_keys, 0, len(block_keys) * HASH_BLOCK_SIZE)
+        if values and values[-1].stop >= self._options.min_hit_tokens:
+            self.lookups.num_found([value.key for value in values], wanted=False)
+
+    def _is_first_sight(self, block_keys: Sequence[bytes]) -> bool:
+        """Whether these keys are new here; remembers them."""
+        if not block_keys or block_keys[-1] in self._seen:
+            return False
+        self._seen[block_keys[-1]] = None
+        if len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return True
+
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+        """The store has a copy, or will have: no block is leased. The payload says how it is cut."""
+        return Finished(hold_blocks=False, payload=self._payload if request.kv == "handoff" else None)
+
+    # --- news -----------------------------------------------------------------------------------------------------
+
+    def update_connector_output(self, results: TransferResults) -> None:
+        for ended, ok in ((results.finished_sending, True), (results.failed_sending, False)):
+            for key in ended:
+                batch = self._batches.pop(key, None)
+                if batch is None:
+                    continue
+                self._num_save_bytes -= batch.num_bytes
+                self._saving.difference_update(batch.keys)
+                if ok:
+                    self.lookups.add(batch.keys)
+                else:
+                    self.num_failed_saves += 1
+                    self.lookups.forget(batch.keys)
+        for key in results.finished_receiving:
+            loading = self._loading.pop(key, None)
+            if loading is not None:
+                self.lookups.add([value.key for value in loading.values])
+        for key, outcome in results.failed_receiving.items():
+            loading = self._loading.pop(key, None)
+            if loading is not None:
+                self._load_failed(loading, outcome)
+
+    def _load_failed(self, loading: _Loading, outcome: TransferOutcome) -> None:
+        """What came is sound. Behind damage nothing is: nobody has looked at it, and the next save replaces it."""
+        stop = loading.start + outcome.num_tokens
+        came = [value.key for value in loading.values if value.stop <= stop]
+        others = [value.key for value in loading.values if value.stop > stop]
+        self.lookups.add(came)
+        self.lookups.forget(others)
+        if outcome.num_damaged:
+            self.lookups.bar(others)
+
+    def update_peers(self, cards: Sequence[EngineCard]) -> None:
+        self._peers.replace(cards)
+
+    def shutdown(self) -> None:
+        self.lookups.close()

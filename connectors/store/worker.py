@@ -1,0 +1,302 @@
+"""The worker side of store connectors: I/O threads between the pool's units, staging buffers and the store."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
+
+import msgspec
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferKey, TransferOutcome
+from pdkv.connectors.store.options import TransferOptions
+from pdkv.connectors.store.pieces import Piece, Slot, buffer_bytes, lay_out, pack
+from pdkv.connectors.store.plan import StoreCut, StoreLoad, StoreMetadata, StoreSave, Value, ValuePart
+from pdkv.connectors.store.progress import LayerLoad, LoadProgress
+from pdkv.connectors.store.values import SealedValues
+from pdkv.connectors.transfer.jobs import Transfer
+from pdkv.connectors.transfer.lanes import Lane, LaneConfig
+from pdkv.connectors.transfer.planning import Ids, unit_index
+from pdkv.connectors.transfer.staging import StagingBuffers
+from pdkv.connectors.transfer.units import UnitPool
+from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
+from pdkv.errors import ConfigError, KVNotFound, TransferCancelled, TransferError, TransferTimeout
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+class _Read(NamedTuple):
+    """One buffer's worth of a load."""
+
+    load: StoreLoad
+    pieces: list[Piece]
+
+
+class _Write(NamedTuple):
+    """One buffer's worth of a save or, to be checked first, any number of values."""
+
+    save: StoreSave
+    values: Sequence[Value]
+    check: bool
+
+
+class _Delete(NamedTuple):
+    """Keys of a tail that nobody needs any more."""
+
+    keys: list[bytes]
+
+
+class StoreWorker(TransferWorker):
+    """One rank's loads and saves. Loads have the shared lane; saves have lanes of their own, and cannot delay them."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        options: TransferOptions,
+        cut: StoreCut,
+        values: SealedValues,
+        notify: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            self._result_is_in,
+            timeout_s=options.transfer_timeout_s,
+            lanes=LaneConfig(
+                num_shared=options.io_threads,
+                idle_s=threading.TIMEOUT_MAX,  # no step starts a thread
+                max_lanes=options.save_threads,
+                thread_name="pdkv-store",
+            ),
+        )
+        self.num_failed_saves = 0  # jobs
+        self._options = options
+        self._cut = cut
+        self._values = values
+        self._wake = notify
+        self._block_size = config.layout.block_size
+        self._saves_fail = False  # the last one did: told once
+        self._numbers = count()
+        self._progress: dict[TransferKey, LoadProgress] = {}  # of loads under way
+        self._layer_loads: dict[TransferKey, LayerLoad] = {}  # of this step and, until they ended, earlier ones
+        self._step_loads: list[TransferKey] = []
+        self._layer_deadline = 0.0
+        self._ended = threading.Event()
+
+    def _result_is_in(self) -> None:
+        self._ended.set()
+        self._wake()
+
+    def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
+        """Raises ConfigError for a pool that has no whole units."""
+        try:
+            self._pool = UnitPool(kv_cache)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        per_value = self._cut.tokens_per_value // HASH_BLOCK_SIZE
+        sizes = [self._pool.unit_bytes(part.part) for part in self._cut.parts]
+        self._capacity = max(self._options.staging_bytes, max(sizes) * per_value)  # of a buffer, in bytes of images
+        threads = self._options.io_threads + self._options.save_threads
+        buffer_size = buffer_bytes(self._capacity, min(sizes))
+        self._staging = StagingBuffers(threads, buffer_size, pinned=not self._pool.on_cpu)
+        self.start_threads([("save", number) for number in range(self._options.save_threads)])
+
+    def handshake(self) -> bytes:
+        return msgspec.msgpack.encode(self._cut.cut)
+
+    # --- the step thread ------------------------------------------------------------------------------------------
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        assert isinstance(meta, StoreMetadata)
+        self._step_loads = []
+        self._layer_deadline = time.monotonic() + self._options.layer_timeout_s
+        for load in meta.loads:
+            self._start_load(load)
+        for save in meta.saves:
+            self._start_save(save)
+        for drop in meta.drops:
+            self.drop(drop.key)
+            if drop.tail is not None:
+                keys = [drop.tail.key + part.suffix for part in self._cut.parts if part.owned]
+                name = (f"{drop.key[0]}/drop-{next(self._numbers)}", drop.key[1])
+                tasks = [Task(_Delete(keys), self._save_lane(drop.key))] if keys else []
+                self.submit(name, "send", tasks)
+
+    def _start_load(self, load: StoreLoad) -> None:
+        orders = [_Read(load, pieces) for pieces in self._pieces(load.values, self._cut.parts, split=load.layerwise)]
+        self._progress[load.key] = LoadProgress(load, len(self._cut.parts))
+        if load.layerwise:
+            num_jobs = [0] * self._cut.layer_groups
+            for order in orders:
+                num_jobs[order.pieces[0].part.group] += 1
+            self._layer_loads[load.key] = LayerLoad(num_jobs)
+            self._step_loads.append(load.key)
+        self.submit(load.key, "receive", [Task(order) for order in orders])
+
+    def _start_save(self, save: StoreSave) -> None:
+        tasks: list[Task] = []
+        if any(part.owned for part in self._cut.parts):
+            whole = [value for value in save.values if value.num_tokens == self._cut.tokens_per_value]
+            per_job = max(self._capacity // max(self._value_bytes, 1), 1)
+            chunks = [whole[i : i + per_job] for i in range(0, len(whole), per_job)]
+            tasks = [
+                Task(_Write(save, chunk, False), self._save_lane((save.batch[0], i))) for i, chunk in enumerate(chunks)
+            ]
+            if save.check:
+                tasks.append(Task(_Write(save, save.check, True), self._save_lane(save.batch)))
+            tails = save.values[len(whole) :]
+            if tails:  # in the lane in which it will be deleted
+                tasks.append(Task(_Write(save, tails, False), self._save_lane(save.key)))
+        is_handoff = save.key != save.batch
+        self.submit(save.key, "send", tasks, batch=save.batch if is_handoff else None, last=save.last or not is_handoff)
+
+    @property
+    def _value_bytes(self) -> int:
+        """Of all parts that this rank writes."""
+        units = self._cut.tokens_per_value // HASH_BLOCK_SIZE
+        return units * sum(self._pool.unit_bytes(part.part) for part in self._cut.parts if part.owned)
+
+    def _save_lane(self, key: TransferKey) -> Lane:
+        return ("save", crc32(f"{key[0]}/{key[1]}".encode()) % self._options.save_threads)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Loads of this step that are not in at the step's deadline fail."""
+        group = self._cut.group_that_begins_at(layer) if self._step_loads else None
+        if group is None:
+            return
+        for key in self._step_loads:
+            load = self._layer_loads[key]
+            if not load.failed and not load.wait(group, max(self._layer_deadline - time.monotonic(), 0.0)):
+                load.fail()
+                self.stop_jobs(lambda job, key=key: job.key == key, TransferTimeout.code)  # type: ignore[misc]
+
+    def wait_for_save(self) -> None:
+        """What a forward pass has waited for is reported with its step: its last job may be about to say so."""
+        for key in self._step_loads:
+            while not self._layer_loads[key].failed and self._is_open(key):
+                self._ended.clear()
+                remaining = self._layer_deadline - time.monotonic()
+                if self._is_open(key) and not self._ended.wait(max(remaining, 0.0)):
+                    break
+        self._step_loads = []
+        self._layer_loads = {key: load for key, load in self._layer_loads.items() if self._is_open(key)}
+
+    def _is_open(self, key: TransferKey) -> bool:
+        return bool(self.open_jobs(key, "receive"))
+
+    # --- I/O threads ----------------------------------------------------------------------------------------------
+
+    def run_job(self, job: Job, scratch: Any) -> int:
+        match job.order:
+            case _Read() as order:
+                return self._read(job, order)
+            case _Write() as order:
+                return self._reported(lambda: self._write(job, order))
+            case _Delete(keys):
+                return self._reported(lambda: self._values.store.delete(keys) or 0)
+        raise AssertionError(job.order)
+
+    def _reported(self, save: Callable[[], int]) -> int:
+        """Run a save; log the first failure after a success, and the first success after a failure."""
+        try:
+            num_bytes = save()
+        except TransferCancelled:
+            raise
+        except TransferError as error:
+            self.num_failed_saves += 1
+            if not self._saves_fail:
+                logger.warning("KV is not saved (%s: %s); not reported again until a save succeeds", error.code, error)
+            self._saves_fail = True
+            raise
+        if self._saves_fail:
+            logger.warning("KV is saved again, %d saves failed since the start", self.num_failed_saves)
+        self._saves_fail = False
+        return num_bytes
+
+    def _read(self, job: Job, order: _Read) -> int:
+        load = order.load
+        layers = self._layer_loads.get(job.key) if load.layerwise else None
+        progress = self._progress[job.key]
+        num_bytes = 0
+
+        def use(slot: Slot) -> None:
+            nonlocal num_bytes
+            job.check()
+            self._fill_blocks(load, slot)
+            progress.filled(slot.value)
+            num_bytes += slot.data.nbytes
+
+        try:
+            with self._staging.take(job.remaining_s()) as buffer:
+                slots = [slot for slot in lay_out(order.pieces, buffer) if progress.wants(slot.value)]
+                if slots:
+                    reading = self._values.get(slots, use)
+                    progress.missed([slot.value for slot in reading.missing], reading.num_damaged)
+        except BaseException:
+            if layers is not None:
+                layers.fail()
+            raise
+        if layers is not None:
+            layers.done(order.pieces[0].part.group)
+        return num_bytes
+
+    def _fill_blocks(self, load: StoreLoad, slot: Slot) -> None:
+        """Scatter what lies in [load.start, load.stop): a value may begin before, in blocks that are hits."""
+        value, part = slot.value, slot.part.part
+        start, stop = max(value.start, load.start), min(value.stop, load.stop)
+        if start < stop:
+            units = unit_index(load.block_ids, self._block_size, start - load.start, stop - load.start)
+            unit_bytes = self._pool.unit_bytes(part)
+            first = (start - value.start) // HASH_BLOCK_SIZE * unit_bytes
+            self._pool.scatter(units, part, slot.body[first : first + units.size * unit_bytes])
+
+    def ended(self, transfer: Transfer, outcome: TransferOutcome) -> TransferOutcome:
+        """A load with a gap has failed; how far it came is told."""
+        progress = self._progress.pop(transfer.key, None) if transfer.direction == "receive" else None
+        if progress is None:
+            return outcome
+        code = outcome.code or (KVNotFound.code if progress.has_gap else "")
+        num_tokens = progress.num_tokens if code else 0
+        return outcome._replace(code=code, num_tokens=num_tokens, num_damaged=progress.num_damaged)
+
+    def _write(self, job: Job, order: _Write) -> int:
+        parts = [part for part in self._cut.parts if part.owned]
+        values = order.values
+        if order.check:
+            keys = [value.key + part.suffix for value in values for part in parts]
+            there = self._values.store.contains_for_all(keys)
+            values = [value for i, value in enumerate(values) if not all(there[i * len(parts) : (i + 1) * len(parts)])]
+        num_bytes = 0
+        for pieces in self._pieces(values, parts):
+            with self._staging.take(job.remaining_s()) as buffer:
+                slots = lay_out(pieces, buffer)
+                for slot in slots:
+                    self._gather(order.save, slot)
+                job.check()
+                if replaced := [slot.key for slot in slots if slot.value.key in order.save.replaced]:
+                    self._values.store.delete(replaced)
+                self._values.put(slots)
+                num_bytes += sum(slot.data.nbytes for slot in slots)
+        return num_bytes
+
+    def _gather(self, save: StoreSave, slot: Slot) -> None:
+        body, part = slot.body, slot.part.part
+        self._pool.gather(self._units(save, slot.value), part, body)
+        num_used = slot.value.num_tokens % HASH_BLOCK_SIZE
+        if num_used:  # what earlier owners of the block left behind the tail stays here
+            last = body[-self._pool.unit_bytes(part) :]
+            last.reshape(part.num_layers * 2 * part.num_heads, HASH_BLOCK_SIZE, -1)[:, num_used:] = 0
+
+    def _units(self, save: StoreSave, value: Value) -> Ids:
+        start = value.start - save.first_token
+        return unit_index(save.block_ids, self._block_size, start, start + value.num_tokens)
+
+    def _pieces(
+        self, values: Sequence[Value], parts: Sequence[ValuePart], *, split: bool = False
+    ) -> Iterator[list[Piece]]:
+        sized = [(part, self._pool.unit_bytes(part.part)) for part in parts]
+        return pack(values, sized, self._capacity, split=split)

@@ -1,0 +1,85 @@
+"""Transfers as the worker side keeps them: jobs, in batches, with deadlines, and why they have to stop."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from pdkv.connectors.base import TransferKey
+from pdkv.connectors.transfer.lanes import SHARED_LANE, Lane
+from pdkv.errors import TransferCancelled, TransferTimeout
+
+Direction = Literal["send", "receive"]
+
+
+class Task(NamedTuple):
+    """What a job is made from."""
+
+    order: Any  # for run_job
+    lane: Lane = SHARED_LANE  # jobs of one lane run one after the other
+    posted: bool = False  # no thread runs it: `end_job` ends it
+    timeout_s: float | None = None  # None: the worker's
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Jobs that are reported together, under a name of their own; the engine holds the blocks that they read."""
+
+    name: TransferKey | None
+    num_open: int = 0
+    num_bytes: int = 0
+    started: float = 0.0
+    code: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """All of one transfer in one direction."""
+
+    key: TransferKey
+    direction: Direction
+    started: float
+    jobs: set["Job"] = field(default_factory=set)  # not ended
+    complete: bool = False  # no further batch comes
+    batches: set[TransferKey | None] = field(default_factory=set)  # names of all so far
+    num_bytes: int = 0
+    code: str = ""  # of the first failure
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One piece of a transfer. Its state and `stop_code` change under the worker's lock; threads may read them."""
+
+    order: Any
+    lane: Lane
+    transfer: Transfer
+    batch: Batch
+    started: float
+    deadline: float
+    state: Literal["queued", "running", "posted", "ended"] = "queued"
+    stop_code: str = ""  # why it has to stop; empty while it may go on
+    num_users: int = 0  # threads that touch a posted job's blocks now
+    let_go: bool = False  # the transport has said that nothing but those touches them any more
+
+    @property
+    def key(self) -> TransferKey:
+        """The transfer's name."""
+        return self.transfer.key
+
+    def check(self) -> None:
+        """Called between two pieces of work.
+
+        Raises:
+            TransferCancelled: the transfer was given up.
+            TransferTimeout: its deadline has passed.
+        """
+        transfer_id, attempt = self.key
+        if self.stop_code and self.stop_code != TransferTimeout.code:
+            raise TransferCancelled("cancelled", transfer_id=transfer_id, attempt=attempt)
+        if self.stop_code or time.monotonic() >= self.deadline:
+            limit = self.deadline - self.started
+            raise TransferTimeout(f"not done after {limit:g} s", transfer_id=transfer_id, attempt=attempt)
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, above 0. Raises as `check` does."""
+        self.check()
+        return max(self.deadline - time.monotonic(), 1e-3)

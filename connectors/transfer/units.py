@@ -1,0 +1,217 @@
+"""Units out of a rank's KV pool and into it: the form in which KV travels whatever the block size and the ranks.
+
+A unit is one hash block's tokens. Its image has shape (layers, 2, heads, HASH_BLOCK_SIZE, head_size) of the layers and
+heads that are asked for; a buffer holds images one after the other.
+"""
+
+import threading
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.transfer.planning import Ids, as_ids
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class UnitPart(NamedTuple):
+    """Which part of a unit: heads as this rank counts them, and layers."""
+
+    head_start: int
+    head_stop: int
+    layer_start: int
+    layer_stop: int
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads in the part."""
+        return self.head_stop - self.head_start
+
+    @property
+    def num_layers(self) -> int:
+        """Layers in the part."""
+        return self.layer_stop - self.layer_start
+
+
+class _Rows(NamedTuple):
+    """A part of a unit as rows of the pool: row = block * rows_per_block + position in the block + offset."""
+
+    row_bytes: int
+    rows_per_block: int
+    offsets: Ids  # of one unit's rows, in the order of its image
+
+
+class UnitPool:
+    """A KV pool seen as units; unit = block * units_per_block + position in the block. Threads may share it.
+
+    Args:
+        kv_cache: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), contiguous, on the CPU or a GPU.
+
+    Raises:
+        ValueError: another shape, or a block size that is no multiple of HASH_BLOCK_SIZE.
+    """
+
+    def __init__(self, kv_cache: "torch.Tensor") -> None:
+        if kv_cache.dim() != 6 or kv_cache.shape[2] != 2 or kv_cache.shape[4] % HASH_BLOCK_SIZE:
+            raise ValueError(f"a pool of whole units was expected, got {tuple(kv_cache.shape)}")
+        if not kv_cache.is_contiguous():
+            raise ValueError("the pool must be contiguous")
+        self.kv_cache = kv_cache
+        num_blocks, self.num_layers, _, self.num_heads, block_size, head_size = kv_cache.shape
+        self.block_size = block_size
+        self.units_per_block = block_size // HASH_BLOCK_SIZE
+        self.num_units = num_blocks * self.units_per_block
+        self.on_cpu = kv_cache.device.type == "cpu"
+        self._piece_bytes = HASH_BLOCK_SIZE * head_size * kv_cache.element_size()  # of one layer, K or V, and head
+        self._flat = _as_bytes(kv_cache) if self.on_cpu else None
+        self._streams = threading.local()
+        self._rows = lru_cache(maxsize=256)(self._make_rows)
+
+    @property
+    def whole(self) -> UnitPart:
+        """All heads and layers of this rank."""
+        return UnitPart(0, self.num_heads, 0, self.num_layers)
+
+    def unit_bytes(self, part: UnitPart) -> int:
+        """Bytes of the image of one unit."""
+        return part.num_layers * 2 * part.num_heads * self._piece_bytes
+
+    def gather(self, units: Ids, part: UnitPart, out: Bytes) -> None:
+        """Copy units out of the pool.
+
+        Args:
+            out: (len(units) * unit_bytes(part),), contiguous; written.
+
+        Raises:
+            ValueError: a unit or a part that the pool does not have, or a buffer of another size.
+        """
+        self._check(units, part, out)
+        if self._flat is None:
+            self._gather_from_device(units, part, out)
+            return
+        rows = self._rows(part)
+        # One call that lets go of the GIL, however the blocks lie.
+        pool, image = self._flat.reshape(-1, rows.row_bytes), out.reshape(-1, rows.row_bytes)
+        np.take(pool, self._row_ids(units, rows), axis=0, out=image, mode="clip")
+
+    def scatter(self, units: Ids, part: UnitPart, source: Bytes) -> None:
+        """Copy images of units into the pool, the inverse of `gather`; `units` are all different.
+
+        Raises:
+            ValueError: as `gather`.
+        """
+        self._check(units, part, source)
+        if self._flat is None:
+            self._scatter_to_device(units, part, source)
+            return
+        rows = self._rows(part)
+        self._flat.reshape(-1, rows.row_bytes)[self._row_ids(units, rows)] = source.reshape(-1, rows.row_bytes)
+
+    def row_ids(self, units: Ids, part: UnitPart) -> tuple[int, Ids]:
+        """A part of units as rows of the flat pool: (bytes of a row, numbers of the rows in the images' order)."""
+        rows = self._rows(part)
+        return rows.row_bytes, self._row_ids(units, rows)
+
+    # --- rows of the pool -----------------------------------------------------------------------------------------
+
+    def _check(self, units: Ids, part: UnitPart, buffer: Bytes) -> None:
+        if not (
+            0 <= part.head_start < part.head_stop <= self.num_heads
+            and 0 <= part.layer_start < part.layer_stop <= self.num_layers
+        ):
+            raise ValueError(f"{part} is no part of {self.num_heads} heads and {self.num_layers} layers")
+        if units.size and not 0 <= units.min() <= units.max() < self.num_units:
+            raise ValueError(f"units {units.min()} to {units.max()} of a pool of {self.num_units}")
+        if buffer.size != units.size * self.unit_bytes(part):
+            raise ValueError(f"{units.size} units of {self.unit_bytes(part)} bytes, and a buffer of {buffer.size}")
+
+    def _make_rows(self, part: UnitPart) -> _Rows:
+        """The longest rows of equal size that the part consists of."""
+        per_block, heads = self.units_per_block, self.num_heads
+        pieces_per_block = self.num_layers * 2 * heads * per_block
+        merged = 1  # pieces in a row
+        if per_block == 1:
+            if part == self.whole:
+                merged = pieces_per_block
+            elif part.num_heads == heads:
+                merged = 2 * heads
+            elif heads % part.num_heads == 0 and part.head_start % part.num_heads == 0:
+                merged = part.num_heads
+        layers = np.arange(part.layer_start, part.layer_stop, dtype=np.int64)[:, None, None]
+        head_ids = np.arange(part.head_start, part.head_stop, dtype=np.int64)[None, None, :]
+        pieces = ((layers * 2 + as_ids([0, 1])[None, :, None]) * heads + head_ids).ravel() * per_block
+        return _Rows(merged * self._piece_bytes, pieces_per_block // merged, pieces[::merged] // merged)
+
+    def _row_ids(self, units: Ids, rows: _Rows) -> Ids:
+        blocks, positions = np.divmod(units, self.units_per_block)
+        first = blocks * rows.rows_per_block + positions
+        ids: Ids = (first[:, None] + rows.offsets[None, :]).ravel()
+        return ids
+
+    # --- device memory --------------------------------------------------------------------------------------------
+
+    def _gather_from_device(self, units: Ids, part: UnitPart, out: Bytes) -> None:
+        import torch
+
+        from pdkv.kernels import gather_blocks
+
+        with torch.cuda.stream(self._stream()):
+            if self._in_blocks(part):
+                block_ids = torch.from_numpy(units).to(self.kv_cache.device)
+                shape = (units.size, part.num_layers, *self.kv_cache.shape[2:])
+                images = torch.empty(shape, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
+                gather_blocks(self.kv_cache, block_ids, images, (part.layer_start, part.layer_stop))
+            else:
+                rows = self._rows(part)
+                row_ids = torch.from_numpy(self._row_ids(units, rows)).to(self.kv_cache.device)
+                images = self._device_rows(rows).index_select(0, row_ids)
+            torch.from_numpy(out).copy_(images.view(-1).view(torch.uint8))
+            torch.cuda.current_stream().synchronize()
+
+    def _scatter_to_device(self, units: Ids, part: UnitPart, source: Bytes) -> None:
+        import torch
+
+        from pdkv.kernels import scatter_blocks
+
+        with torch.cuda.stream(self._stream()):
+            images = torch.from_numpy(source).to(self.kv_cache.device).view(self.kv_cache.dtype)
+            if self._in_blocks(part):
+                block_ids = torch.from_numpy(units).to(self.kv_cache.device)
+                images = images.view(units.size, part.num_layers, *self.kv_cache.shape[2:])
+                scatter_blocks(self.kv_cache, block_ids, images, (part.layer_start, part.layer_stop))
+            else:
+                rows = self._rows(part)
+                row_ids = torch.from_numpy(self._row_ids(units, rows)).to(self.kv_cache.device)
+                pool = self._device_rows(rows)
+                pool.index_copy_(0, row_ids, images.view(-1, pool.shape[1]))
+            torch.cuda.current_stream().synchronize()
+
+    def _in_blocks(self, part: UnitPart) -> bool:
+        """Whether a unit's part is what the kernels copy: all heads of a block."""
+        return self.units_per_block == 1 and part.num_heads == self.num_heads
+
+    def _device_rows(self, rows: _Rows) -> "torch.Tensor":
+        return self.kv_cache.view(-1, rows.row_bytes // self.kv_cache.element_size())
+
+    def _stream(self) -> "torch.cuda.Stream":
+        """This thread's own stream: a copy waits for no kernel of a step."""
+        import torch
+
+        if not hasattr(self._streams, "stream"):
+            self._streams.stream = torch.cuda.Stream(self.kv_cache.device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self._streams.stream
+        return stream
+
+
+def _as_bytes(tensor: "torch.Tensor") -> Bytes:
+    """A flat view of a contiguous CPU tensor."""
+    import torch
+
+    flat: Bytes = tensor.view(-1).view(torch.uint8).numpy()
+    return flat

@@ -1,0 +1,416 @@
+"""The worker side that all transports share: jobs on I/O threads, deadlines, cancel, results.
+
+A transfer, named by (transfer_id, attempt), is one or more jobs; it has ended when all of them have. The step thread
+submits jobs and collects results; threads run them, each lane's in order. A *posted* job has no thread: the transport
+ends it when the peer has done its part.
+"""
+
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import Any
+
+from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults, WorkerConnector
+from pdkv.connectors.transfer.jobs import Batch, Direction, Transfer
+from pdkv.connectors.transfer.jobs import Job as Job  # subclasses need these two
+from pdkv.connectors.transfer.jobs import Task as Task
+from pdkv.connectors.transfer.lanes import IOLanes, Lane, LaneConfig
+from pdkv.errors import PdkvError, TransferCancelled, TransferError, TransferTimeout
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 5.0
+MAX_FAILED_SENDS = 4096
+"""Failed sends that are remembered, so that their later batches fail, too."""
+
+
+class TransferWorker(WorkerConnector):
+    """Base class of worker sides. Subclasses turn orders into tasks and say how a job runs.
+
+    Args:
+        timeout_s: a job's deadline, from its submission on, where its task says nothing else.
+        lanes: how many threads there are, and for how long.
+    """
+
+    def __init__(self, notify: Callable[[], None], *, timeout_s: float, lanes: LaneConfig) -> None:
+        self.num_unknown_keys = 0  # cancels and duplicate orders that named nothing new
+        self.num_unexpected_errors = 0  # of jobs, that no type of errors.py stands for; each is logged
+        self.timeout_s = timeout_s
+        self._notify = notify
+        self._lock = threading.Lock()  # guards all that follows, and what Job says
+        self._transfers: dict[tuple[Direction, TransferKey], Transfer] = {}
+        self._failed_sends: OrderedDict[TransferKey, str] = OrderedDict()
+        self._results: dict[str, dict[TransferKey, TransferOutcome]] = {}
+        self._next_deadline = inf
+        self._stopping = False
+        self.lanes: IOLanes[Job] = IOLanes(
+            lanes,
+            self._run,
+            refuse=self._refuse_job,
+            make_scratch=self.make_scratch,
+            close_scratch=self.close_scratch,
+            do_idle_work=self.do_idle_work,
+        )
+
+    def start_threads(self, own: Iterable[Lane] = ()) -> None:
+        """Called by the subclass when it can run jobs. `own`: lanes that shall have their threads from now on."""
+        self.lanes.start(own)
+
+    # --- what a transport says ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def run_job(self, job: Job, scratch: Any) -> int | None:
+        """Run on an I/O thread, which it may block up to the job's deadline; calls `job.check` now and then.
+
+        Returns:
+            The bytes moved, or None: the job is posted now, and `end_job` will end it.
+
+        Raises:
+            TransferError: it failed, and nothing touches its blocks any more.
+        """
+
+    def interrupt(self, job: Job) -> bool:
+        """A running or posted job has to stop (`job.stop_code`): make the transport let go. Must not block.
+
+        Returns:
+            Whether nothing but who has entered it can touch a posted job's blocks any more: it then ends, with the last
+            `leave`. If not, it ends when the transport calls `let_go`. A running one always ends by run_job.
+        """
+        return True
+
+    def make_scratch(self, lane: Lane) -> Any:
+        """What one thread keeps for itself: buffers, a connection. Called on that thread."""
+        return None
+
+    def close_scratch(self, lane: Lane, scratch: Any) -> None:
+        """The thread ends."""
+
+    def ended(self, transfer: Transfer, outcome: TransferOutcome) -> TransferOutcome:
+        """All of a transfer's jobs have ended; what is reported of it. Called under the lock: must not block."""
+        return outcome
+
+    def do_idle_work(self) -> bool:
+        """A little work of threads of the shared lane that have no job; False: there is none."""
+        return False
+
+    # --- the step thread ------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        key: TransferKey,
+        direction: Direction,
+        tasks: Iterable[Task],
+        *,
+        batch: TransferKey | None = None,
+        last: bool = True,
+    ) -> list[Job]:
+        """Queue one batch of a transfer.
+
+        Args:
+            tasks: none: this rank has nothing to do for the batch, which ends at once.
+            batch: is reported, too, when its jobs have ended.
+            last: the transfer is complete with this batch.
+
+        Returns:
+            The jobs; none where there is nothing to do, and for a transfer that has failed or is complete: a new batch
+            of such a one fails, an order that is repeated is only counted.
+        """
+        now = time.monotonic()
+        with self._lock:
+            transfer = self._transfers.get((direction, key))
+            group = Batch(batch, started=now)
+            if transfer is not None and transfer.complete:
+                self.num_unknown_keys += 1
+                code = TransferError.code
+                if batch not in transfer.batches:
+                    transfer.batches.add(batch)
+                    self._report_batch(direction, group, transfer.code or code)
+            elif code := self._refusal(key, direction, transfer):
+                self._report_batch(direction, group, code)
+            else:
+                if transfer is None:
+                    transfer = self._transfers[direction, key] = Transfer(key, direction, now)
+                transfer.complete = last
+                transfer.batches.add(batch)
+                jobs = self._make_jobs(transfer, group, tasks)
+        self._notify_results()
+        return [] if code else jobs
+
+    def start_jobs(self, jobs: Iterable[Job]) -> None:
+        """Queue posted jobs, unless they have ended: what they waited for is there. Their deadline counts from now."""
+        now = time.monotonic()
+        with self._lock:
+            for job in jobs:
+                if job.state == "posted" and not job.stop_code:
+                    job.state, job.started, job.deadline = "queued", now, now + self.timeout_s
+                    self._next_deadline = min(self._next_deadline, job.deadline)
+                    self.lanes.put(job.lane, job)
+
+    def refuse(self, key: TransferKey, direction: Direction, code: str, *, batch: TransferKey | None = None) -> None:
+        """Answer a batch that cannot even begin: its transfer fails."""
+        for job in self.submit(key, direction, [Task(None, posted=True)], batch=batch, last=False):
+            self.end_job(job, code)
+
+    def get_finished(self) -> TransferResults:
+        if time.monotonic() >= self._next_deadline:
+            self._expire()
+        with self._lock:
+            if not self._results:
+                return NO_TRANSFERS
+            results, self._results = self._results, {}
+        names = ("finished_send", "failed_send", "finished_receive", "failed_receive")
+        return TransferResults(*(results.get(name, {}) for name in names))
+
+    def cancel(self, key: TransferKey) -> None:
+        """Queued jobs end at once, running ones when the transport has let go; then the transfer fails."""
+        if not self.drop(key):
+            self.num_unknown_keys += 1
+
+    def drop(self, key: TransferKey) -> bool:
+        """As `cancel`; False: there is no such transfer (any more)."""
+        with self._lock:
+            transfers = [t for d in ("send", "receive") if (t := self._transfers.get((d, key))) is not None]
+            stopped = [job for transfer in transfers for job in self._fail(transfer, TransferCancelled.code)]
+        self._interrupt(stopped)
+        self._notify_results()
+        return bool(transfers)
+
+    def shutdown(self) -> None:
+        """Stop all jobs and join the threads, for a bounded time. Idempotent."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            transfers = list(self._transfers.values())
+            stopped = [job for transfer in transfers for job in self._fail(transfer, TransferCancelled.code)]
+        self._interrupt(stopped)
+        self.lanes.shutdown(JOIN_TIMEOUT_S)
+
+    # --- any thread -----------------------------------------------------------------------------------------------
+
+    def open_jobs(self, key: TransferKey, direction: Direction) -> list[Job]:
+        """A transfer's jobs that have not ended."""
+        with self._lock:
+            transfer = self._transfers.get((direction, key))
+            return list(transfer.jobs) if transfer is not None else []
+
+    def end_job(self, job: Job, code: str = "", num_bytes: int = 0) -> None:
+        """A posted job is over: nothing touches its blocks any more. Once ended, a job stays so."""
+        with self._lock:
+            stopped = self._end(job, code, num_bytes)
+        self._interrupt(stopped)
+        self._notify_results()
+
+    def let_go(self, job: Job) -> None:
+        """A job that had to stop, and whose `interrupt` said that its blocks may still be touched: now they are not."""
+        with self._lock:
+            job.let_go = True
+            self._end_if_free(job)
+        self._notify_results()
+
+    def wake_if_late(self) -> None:
+        """Where a deadline has passed, let the engine step and collect. For a transport thread that looks often."""
+        if time.monotonic() >= self._next_deadline:
+            self._notify()
+
+    def enter(self, job: Job) -> bool:
+        """Begin to use a posted job's blocks; False: it has ended or has to stop, and nothing may.
+
+        A running one is about to be posted: what it started may be faster than its return.
+        """
+        with self._lock:
+            if job.state not in ("running", "posted") or job.stop_code:
+                return False
+            job.num_users += 1
+            return True
+
+    def leave(self, job: Job) -> None:
+        """What `enter` began is over; a job that had to stop meanwhile ends with its last user."""
+        with self._lock:
+            job.num_users -= 1
+            self._end_if_free(job)
+        self._notify_results()
+
+    def stop_jobs(self, wanted: Callable[[Job], bool], code: str) -> None:
+        """Fail the transfers of all open jobs that `wanted` accepts, as `cancel` does, with another code."""
+        with self._lock:
+            found = [t for t in self._transfers.values() if any(wanted(job) for job in t.jobs)]
+            stopped = [job for transfer in found for job in self._fail(transfer, code)]
+        self._interrupt(stopped)
+        self._notify_results()
+
+    @property
+    def num_open_jobs(self) -> int:
+        """Jobs that have not ended."""
+        with self._lock:
+            return sum(len(transfer.jobs) for transfer in self._transfers.values())
+
+    # --- under the lock -------------------------------------------------------------------------------------------
+
+    def _refusal(self, key: TransferKey, direction: Direction, transfer: Transfer | None) -> str:
+        """The code with which a new batch fails at once; empty: it may begin."""
+        if transfer is not None:
+            return transfer.code
+        if direction == "send" and key in self._failed_sends:  # its end was reported
+            return self._failed_sends[key]
+        if self._stopping:
+            self._report(direction, key, TransferCancelled.code, 0, time.monotonic())
+            return TransferCancelled.code
+        return ""
+
+    def _make_jobs(self, transfer: Transfer, group: Batch, tasks: Iterable[Task]) -> list[Job]:
+        """Hand new jobs to their lanes."""
+        now = group.started
+        jobs = [
+            Job(
+                task.order,
+                task.lane,
+                transfer,
+                group,
+                now,
+                now + (self.timeout_s if task.timeout_s is None else task.timeout_s),
+                "posted" if task.posted else "queued",
+            )
+            for task in tasks
+        ]
+        group.num_open = len(jobs)
+        transfer.jobs.update(jobs)
+        if jobs:
+            self._next_deadline = min(self._next_deadline, *(job.deadline for job in jobs))
+        else:
+            self._report_batch(transfer.direction, group, "")
+            self._settle(transfer)
+        for job in jobs:
+            if job.state == "queued":
+                self.lanes.put(job.lane, job)
+        return jobs
+
+    def _fail(self, transfer: Transfer, code: str) -> list[Job]:
+        """Stop all of a transfer. Returns the jobs that the transport has to let go of."""
+        transfer.code = transfer.code or code
+        stopped = []
+        for job in list(transfer.jobs):
+            if job.state == "queued":
+                self._end(job, code, 0)
+            elif not job.stop_code:
+                job.stop_code = code
+                stopped.append(job)
+        self._settle(transfer)
+        return stopped
+
+    def _end(self, job: Job, code: str, num_bytes: int) -> list[Job]:
+        """A job is over. Returns the transfer's other jobs that have to stop because it failed."""
+        transfer, batch = job.transfer, job.batch
+        if job.state == "ended":
+            return []
+        job.state = "ended"
+        transfer.jobs.discard(job)
+        transfer.num_bytes += num_bytes
+        batch.num_bytes += num_bytes
+        batch.num_open -= 1
+        batch.code = batch.code or code
+        if not batch.num_open:
+            self._report_batch(transfer.direction, batch, batch.code or transfer.code)
+        if code and not transfer.code:
+            return self._fail(transfer, code)
+        self._settle(transfer)
+        return []
+
+    def _end_if_free(self, job: Job) -> None:
+        """End a posted job that has to stop, if nothing touches its blocks."""
+        if job.stop_code and job.state == "posted" and job.let_go and not job.num_users:
+            self._end(job, job.stop_code, 0)
+
+    def _settle(self, transfer: Transfer) -> None:
+        """Report the transfer if it has ended."""
+        if transfer.jobs or not (transfer.complete or transfer.code):
+            return
+        if self._transfers.pop((transfer.direction, transfer.key), None) is None:
+            return
+        outcome = TransferOutcome(transfer.code, transfer.num_bytes, time.monotonic() - transfer.started)
+        self._put_result(transfer.direction, transfer.key, self.ended(transfer, outcome))
+        if transfer.code and transfer.direction == "send":
+            self._failed_sends[transfer.key] = transfer.code
+            if len(self._failed_sends) > MAX_FAILED_SENDS:
+                self._failed_sends.popitem(last=False)
+
+    def _report_batch(self, direction: Direction, batch: Batch, code: str) -> None:
+        if batch.name is not None:
+            self._report(direction, batch.name, code, batch.num_bytes, batch.started)
+
+    def _report(self, direction: Direction, key: TransferKey, code: str, num_bytes: int, started: float) -> None:
+        self._put_result(direction, key, TransferOutcome(code, num_bytes, time.monotonic() - started))
+
+    def _put_result(self, direction: Direction, key: TransferKey, outcome: TransferOutcome) -> None:
+        name = f"{'failed' if outcome.code else 'finished'}_{direction}"
+        self._results.setdefault(name, {})[key] = outcome
+
+    # --- deadlines ------------------------------------------------------------------------------------------------
+
+    def _expire(self) -> None:
+        """End queued jobs past their deadline, and tell the transport of the others."""
+        now = time.monotonic()
+        with self._lock:
+            open_jobs = [job for transfer in self._transfers.values() for job in transfer.jobs]
+            late = [job for job in open_jobs if job.deadline <= now and not job.stop_code]
+            stopped = []
+            for transfer in {id(job.transfer): job.transfer for job in late}.values():
+                stopped += self._fail(transfer, TransferTimeout.code)
+            deadlines = (job.deadline for job in open_jobs if not job.stop_code and job.state != "ended")
+            self._next_deadline = min(deadlines, default=inf)
+        self._interrupt(stopped)
+        self._notify_results()
+
+    def _interrupt(self, stopped: list[Job]) -> None:
+        """Outside the lock: tell the transport, and end what it does not touch any more."""
+        for job in stopped:
+            free = self.interrupt(job)
+            with self._lock:
+                job.let_go = job.let_go or free
+                self._end_if_free(job)
+
+    def _notify_results(self) -> None:
+        if self._results:
+            self._notify()
+
+    # --- I/O threads ----------------------------------------------------------------------------------------------
+
+    def _refuse_job(self, job: Job, error: Exception) -> None:
+        """Its lane has nothing to run it with."""
+        with self._lock:
+            if job.state != "queued":
+                return
+            stopped = self._end(job, error.code if isinstance(error, PdkvError) else TransferError.code, 0)
+        self._interrupt(stopped)
+        self._notify_results()
+
+    def _run(self, job: Job, scratch: Any) -> None:
+        with self._lock:
+            if job.state != "queued":
+                return  # ended while it waited
+            job.state = "running"
+        code, num_bytes = "", None
+        try:
+            job.check()
+            num_bytes = self.run_job(job, scratch)
+        except PdkvError as error:
+            code = error.code
+            logger.debug("%s %s: %s", job.transfer.direction, job.key, error)
+        except Exception:  # whatever it was, the thread serves the next job, and the request hears of it
+            code = TransferError.code
+            self.num_unexpected_errors += 1
+            logger.exception("%s %s", job.transfer.direction, job.key)
+        with self._lock:
+            if job not in job.transfer.jobs:  # `end_job` was faster than the return of run_job
+                return
+            if num_bytes is None and not code:
+                job.state = "posted"
+                stopped = [job] if job.stop_code else []
+            else:  # what an interrupted transport says is not why it failed
+                stopped = self._end(job, code and (job.stop_code or code), num_bytes or 0)
+        self._interrupt(stopped)
+        self._notify_results()

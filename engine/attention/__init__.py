@@ -1,0 +1,1 @@
+"""Attention over paged KV: the backends, and how one is chosen."""

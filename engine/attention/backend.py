@@ -1,0 +1,51 @@
+"""The attention of one step: what a backend gets before the layers run, and the choice of the backend."""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from pdkv.engine.batch import IntArray, StepInputs
+
+
+class AttentionBackend(ABC):
+    """Writes K and V of a step's tokens into the pool and attends to it. `prepare` once per step, then every layer."""
+
+    @abstractmethod
+    def prepare(self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None) -> None:
+        """Take in a step.
+
+        Args:
+            block_tables: (max_num_seqs, max_blocks), the batch's own, by slot.
+            rows: ascending tokens of the step whose attention the last layer must give; None for all.
+        """
+
+    @abstractmethod
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Attention of (n, heads + 2 * kv_heads, head_size) -> (n or len(rows), heads * head_size), both padded."""
+
+    def padded(self, num_rows: int) -> int:
+        """To how many rows a step, and the rows of its last layer, are padded. Padding is never written to the pool."""
+        return num_rows
+
+
+def make_backend(kv_pool: torch.Tensor, num_heads: int) -> AttentionBackend:
+    """The backend of the pool's device. `kv_pool` as in `pool_shape`; `num_heads` query heads of this rank."""
+    if kv_pool.is_cuda:
+        from pdkv.engine.attention.cuda import CudaAttention
+
+        return CudaAttention(kv_pool, num_heads)
+    from pdkv.engine.attention.cpu import CpuAttention
+
+    return CpuAttention(kv_pool, num_heads)
+
+
+def pad(array: IntArray, size: int) -> IntArray:
+    """`array` (n,) followed by zeros, `size` in all."""
+    return array if len(array) == size else np.concatenate([array, np.zeros(size - len(array), dtype=array.dtype)])
+
+
+def to_tensor(array: IntArray, device: torch.device) -> torch.Tensor:
+    """A numpy array as a tensor on `device`, without waiting for the copy."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

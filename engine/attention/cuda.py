@@ -1,0 +1,43 @@
+"""Paged attention on CUDA: the Triton kernels over the whole step in one launch per layer."""
+
+import numpy as np
+import torch
+
+from pdkv.engine.attention.backend import AttentionBackend, to_tensor
+from pdkv.engine.batch import IntArray, StepInputs
+from pdkv.kernels.kv_copy import write_kv
+from pdkv.kernels.paged_attention import paged_attention
+
+
+class CudaAttention(AttentionBackend):
+    """The backend of pools in device memory. What a step needs is copied to the device once, not per layer."""
+
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int) -> None:
+        self._pool = kv_pool
+        self._num_heads = num_heads
+        self._kv_heads = kv_pool.shape[3]
+        self._last_layer = kv_pool.shape[1] - 1
+        self._scale = float(kv_pool.shape[5] ** -0.5)
+        empty = torch.empty(0, dtype=torch.int32, device=kv_pool.device)
+        self._slot_mapping = self._block_tables = self._seq_lens = self._cu_seqlens_q = empty
+        self._rows: torch.Tensor | None = None
+
+    def prepare(self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None) -> None:
+        device, block_size = self._pool.device, self._pool.shape[4]
+        num_blocks = -(-int(inputs.seq_lens.max()) // block_size)
+        self._slot_mapping = to_tensor(inputs.slot_mapping(block_size), device)
+        self._block_tables = to_tensor(block_tables[inputs.slots, :num_blocks].astype(np.int32), device)
+        self._seq_lens = to_tensor(inputs.seq_lens.astype(np.int32), device)
+        self._cu_seqlens_q = to_tensor(inputs.cu_seqlens_q.astype(np.int32), device)
+        self._rows = None if rows is None else to_tensor(rows, device)
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads = self._num_heads, self._kv_heads
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        write_kv(self._pool, layer, k, v, self._slot_mapping)
+        out = paged_attention(
+            q, self._pool, layer, self._block_tables, self._seq_lens, self._cu_seqlens_q, self._scale
+        ).flatten(1)
+        if layer == self._last_layer and self._rows is not None:
+            return out.index_select(0, self._rows)
+        return out

@@ -1,0 +1,174 @@
+"""Cutting a step into query tiles and grouping tiles of like size into buckets. Pure numpy."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.engine.attention.shapes import round_blocks, round_queries, round_tiles
+from pdkv.engine.batch import IntArray, StepInputs
+
+_FULL_TILES: IntArray = np.array([8, 16, 32, 64, 128])
+"""Queries per tile: more would compute more of the causal triangle that is masked, fewer would gather KV more often."""
+
+_BUCKET_BYTES = 4 << 20
+"""Gathered KV, and scores, of one bucket. Both stay in a last-level cache."""
+
+_WASTE_BYTES = 512 << 10
+"""Gathering this much padding costs as much as the calls of one more bucket."""
+
+_WASTE_RATIO = 0.1
+
+_PADDED_QUERIES = np.array([0, *(round_queries(count) for count in range(1, int(_FULL_TILES[-1]) + 1))])
+
+_QUERIES_PER_GATHER = 5
+"""So many queries per tile cost as much in products and softmax as the gathering of their keys does."""
+
+
+class AttentionLimits:
+    """What tiles and buckets are sized by: this rank's heads, the head size and the bytes of a number."""
+
+    def __init__(self, num_heads: int, kv_heads: int, head_size: int, dtype_bytes: int) -> None:
+        self.kv_token_bytes = 2 * kv_heads * head_size * dtype_bytes
+        self.score_bytes = num_heads * dtype_bytes  # of one query and one key
+
+    def tile_sizes(self, seq_lens: IntArray) -> IntArray:
+        """Queries per tile for contexts of these lengths: scores fit, but at least 8, or KV is read for every token."""
+        fits = _BUCKET_BYTES // (self.score_bytes * seq_lens)
+        return _FULL_TILES[np.maximum(np.searchsorted(_FULL_TILES, fits, side="right") - 1, 0)]
+
+    def tiles_per_bucket(self, tile_size: int, seq_len: int) -> int:
+        """How many tiles over `seq_len` keys fit a bucket; at least one."""
+        largest = max(self.kv_token_bytes, self.score_bytes * tile_size) * seq_len
+        return max(1, _BUCKET_BYTES // largest)
+
+
+class Bucket(NamedTuple):
+    """B tiles of Q queries and K blocks. Padding repeats: queries their tile's last one, tiles the last one."""
+
+    slots: IntArray  # (B,)
+    seq_lens: IntArray  # (B,) keys that the tile's last query sees
+    positions: IntArray  # (B, Q) of each query in its request
+    qkv_rows: IntArray  # (B, Q) of each query in the step
+    out_rows: IntArray  # (B, Q) where its output goes
+    real: npt.NDArray[np.bool_]  # (B, Q) not padding
+    num_blocks: int  # K
+
+    @property
+    def tile_size(self) -> int:
+        """Q."""
+        return int(self.positions.shape[1])
+
+    @property
+    def num_queries(self) -> int:
+        """B * Q."""
+        return int(self.positions.size)
+
+
+class Singles(NamedTuple):
+    """Tiles of one query, left out of the buckets; one entry each."""
+
+    slots: IntArray
+    qkv_rows: IntArray  # of each query in the step
+    out_rows: IntArray  # where its output goes
+    seq_lens: IntArray  # keys that it sees
+
+
+class TilePlan(NamedTuple):
+    """A step's queries are the rows [0, num_rows), each once, in a bucket or single."""
+
+    buckets: list[Bucket]
+    singles: Singles
+    num_rows: int
+
+
+class _Tiles(NamedTuple):
+    """One entry per tile."""
+
+    slots: IntArray
+    starts: IntArray  # first query's row in the step
+    outs: IntArray  # first query's row in the output
+    positions: IntArray  # first query's position
+    counts: IntArray  # queries
+    padded: IntArray  # queries after padding
+    blocks: IntArray  # blocks that hold the keys
+
+
+def plan_tiles(
+    inputs: StepInputs, rows: IntArray | None, block_size: int, limits: AttentionLimits, *, singles_apart: bool = False
+) -> TilePlan:
+    """Tiles for all of the step's tokens, or for the tokens `rows` (ascending) only; single queries apart if asked."""
+    num_rows = len(inputs.positions) if rows is None else len(rows)
+    tiles = _cut(inputs, limits) if rows is None else _single(inputs, rows)
+    single = (tiles.counts == 1) & singles_apart
+    apart = _Tiles(*(column[single] for column in tiles))
+    singles = Singles(apart.slots, apart.starts, apart.outs, apart.positions + 1)
+    tiles = _Tiles(*(column[~single] for column in tiles))
+    padded = _PADDED_QUERIES[tiles.counts]
+    blocks = -(-(tiles.positions + tiles.counts) // block_size)
+    order = np.lexsort((-blocks, padded))
+    tiles = _Tiles(*(column[order] for column in tiles._replace(padded=padded, blocks=blocks)))
+    buckets, start = [], 0
+    while start < len(order):
+        num_blocks = round_blocks(int(tiles.blocks[start]), block_size)
+        count, size = _bucket_size(tiles, start, num_blocks, block_size, limits)
+        buckets.append(_bucket(tiles, start + np.minimum(np.arange(size), count - 1), count, num_blocks))
+        start += count
+    return TilePlan(buckets, singles, num_rows)
+
+
+def _cut(inputs: StepInputs, limits: AttentionLimits) -> _Tiles:
+    """Every request's tokens in tiles of equal size, the last one shorter."""
+    scheduled = np.diff(inputs.cu_seqlens_q)
+    sizes = limits.tile_sizes(inputs.seq_lens)
+    per_request = -(-scheduled // sizes)
+    request = np.repeat(np.arange(len(scheduled)), per_request)
+    number = np.arange(len(request)) - np.repeat(np.cumsum(per_request) - per_request, per_request)
+    skipped = number * sizes[request]
+    starts = inputs.cu_seqlens_q[:-1][request] + skipped
+    counts = np.minimum(sizes[request], scheduled[request] - skipped)
+    positions = (inputs.seq_lens - scheduled)[request] + skipped
+    return _Tiles(inputs.slots[request], starts, starts, positions, counts, counts, counts)
+
+
+def _single(inputs: StepInputs, rows: IntArray) -> _Tiles:
+    """A tile for each run of adjacent rows would be rare: single rows are the last tokens of requests."""
+    request = np.searchsorted(inputs.cu_seqlens_q, rows, side="right") - 1
+    ones = np.ones(len(rows), dtype=np.int64)
+    return _Tiles(inputs.slots[request], rows, np.arange(len(rows)), inputs.positions[rows], ones, ones, ones)
+
+
+def _bucket_size(
+    tiles: _Tiles, start: int, num_blocks: int, block_size: int, limits: AttentionLimits
+) -> tuple[int, int]:
+    """(tiles, tiles with padding) of the bucket that begins with tile `start`.
+
+    Tiles are sorted by padded size, the longest context first.
+    """
+    queries = int(tiles.padded[start])
+    most, _ = round_tiles(limits.tiles_per_bucket(queries, num_blocks * block_size))
+    own = np.cumsum(tiles.blocks[start : start + most])
+    waste = num_blocks * np.arange(1, len(own) + 1) - own
+    slack = _WASTE_BYTES / (limits.kv_token_bytes * block_size * (1 + queries / _QUERIES_PER_GATHER))
+    fits = (tiles.padded[start : start + most] == queries) & (waste <= np.maximum(_WASTE_RATIO * own, slack))
+    count = len(own) if fits.all() else max(1, int(fits.argmin()))
+    fewer, more = round_tiles(count)
+    if (more - count) * num_blocks <= slack:
+        return count, more
+    return fewer, fewer
+
+
+def _bucket(tiles: _Tiles, index: IntArray, count: int, num_blocks: int) -> Bucket:
+    """The tiles `index`, of which the first `count` are real."""
+    counts = tiles.counts[index][:, None]
+    queries = np.arange(tiles.padded[index[0]])[None, :]
+    steps = np.minimum(queries, counts - 1)
+    return Bucket(
+        slots=tiles.slots[index],
+        seq_lens=tiles.positions[index] + tiles.counts[index],
+        positions=tiles.positions[index][:, None] + steps,
+        qkv_rows=tiles.starts[index][:, None] + steps,
+        out_rows=tiles.outs[index][:, None] + steps,
+        real=(queries < counts) & (np.arange(len(index)) < count)[:, None],
+        num_blocks=num_blocks,
+    )

@@ -1,0 +1,1 @@
+"""Tensor parallelism: rank processes, their messages and their ring queue."""

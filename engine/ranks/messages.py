@@ -1,0 +1,129 @@
+"""What rank 0 of an engine tells the other ranks, and what they answer: tagged structs, msgpack, a decoder each way."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutcome, TransferResults
+from pdkv.engine.plan import StepFailure, StepOutput, StepPlan
+from pdkv.errors import ConfigError
+from pdkv.wire.decoding import decode_total
+from pdkv.wire.messages import EngineCard, RequestKey
+
+# --- rank 0 -> the others, through the ring -----------------------------------------------------------------------
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """Every rank has told how many blocks it has room for: take this many, and warm up. Answered by Attached."""
+
+    num_blocks: int
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Run a step. Answered by StepDone."""
+
+    plan: StepPlan  # without kv_meta
+    kv_meta: bytes | None  # of the connector's own type, which is called
+    kv_meta_type: str
+    drawn: list[list[int]]  # the tokens that rank 0 drew in the step before, in its order
+
+
+class PeersChanged(msgspec.Struct, frozen=True, tag=True):
+    """For the connector's worker side."""
+
+    added: list[EngineCard]
+    removed: list[EngineCard]
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """The engine shuts down."""
+
+
+Order = Attach | Step | PeersChanged | Stop
+
+
+# --- the others -> rank 0, each on its channel --------------------------------------------------------------------
+
+
+class Sized(msgspec.Struct, frozen=True, tag=True):
+    """The weights are loaded; there is room for so many blocks."""
+
+    num_blocks: int
+    model: str  # identity of what was loaded
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """Ready for steps; what peers need to reach this rank's KV."""
+
+    pid: int
+    blob: bytes
+
+
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """The end of a step on this rank; `transfers` as finished and failed sending, finished and failed receiving."""
+
+    step_id: int
+    transfers: list[list[tuple[TransferKey, TransferOutcome]]]
+    failed: list[tuple[RequestKey, StepFailure]] = []  # what this rank's part of heads and KV shows
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """The last word of a rank that an error ends."""
+
+    reason: str
+
+
+Answer = Sized | Attached | StepDone | Broken
+
+_encoder = msgspec.msgpack.Encoder()
+_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Order | Answer) -> bytes:
+    """msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_order(data: bytes | bytearray) -> Order:
+    """Raises MalformedMessage."""
+    return decode_total(_order_decoder, data)
+
+
+def decode_answer(data: bytes | bytearray) -> Answer:
+    """Raises MalformedMessage."""
+    return decode_total(_answer_decoder, data)
+
+
+def encode_step(plan: StepPlan, drawn: Sequence[Sequence[int]]) -> bytes:
+    """A step as the other ranks get it."""
+    meta = None if plan.kv_meta is None else _encoder.encode(plan.kv_meta)
+    plain = plan if meta is None else msgspec.structs.replace(plan, kv_meta=None)
+    return _encoder.encode(Step(plain, meta, type(plan.kv_meta).__name__, [list(tokens) for tokens in drawn]))
+
+
+def plan_of(step: Step, metadata_type: type[KVConnectorMetadata]) -> StepPlan:
+    """The plan with its metadata, decoded as the connector's own type.
+
+    Raises:
+        ConfigError: the connector's scheduler side makes another one, whose fields would be lost.
+    """
+    if step.kv_meta is None:
+        return step.plan
+    if step.kv_meta_type != metadata_type.__name__:
+        raise ConfigError(
+            f"the connector's metadata_type is {metadata_type.__name__}, its scheduler side made {step.kv_meta_type}"
+        )
+    meta = msgspec.msgpack.decode(step.kv_meta, type=metadata_type)
+    return msgspec.structs.replace(step.plan, kv_meta=meta)
+
+
+def step_done(output: StepOutput) -> StepDone:
+    """The answer to a step."""
+    transfers = [list(outcomes.items()) for outcomes in output.transfers] if output.transfers else []
+    return StepDone(output.step_id, transfers, list(output.failed.items()))
+
+
+def transfers_of(done: StepDone) -> TransferResults:
+    """The results in an answer."""
+    return TransferResults(*map(dict, done.transfers or ([], [], [], [])))

@@ -1,0 +1,205 @@
+"""Batched sampling with vLLM's semantics. What is drawn is a pure function of token ids, parameters and logits."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdkv.engine.plan import NewRequest, SampledTokens
+from pdkv.engine.sampling.checks import check_for_vocab
+from pdkv.engine.sampling.draw import DrawParams, argmax, draw
+from pdkv.engine.sampling.logit_processors import PenaltyRows, add_bias, apply_bitmask, apply_penalties, forbid_tokens
+from pdkv.engine.sampling.logprobs import token_logprobs
+from pdkv.engine.sampling.randomness import uniforms
+from pdkv.wire.messages import TokenLogprob
+
+_SEED_MASK = (1 << 64) - 1
+_ROW = np.dtype(
+    [
+        ("random", np.bool_),  # not greedy
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.uint64),
+        ("choice", np.uint64),
+        ("num_prompt", np.int64),
+        ("min_tokens", np.int64),
+        ("biased", np.bool_),
+        ("penalized", np.bool_),
+        ("repetition", np.float64),
+        ("presence", np.float64),
+        ("frequency", np.float64),
+        ("wants_logprobs", np.bool_),
+        ("num_logprobs", np.int64),
+    ]
+)
+
+
+class SamplingState:
+    """The sampling parameters of the running batch, in per-slot arrays."""
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+        self._table: NDArray[Any] = np.zeros(max_num_seqs, _ROW)
+        self._stop_ids: dict[int, NDArray[np.int64]] = {}  # by slot, where min_tokens asks for it
+        self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # by slot: token ids, biases
+
+    def add(self, slot: int, request: NewRequest) -> None:
+        """Take a request's parameters into `slot`, replacing what was there.
+
+        Raises:
+            InvalidRequest: see `check_for_vocab`.
+        """
+        params = request.params
+        check_for_vocab(params, self._vocab_size)
+        self.remove(slot)
+        row = self._table[slot]
+        row["random"] = not params.greedy
+        row["temperature"] = params.temperature
+        row["top_k"] = max(params.top_k, 0)
+        row["top_p"] = params.top_p
+        row["min_p"] = params.min_p
+        row["seed"] = (params.seed or 0) & _SEED_MASK
+        row["choice"] = request.choice
+        row["num_prompt"] = len(request.prompt_token_ids)
+        row["min_tokens"] = params.min_tokens
+        row["biased"] = bool(params.logit_bias)
+        row["penalized"] = params.needs_penalties
+        row["repetition"] = params.repetition_penalty
+        row["presence"] = params.presence_penalty
+        row["frequency"] = params.frequency_penalty
+        row["wants_logprobs"] = params.logprobs is not None
+        row["num_logprobs"] = params.logprobs or 0
+        if params.min_tokens > 0:
+            self._stop_ids[slot] = np.unique(np.array([*self._eos_token_ids, *params.stop_token_ids], np.int64))
+        if params.logit_bias:
+            ids, biases = zip(*params.logit_bias.items(), strict=True)
+            self._bias[slot] = (np.array(ids, np.int64), np.array(biases, np.float32))
+
+    def remove(self, slot: int) -> None:
+        """Forget what `slot` holds. Idempotent."""
+        self._table[slot] = np.zeros((), _ROW)
+        self._stop_ids.pop(slot, None)
+        self._bias.pop(slot, None)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: NDArray[np.integer[Any]],
+        token_ids: NDArray[np.int32],
+        num_tokens: NDArray[np.integer[Any]],
+        bitmask: torch.Tensor | None = None,
+    ) -> list[SampledTokens]:
+        """Choose one token per row, none where the row's parameters leave none. Changes neither arguments nor state.
+
+        Args:
+            logits: (n, vocab), any float dtype.
+            slots: (n,) the slot of each row.
+            token_ids: (max_num_seqs, max_model_len) prompt + output of each slot.
+            num_tokens: (n,) tokens known of each row's request; the token drawn has this index.
+            bitmask: (n, ceil(vocab / 32)) int32 of allowed tokens, see `apply_bitmask`.
+        """
+        if logits.shape != (len(slots), self._vocab_size):
+            raise ValueError(f"logits must be {(len(slots), self._vocab_size)}, got {tuple(logits.shape)}")
+        rows = self._table[slots]
+        processed = self._process(logits, rows, slots, token_ids, num_tokens, bitmask)
+        tokens = self._choose(processed, rows, num_tokens - rows["num_prompt"])
+        sampled = [SampledTokens([token], None) for token in tokens.tolist()]
+        stuck = [] if processed is logits else _without_choice(logits, processed, tokens)
+        asking = np.flatnonzero(rows["wants_logprobs"])
+        if asking.size:
+            raw = _select(logits, asking)
+            for i, logprob in zip(
+                asking.tolist(), token_logprobs(raw, tokens[asking], rows["num_logprobs"][asking]), strict=True
+            ):
+                sampled[i] = SampledTokens(sampled[i].token_ids, [logprob])
+        for i in stuck:
+            sampled[i] = SampledTokens([], None)
+        return sampled
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, target_token_ids: NDArray[np.integer[Any]], num_top: int
+    ) -> list[TokenLogprob]:
+        """Logprobs of prompt tokens: row i of logits (m, vocab) predicts target_token_ids[i]."""
+        targets = target_token_ids.astype(np.int64)
+        return token_logprobs(logits, targets, np.full(len(targets), num_top, np.int64))
+
+    def _process(
+        self,
+        logits: torch.Tensor,
+        rows: NDArray[Any],
+        slots: NDArray[np.integer[Any]],
+        token_ids: NDArray[np.int32],
+        num_tokens: NDArray[np.integer[Any]],
+        bitmask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The logits themselves where nothing changes them, else a float32 copy that went through the processors."""
+        early = np.flatnonzero(num_tokens - rows["num_prompt"] < rows["min_tokens"])
+        biased = np.flatnonzero(rows["biased"])
+        penalized = np.flatnonzero(rows["penalized"])
+        if bitmask is None and not (early.size or biased.size or penalized.size):
+            return logits
+        logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if bitmask is not None:
+            apply_bitmask(logits, bitmask)
+        if early.size:
+            forbid_tokens(logits, early, [self._stop_ids[slot] for slot in slots[early].tolist()])
+        if biased.size:
+            ids, biases = zip(*(self._bias[slot] for slot in slots[biased].tolist()), strict=True)
+            add_bias(logits, biased, ids, biases)
+        if penalized.size:
+            lengths = num_tokens[penalized].astype(np.int64)
+            own = rows[penalized]
+            known = token_ids[slots[penalized], : lengths.max()]
+            apply_penalties(
+                logits,
+                PenaltyRows(
+                    penalized, known, own["num_prompt"], lengths, own["repetition"], own["presence"], own["frequency"]
+                ),
+            )
+        return logits
+
+    def _choose(
+        self, logits: torch.Tensor, rows: NDArray[Any], positions: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """One token per row, (n,), with a single copy to the host."""
+        random = rows["random"]
+        if not random.any():
+            chosen = argmax(logits)
+        else:
+            drawing = np.flatnonzero(random)
+            chosen = draw(_select(logits, drawing), _draw_params(rows[drawing], positions[drawing]))
+            if drawing.size < len(rows):
+                greedy = np.flatnonzero(~random)
+                chosen = torch.cat([argmax(_select(logits, greedy)), chosen])
+                order = np.argsort(np.concatenate([greedy, drawing]))
+                chosen = chosen[torch.from_numpy(order).to(chosen.device)]
+        tokens: NDArray[np.int64] = chosen.cpu().numpy()
+        return tokens
+
+
+def _draw_params(rows: NDArray[Any], positions: NDArray[np.integer[Any]]) -> DrawParams:
+    numbers = uniforms(rows["seed"], rows["choice"], positions.astype(np.uint64))
+    return DrawParams(rows["temperature"], rows["top_k"], rows["top_p"], rows["min_p"], numbers)
+
+
+def _without_choice(logits: torch.Tensor, processed: torch.Tensor, tokens: NDArray[np.int64]) -> list[int]:
+    """Rows in which the processors forbid all tokens or overflow: what was chosen is not finite, though it was."""
+    chosen = torch.from_numpy(tokens).to(logits.device).unsqueeze(-1)
+    stuck = logits.gather(1, chosen).isfinite() & ~processed.gather(1, chosen).isfinite()
+    rows: list[int] = stuck.squeeze(-1).nonzero().squeeze(-1).tolist()
+    return rows
+
+
+def _select(logits: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+    """Rows of (n, vocab); no copy where it is all of them."""
+    if len(rows) == logits.shape[0]:
+        return logits
+    return logits.index_select(0, torch.from_numpy(rows).to(logits.device))

@@ -1,0 +1,218 @@
+"""The safetensors files of a model directory, held open: what they hold, where, and whether they stay as they are.
+
+No torch: identities are taken where there is none.
+"""
+
+import json
+import math
+import os
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from pdkv.errors import ModelError
+from pdkv.models.config import read_json
+
+INDEX_NAME = "model.safetensors.index.json"
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+
+class Stamp(NamedTuple):
+    """What changes when a file does: writing, replacing, truncating or renaming it."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        """The stamp of an open file or a path."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in its file."""
+
+    name: str
+    dtype: str  # safetensors' name, such as "BF16"
+    shape: tuple[int, ...]
+    begin: int  # bytes [begin, end) of the file
+    end: int
+
+
+class WeightFile:
+    """One open file. Who opens it closes it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open it and read its header.
+
+        Raises:
+            ModelError: it is missing, no regular file, or no whole safetensors file.
+        """
+        self.path = path.absolute()
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO is refused, not awaited
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be opened: {error.strerror}") from None
+        try:
+            status = os.fstat(self.fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise ModelError(f"{path}: is not a regular file")
+            self.opened_at = time.time()
+            self.stamp = Stamp.of(status)
+            self.tensors = _read_header(self.fd, path, status.st_size)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def reopen_path(self) -> str:
+        """A path to this very file, whatever its name leads to by now."""
+        return f"/proc/self/fd/{self.fd}"
+
+    def check_unchanged(self) -> None:
+        """Raise ModelError if the file was changed or replaced since it was opened."""
+        try:
+            here, there = Stamp.of(os.fstat(self.fd)), Stamp.of(os.stat(self.path))
+        except OSError as error:
+            raise ModelError(f"{self.path}: was removed while it was read: {error.strerror}") from None
+        if there[:2] != self.stamp[:2]:
+            raise ModelError(f"{self.path}: was replaced by another file while it was read; start again")
+        if here != self.stamp:
+            raise ModelError(f"{self.path}: was changed while it was read; start again when nobody writes to it")
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class WeightFiles:
+    """All weight files of a model; a context manager.
+
+    `holders` says which file a tensor is read from: the one that the index names, else the last that has it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open them.
+
+        Raises:
+            ModelError: no weights, or a file or an index that is missing or broken; the message names it.
+        """
+        self.path = path
+        weight_map = _read_index(path)
+        self.files: list[WeightFile] = []
+        try:
+            for name in _file_names(path, weight_map):
+                self.files.append(WeightFile(path / name))
+            self.holders = _find_holders(path, self.files, weight_map)
+        except BaseException:
+            self.close()
+            raise
+
+    def check_unchanged(self) -> None:
+        """Raise ModelError, which names the file, if one was changed or replaced since it was opened."""
+        for file in self.files:
+            file.check_unchanged()
+
+    def close(self) -> None:
+        """Idempotent."""
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _read_index(path: Path) -> dict[str, str] | None:
+    """Tensor name -> file name; None: there is no index."""
+    index = path / INDEX_NAME
+    if not index.exists():
+        return None
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ModelError(f"{index}: field 'weight_map' must map tensor names to files")
+    return weight_map
+
+
+def _file_names(path: Path, weight_map: Mapping[str, str] | None) -> Sequence[str]:
+    if weight_map is None:
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+        if not names:
+            raise ModelError(f"{path}: no *.safetensors file")
+        return names
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not (path / name).exists():
+            raise ModelError(f"{path / INDEX_NAME} names {name}, which does not exist")
+    return names
+
+
+def _find_holders(
+    path: Path, files: Sequence[WeightFile], weight_map: Mapping[str, str] | None
+) -> dict[str, WeightFile]:
+    if weight_map is None:
+        return {tensor.name: file for file in files for tensor in file.tensors}
+    by_path = {file.path: (file, {tensor.name for tensor in file.tensors}) for file in files}
+    holders = {}
+    for name, file_name in weight_map.items():
+        file, names = by_path[(path / file_name).absolute()]
+        if name not in names:
+            raise ModelError(f"{path / INDEX_NAME} places tensor {name!r} in {file_name}, which does not have it")
+        holders[name] = file
+    return holders
+
+
+def _read_header(fd: int, path: Path, size: int) -> list[StoredTensor]:
+    """The tensors in the order of their bytes, which are all of the file behind the header."""
+    broken = f"{path}: cannot be read as safetensors"
+    length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
+    start = _LENGTH_BYTES + length
+    if not 2 <= length <= _MAX_HEADER_BYTES or start > size:
+        raise ModelError(f"{broken}: a header of {length} bytes in a file of {size}")
+    try:
+        header = json.loads(os.pread(fd, length, _LENGTH_BYTES), object_pairs_hook=_without_twins)
+        header.pop("__metadata__", None)
+        tensors = sorted(
+            (_read_entry(name, entry, start) for name, entry in header.items()), key=lambda t: (t.begin, t.end)
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{broken}: its header is broken: {error!r}") from None
+    at = start
+    for tensor in tensors:
+        if tensor.begin != at:
+            raise ModelError(f"{broken}: tensor {tensor.name!r} begins at byte {tensor.begin} instead of {at}")
+        at = tensor.end
+    if at != size:
+        raise ModelError(f"{broken}: its tensors end at byte {at}, the file at {size}")
+    return tensors
+
+
+def _read_entry(name: str, entry: Mapping[str, Any], start: int) -> StoredTensor:
+    """Raises ValueError, TypeError or KeyError for what is none."""
+    begin, end = entry["data_offsets"]
+    shape, dtype = tuple(entry["shape"]), entry["dtype"]
+    numbers = (begin, end, *shape)
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers) or begin > end:
+        raise ValueError(f"tensor {name!r} is {entry!r}")
+    if (math.prod(shape) == 0) != (begin == end):
+        raise ValueError(f"tensor {name!r} of shape {shape} has {end - begin} bytes")
+    return StoredTensor(name, dtype, shape, start + begin, start + end)
+
+
+def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Two readers of a JSON object with a name twice might take different ones."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name appears twice")
+    return values

@@ -1,0 +1,1 @@
+"""The router's HTTP side: OpenAI's API over Starlette."""

@@ -1,0 +1,174 @@
+"""The router's HTTP application: OpenAI's API, health, metrics and topology."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdkv.config import HttpLimits
+from pdkv.limits import clip
+from pdkv.models.config import ModelConfig
+from pdkv.router.budget import ByteBudget
+from pdkv.router.http.endpoint import GenerateEndpoint
+from pdkv.router.http.metrics import Metrics
+from pdkv.router.http.openai import Cancelled, Job, ServedModel, prepare_chat, prepare_completion, unknown_model
+from pdkv.router.http.protocol import decode_chat, decode_completion
+from pdkv.router.http.responses import describe_error, error_body
+from pdkv.router.text_pool import TextPool
+from pdkv.text import Tokenizer
+
+if TYPE_CHECKING:
+    from pdkv.router.dispatch import Dispatcher
+
+
+def create_app(
+    dispatcher: "Dispatcher",
+    tokenizer: Tokenizer,
+    model_config: ModelConfig,
+    served_model_name: str,
+    max_model_len: int | None = None,
+    *,
+    request_timeout_s: float = 600.0,
+    limits: HttpLimits | None = None,
+    bodies: ByteBudget | None = None,
+) -> Starlette:
+    """The ASGI application in front of a dispatcher, which the caller connects and closes.
+
+    Args:
+        max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
+        request_timeout_s: deadline of every request; a client may shorten its own by the header x-pd-timeout-s.
+        limits: bounds of bodies (default: the options').
+        bodies: the budget of bodies' bytes, where others take of it, too.
+    """
+    limits = limits or HttpLimits()
+    bodies = bodies or body_budget(limits)
+    _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
+    metrics = Metrics(dispatcher)
+    model = _model_provider(dispatcher, tokenizer, model_config, served_model_name, max_model_len)
+    created = int(time.time())
+
+    async def health(request: Request) -> Response:
+        fault = dispatcher.fault
+        if not fault:
+            return _json_response({"status": "ok"})
+        return _json_response(error_body(fault, status=503, code="not_ready"), status=503)
+
+    async def list_models(request: Request) -> Response:
+        return _json_response({"object": "list", "data": [_model_card(model(), created)]})
+
+    async def get_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != served_model_name:
+            status, body = describe_error(unknown_model(name, model()))
+            return _json_response(body, status=status)
+        return _json_response(_model_card(model(), created))
+
+    async def render_metrics(request: Request) -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def topology(request: Request) -> Response:
+        return _json_response(dispatcher.topology())
+
+    def generate(path: str, endpoint: GenerateEndpoint) -> Route:
+        return Route(path, endpoint, methods=["POST"])
+
+    pool = TextPool(limits.max_queued_text)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        pool.close()
+
+    common: dict[str, Any] = {
+        "dispatcher": dispatcher,
+        "model": model,
+        "metrics": metrics,
+        "request_timeout_s": request_timeout_s,
+        "limits": limits,
+        "bodies": bodies,
+        "pool": pool,
+    }
+    routes = [
+        generate("/v1/completions", GenerateEndpoint("completions", _prepare_completion, **common)),
+        generate("/v1/chat/completions", GenerateEndpoint("chat_completions", _prepare_chat, **common)),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", get_model),
+        Route("/health", health),
+        Route("/metrics", render_metrics),
+        Route("/topology", topology),
+    ]
+    return Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error, Exception: _internal_error}
+    )
+
+
+def body_budget(limits: HttpLimits) -> ByteBudget:
+    """Of all bodies that are received or not yet tokenized."""
+    return ByteBudget(limits.max_body_memory, "the bodies")
+
+
+def _prepare_completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+    return prepare_completion(decode_completion(body), model, cancelled)
+
+
+def _prepare_chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+    return prepare_chat(decode_chat(body), model, cancelled)
+
+
+def _model_provider(
+    dispatcher: "Dispatcher", tokenizer: Tokenizer, config: ModelConfig, name: str, max_model_len: int | None
+) -> Callable[[], ServedModel]:
+    """The model as it is served now: engines that come up may allow less than was asked for."""
+    limit = config.num_positions if max_model_len is None else max_model_len
+    model = ServedModel(
+        name=name,
+        tokenizer=tokenizer,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        max_model_len=limit,
+    )
+    by_limit = {limit: model}
+
+    def current() -> ServedModel:
+        engines_limit = dispatcher.max_model_len
+        now = limit if engines_limit is None else min(limit, engines_limit)
+        if now not in by_limit:
+            by_limit[now] = model.with_max_model_len(now)
+        return by_limit[now]
+
+    return current
+
+
+def _model_card(model: ServedModel, created: int) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "pdkv",
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _json_response(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {clip(request.scope['path'])}: {error.detail}"  # its url trusts the Host header
+    response = _json_response(error_body(message, status=error.status_code), status=error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """A defect of the router; the server logs the exception itself."""
+    return _json_response(error_body("internal error", status=500, code="internal_error"), status=500)

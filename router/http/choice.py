@@ -1,0 +1,170 @@
+"""One choice of a reply: engine deltas in, text, tokens and logprobs to be shown out."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pdkv.router.http.openai import Job, Prompt, ServedModel
+from pdkv.router.request import Delta, GenerateRequest
+from pdkv.text import TextStream
+from pdkv.wire.messages import TokenLogprob
+
+
+class ShownLogprob(NamedTuple):
+    """The logprob of one token of the reply."""
+
+    token_id: int
+    logprob: TokenLogprob | None  # None: a prompt's first token has none
+    text_offset: int  # characters before the token
+
+
+class ChoiceDelta(NamedTuple):
+    """What is new in a choice."""
+
+    choice: int  # its number in the reply
+    text: str
+    token_ids: Sequence[int]
+    logprobs: list[ShownLogprob] | None
+    finish_reason: str | None
+    stop_reason: str | int | None  # the stop string, or the stop token other than end of sequence
+
+
+class Choice:
+    """State of one choice. `finished` says that nothing more will be shown."""
+
+    def __init__(self, job: Job, model: ServedModel, *, index: int, seed: int, sibling: "Choice | None" = None) -> None:
+        """`index` counts over all prompts; `seed` is the client's, or drawn for this prompt.
+
+        What is said about the prompt is computed and made once: by the first choice, the `sibling` of the others.
+        """
+        self.index = index
+        self.prompt: Prompt = job.prompts[index // job.n]
+        self.finished = False
+        self.num_tokens = 0
+        self.last_delta_at = 0.0
+        """time.perf_counter of the last delta, 0 before the first."""
+        self._prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._sibling = sibling
+        self._shown_prompt: tuple[str, list[ShownLogprob]] | None = None
+        self._job = job
+        self._tokenizer = model.tokenizer
+        self._text = self._new_text(job, model)
+        self._echo_pending = job.echo
+        self._num_echoed = 0  # characters
+        params = msgspec.structs.replace(job.params, seed=seed, stop=())  # the engines know nothing of stop strings
+        room = model.max_model_len - len(self.prompt.token_ids)
+        if params.max_tokens is not None and params.max_tokens > room:  # only a default can be: see prepare_completion
+            params = msgspec.structs.replace(params, max_tokens=room)
+        if sibling is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        self._params = params
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Of the whole prompt, from the first choice's first delta on."""
+        return self._prompt_logprobs if self._sibling is None else self._sibling.prompt_logprobs
+
+    def _new_text(self, job: Job, model: ServedModel) -> TextStream:
+        params = job.params
+        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *model.eos_token_ids)
+        return TextStream(
+            self._tokenizer.detokenizer(skip_special_tokens=job.skip_special_tokens),
+            stop=job.stops or (),
+            min_tokens=params.min_tokens,
+            stop_token_ids=ends,
+        )
+
+    def request(self, *, timeout_s: float, label: str) -> GenerateRequest:
+        """What to generate."""
+        return GenerateRequest(
+            prompt_token_ids=self.prompt.token_ids,
+            params=self._params,
+            choice=self.index % self._job.n,
+            cache_salt=self._job.cache_salt,
+            priority=self._job.priority,
+            timeout_s=timeout_s,
+            label=label,
+        )
+
+    def push(self, delta: Delta) -> ChoiceDelta:
+        """What an engine's delta shows. Nothing may be pushed once `finished`."""
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
+        if self._job.prompt_only:
+            return self._push_prompt_only(delta)
+        echo_text, shown = self._echo() if self._echo_pending else ("", [])
+        if delta.logprobs is None:
+            text, num_tokens, stop = self._text.push(delta.token_ids)
+        else:
+            text, num_tokens, stop = self._push_with_logprobs(delta.token_ids, delta.logprobs, shown)
+        token_ids = delta.token_ids if num_tokens == len(delta.token_ids) else delta.token_ids[:num_tokens]
+        self.num_tokens += num_tokens
+        if stop is None and delta.finish_reason is not None:
+            rest, _, stop = self._text.finish()
+            text += rest
+        finish_reason = "stop" if stop is not None else delta.finish_reason
+        self.finished = finish_reason is not None
+        return ChoiceDelta(
+            self.index,
+            echo_text + text,
+            token_ids,
+            shown if self._job.params.logprobs is not None else None,
+            finish_reason,
+            stop if stop is not None else self._stop_token(delta),
+        )
+
+    def _push_with_logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], shown: list[ShownLogprob]
+    ) -> tuple[str, int, str | None]:
+        """Token by token, since each is shown with the place of its text."""
+        text = ""
+        for count, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
+            shown.append(ShownLogprob(token_id, logprob, self._num_echoed + self._text.num_characters))
+            piece = self._text.push([token_id])
+            text += piece.text
+            if piece.stop is not None:
+                return text, count, piece.stop
+        return text, len(token_ids), None
+
+    def _stop_token(self, delta: Delta) -> int | None:
+        """vLLM's rule: a stop token is a reason, the end of sequence is none."""
+        return delta.stop_token_id if delta.stop_token_id in self._job.params.stop_token_ids else None
+
+    def _push_prompt_only(self, delta: Delta) -> ChoiceDelta:
+        """One token was generated because an engine cannot do with less; it is not shown."""
+        if delta.finish_reason is None:
+            return ChoiceDelta(self.index, "", (), None, None, None)
+        text, shown = self._echo()
+        self.finished = True
+        return ChoiceDelta(
+            self.index, text, (), shown if self._job.params.logprobs is not None else None, "length", None
+        )
+
+    def _echo(self) -> tuple[str, list[ShownLogprob]]:
+        """The prompt as the beginning of the reply, with its logprobs where they were asked for."""
+        self._echo_pending = False
+        text, shown = (self._sibling or self).shown_prompt()
+        self._num_echoed = len(text)
+        return text, [*shown]
+
+    def shown_prompt(self) -> tuple[str, list[ShownLogprob]]:
+        """The prompt as an echo shows it; made once, and not to be changed."""
+        if self._shown_prompt is None:
+            self._shown_prompt = self._show_prompt()
+        return self._shown_prompt
+
+    def _show_prompt(self) -> tuple[str, list[ShownLogprob]]:
+        token_ids = self.prompt.token_ids
+        skip = self._job.skip_special_tokens
+        text = self.prompt.text
+        if text is None:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=skip)
+        shown: list[ShownLogprob] = []
+        if self._job.params.logprobs is not None and self.prompt_logprobs is not None:
+            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skip)
+            offset = 0
+            for token_id, logprob in zip(token_ids, self.prompt_logprobs, strict=True):
+                shown.append(ShownLogprob(token_id, logprob, offset))
+                offset += len(detokenizer.push(token_id))
+        return text, shown

@@ -1,0 +1,334 @@
+"""POST /v1/completions and /v1/chat/completions as bare ASGI: body in, one JSON reply or a stream of events out.
+
+No framework between a token and the socket: a response costs one extra task, which waits for the client to go away.
+"""
+
+import asyncio
+import functools
+import logging
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from pdkv.config import HttpLimits
+from pdkv.errors import InvalidRequest, PdkvError, RequestTimeout, ServerBusy
+from pdkv.limits import clip
+from pdkv.router.budget import ByteBudget, Share
+from pdkv.router.http.choice import ChoiceDelta
+from pdkv.router.http.fanout import Fanout
+from pdkv.router.http.metrics import Endpoint, Metrics, RequestMetrics
+from pdkv.router.http.openai import Cancelled, Job, ServedModel
+from pdkv.router.http.request_body import Disconnected, read_body
+from pdkv.router.http.responses import WholeChoice, describe_error, error_status, prompt_extras, usage
+from pdkv.router.http.sse import DONE, ChunkEncoder, error_event
+from pdkv.router.text_pool import INLINE_BYTES, TextPool
+
+if TYPE_CHECKING:
+    from pdkv.router.dispatch import Dispatcher
+
+logger = logging.getLogger(__name__)
+
+RawHeaders = list[tuple[bytes, bytes]]
+Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled], Job]
+"""From a body to a checked request; raises InvalidRequest. Runs on any thread."""
+
+_INLINE_LOGPROBS = 256
+"""Tokens with logprobs that are encoded on the event loop; with 20 alternatives each they take some milliseconds."""
+
+MAX_LABEL = 256
+"""Characters of a client's x-request-id."""
+
+
+class GenerateEndpoint:
+    """One of the two endpoints that generate."""
+
+    def __init__(
+        self,
+        name: Endpoint,
+        prepare: Prepare,
+        *,
+        dispatcher: "Dispatcher",
+        model: Callable[[], ServedModel],
+        metrics: Metrics,
+        request_timeout_s: float,
+        limits: HttpLimits,
+        bodies: ByteBudget,
+        pool: TextPool,
+    ) -> None:
+        """`bodies` and `pool` are shared by the endpoints."""
+        self._name = name
+        self._prepare = prepare
+        self._dispatcher = dispatcher
+        self._model = model
+        self._metrics = metrics
+        self._request_timeout_s = request_timeout_s
+        self._limits = limits
+        self._bodies = bodies
+        self._pool = pool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        metrics = RequestMetrics(self._metrics, self._name)
+        headers = Headers(scope=scope)
+        exchange = _Exchange(send, headers.get("x-request-id"))
+        outcome = "internal_error"
+        try:
+            outcome = await self._serve(headers, receive, exchange, metrics)
+        except Disconnected:
+            outcome = "disconnected"
+        except PdkvError as error:
+            outcome = error.code
+            if error_status(error) >= 500 and not isinstance(error, ServerBusy):  # a log line each would be work, too
+                logger.warning("request %s failed: %s: %s", exchange.request_id, error.code, error)
+            await exchange.fail(error)
+        finally:
+            metrics.ended(outcome)
+
+    async def _serve(self, headers: Headers, receive: Receive, exchange: "_Exchange", metrics: RequestMetrics) -> str:
+        """Serve one request and say how it ended."""
+        exchange.check_label()
+        timeout_s = min(_client_timeout(headers), self._request_timeout_s)
+        model = self._model()
+        job, gone = await self._receive_job(headers, receive, exchange, model, timeout_s)
+        fanout = Fanout(job, model, self._dispatcher, metrics, timeout_s=timeout_s, label=exchange.request_id)
+        gone.add_done_callback(lambda _: fanout.abort())
+        try:
+            async with aclosing(fanout.deltas()) as deltas:
+                serve = _stream if job.stream else _reply
+                await serve(deltas, fanout, model, exchange, self._pool)
+        except PdkvError as error:
+            if fanout.aborted:
+                raise Disconnected from error
+            raise
+        finally:
+            gone.cancel()
+            fanout.abort()
+        metrics.served(
+            num_prompt_tokens=fanout.num_prompt_tokens,
+            num_cached_tokens=fanout.num_cached_tokens,
+            num_completion_tokens=fanout.num_completion_tokens,
+        )
+        return "ok"
+
+    async def _receive_job(
+        self, headers: Headers, receive: Receive, exchange: "_Exchange", model: ServedModel, timeout_s: float
+    ) -> tuple[Job, "asyncio.Task[None]"]:
+        """The checked request, and the task that ends when the client goes away. The body is dropped on return."""
+        body_timeout_s = min(timeout_s, self._limits.body_timeout_s)
+        with Share(self._bodies) as share:
+            try:
+                body = await read_body(
+                    headers, receive, share, limit=self._limits.max_body_bytes, timeout_s=body_timeout_s
+                )
+            except TimeoutError:
+                what = f"the body did not arrive within {body_timeout_s:g} s"
+                if timeout_s <= body_timeout_s:
+                    raise RequestTimeout(what, request_id=exchange.request_id) from None
+                raise InvalidRequest(f"{what} (--body-timeout-s)", status=408) from None
+            exchange.body_is_here = True
+            gone = asyncio.create_task(_wait_until_gone(receive))
+            try:
+                if len(body) <= INLINE_BYTES:
+                    return self._prepare(body, model, gone.done), gone
+                return await self._prepare_on_thread(body, model, gone, timeout_s, exchange), gone
+            except BaseException:
+                gone.cancel()
+                raise
+
+    async def _prepare_on_thread(
+        self,
+        body: bytes | bytearray,
+        model: ServedModel,
+        gone: "asyncio.Task[None]",
+        timeout_s: float,
+        exchange: "_Exchange",
+    ) -> Job:
+        """Given up when the client goes away or its deadline passes."""
+        work = asyncio.ensure_future(self._pool.run(len(body), functools.partial(self._prepare, body, model)))
+        try:
+            await asyncio.wait({work, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if gone.done():
+                raise Disconnected
+            raise RequestTimeout(f"the prompt was not tokenized within {timeout_s:g} s", request_id=exchange.request_id)
+        finally:
+            work.cancel()
+            del work  # a failure's traceback holds this frame: it must not hold the failure, and the body with it
+
+
+class _Exchange:
+    """One response: its id, its headers, and whether it has begun."""
+
+    def __init__(self, send: Send, label: str | None) -> None:
+        self._send = send
+        self._label = label
+        self._streaming = False
+        self.body_is_here = False
+        """Else the connection ends with the response: what is still to come is no next request."""
+        self.reply_id = secrets.token_hex(12)
+        self.request_id = label if label is not None and _is_plain(label) else self.reply_id
+        self.created = int(time.time())
+
+    def check_label(self) -> None:
+        """Raises InvalidRequest for a client's x-request-id that cannot be echoed."""
+        if self._label is not None and not _is_plain(self._label):
+            raise InvalidRequest(
+                f"x-request-id must have at most {MAX_LABEL} characters, all of them printable ASCII",
+                param="x-request-id",
+            )
+
+    async def send_json(self, status: int, body: object, engines: tuple[str, str] = ("", "")) -> None:
+        """The whole response."""
+        data = msgspec.json.encode(body)
+        headers = self._headers(b"application/json", engines)
+        headers.append((b"content-length", b"%d" % len(data)))
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
+        if not self.body_is_here:
+            headers.append((b"connection", b"close"))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def send_events(self, data: bytes, engines: Callable[[], tuple[str, str]]) -> None:
+        """A part of a stream; the first one begins the response."""
+        if not self._streaming:
+            headers = self._headers(b"text/event-stream; charset=utf-8", engines())
+            headers.append((b"cache-control", b"no-cache"))
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._streaming = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_events(self, data: bytes) -> None:
+        """The last part of a stream."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def fail(self, error: PdkvError) -> None:
+        """A status as long as nothing was sent, an error event and no [DONE] afterwards."""
+        if self._streaming:
+            await self.end_events(error_event(error))
+        else:
+            status, body = describe_error(error)
+            await self.send_json(status, body)
+
+    def _headers(self, content_type: bytes, engines: tuple[str, str]) -> RawHeaders:
+        headers = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode("latin-1"))]
+        for name, engine in zip((b"x-pd-prefill-engine", b"x-pd-decode-engine"), engines, strict=True):
+            if engine:
+                headers.append((name, engine.encode("latin-1")))
+        return headers
+
+
+def _is_plain(label: str) -> bool:
+    """Whether a label can stand in a header and in a log line: without control characters, such as U+009B."""
+    return len(label) <= MAX_LABEL and label.isascii() and label.isprintable()
+
+
+async def _stream(
+    deltas: AsyncIterator[Sequence[ChoiceDelta]],
+    fanout: Fanout,
+    model: ServedModel,
+    exchange: _Exchange,
+    pool: TextPool,
+) -> None:
+    """One write per step of the engines, whatever the number of choices."""
+    job = fanout.job
+    encoder = ChunkEncoder(
+        job,
+        fanout.choices,
+        model.tokenizer,
+        reply_id=_reply_id(job, exchange),
+        created=exchange.created,
+        model=model.name,
+    )
+    encode = encoder.encode
+
+    def engines() -> tuple[str, str]:
+        return fanout.engines
+
+    async for batch in deltas:
+        if job.params.logprobs is not None and _num_logprobs(batch) > _INLINE_LOGPROBS:
+            for delta in batch:
+                await exchange.send_events(await pool.encode(functools.partial(encode, delta)), engines)
+            continue
+        data = encode(batch[0]) if len(batch) == 1 else b"".join(map(encode, batch))
+        await exchange.send_events(data, engines)
+    end = DONE
+    if job.include_usage:
+        end = encoder.encode_usage(_usage(fanout)) + DONE
+    await exchange.end_events(end)
+
+
+def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:
+    """Tokens whose logprobs a batch shows."""
+    return sum(len(delta.logprobs) for delta in batch if delta.logprobs is not None)
+
+
+async def _reply(
+    deltas: AsyncIterator[Sequence[ChoiceDelta]],
+    fanout: Fanout,
+    model: ServedModel,
+    exchange: _Exchange,
+    pool: TextPool,
+) -> None:
+    """Everything at once, when the last choice is finished."""
+    job, tokenizer = fanout.job, model.tokenizer
+    wholes = [WholeChoice(choice) for choice in fanout.choices]
+    async for batch in deltas:
+        for delta in batch:
+            wholes[delta.choice].add(delta)
+    choices: list[Any] = []
+    inline = sum(whole.num_logprobs for whole in wholes) <= _INLINE_LOGPROBS
+    for whole in wholes:  # one by one: never all of them as objects
+        if fanout.aborted:
+            raise Disconnected
+        encode = functools.partial(whole.encoded, job, tokenizer)
+        choices.append(encode() if inline else await pool.encode(encode))
+    body: dict[str, Any] = {
+        "id": _reply_id(job, exchange),
+        "object": "chat.completion" if job.chat else "text_completion",
+        "created": exchange.created,
+        "model": model.name,
+        "choices": choices,
+        "usage": _usage(fanout),
+    }
+    if job.chat:
+        extras = functools.partial(prompt_extras, fanout.choices[0], job, tokenizer)
+        body |= extras() if inline else await pool.encode(extras)
+    await exchange.send_json(200, body, fanout.engines)
+
+
+def _reply_id(job: Job, exchange: _Exchange) -> str:
+    return ("chatcmpl-" if job.chat else "cmpl-") + exchange.reply_id
+
+
+def _usage(fanout: Fanout) -> dict[str, Any]:
+    return usage(fanout.num_prompt_tokens, fanout.num_completion_tokens, fanout.num_cached_tokens)
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    """Returns when the client has gone away; the body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _client_timeout(headers: Headers) -> float:
+    """Seconds after which the client wants its request to fail; infinite where it does not say."""
+    text = headers.get("x-pd-timeout-s")
+    if text is None:
+        return math.inf
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not timeout_s > 0.0:
+        raise InvalidRequest(
+            f"x-pd-timeout-s must be a number of seconds above 0, got {clip(text)!r}", param="x-pd-timeout-s"
+        )
+    return timeout_s

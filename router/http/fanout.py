@@ -1,0 +1,175 @@
+"""All choices of one request as one stream of deltas, over as many generations."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import TYPE_CHECKING
+
+from pdkv.errors import RequestAborted, RequestFailed
+from pdkv.router.http.choice import Choice, ChoiceDelta
+from pdkv.router.http.metrics import RequestMetrics
+from pdkv.router.http.openai import Job, ServedModel
+from pdkv.router.request import Delta
+
+if TYPE_CHECKING:
+    from pdkv.router.dispatch import Dispatcher, Generation
+
+_STARTS_IN_A_ROW = 16
+
+
+class Fanout:
+    """Of each prompt the first choice goes first, the others after its first delta: the prompt's blocks are hits then.
+
+    `abort` may be called at any time; whoever iterates must call it when done, whatever happened.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: ServedModel,
+        dispatcher: "Dispatcher",
+        metrics: RequestMetrics,
+        *,
+        timeout_s: float,
+        label: str,
+    ) -> None:
+        self.job = job
+        self.choices = list(_make_choices(job, model))
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._label = label
+        self._generations: dict[int, Generation] = {}  # by choice index
+        self._aborted = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._arrived: list[ChoiceDelta | Exception] = []
+        self._wake = asyncio.Event()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether `abort` was called."""
+        return self._aborted
+
+    @property
+    def engines(self) -> tuple[str, str]:
+        """Names of the prefill and decode engine of the first choice; known with the first delta."""
+        generation = self._generations.get(0)
+        return (generation.prefill_engine, generation.decode_engine) if generation is not None else ("", "")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt once, whatever n is."""
+        return sum(len(prompt.token_ids) for prompt in self.job.prompts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the first choice of each prompt did not have to compute."""
+        return sum(g.num_cached_tokens for index, g in self._generations.items() if index % self.job.n == 0)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Over all choices."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def abort(self) -> None:
+        """Give up every generation that is not over; `deltas` then raises RequestAborted. Idempotent."""
+        self._aborted = True
+        for generation in self._generations.values():
+            generation.abort()
+
+    async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """All that is new, at least one delta each time, until every choice is finished.
+
+        Raises:
+            EngineUnavailable, RequestFailed: one choice failed, so the request did.
+        """
+        if len(self.choices) == 1:
+            [choice] = self.choices
+            generation = self._start(choice)
+            async for delta in generation:
+                yield [self._show(choice, generation, delta)]
+                if choice.finished:
+                    return
+            raise self._ended_early()
+        for choice in self.choices[:: self.job.n]:
+            self._start(choice)
+            self._pump(choice)
+            await self._take_turns(choice.index // self.job.n)
+        num_unfinished = len(self.choices)
+        while num_unfinished:
+            await self._wake.wait()
+            self._wake.clear()
+            arrived, self._arrived = self._arrived, []
+            deltas: list[ChoiceDelta] = []
+            for item in arrived:
+                if isinstance(item, Exception):
+                    raise item
+                deltas.append(item)
+            num_unfinished -= sum(delta.finish_reason is not None for delta in deltas)
+            yield deltas
+
+    def _start(self, choice: Choice, elapsed_s: float = 0.0) -> "Generation":
+        """`elapsed_s`: what has passed of the deadline, which all choices share."""
+        if self._aborted:
+            raise RequestAborted("the client went away", request_id=self._label)
+        timeout_s = max(self._timeout_s - elapsed_s, 0.001)
+        generation = self._dispatcher.start(choice.request(timeout_s=timeout_s, label=self._label))
+        self._generations[choice.index] = generation
+        return generation
+
+    async def _take_turns(self, index: int) -> None:
+        """Between starts: a thousand choices must not hold up other requests."""
+        if index % _STARTS_IN_A_ROW == _STARTS_IN_A_ROW - 1:
+            await asyncio.sleep(0)
+
+    def _show(self, choice: Choice, generation: "Generation", delta: Delta) -> ChoiceDelta:
+        """What a delta of an engine shows to the client."""
+        now = time.perf_counter()
+        if choice.last_delta_at:
+            self._metrics.inter_token(now - choice.last_delta_at)
+        else:
+            self._metrics.first_token(now)
+        choice.last_delta_at = now
+        shown = choice.push(delta)
+        if choice.finished and delta.finish_reason is None:
+            generation.abort()  # a stop string: the engines know nothing of it
+        return shown
+
+    def _ended_early(self) -> RequestFailed:
+        return RequestFailed("the generation ended without a reason", request_id=self._label)
+
+    def _pump(self, choice: Choice) -> None:
+        task = asyncio.create_task(self._collect(choice))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _collect(self, choice: Choice) -> None:
+        """Put what a choice gives where `deltas` takes it; its siblings start behind its first delta."""
+        siblings = range(choice.index + 1, choice.index + self.job.n) if choice.index % self.job.n == 0 else range(0)
+        generation = self._generations[choice.index]
+        began = time.monotonic()
+        try:
+            async for delta in generation:
+                self._arrived.append(self._show(choice, generation, delta))
+                self._wake.set()
+                for index in siblings:
+                    self._start(self.choices[index], time.monotonic() - began)
+                    self._pump(self.choices[index])
+                    await self._take_turns(index)
+                siblings = range(0)
+                if choice.finished:
+                    return
+            raise self._ended_early()
+        except Exception as error:  # raised again by `deltas`, to whoever serves the request
+            self._arrived.append(error)
+            self._wake.set()
+
+
+def _make_choices(job: Job, model: ServedModel) -> Iterator[Choice]:
+    for first in range(0, len(job.prompts) * job.n, job.n):
+        seed = secrets.randbits(63) if job.params.seed is None else job.params.seed
+        sibling = Choice(job, model, index=first, seed=seed)
+        yield sibling
+        for index in range(first + 1, first + job.n):
+            yield Choice(job, model, index=index, seed=seed, sibling=sibling)

@@ -1,0 +1,401 @@
+"""HTTP connections within bounds: uvicorn's protocol, with limits on headers, URLs, time and what is sent unasked.
+
+uvicorn's own protocol takes headers of any size, waits for them for ever, writes plain text where the parser fails and
+closes on clients that still send, which then see a reset instead of the answer.
+"""
+
+import asyncio
+import enum
+from typing import Any
+
+import httptools
+import msgspec
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from pdkv.config import HttpLimits
+from pdkv.errors import ServerBusy
+from pdkv.limits import clip
+from pdkv.router.budget import ByteBudget
+from pdkv.router.http.connections import Connections
+from pdkv.router.http.responses import error_body
+
+_SLICE = 16 * 1024
+"""Bytes that the parser gets at once while it reads headers: so much more than allowed may be there before a check."""
+
+_LINGER_S = 5.0
+_LINGER_BYTES = 256 << 20
+"""How long, and how much of what a client still sends is dropped, so that it reads the answer before the end."""
+
+
+class _Phase(enum.Enum):
+    IDLE = enum.auto()  # nothing of the next request is here
+    HEADERS = enum.auto()
+    BODY = enum.auto()
+
+
+class _Transport(asyncio.Transport):
+    """The connection as uvicorn sees it: what is done after `close` has no effect."""
+
+    def __init__(self, connection: asyncio.Transport, protocol: "LimitedProtocol") -> None:
+        super().__init__()
+        self._connection = connection
+        self._protocol = protocol
+        self.closed = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._connection.get_extra_info(name, default)
+
+    def is_closing(self) -> bool:
+        return self.closed or self._connection.is_closing()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._protocol.end()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self.is_closing():
+            self._connection.write(data)
+
+    def pause_reading(self) -> None:
+        if not self.is_closing():
+            self._connection.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self.is_closing():
+            self._connection.resume_reading()
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: HttpLimits,
+        room: Connections,
+        bodies: ByteBudget,
+    ) -> None:
+        """`room` is shared by all connections; `bodies` counts what is kept of pipelined requests."""
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._room = room
+        self._bodies = bodies
+        self._phase = _Phase.IDLE
+        self._began = False  # a request began in the piece that is being parsed
+        self._num_headers = 0
+        self._header_bytes = 0  # of the URL and of whole headers
+        self._body_bytes = 0
+        self._extra_bytes = 0  # of this request, received, and not of its body
+        self._refusal: tuple[int, str] | None = None  # why the request being parsed is refused
+        self._deaf = False  # a response is under way, and what comes behind its request is no request
+        self._rest = b""  # received behind a request that waits for its turn
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
+        self._num_unread = 0  # bytes that the client had to read when that timer was set
+        self._num_dropped = 0
+
+    # --- the connection -------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Admit it, or say that there are too many."""
+        self._connection = transport
+        super().connection_made(_Transport(transport, self))
+        if self._room.admit(len(self.connections)):
+            self._room.idle(self)
+            self._start_header_timer()
+        else:
+            self._deaf = True
+            self._answer(503, "too many connections: try again", "server_busy")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._room.leave(self)
+        self._stop_timers()
+        self._drop_rest()
+        if isinstance(self.transport, _Transport):
+            self.transport.closed = True
+        super().connection_lost(exc)
+
+    def evict(self) -> None:
+        """Close now; nothing is answered."""
+        self._connection.abort()
+
+    def end(self) -> None:
+        """uvicorn has closed the connection: do so when the client has read the answer."""
+        self._room.leave(self)
+        self._stop_timers()
+        unread = self._phase is not _Phase.IDLE or bool(self._rest) or self._deaf
+        self._drop_rest()
+        if not unread or self._connection.is_closing():
+            self._connection.close()
+            self._watch_reader()
+            return
+        self._room.ending(self)
+        self._linger_timer = self.loop.call_later(_LINGER_S, self._connection.abort)
+        self._connection.write_eof()
+        if self.flow.read_paused:
+            self._connection.resume_reading()
+
+    def shutdown(self) -> None:
+        """The server ends."""
+        if self.transport.is_closing():
+            self._connection.abort()
+        super().shutdown()
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def _start_header_timer(self) -> None:
+        self._unset_keepalive_if_required()
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._headers_are_late)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _stop_timers(self) -> None:
+        self._unset_keepalive_if_required()
+        self._stop_header_timer()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
+        self._stop_watching_reader()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():  # else there is a little left to be read
+            self._stop_watching_reader()
+
+    def _watch_reader(self) -> None:
+        """End the connection when its client reads nothing of what is there for as long as it may be idle."""
+        self._num_unread = self._connection.get_write_buffer_size()
+        if self._num_unread and self._reader_timer is None:
+            self._reader_timer = self.loop.call_later(self._limits.idle_timeout_s, self._check_reader)
+
+    def _check_reader(self) -> None:
+        self._reader_timer = None
+        if self._connection.get_write_buffer_size() < self._num_unread:
+            self._watch_reader()
+        else:
+            self.evict()
+
+    def _stop_watching_reader(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _headers_are_late(self) -> None:
+        self._header_timer = None
+        if self._phase is _Phase.HEADERS:
+            limit = self._limits.header_timeout_s
+            self._refuse(408, f"the headers did not arrive within {limit:g} s (--header-timeout-s)")
+        else:
+            self.transport.close()
+
+    # --- what is received -----------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            self._num_dropped += len(data)
+            if self._num_dropped > _LINGER_BYTES:
+                self.evict()
+            return
+        self._unset_keepalive_if_required()
+        if self._deaf:
+            return
+        if self._rest or self.pipeline:
+            self._keep(data)
+        else:
+            self._parse(memoryview(data))
+
+    def _parse(self, data: memoryview) -> None:
+        """Feed the parser piece by piece: a check between two, and nothing behind a request that has to wait."""
+        while data and not self._deaf and not self.transport.is_closing():
+            size = len(data) if self._phase is _Phase.BODY else _SLICE
+            self._parse_piece(data[:size])
+            data = data[size:]
+            if self.pipeline:
+                if data:
+                    self._keep(bytes(data))
+                return
+        self._await_next(heard=True)
+
+    def _parse_piece(self, piece: memoryview) -> None:
+        num_body_bytes = self._body_bytes
+        self._began = False
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            self._be_deaf()  # served as if it had not asked; what follows is not HTTP/1.1
+            return
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"the request is not valid HTTP/1.1: {error}")
+            return
+        if self._began:
+            self._extra_bytes = self._header_bytes
+        else:
+            self._extra_bytes += len(piece) - (self._body_bytes - num_body_bytes)
+        refusal = self._refusal or self._too_much()
+        if refusal is not None:
+            self._refuse(*refusal)
+
+    def _too_much(self) -> tuple[int, str] | None:
+        """Why what has come of the request so far is refused."""
+        limits = self._limits
+        if self._phase is _Phase.HEADERS and self._extra_bytes > limits.max_header_bytes:
+            return self._headers_too_large()
+        if self._phase is _Phase.BODY and self._extra_bytes > limits.max_header_bytes + _SLICE + self._body_bytes:
+            return 400, "the chunks of the body are smaller than their own headers: send larger ones"
+        return None
+
+    def _url_too_long(self) -> tuple[int, str]:
+        return 414, f"the URL must have at most {self._limits.max_url_bytes} bytes (--max-url-bytes)"
+
+    def _headers_too_large(self) -> tuple[int, str]:
+        limits = self._limits
+        return 431, (
+            f"the headers must have at most {limits.max_header_bytes} bytes (--max-header-bytes) and be at most "
+            f"{limits.max_headers} (--max-headers)"
+        )
+
+    def _keep(self, data: bytes) -> None:
+        """Until the requests before it are answered."""
+        try:
+            self._bodies.take(len(data))
+        except ServerBusy:
+            self._be_deaf()
+            return
+        self._rest += data
+        self.flow.pause_reading()
+
+    def _drop_rest(self) -> None:
+        self._bodies.give(len(self._rest))
+        self._rest = b""
+
+    def _parse_rest(self) -> None:
+        rest = self._rest
+        self._drop_rest()
+        if rest and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._parse(memoryview(rest))
+
+    # --- the parser's callbacks -----------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._phase = _Phase.HEADERS
+        self._began = True
+        self._num_headers = self._header_bytes = self._body_bytes = self._extra_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._header_bytes += len(url)
+        if len(self.url) + len(url) > self._limits.max_url_bytes:
+            self._refusal = self._refusal or self._url_too_long()
+        else:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer, which nobody asked for."""
+        self._num_headers += 1
+        self._header_bytes += len(name) + len(value) + 4
+        if self._num_headers > self._limits.max_headers or self._header_bytes > self._limits.max_header_bytes:
+            self._refusal = self._refusal or self._headers_too_large()
+        elif self._phase is _Phase.HEADERS:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_header_timer()
+        self._phase = _Phase.BODY
+        if self._refusal is None:
+            if self._responding:  # it waits for its turn
+                self._room.leave(self)
+            else:
+                self._room.receiving(self)
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._refusal is None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._phase = _Phase.IDLE
+        self._room.leave(self)
+        if self._refusal is None:
+            super().on_message_complete()
+
+    # --- what is answered -----------------------------------------------------------------------------------------
+
+    @property
+    def _responding(self) -> bool:
+        """Whether a request waits for its response, or for the end of it."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._responding and self._phase is _Phase.BODY:
+            self._room.receiving(self)  # the next request's turn has come before its body
+        if self._rest and not self.pipeline:  # what waits may be the body of the request that is served now
+            self.loop.call_soon(self._parse_rest)
+        else:
+            self._await_next()
+
+    def _await_next(self, *, heard: bool = False) -> None:
+        """Where every request is answered: end with one whose body is not here, else wait for the next.
+
+        Once a byte was `heard`, its headers have little time.
+        """
+        if self._responding or self._rest or self.transport.is_closing():
+            return
+        if self._phase is _Phase.BODY:
+            self.transport.close()  # what is still to come of it is no next request
+            return
+        self._room.idle(self)
+        if heard or self._phase is _Phase.HEADERS:
+            self._start_header_timer()
+
+    def _be_deaf(self) -> None:
+        """The response that is under way is the last one."""
+        self._deaf = True
+        self._drop_rest()
+        if self._responding:
+            self.cycle.keep_alive = False
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer a request that the application does not get, or whose body is broken; the connection ends."""
+        if self._responding:
+            if not self.cycle.more_body or self.cycle.response_started or self.pipeline:
+                self._be_deaf()  # it is not this request's body: no answer fits in front of the one under way
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._deaf = True
+        self._answer(status, message)
+
+    def _answer(self, status: int, message: str, code: str | None = None) -> None:
+        body = msgspec.json.encode(error_body(clip(message, 512), status=status, code=code))
+        lines = [
+            STATUS_LINE[status],
+            *(name + b": " + value + b"\r\n" for name, value in self.server_state.default_headers),
+            b"content-type: application/json\r\n",
+            b"content-length: %d\r\n" % len(body),
+            b"retry-after: 1\r\n" if status == 503 else b"",
+            b"connection: close\r\n\r\n",
+            body,
+        ]
+        self.transport.write(b"".join(lines))
+        self.transport.close()

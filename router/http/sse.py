@@ -1,0 +1,79 @@
+"""Server-sent events of a streamed reply. What does not change is encoded once per request and choice."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pdkv.errors import PdkvError
+from pdkv.router.http.choice import Choice, ChoiceDelta
+from pdkv.router.http.openai import Job
+from pdkv.router.http.responses import chat_logprobs, completion_logprobs, describe_error
+from pdkv.text import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+_END = b"}\n\n"
+
+_json = msgspec.json.encode
+
+
+def error_event(error: PdkvError) -> bytes:
+    """The last event of a stream that failed: no [DONE] follows."""
+    _, body = describe_error(error)
+    return b"data: " + _json(body) + b"\n\n"
+
+
+class ChunkEncoder:
+    """Encodes the deltas of one request; hand-made JSON around what changes: under 10 us a chunk."""
+
+    def __init__(
+        self, job: Job, choices: Sequence[Choice], tokenizer: Tokenizer, *, reply_id: str, created: int, model: str
+    ) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._choices = choices
+        kind = "chat.completion.chunk" if job.chat else "text_completion"
+        head = _json({"id": reply_id, "object": kind, "created": created, "model": model})[:-1]
+        self._head = b"data: " + head + b',"choices":['
+        self._tail = b'],"usage":null' + _END if job.include_usage else b"]" + _END
+        text_begin = b',"delta":{"content":' if job.chat else b',"text":'
+        self._text_end = b"}" if job.chat else b""
+        self._begins = [b'%b{"index":%d%b' % (self._head, choice.index, text_begin) for choice in choices]
+        self._plain_end = self._text_end + b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._opened = [False] * len(choices)
+
+    def encode(self, delta: ChoiceDelta) -> bytes:
+        """One delta: one chunk, before which a choice of chat says its role."""
+        index = delta.choice
+        # json, not msgspec: with everything but ASCII escaped, no client takes U+2028 and the like for a line's end.
+        text = json.dumps(delta.text).encode("ascii")
+        if not self._opened[index]:
+            self._opened[index] = True
+            return self._opening(index) + self._full(delta, text, first=True)
+        if delta.finish_reason is None and delta.logprobs is None and not self._job.return_token_ids:
+            return self._begins[index] + text + self._plain_end
+        return self._full(delta, text, first=False)
+
+    def _opening(self, index: int) -> bytes:
+        if not self._job.chat:
+            return b""
+        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
+        return self._head + delta + self._tail
+
+    def _full(self, delta: ChoiceDelta, text: bytes, *, first: bool) -> bytes:
+        fields: dict[str, Any] = {"logprobs": None, "finish_reason": delta.finish_reason}
+        if delta.logprobs is not None:
+            format_logprobs = chat_logprobs if self._job.chat else completion_logprobs
+            fields["logprobs"] = format_logprobs(delta.logprobs, self._tokenizer)
+        if delta.finish_reason is not None:
+            fields["stop_reason"] = delta.stop_reason
+        if self._job.return_token_ids:
+            fields["token_ids"] = list(delta.token_ids)
+            if first:
+                fields["prompt_token_ids"] = self._choices[delta.choice].prompt.token_ids
+        return b"".join((self._begins[delta.choice], text, self._text_end, b",", _json(fields)[1:], self._tail))
+
+    def encode_usage(self, usage: dict[str, Any]) -> bytes:
+        """The last chunk where it was asked for: no choice."""
+        return self._head + b'],"usage":' + _json(usage) + _END

@@ -1,0 +1,98 @@
+"""`pd connector`: what is known about KV connectors, and whether they are right."""
+
+import argparse
+import sys
+from typing import Any
+
+import msgspec
+
+from pdkv.cli.connector_bench import add_bench
+from pdkv.cli.options import connector_options
+from pdkv.connectors.registry import connector_targets, load_connector
+from pdkv.errors import ConfigError
+
+
+def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add `connector` to the `pd` parser."""
+    parser = commands.add_parser("connector", help="inspect KV connectors", description="Inspect KV connectors.")
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    summary = "list the known connectors with their flags"
+    listing = subcommands.add_parser("list", help=summary, description=f"{summary.capitalize()}.")
+    listing.set_defaults(run=run_list)
+    add_check(subcommands)
+    add_bench(subcommands)
+
+
+def add_check(subcommands: "argparse._SubParsersAction[Any]") -> None:
+    """Add `check` to `pd connector`."""
+    summary = "run the conformance kit over a connector"
+    parser = subcommands.add_parser(
+        "check",
+        help=summary,
+        description=f"{summary.capitalize()}: producer and consumer in processes of their own, without a model. "
+        "Exit code 0: no case failed; 1: some did; 2: no such connector, case or option.",
+    )
+    parser.add_argument("connector", metavar="NAME|module:Class", help="what to check")
+    parser.add_argument(
+        "--connector-config",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help='options of the connector; "{directory}" in a value is a private directory of each case',
+    )
+    parser.add_argument("--case", action="append", default=[], metavar="NAME", help="run this case only (repeatable)")
+    parser.add_argument("--quick", action="store_true", help="fewer lengths and rounds")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="what must happen has happened after so long; above the connector's deadlines (default: 20)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.set_defaults(run=run_check)
+
+
+def run_list(_: argparse.Namespace) -> int:
+    """Run `pd connector list`: one line per connector. One that cannot be loaded says why and makes the exit code 1."""
+    failed = False
+    rows = [("NAME", "KIND", "CONTENT-ADDRESSED", "ORDERS", "CLASS")]
+    for name, target in connector_targets().items():
+        try:
+            connector = load_connector(name)
+        except (ConfigError, ImportError) as error:
+            rows.append((name, "-", "-", f"cannot be loaded: {error}", target))
+            failed = True
+            continue
+        content = "yes" if connector.content_addressed else "no"
+        rows.append((name, connector.kind, content, ",".join(connector.orders()), target))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return int(failed)
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Run `pd connector check`: one line per case, and a line with the totals."""
+    from pdkv.connector_kit.check.report import CaseReport, check, print_case, print_totals
+
+    def show(report: CaseReport) -> None:
+        if not arguments.json:
+            print_case(report, sys.stdout)
+
+    if not 0 < arguments.timeout < float("inf"):
+        raise ConfigError(f"--timeout: a number of seconds above 0 was expected, got {arguments.timeout:g}")
+    report = check(
+        arguments.connector,
+        options=connector_options(arguments.connector_config),
+        names=arguments.case,
+        quick=arguments.quick,
+        timeout_s=arguments.timeout,
+        on_case=show,
+    )
+    if arguments.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        print_totals(report, sys.stdout)
+    return int(report.failed > 0)

@@ -1,0 +1,96 @@
+"""`pd generate`: prompts from the command line or stdin through one engine in this process."""
+
+import argparse
+import json
+import sys
+import types
+import typing
+from typing import Any
+
+from pdkv.cli.options import Option, add_options, build, collect, options_of
+from pdkv.config import EngineConfig
+from pdkv.errors import ConfigError
+from pdkv.sampling_params import SamplingParams
+
+_SAMPLING_HELP = {
+    "temperature": "0 = greedy",
+    "top_p": "least probability mass to draw from",
+    "top_k": "number of most likely tokens to draw from; 0 = all",
+    "min_p": "least probability of a token, relative to the most likely one",
+    "repetition_penalty": "above 1: tokens of the prompt and the output become less likely",
+    "presence_penalty": "above 0: tokens of the output become less likely",
+    "frequency_penalty": "above 0: tokens become less likely with each occurrence in the output",
+    "seed": "the same seed gives the same tokens",
+    "n": "number of completions per prompt",
+    "max_tokens": "most tokens per completion",
+    "min_tokens": "tokens before a completion may end",
+    "logprobs": "number of alternatives to report per token (with --json)",
+}
+
+
+def sampling_options() -> list[Option]:
+    """The scalar fields of SamplingParams."""
+    hints = typing.get_type_hints(SamplingParams)
+    defaults = SamplingParams()
+    options = []
+    for name, help_text in _SAMPLING_HELP.items():
+        kinds = [kind for kind in typing.get_args(hints[name]) if kind is not types.NoneType] or [hints[name]]
+        default = getattr(defaults, name)
+        shown = help_text if default is None else f"{help_text} (default: {default})"
+        options.append(Option(name=name, field=name, kind=kinds[0], optional=len(kinds) < 2, size=False, help=shown))
+    return options
+
+
+def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add `generate` to the `pd` parser."""
+    summary = "complete prompts in this process, without a server"
+    parser = commands.add_parser("generate", help=summary, description=f"{summary.capitalize()}.")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; none: one per line of stdin")
+    parser.add_argument("--json", action="store_true", help="one JSON object per prompt")
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar on stderr")
+    sampling = parser.add_argument_group("sampling")
+    add_options(sampling, sampling_options())
+    sampling.add_argument("--stop", nargs="+", action="extend", metavar="TEXT", default=[], help="texts that end it")
+    sampling.add_argument(
+        "--stop-token-ids", nargs="+", action="extend", metavar="ID", default=[], help="ids that end it"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on behind the end-of-sequence token")
+    add_options(parser.add_argument_group("engine"), options_of(EngineConfig))
+    parser.set_defaults(run=run)
+
+
+def read_params(arguments: argparse.Namespace) -> SamplingParams:
+    """The sampling parameters that the flags ask for. Raises ConfigError or InvalidRequest."""
+    values = collect(sampling_options(), vars(arguments), environment={})
+    try:
+        stop_token_ids = tuple(int(text) for text in arguments.stop_token_ids)
+    except ValueError:
+        raise ConfigError(f"--stop-token-ids: whole numbers were expected, got {arguments.stop_token_ids!r}") from None
+    params = SamplingParams(
+        **values, stop=tuple(arguments.stop), stop_token_ids=stop_token_ids, ignore_eos=arguments.ignore_eos
+    )
+    params.validate()
+    return params
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run `pd generate`."""
+    from pdkv.cli.launch import launch_variables
+
+    params = read_params(arguments)
+    values = collect(options_of(EngineConfig), vars(arguments), known_variables=launch_variables())
+    config = build(EngineConfig, values)
+    prompts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]
+    if not prompts:
+        raise ConfigError("a prompt was expected, as an argument or on stdin")
+    from pdkv.llm import LLM
+
+    with LLM.from_config(config) as llm:
+        outputs = llm.generate(prompts, params, progress=arguments.progress and sys.stderr.isatty())
+    for output in outputs:
+        if arguments.json:
+            print(json.dumps(output.to_dict(), ensure_ascii=False))
+        else:
+            for choice in output.outputs:
+                print(choice.text)
+    return 0

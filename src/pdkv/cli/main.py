@@ -1,0 +1,43 @@
+"""The `pd` command. What a subcommand runs is imported when it runs; nothing imports this module."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pdkv import __version__
+from pdkv.cli import connector as cli_connector
+from pdkv.cli import generate as cli_generate
+from pdkv.cli import launch as cli_launch
+from pdkv.cli.options import Parser
+from pdkv.errors import ConfigError, InvalidRequest, PdkvError
+from pdkv.secret_options import without_secrets
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, 1 (failed) or 2 (a wrong flag, file or value)."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except (ConfigError, InvalidRequest) as error:
+        print(f"pd: error: {without_secrets(str(error))}", file=sys.stderr)
+        return EXIT_USAGE
+    except PdkvError as error:
+        print(f"pd: failed: {without_secrets(str(error))}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command; each leaf sets `run`."""
+    parser = Parser(prog="pd", description="Disaggregated prefill/decode serving with pluggable KV connectors.")
+    parser.add_argument("--version", action="version", version=f"pdkv {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    cli_launch.add_command(commands)
+    cli_generate.add_command(commands)
+    cli_connector.add_command(commands)
+    return parser

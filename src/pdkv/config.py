@@ -1,0 +1,165 @@
+"""Configuration: frozen dataclasses layered by owner. A field's help text is the command line's and the docs'."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from pdkv.errors import ConfigError
+from pdkv.host.memory_limits import has_cuda_device
+
+DEFAULT_MODEL = Path(__file__).parent / "default_model"
+"""The embedded model: what is served when no --model is given."""
+
+DEFAULT_HOST_KV_BYTES = 256 << 20
+"""KV pool of an engine that computes on the CPU and was told no size."""
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with help text (and, for the command line, argparse's `choices` or `metavar`)."""
+    if isinstance(default, dict):
+        return field(default_factory=dict, repr=False, metadata={"help": help, **metadata})  # it may hold a password
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "512MiB", "2GiB" or "1000000".
+
+    Raises:
+        ConfigError: no such size.
+    """
+    units = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+    number = text.strip()
+    for unit in sorted(units, key=len, reverse=True):
+        if unit and number.lower().endswith(unit.lower()):
+            number, factor = number[: -len(unit)].strip(), units[unit]
+            break
+    else:
+        factor = 1
+    try:
+        size = int(float(number) * factor)
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ConfigError(f"a size such as 512MiB was expected, got {text!r}")
+    return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One engine."""
+
+    model: Path = option(DEFAULT_MODEL, "Hugging Face model directory (absent: the embedded default model)")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "computation and KV dtype; auto: the model's"
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: cuda where there is one")
+    block_size: int = option(16, "tokens per KV block, a multiple of 16")
+    kv_cache_memory: int | None = option(
+        None,
+        "KV pool of one engine, such as 512MiB (CPU default: 256MiB); must hold one request of max_model_len tokens",
+        size=True,
+    )
+    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use")
+    max_num_seqs: int = option(256, "most requests in one step")
+    max_num_batched_tokens: int | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)")
+    max_model_len: int | None = option(None, "longest prompt + output (default: the model's)")
+    long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound")
+    threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)")
+    tp: int = option(1, "ranks of one engine: processes that share its heads, neurons and vocabulary")
+    check_finite: bool = option(
+        False, "check KV and logits for NaN and infinity, and fail only the requests that have them"
+    )
+    rank_timeout_s: float = option(30.0, "how long a rank may keep the others waiting before the engine ends")
+    cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """KV pool of the engine, all ranks together, where it computes on the CPU."""
+        return self.kv_cache_memory or DEFAULT_HOST_KV_BYTES
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether the pool will lie in host memory, as far as that can be told without torch."""
+        return self.device == "cpu" or (self.device == "auto" and not has_cuda_device())
+
+    def __post_init__(self) -> None:
+        if self.block_size < 16 or self.block_size % 16:
+            raise ConfigError(f"block_size must be a positive multiple of 16, got {self.block_size}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "threads", "tp"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.rank_timeout_s <= 0:
+            raise ConfigError(f"rank_timeout_s must be above 0, got {self.rank_timeout_s}")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"long_prefill_token_threshold must be 0 or more, got {self.long_prefill_token_threshold}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoffConfig:
+    """How engines pass KV to one another."""
+
+    connector: str = option("shared_memory", "KV connector by its registry name", metavar="NAME")
+    connector_config: Mapping[str, str] = option(
+        {}, "connector options; KEY=@FILE reads the value from a file", metavar="KEY=VALUE"
+    )
+    kv_load_failure_policy: Literal["recompute", "fail"] = option("recompute", "what decode does when a KV load fails")
+    kv_load_timeout_s: float = option(30.0, "deadline of a KV load, from its allocation on")
+    lease_timeout_s: float = option(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")
+    max_leased_fraction: float = option(
+        0.5, "share of the KV pool for leases and prompts in the making; above 1, prompts may preempt each other"
+    )
+
+    def __post_init__(self) -> None:
+        if self.kv_load_timeout_s <= 0:
+            raise ConfigError(f"kv_load_timeout_s must be above 0, got {self.kv_load_timeout_s}")
+        if self.lease_timeout_s <= self.kv_load_timeout_s:
+            raise ConfigError(
+                f"lease_timeout_s ({self.lease_timeout_s}) must exceed kv_load_timeout_s ({self.kv_load_timeout_s})"
+            )
+        if self.max_leased_fraction <= 0.0:
+            raise ConfigError(f"max_leased_fraction must be above 0, got {self.max_leased_fraction}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """What one client, and all of them together, may cost the HTTP server."""
+
+    max_body_bytes: int = option(4 << 20, "size of a request body; larger ones get 413", size=True)
+    max_body_memory: int = option(
+        64 << 20, "request bodies held at once until they are tokenized; beyond it requests get 503", size=True
+    )
+    max_queued_text: int = option(
+        16 << 20, "request bodies in the tokenizer or waiting for it; beyond it requests get 503", size=True
+    )
+    max_header_bytes: int = option(32 << 10, "size of a request line and headers; larger ones get 431", size=True)
+    max_headers: int = option(100, "number of headers of a request; more get 431")
+    max_url_bytes: int = option(8 << 10, "length of a URL; longer ones get 414", size=True)
+    max_connections: int = option(
+        8192, "open connections, fewer where the limit on open files is low; further ones get 503"
+    )
+    header_timeout_s: float = option(
+        10.0, "how long headers may take, from a request's first byte on; a connection's first ones: from connecting on"
+    )
+    body_timeout_s: float = option(60.0, "how long a request's body may take")
+    idle_timeout_s: float = option(
+        75.0, "how long a connection may stay open between requests, or while its client reads nothing"
+    )
+
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{field_.name} must be above 0 and finite, got {value}")
+        if self.max_body_memory < self.max_body_bytes:
+            raise ConfigError(
+                f"max_body_memory ({self.max_body_memory}) must be at least max_body_bytes ({self.max_body_bytes})"
+            )
+        if self.max_url_bytes > self.max_header_bytes:
+            raise ConfigError(
+                f"max_url_bytes ({self.max_url_bytes}) must be at most max_header_bytes ({self.max_header_bytes})"
+            )

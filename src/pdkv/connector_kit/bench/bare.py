@@ -1,0 +1,215 @@
+"""Bare transports: bytes from one process to another with nothing around them, the yardstick of connectors.
+
+Each is a class with two sides: one that has the data, one that gets it into memory of its own. Both use regions larger
+than the last-level cache, in turns.
+"""
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.connector_kit.rig import protocol as p
+
+Bytes = npt.NDArray[np.uint8]
+
+_BARE: Mapping[str, str] = {
+    "pdkv.connectors.memory.connector": "pdkv.connector_kit.bench.bare:LocalCopy",
+    "pdkv.connectors.shared_memory.connector": "pdkv.connector_kit.bench.bare:SharedMapping",
+    "pdkv.connectors.store.shared_storage": "pdkv.connector_kit.bench.bare:FileRead",
+    "pdkv.connectors.nixl.connector": "pdkv.connector_kit.bench.bare_nixl:NixlRead",
+    "pdkv.connectors.p2p.connector": "pdkv.connector_kit.bench.bare_gloo:GlooSend",
+}
+"""By module."""
+
+_OF_STORES: Mapping[str, str] = {
+    "memory": "pdkv.connector_kit.bench.bare:LocalCopy",
+    "file": "pdkv.connector_kit.bench.bare:FileRead",
+    "redis": "pdkv.connector_kit.bench.bare_redis:RedisGet",
+    "redis+unix": "pdkv.connector_kit.bench.bare_redis:RedisGet",
+    "unix": "pdkv.connector_kit.bench.bare_redis:RedisGet",
+}
+"""By the scheme of the first URL."""
+
+
+def bare_of(target: str, connector: type, options: Mapping[str, str]) -> str | None:
+    """The bare transport below a connector, "module:Class"; None: there is none to compare with.
+
+    A third party's class names its own in an attribute `bare_transport`.
+    """
+    own = getattr(connector, "bare_transport", None)
+    if isinstance(own, str):
+        return own
+    if target.startswith("pdkv.connectors.store.url:"):
+        return _OF_STORES.get(options.get("url", "").partition("://")[0])
+    return _BARE.get(target.partition(":")[0])
+
+
+class BareTransport(ABC):
+    """One side. `spec` says how many bytes are moved, and in pieces of which size where they are moved in pieces."""
+
+    def __init__(self, spec: p.OpenBare) -> None:
+        self.num_bytes = spec.num_bytes
+        self.piece_bytes = min(spec.piece_bytes, spec.num_bytes)
+        self.spec = spec
+        self.num_slots = max(2, -(-spec.region_bytes // spec.num_bytes))
+        self.turn = -1
+        pieces = np.arange(spec.num_bytes // self.piece_bytes, dtype=np.int64) * self.piece_bytes
+        rng = np.random.default_rng(0)
+        self.source_offsets = rng.permutation(pieces)
+        self.target_offsets = rng.permutation(pieces)
+
+    @abstractmethod
+    def offer(self) -> bytes:
+        """Become the side that has the data; returns where the other one finds it."""
+
+    @abstractmethod
+    def connect(self, address: bytes) -> None:
+        """Become the side that gets the data."""
+
+    def send(self, in_pieces: bool, timeout_s: float) -> None:
+        """The side with the data takes part, where it must."""
+
+    @abstractmethod
+    def fetch(self, in_pieces: bool, timeout_s: float) -> None:
+        """Get num_bytes; their place is `slot()` on both sides."""
+
+    def prepare(self) -> None:
+        """What comes before the clock of the side that gets the data starts."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+    def slot(self) -> int:
+        """Offset of this turn's bytes."""
+        return self.turn % self.num_slots * self.num_bytes
+
+    def new_region(self) -> Bytes:
+        """Memory of all turns, touched."""
+        return np.ones(self.num_slots * self.num_bytes, np.uint8)
+
+
+class BareSide:
+    """What a host has of a bare transport."""
+
+    def __init__(self, opened: p.OpenBare) -> None:
+        """Raises ConfigError where a package is missing."""
+        module, _, name = opened.target.partition(":")
+        self._transport: BareTransport = getattr(import_module(module), name)(opened)
+        self._gets = opened.address is not None
+        self.address = b""
+        if opened.address is None:
+            self.address = self._transport.offer()
+        else:
+            self._transport.connect(opened.address)
+
+    def run(self, command: p.AnyCommand) -> p.AnyAnswer:
+        """MoveBare."""
+        assert isinstance(command, p.MoveBare)
+        transport = self._transport
+        transport.turn += 1
+        if not self._gets:
+            transport.send(command.in_pieces, command.timeout_s)
+            return p.Seconds(0.0)
+        transport.prepare()
+        start = time.perf_counter()
+        transport.fetch(command.in_pieces, command.timeout_s)
+        return p.Seconds(time.perf_counter() - start)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._transport.close()
+
+
+class LocalCopy(BareTransport):
+    """memcpy within a process."""
+
+    _source: Bytes
+    _target: Bytes
+
+    def offer(self) -> bytes:
+        return b""
+
+    def connect(self, address: bytes) -> None:
+        self._source, self._target = self.new_region(), self.new_region()
+
+    def fetch(self, in_pieces: bool, timeout_s: float) -> None:
+        source = self._source[self.slot() : self.slot() + self.num_bytes]
+        target = self._target[self.slot() : self.slot() + self.num_bytes]
+        if not in_pieces:
+            target[:] = source
+            return
+        size = self.piece_bytes
+        for first, to in zip(self.source_offsets.tolist(), self.target_offsets.tolist(), strict=True):
+            target[to : to + size] = source[first : first + size]
+
+
+class SharedMapping(LocalCopy):
+    """memcpy out of memory that another process has written."""
+
+    _fd: int = -1
+
+    def offer(self) -> bytes:
+        size = self.num_slots * self.num_bytes
+        self._fd = os.memfd_create("pdkv-bench")
+        os.ftruncate(self._fd, size)
+        self._map(f"/proc/self/fd/{self._fd}", size)[:] = 1
+        return msgspec.msgpack.encode(f"/proc/{os.getpid()}/fd/{self._fd}")
+
+    def connect(self, address: bytes) -> None:
+        size = self.num_slots * self.num_bytes
+        self._source, self._target = self._map(msgspec.msgpack.decode(address, type=str), size), self.new_region()
+        self._source.max()  # page tables of this process
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def _map(self, path: str, size: int) -> Bytes:
+        return np.memmap(path, np.uint8, "r+", shape=(size,))
+
+
+class FileRead(BareTransport):
+    """A file's bytes, as they lie in the page cache."""
+
+    _fd: int = -1
+    _path: Path | None = None
+
+    def offer(self) -> bytes:
+        self._path = Path(self.spec.options["directory"]) / f"bare-{os.getpid()}"
+        self._path.write_bytes(self.new_region().data)
+        return msgspec.msgpack.encode(str(self._path))
+
+    def connect(self, address: bytes) -> None:
+        self._fd = os.open(msgspec.msgpack.decode(address, type=str), os.O_RDONLY)
+        self._target = self.new_region()
+
+    def fetch(self, in_pieces: bool, timeout_s: float) -> None:
+        slot, size = self.slot(), self.piece_bytes
+        view = memoryview(self._target.data)
+        if not in_pieces:
+            _read(self._fd, view[slot : slot + self.num_bytes], slot)
+            return
+        for first, to in zip(self.source_offsets.tolist(), self.target_offsets.tolist(), strict=True):
+            _read(self._fd, view[slot + to : slot + to + size], slot + first)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def _read(fd: int, view: Any, offset: int) -> None:
+    while len(view):
+        count = os.preadv(fd, [view], offset)
+        if not count:
+            raise EOFError(f"the file ends at {offset}")
+        view, offset = view[count:], offset + count

@@ -1,0 +1,240 @@
+"""What a connector costs the steps beside it: a slow transport, the end of a push, and the scheduler's questions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import mean, median
+
+import msgspec
+
+from pdkv.connector_kit.bench.plan import Plan, open_setting, sized
+from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer
+from pdkv.connector_kit.bench.yardsticks import measure_bare
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.handover import new_name, new_text
+from pdkv.connector_kit.rig.request import Request
+from pdkv.connector_kit.rig.world import NotApplicable, require
+
+THROTTLED_TO = 0.1
+"""Of the pace at which the forward pass makes KV."""
+
+
+class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill steps beside a transport that is throttled to THROTTLED_TO of their pace."""
+
+    connector: str
+    layout: str
+    chunk: int
+    transport_mb_s: float  # of one rank
+    idle_step_ms: float  # the same steps with a connector that has nothing to do
+    step_ms: float
+    slowdown: float  # 0.1: a tenth longer
+
+
+class PushTail(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left of a push when the forward pass ends."""
+
+    connector: str
+    layout: str
+    tokens: int
+    tail_ms: float  # from the end of the step with the last chunk to the reader's report
+    bare_ms: float  # all of the bytes on the bare transport
+
+
+class SchedulerCost(msgspec.Struct, frozen=True, kw_only=True):
+    """CPU time of the scheduler side for one request."""
+
+    connector: str
+    cached_blocks: int  # whose content others have
+    handoff_us: float
+    lookup_us: float | None  # content that nobody has; None: it finds nothing by content
+
+
+class _Steps(TimedTransfer):
+    """A prompt whose chunks are timed."""
+
+    def step(self, start: int) -> float:
+        """Seconds of the step thread for one chunk."""
+        stop = min(start + self.chunk, self.num_tokens)
+        self.writer.take_cost()
+        span = self.writer.run_timed(self.producer.plan((self.sender, start, stop)))
+        self.sender.num_confirmed = stop
+        if stop < self.num_tokens:
+            self.producer.confirm(self.sender)
+        return span.ended - span.began + self.writer.take_cost().wall_s
+
+    def tail(self) -> float:
+        """Seconds from the end of the last chunk's step until the reader has all of the prompt."""
+        start = self.starts[-1]
+        awaits_early = self.reader.hosts[0].pid != self.writer.hosts[0].pid  # one process does one thing at a time
+        if awaits_early:
+            self.reader.await_ends([self.key])
+        computed = self.writer.run_timed(self.producer.plan((self.sender, start, self.num_tokens)))
+        self.sender.num_confirmed = self.num_tokens
+        self.hand_off()
+        self.writer.step()
+        if not awaits_early:
+            self.reader.await_ends([self.key])
+        return max(self.reader.take_span().ended - computed.ended, 0.0)
+
+    def idle_step(self, start: int) -> float:
+        """The same, of a request that the connector hears nothing about."""
+        stop = min(start + self.chunk, self.num_tokens)
+        tokens = p.TokenRange(list(self.sender.text), start, stop, list(self.sender.block_ids))
+        self.writer.take_cost()
+        span = self.writer.run_timed(replace(self.producer.plan(), writes=[tokens]))
+        return span.ended - span.began + self.writer.take_cost().wall_s
+
+    @property
+    def starts(self) -> range:
+        """Of the chunks."""
+        return range(0, self.num_tokens, self.chunk)
+
+    def expect(self) -> None:
+        """Push: the reader is ready, and the writer knows."""
+        for step in (self.find, self.allocate, self.start, self.bring_ticket):
+            step()
+
+
+def measure_slowdown(
+    plan: Plan, *, chunk: int = 512, num_steps: int = 6, step_s: float = 0.1, rounds: int = 3
+) -> Slowdown:
+    """Steps beside saves (push, store), and beside a peer that loads (pull), against steps beside nothing.
+
+    The forward pass computes for about `step_s`; all I/O threads are throttled. Raises ConfigError or Violation.
+    """
+    tokens = chunk * num_steps
+    shapes = [sized(shape, 2 * tokens, plan.region_bytes) for shape in (plan.producer, plan.consumer)]
+    rank_bytes = chunk * shapes[0].layout().token_bytes
+    rate = THROTTLED_TO * rank_bytes / step_s
+    idle: list[float] = []
+    busy: list[float] = []
+    with open_setting(plan) as setting, BenchWorld(setting, *shapes) as world:
+        world.scatter("aged")
+        TimedTransfer(world, chunk).measure()
+        world.writer.ask_all(p.Forward(step_s / plan.producer.num_layers), p.Done)
+        for _ in range(rounds):
+            idle.append(_idle_round(world, tokens, chunk))
+            busy.append(_busy_round(world, tokens, chunk, rate))
+    return Slowdown(
+        connector=plan.connector,
+        layout=plan.layout,
+        chunk=chunk,
+        transport_mb_s=rate / 1e6,
+        idle_step_ms=median(idle) * 1e3,
+        step_ms=median(busy) * 1e3,
+        slowdown=median(b / i for b, i in zip(busy, idle, strict=True)) - 1,
+    )
+
+
+def _idle_round(world: BenchWorld, tokens: int, chunk: int) -> float:
+    prompt = _Steps(world, tokens, chunk=chunk)
+    prompt.begin_prefill()
+    seconds = mean([prompt.idle_step(start) for start in prompt.starts])
+    prompt.abort()
+    _rest(world)
+    return seconds
+
+
+def _busy_round(world: BenchWorld, tokens: int, chunk: int, rate: float) -> float:
+    """A load of the prompt before is under way (pull, store), or the prompt's own chunks are (push)."""
+    before, prompt = TimedTransfer(world, tokens), _Steps(world, tokens, chunk=chunk)
+    if prompt.is_push:
+        _throttle(world, rate)
+        prompt.expect()
+    else:
+        before.prefill()
+        before.find()
+        before.allocate()
+        _throttle(world, rate)
+        before.start()
+    prompt.begin_prefill()
+    seconds = mean([prompt.step(start) for start in prompt.starts])
+    _throttle(world, 0.0)
+    for transfer in (prompt, before):
+        transfer.abort()
+    _rest(world)
+    return seconds
+
+
+def _throttle(world: BenchWorld, rate: float) -> None:
+    for engine in (world.writer, world.reader):
+        engine.ask_all(p.Throttle(rate), p.Done)
+
+
+def _rest(world: BenchWorld) -> None:
+    world.until(lambda: world.writer.is_idle and world.reader.is_idle, "both sides come to rest")
+
+
+def measure_push_tail(
+    plan: Plan, num_tokens: int, *, chunk: int = 512, step_s: float = 0.2, repeats: int = 5
+) -> PushTail:
+    """How much of a push is left when the forward pass has ended. Raises NotApplicable for other kinds."""
+    shapes = [sized(shape, num_tokens, plan.region_bytes) for shape in (plan.producer, plan.consumer)]
+    tails: list[float] = []
+    with open_setting(plan) as setting, BenchWorld(setting, *shapes) as world:
+        if world.writer.built.kind != "push":
+            raise NotApplicable(f"{plan.connector} does not push")
+        world.scatter("aged")
+        TimedTransfer(world, num_tokens).measure()
+        world.writer.ask_all(p.Forward(step_s / plan.producer.num_layers), p.Done)
+        for _ in range(repeats):
+            prompt = _Steps(world, num_tokens, chunk=chunk)
+            prompt.expect()
+            prompt.begin_prefill()
+            for start in prompt.starts[:-1]:
+                prompt.step(start)
+            tails.append(prompt.tail())
+            require(not prompt.wait().code, f"{prompt.describe()} failed: {prompt.wait().code}")
+            world.until(lambda key=prompt.key: key in world.writer.sent, "the sending ends")  # type: ignore[misc]
+            prompt.end()
+            _rest(world)
+        bare = measure_bare(plan, setting, num_tokens, repeats)
+    return PushTail(
+        connector=plan.connector,
+        layout=plan.layout,
+        tokens=num_tokens,
+        tail_ms=median(tails) * 1e3,
+        bare_ms=bare * 1e3,
+    )
+
+
+def measure_scheduler_cost(
+    plan: Plan, num_cached: Sequence[int], *, num_tokens: int = 1024, repeats: int = 15
+) -> list[SchedulerCost]:
+    """Hand-offs and lookups by content with so many blocks of other prompts cached at the peer, ascending."""
+    tokens = num_cached[-1] * plan.producer.block_size + 2 * repeats * num_tokens
+    shapes = [sized(shape, tokens, plan.region_bytes) for shape in (plan.producer, plan.consumer)]
+    costs = []
+    with open_setting(plan) as setting, BenchWorld(setting, *shapes) as world:
+        world.scatter("contiguous")
+        per_prompt = num_tokens // shapes[0].block_size
+        cached = 0
+        for wanted in num_cached:
+            while cached < wanted:
+                TimedTransfer(world, num_tokens).measure()
+                cached += per_prompt
+            timings = [TimedTransfer(world, num_tokens).measure() for _ in range(repeats)]
+            cached += repeats * per_prompt
+            lookups = [_lookup_s(world, num_tokens) for _ in range(repeats)]
+            found = world.reader.built.content_addressed
+            costs.append(SchedulerCost(
+                connector=plan.connector,
+                cached_blocks=cached,
+                handoff_us=median(timing.scheduler_cpu_s for timing in timings) * 1e6,
+                lookup_us=median(lookups) * 1e6 if found else None,
+            ))  # fmt: skip
+    return costs
+
+
+def _lookup_s(world: BenchWorld, num_tokens: int) -> float:
+    """One question for content that nobody has."""
+    reader = world.reader
+    request = Request(
+        new_text(num_tokens), num_tokens, kv="local", transfer_id=new_name(), attempt=0, layout=reader.layout
+    )
+    reader.take_cost()
+    reader.ask(p.Match(request.view(), 0), p.Matched)
+    seconds = reader.take_cost().cpu_s
+    reader.tell_aborted(request.transfer_key)
+    reader.step()
+    return seconds

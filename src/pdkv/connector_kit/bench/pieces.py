@@ -1,0 +1,37 @@
+"""How many pieces of memory a transfer consists of, by the plan that connectors share."""
+
+from collections.abc import Sequence
+
+from pdkv.connector_kit.rig.world import Shape
+from pdkv.connectors.transfer.planning import blocks_of, merge_runs, reader_parts, token_segments
+
+
+def planned_pieces(
+    producer: Shape, consumer: Shape, num_tokens: int, source: Sequence[int], target: Sequence[int]
+) -> int:
+    """Pieces that lie in one run on both sides, over all of the consumer's ranks.
+
+    Args:
+        source, target: block tables; the first blocks hold token 0.
+    """
+    heads = producer.num_heads
+    same_heads = producer.layout().num_kv_heads == consumer.layout().num_kv_heads
+    if producer.block_size == consumer.block_size:
+        count = len(blocks_of(0, num_tokens, consumer.block_size))
+        if same_heads:
+            return len(merge_runs(source[:count], target[:count])) * consumer.tp
+        per_part = 1  # a block's tokens of adjacent heads lie in one run
+        segments = count
+    else:
+        per_part = 0
+        segments = len(token_segments(0, num_tokens, producer.block_size, consumer.block_size))
+    parts = [
+        part for rank in range(consumer.tp) for part in reader_parts(rank, consumer.tp, producer.tp, heads)
+    ]  # fmt: skip
+    runs = sum(per_part or part.num_heads for part in parts)
+    return segments * producer.num_layers * 2 * runs
+
+
+def stored_pieces(num_tokens: int, tokens_per_value: int, parts: int = 1) -> int:
+    """Values that a store is asked for; heads and layers are cut into `parts`."""
+    return -(-num_tokens // tokens_per_value) * parts

@@ -1,0 +1,121 @@
+"""What is measured: whose KV, between which engines, in which processes."""
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pdkv.connector_kit.bench.books import PATTERNS
+from pdkv.connector_kit.bench.layouts import parse_layout
+from pdkv.connector_kit.check.profiles import profile_of
+from pdkv.connector_kit.rig.processes import Zygote
+from pdkv.connector_kit.rig.world import Setting, Shape
+from pdkv.connectors.registry import connector_target, load_connector
+from pdkv.connectors.store.base import LAYERWISE_GROUPS
+from pdkv.connectors.store.options import TransferOptions
+
+TIMEOUT_S = 120.0
+
+STORED_BYTES, STORED_S = "2GiB", "60"
+
+BEYOND_CACHE_BYTES = 128 << 20
+"""Pools and yardsticks are larger than the last-level cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured."""
+
+    connector: str  # a registry name or "module:Class"
+    options: Mapping[str, str]
+    layout: str
+    producer: Shape
+    consumer: Shape
+    tokens: Sequence[int]
+    patterns: Sequence[str] = ("aged", "contiguous")
+    repeats: int = 7
+    piece_bytes: int = 0  # of the bare transport in pieces; 0: one per (layer, K or V, block)
+    one_process: bool = False  # both engines in one process, for stores that are one's own
+    region_bytes: int = BEYOND_CACHE_BYTES  # of memory that is used in turns
+    bare: bool = True  # beside the bare transport, too
+
+
+def make_plan(
+    connector: str,
+    *,
+    options: Mapping[str, str],
+    layout: str,
+    tokens: Sequence[int],
+    tp_pair: tuple[int, int] = (1, 1),
+    block_sizes: tuple[int, int] = (16, 16),
+    repeats: int = 7,
+    patterns: Sequence[str] = (),
+    piece_bytes: int = 0,
+    one_process: bool = False,
+    region_bytes: int = BEYOND_CACHE_BYTES,
+    bare: bool = True,
+) -> Plan:
+    """A plan whose pools are large enough. Raises ConfigError for a layout that is none."""
+    producer, consumer = (
+        sized(parse_layout(layout, tp=tp, block_size=size), max(tokens), region_bytes)
+        for tp, size in zip(tp_pair, block_sizes, strict=True)
+    )
+    return Plan(
+        connector=connector, options=options, layout=layout, producer=producer, consumer=consumer, tokens=tokens,
+        patterns=patterns or tuple(PATTERNS), repeats=repeats, piece_bytes=piece_bytes, one_process=one_process,
+        region_bytes=region_bytes, bare=bare,
+    )  # fmt: skip
+
+
+@contextmanager
+def open_setting(plan: Plan) -> Iterator[Setting]:
+    """Processes for worlds of the plan's connector, with private places for what it keeps."""
+    target = connector_target(plan.connector)
+    options = bounded(target, {**profile_of(target, plan.options).options, **plan.options})
+    flags = load_connector(plan.connector).for_options(options)
+    with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as directory, Zygote(Path(directory)) as zygote:
+        yield Setting(
+            zygote=zygote,
+            directory=Path(directory),
+            connector=plan.connector,
+            options=options,
+            one_process=flags.one_process or plan.one_process,
+            timeout_s=TIMEOUT_S,
+        )
+
+
+def bounded(target: str, options: Mapping[str, str]) -> dict[str, str]:
+    """The options, with a bound on what is left in a store, where they have none: every load has KV of its own."""
+    schemes = {url.partition("://")[0] for url in options.get("url", "").split(",")}
+    bounds = {}
+    if target.startswith("pdkv.connectors.store.shared_storage:") or "file" in schemes:
+        bounds["capacity"] = STORED_BYTES
+    if schemes & {"redis", "rediss", "redis+unix", "unix"}:
+        bounds["ttl_s"] = STORED_S
+    return {**bounds, **options}
+
+
+def sized(shape: Shape, tokens: int, region_bytes: int = BEYOND_CACHE_BYTES) -> Shape:
+    """The shape with a pool for two requests of so many tokens, and of so many bytes."""
+    block_bytes = shape.layout().block_bytes
+    num_blocks = max(2 * -(-tokens // shape.block_size) + 16, region_bytes // block_bytes)
+    return replace(shape, num_blocks=num_blocks)
+
+
+def plan_bytes(plan: Plan, num_tokens: int) -> int:
+    """KV of so many tokens on all of the consumer's ranks, in whole blocks."""
+    layout = plan.consumer.layout()
+    return -(-num_tokens // layout.block_size) * layout.block_bytes * plan.consumer.tp
+
+
+def store_values(plan: Plan, options: Mapping[str, str]) -> tuple[int, int]:
+    """Tokens per value of a store connector with these options, and into how many values their KV is cut."""
+    defaults = TransferOptions()
+    groups = int(options.get("layer_groups", defaults.layer_groups))
+    if not groups:
+        layerwise = options.get("load", defaults.load) == "layerwise"
+        groups = min(LAYERWISE_GROUPS, plan.producer.num_layers) if layerwise else 1
+    shards = min(math.lcm(plan.producer.tp, plan.consumer.tp), plan.producer.num_heads)
+    return int(options.get("tokens_per_value", defaults.tokens_per_value)), groups * shards

@@ -1,0 +1,163 @@
+"""One rank of an engine as benchmarks need it: no checks beside the connector's calls, clocks around them."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from pdkv.connector_kit.bench.throttle import throttle
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.content import Values
+from pdkv.connector_kit.rig.rank import HostedRank
+from pdkv.connector_kit.rig.watch import StepWatch
+from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults, WorkerConnector
+
+Result = TypeVar("Result")
+
+_MATRIX = 192
+_ODD = 0x3C6EF35F
+
+
+class TimedCalls(StepWatch):
+    """Records of calls, without looking into them."""
+
+    def call(self, name: str, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call, and record how long it took: cpu_s + blocked_s."""
+        start, cpu = time.perf_counter(), time.thread_time()
+        try:
+            return function(*arguments)
+        finally:
+            cpu = time.thread_time() - cpu
+            self.records.append(p.CallRecord(name, max(time.perf_counter() - start - cpu, 0.0), cpu, []))
+
+
+class TimedRank(HostedRank):
+    """Its blocks have a content each from the start; steps write nothing, and compute where they shall."""
+
+    def __init__(self, build: p.Build, notify: Callable[[], None]) -> None:
+        self._woken = threading.Event()
+        self._awaiting = False
+        self._ended: dict[TransferKey, float] = {}
+        self._num_products = 0  # of matrices, per layer
+        self._unthrottle: Callable[[], None] = lambda: None
+
+        def wake() -> None:
+            self._woken.set()
+            if not self._awaiting:
+                notify()
+
+        super().__init__(build, wake)
+
+    def make_watch(self, notify: Callable[[], None]) -> StepWatch:
+        return TimedCalls(notify)
+
+    def fill_pool(self, pool: Values) -> Values:
+        """Different in every block and in the engines' pools; touches all of it."""
+        words = self._pool.view(-1).view(_int32()).numpy().reshape(self._pool.shape[0], -1)
+        base = np.arange(words.shape[1], dtype=np.uint32) * np.uint32(_ODD)
+        seed = crc32(f"{self._engine}/{self._rank}".encode())
+        for block in range(words.shape[0]):
+            words[block] = (base ^ np.uint32((seed + block * _ODD) & 0xFFFFFFFF)).view(np.int32) & 0x3FFFFFFF
+        return pool[:0].copy()
+
+    def run(self, command: p.AnyCommand) -> p.AnyAnswer:
+        match command:
+            case p.Await(keys=keys, timeout_s=timeout_s):
+                return self._await(keys, timeout_s)
+            case p.Digest(range=tokens):
+                return p.Digests(self._digest(tokens))
+            case p.Forward(layer_s=layer_s):
+                self._num_products = _products_in(layer_s) if layer_s else 0
+            case p.Throttle(bytes_per_s=rate):
+                self._unthrottle()
+                self._unthrottle = throttle(self._worker, rate) if rate else lambda: None
+            case p.Expect() | p.Fill():
+                pass
+            case p.ForeignWrites():
+                return p.Blocks([])
+            case _:
+                return super().run(command)
+        return p.Done()
+
+    def close(self) -> None:
+        self._unthrottle()
+        super().close()
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def _execute(self, step: p.Execute) -> p.Executed:
+        self._woken.clear()
+        began = time.monotonic()
+        executed = super()._execute(step)
+        return msgspec.structs.replace(executed, began=began, ended=time.monotonic())
+
+    def _compute_layer(self, step: p.Execute, layer: int, meta: KVConnectorMetadata) -> None:
+        worker, call = self._worker, self._watch.call
+        if meta.needs_layer_hooks:
+            call("wait_for_layer_load", worker.wait_for_layer_load, layer)
+        if self._num_products:
+            _multiply(self._num_products)
+        if meta.needs_layer_hooks:
+            call("save_kv_layer", worker.save_kv_layer, layer, self._pool, meta)
+
+    def _report(self, results: TransferResults) -> p.Executed:
+        now = time.monotonic()
+        for outcomes in results:
+            self._ended.update(dict.fromkeys(outcomes, now))
+        return p.Executed(p.as_lists(results), [])
+
+    def _await(self, keys: list[TransferKey], timeout_s: float) -> p.Executed:
+        """Results as they come, until all of `keys` are among them; `ended` is when the last of them was."""
+        worker: WorkerConnector = self._worker
+        deadline = time.monotonic() + timeout_s
+        reports = p.Results([], [], [], [])
+        self._awaiting = True
+        try:
+            while True:
+                self._woken.clear()
+                report = self._report(worker.get_finished()).results
+                for name in p.Results.__struct_fields__:
+                    getattr(reports, name).extend(getattr(report, name))
+                if all(key in self._ended for key in keys) or time.monotonic() >= deadline:
+                    break
+                pending = self._scheduler is not None and self._scheduler.has_pending_work
+                self._woken.wait(0.0 if pending else min(deadline - time.monotonic(), 0.5))
+        finally:
+            self._awaiting = False
+        ended = [self._ended[key] for key in keys if key in self._ended]
+        return p.Executed(reports, [], ended=max(ended) if len(ended) == len(keys) else 0.0)
+
+    def _digest(self, tokens: p.TokenRange) -> list[int]:
+        blocks, offsets = self._places(tokens)
+        content = self._view[blocks, offsets]
+        return [crc32(np.ascontiguousarray(content[:, :, :, head]).data) for head in range(content.shape[3])]
+
+
+def _int32() -> Any:
+    import torch
+
+    return torch.int32
+
+
+def _multiply(count: int) -> None:
+    import torch
+
+    a = torch.ones(_MATRIX, _MATRIX)
+    out = torch.empty(_MATRIX, _MATRIX)
+    for _ in range(count):
+        torch.mm(a, a, out=out)
+
+
+def _products_in(seconds: float) -> int:
+    """Products that take so long on an idle core."""
+    best = float("inf")
+    _multiply(10)
+    for _ in range(5):
+        start = time.perf_counter()
+        _multiply(20)
+        best = min(best, (time.perf_counter() - start) / 20)
+    return max(1, round(seconds / best))

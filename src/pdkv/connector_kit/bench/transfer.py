@@ -1,0 +1,208 @@
+"""One timed transfer between two engines that the kit plays, and the world that they live in."""
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from pdkv.connector_kit.bench.books import PATTERNS
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.engine import Engine, StepPlan
+from pdkv.connector_kit.rig.handover import Handover
+from pdkv.connector_kit.rig.world import Violation, World, require
+from pdkv.connectors.base import TransferKey
+
+_ON_SCHEDULER = frozenset({"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"})
+
+
+class Span(NamedTuple):
+    """Of time.monotonic(), over all ranks."""
+
+    began: float
+    ended: float
+
+
+class Cost(NamedTuple):
+    """Of a thread."""
+
+    wall_s: float
+    cpu_s: float
+
+
+class Timing(NamedTuple):
+    """One transfer. All of it takes `scheduler_s` and then `transfer_s`; saves of a store come before."""
+
+    transfer_s: float  # from the step that begins it to its report on all of the reader's ranks
+    scheduler_s: float  # allocation and metadata, where it begins
+    scheduler_cpu_s: float  # the same and the questions before, without waiting for a processor
+    save_s: float | None  # store: from the step that begins it to its report on the writer
+
+
+class TimedEngine(Engine):
+    """Its ranks have clocks."""
+
+    timed: ClassVar[bool] = True
+
+    def await_ends(self, keys: Sequence[TransferKey]) -> None:
+        """Tell all ranks to wait for the ends of transfers; `take_executed` must follow."""
+        for host in self.hosts:
+            host.send(self.name, p.Await(list(keys), self.timeout_s))
+
+    def take_span(self) -> Span:
+        """Of the step or the waiting that was begun last. Raises Violation where a transfer has not ended in time."""
+        return self._span(self.take_executed())
+
+    def run_and_await(self, plan: StepPlan, keys: Sequence[TransferKey]) -> Span:
+        """A step, and then the ends of the transfers that it begins."""
+        self.send_part(plan)
+        self.await_ends(keys)
+        step, waited = self.take_executed(settle=False), self.take_executed(settle=False)
+        self.settle(step)
+        self.settle(waited)
+        return Span(self._span(step).began, self._span(waited).ended)
+
+    def run_timed(self, plan: StepPlan) -> Span:
+        """A step."""
+        self.send_part(plan)
+        return self.take_span()
+
+    def take_cost(self) -> Cost:
+        """Seconds of the scheduler side's calls since the last time."""
+        records = [r for r in self.ask(p.TakeCalls(), p.Calls).records if r.name in _ON_SCHEDULER]
+        cpu_s = sum(record.cpu_s for record in records)
+        return Cost(cpu_s + sum(record.blocked_s for record in records), cpu_s)
+
+    def digest(self, tokens: p.TokenRange) -> dict[int, int]:
+        """A number for the content of each KV head of the model, where `tokens` lie."""
+        digests: dict[int, int] = {}
+        for rank, answer in enumerate(self.ask_all(p.Digest(tokens), p.Digests)):
+            total, tp = self.layout.kv_heads_of_all_ranks, len(self.hosts)
+            first = rank * total // tp
+            digests.update({first + i: value for i, value in enumerate(answer.values)})
+        return digests
+
+    def _span(self, executed: Sequence[p.Executed]) -> Span:
+        if any(not rank.ended for rank in executed):
+            raise Violation(f"not within {self.timeout_s:g} s: {self.describe_rest()}")
+        return Span(min(rank.began for rank in executed), max(rank.ended for rank in executed))
+
+
+class BenchWorld(World):
+    """Engines with clocks, and blocks that lie as they are wanted to."""
+
+    engine_type: ClassVar[type[Engine]] = TimedEngine
+
+    def scatter(self, pattern: str) -> None:
+        """From now on requests get their blocks in that pattern. All engines are idle."""
+        for number, engine in enumerate(self.engines.values()):
+            assert engine.is_idle, engine.describe_rest()
+            engine.books = PATTERNS[pattern](self._shapes[engine.name].num_blocks, seed=number + 1)
+
+    def __enter__(self) -> "BenchWorld":
+        return self
+
+    @property
+    def writer(self) -> TimedEngine:
+        """The engine that computes prompts."""
+        return _timed(self.producer)
+
+    @property
+    def reader(self) -> TimedEngine:
+        """The engine that loads."""
+        return _timed(self.consumer)
+
+
+def _timed(engine: Engine) -> TimedEngine:
+    assert isinstance(engine, TimedEngine)
+    return engine
+
+
+class TimedTransfer(Handover):
+    """All of one prompt's KV from the producer to the consumer."""
+
+    def __init__(self, world: BenchWorld, num_tokens: int, *, chunk: int = 0) -> None:
+        super().__init__(world, num_tokens, check=False, chunk=chunk)
+        self.writer, self.reader = world.writer, world.reader
+
+    def measure(self, *, compare: bool = False) -> Timing:
+        """Run it, and let both sides come to rest.
+
+        Raises:
+            Violation: it fails or, with `compare`, what arrives is not what was sent.
+        """
+        timing = self._push() if self.is_push else self._pull()
+        outcome = self.wait()
+        require(not outcome.code, f"load of {self.describe()} failed: {outcome.code}")
+        if compare:
+            self._compare()
+        if self.is_push:
+            self.world.until(lambda: self.key in self.producer.sent, f"the end of sending {self.describe()} is told")
+        self.end()
+        self.world.until(lambda: self.writer.is_idle and self.reader.is_idle, "both sides come to rest")
+        return timing
+
+    @property
+    def tables(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Blocks of the producer and of the consumer; known while they are held."""
+        return self._source_ids, self._target_ids
+
+    def _pull(self) -> Timing:
+        self.begin_prefill()
+        for start in range(0, self.num_tokens, self.chunk):
+            self.compute(start)
+        self.hand_off()
+        save_s = self._save() if self.producer.built.kind == "store" else None
+        self.reader.take_cost()
+        self.find()
+        match = self.reader.take_cost()
+        self.allocate()
+        self._remember()
+        self.consumer.start_load(self.receiver, self.num_external, check=False)
+        plan = self.consumer.plan()
+        cost = self.reader.take_cost()
+        span = self.reader.run_and_await(plan, [self.key])
+        return Timing(span.ended - span.began, cost.wall_s, match.cpu_s + cost.cpu_s, save_s)
+
+    def _save(self) -> float:
+        span = self.writer.run_and_await(self.producer.plan(), [self.key])
+        return span.ended - span.began
+
+    def _push(self) -> Timing:
+        """The ticket comes last where it may: then nothing is sent beside the steps that are not timed."""
+        is_late = "concurrent" in self.producer.built.orders
+        if is_late:
+            self.prefill()
+        self.reader.take_cost()
+        self.find()
+        match = self.reader.take_cost()
+        self.allocate()
+        self.start()
+        self.bring_ticket()
+        if not is_late:
+            self.prefill()
+        self._remember()
+        self.writer.take_cost()
+        plan = self.producer.plan()
+        cost = self.writer.take_cost()
+        span = push_span(self.writer, self.reader, plan, self.key)
+        return Timing(span.ended - span.began, cost.wall_s, match.cpu_s + cost.cpu_s, None)
+
+    def _remember(self) -> None:
+        self._source_ids, self._target_ids = list(self.leased), list(self.receiver.block_ids)
+
+    def _compare(self) -> None:
+        text = list(self.sender.text)
+        ranges = [p.TokenRange(text, 0, self.num_tokens, list(blocks)) for blocks in self.tables]
+        sent, received = self.writer.digest(ranges[0]), self.reader.digest(ranges[1])
+        wrong = [head for head in sent if sent[head] != received[head]]
+        require(not wrong, f"KV heads {wrong} differ between producer and consumer: {self.describe()}")
+
+
+def push_span(writer: TimedEngine, reader: TimedEngine, plan: StepPlan, key: TransferKey) -> Span:
+    """A step of the writer, and when the reader has all of a transfer."""
+    shared = {host.pid for host in writer.hosts} & {host.pid for host in reader.hosts}
+    if shared:  # one process serves both: it does one thing after the other
+        began = writer.run_timed(plan).began
+        reader.await_ends([key])
+        return Span(began, reader.take_span().ended)
+    reader.await_ends([key])
+    began = writer.run_timed(plan).began
+    return Span(began, reader.take_span().ended)

@@ -1,0 +1,87 @@
+"""What a connector is measured by: memcpy, and the bare transport below it."""
+
+import time
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from pdkv.connector_kit.bench.bare import bare_of
+from pdkv.connector_kit.bench.plan import TIMEOUT_S, Plan, plan_bytes, store_values
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.processes import HostProcess, Zygote
+from pdkv.connector_kit.rig.world import NotApplicable, Setting
+from pdkv.connectors.registry import connector_target, load_connector
+
+
+class Memcpy:
+    """One thread's copy of as many bytes, warm, out of memory larger than the last-level cache."""
+
+    def __init__(self, num_bytes: int, region_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._num_slots = max(2, -(-region_bytes // num_bytes))
+        self._source = np.ones((self._num_slots, num_bytes), np.uint8)
+        self._target = np.ones((self._num_slots, num_bytes), np.uint8)
+        self._turn = 0
+
+    def seconds(self) -> float:
+        """Of one copy."""
+        slot = self._turn = (self._turn + 1) % self._num_slots
+        start = time.perf_counter()
+        self._target[slot] = self._source[slot]
+        return time.perf_counter() - start
+
+
+class Bare:
+    """Two processes around a bare transport."""
+
+    def __init__(self, zygote: Zygote, spec: p.OpenBare) -> None:
+        self._source, self._reader = zygote.fork(), zygote.fork()
+        address = self._open(self._source, spec)
+        self._open(self._reader, msgspec.structs.replace(spec, address=address))
+
+    def seconds(self, in_pieces: bool) -> float:
+        """Of one move."""
+        command = p.MoveBare(in_pieces, TIMEOUT_S)
+        for host in (self._source, self._reader):
+            host.send("bare", command)
+        self._source.receive(p.Seconds, TIMEOUT_S)
+        return self._reader.receive(p.Seconds, TIMEOUT_S).seconds
+
+    def close(self) -> None:
+        """End both; whatever happened, none is left."""
+        for host in (self._reader, self._source):
+            try:
+                host.ask("bare", p.Close(), p.Done, TIMEOUT_S)
+                host.exit(TIMEOUT_S)
+            finally:
+                host.kill()
+
+    def _open(self, host: HostProcess, spec: p.OpenBare) -> bytes:
+        return host.ask("bare", spec, p.Address, TIMEOUT_S).address
+
+
+def measure_bare(plan: Plan, setting: Setting, num_tokens: int, repeats: int) -> float:
+    """Median seconds of the bare transport for so many tokens, in one piece. Raises NotApplicable without one."""
+    bare = open_bare(plan, setting, plan_bytes(plan, num_tokens))
+    if bare is None:
+        raise NotApplicable(f"no bare transport is known for {plan.connector}")
+    try:
+        return median([bare.seconds(False) for _ in range(repeats + 1)][1:])
+    finally:
+        bare.close()
+
+
+def open_bare(plan: Plan, setting: Setting, size: int) -> Bare | None:
+    """Both sides for the plan's connector and so many bytes; None: there is nothing to compare it with."""
+    target = bare_of(connector_target(plan.connector), load_connector(plan.connector), setting.options)
+    if target is None:
+        return None
+    shape, consumer = plan.consumer, plan.consumer.layout()
+    heads = min(plan.producer.layout().num_kv_heads, consumer.num_kv_heads)
+    piece_bytes = plan.piece_bytes or heads * shape.block_size * shape.head_size * shape.dtype_bytes
+    tokens, parts = store_values(plan, setting.options)
+    value_bytes = tokens * consumer.token_bytes * shape.tp // parts
+    options = {**setting.options, "directory": str(setting.directory)}
+    spec = p.OpenBare(target, size, piece_bytes, min(value_bytes, size), plan.region_bytes, options)
+    return Bare(setting.zygote, spec)

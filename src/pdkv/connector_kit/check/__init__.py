@@ -1,0 +1,1 @@
+"""The conformance kit's cases, and the report of a check."""

@@ -1,0 +1,255 @@
+"""Cases about failures: requests given up at any point, peers that stop, die, come again or never come."""
+
+from pdkv.connector_kit.check.cases import case
+from pdkv.connector_kit.rig.handover import Handover, legal_orders, new_text
+from pdkv.connector_kit.rig.world import AMPLE_S, SHORT_S, TRANSFER_POLL_S, Refused, Setting, World, require
+
+
+@case("aborts", covers="F1 F2 F3")
+def aborts(setting: Setting) -> None:
+    """A request that is given up after any of its steps leaves nothing behind, and its next attempt is right."""
+    with World(setting) as world:
+        for order in legal_orders(world):
+            chunk = 32 if setting.quick else 16
+            num_steps = len(Handover(world, 52, order=order, chunk=chunk).steps)
+            for num_taken in range(num_steps + 1):
+                _abort_after(world, order, chunk, num_taken)
+        world.check_pools()
+
+
+def _abort_after(world: World, order: str, chunk: int, num_taken: int) -> None:
+    transfer = Handover(world, 52, order=order, chunk=chunk)
+    for step in transfer.steps[:num_taken]:
+        step()
+    transfer.abort()
+    live = world.live_engines()
+    world.until(lambda: all(engine.is_idle for engine in live), f"aborted after {num_taken} steps, it comes to rest")
+    for engine in live:
+        engine.step()
+        require(not engine.books.num_held, f"aborted after {num_taken} steps: {engine.describe_rest()}")
+    again = Handover(world, 52, order=order, chunk=chunk, transfer_id=transfer.key[0], attempt=1)
+    again.run()
+
+
+@case("expiry", covers="F1")
+def expiry(setting: Setting) -> None:
+    """Every wait ends: for a peer that never sends, never receives, or is gone without a word; with a typed error."""
+    with World(setting, deadline_s=SHORT_S) as world:
+        if world.consumer.built.kind == "push":
+            _nobody_sends(world)
+    with World(setting, deadline_s=AMPLE_S) as world:
+        if world.consumer.built.kind == "push":
+            _nobody_receives(world)
+        else:
+            _producer_gone(world, met_before=True)
+    with World(setting, deadline_s=SHORT_S) as world:
+        if world.consumer.built.kind != "push":
+            _producer_gone(world, met_before=False)
+
+
+def _nobody_sends(world: World) -> None:
+    """The consumer waits for a prompt that nobody computes, until its connector or its engine gives up."""
+    transfer = Handover(world, 52)
+    transfer.take(*transfer.steps[:3])
+    world.runs_until(lambda: transfer.ended, world.passed_s)
+    if not transfer.ended:
+        transfer.drop_receiver()
+    outcome = transfer.wait()
+    require(bool(outcome.code), "a load that nobody served has succeeded")
+    transfer.require_typed(outcome)
+    transfer.end()
+
+
+def _nobody_receives(world: World) -> None:
+    """The consumer has died with its ticket out; the producer does not know yet."""
+    transfer = Handover(world, 52)
+    transfer.take(*transfer.steps[:4])
+    world.kill("d")
+    transfer.prefill()
+    world.until(lambda: transfer.key in world.producer.sent, "a send to a dead peer ends")
+    transfer.require_typed(world.producer.sent[transfer.key])
+    transfer.release()
+
+
+def _producer_gone(world: World, *, met_before: bool) -> None:
+    """The producer has died after its hand-off; the consumer does not know yet."""
+    if met_before:
+        Handover(world, 40).run()
+    transfer = Handover(world, 52)
+    transfer.prefill()
+    if world.producer.built.kind == "store":
+        world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
+    world.kill("p")
+    _load_what_there_is(transfer)
+
+
+def _load_what_there_is(transfer: Handover) -> None:
+    """Find nothing, fail with a type, or get the right content."""
+    transfer.num_external = transfer.ask_until_known(0)
+    if transfer.num_external:
+        transfer.take(transfer.allocate, transfer.start)
+        transfer.settle()
+
+
+@case("stopped_peer")
+def stopped_peer(setting: Setting) -> None:
+    """A peer that is stopped (SIGSTOP) costs its own transfers only; when it goes on, everything works again."""
+    with World(setting, deadline_s=AMPLE_S) as world:
+        for name in ("p", "d"):
+            for order in legal_orders(world):
+                Handover(world, 40, order=order).run()
+                _stop_under_way(world, order, name)
+                world.check_pools()
+                Handover(world, 40, order=order).run()
+
+
+def _stop_under_way(world: World, order: str, name: str) -> None:
+    """One side stops when the other one needs it; that one ends what it can, and gives up what it cannot."""
+    transfer = Handover(world, 100, order=order, chunk=48)
+    if not transfer.is_push:
+        transfer.prefill() if order == "prefill_first" else transfer.take(*transfer.steps[:-2])
+        if world.producer.built.kind == "store":
+            world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
+        _stop_for_pull(world, transfer, name)
+    elif name == "p":
+        transfer.take(*transfer.steps[:-2])
+        world.stop("p")
+        _give_up_on_sender(world, transfer)
+    else:
+        transfer.take(*transfer.steps[:-2])
+        world.stop("d")
+        if order != "needs_peer_first":  # some of its steps would be the stopped side's
+            world.run_for(TRANSFER_POLL_S)
+            world.resume("d")
+            transfer.abort()
+            return
+        transfer.take(*transfer.steps[-2:])
+        world.runs_until(lambda: transfer.key in world.producer.sent, world.timeout_s / 2)
+        world.resume("d")
+        require(transfer.key in world.producer.sent, "a send to a stopped peer does not end")
+        if world.producer.sent[transfer.key].code:
+            transfer.require_typed(world.producer.sent[transfer.key])
+            transfer.abort()
+        else:
+            transfer.finish()
+
+
+def _stop_for_pull(world: World, transfer: Handover, name: str) -> None:
+    """The producer stops before it is read; the consumer in the middle, and goes on when the source was reused."""
+    if name == "p":
+        world.stop("p")
+        if transfer.receiver.block_ids:
+            transfer.take(transfer.find, transfer.start)
+            transfer.wait()
+        else:
+            _load_what_there_is(transfer)
+        world.resume("p")
+    else:
+        transfer.num_external = transfer.ask_until_known(0)
+        if not transfer.receiver.block_ids:
+            transfer.allocate()
+        transfer.start()
+        world.stop("d")
+        world.producer.release(transfer.key)
+        world.producer.step()
+        world.run_for(TRANSFER_POLL_S)
+        world.resume("d")
+    if transfer.receiver.block_ids:
+        transfer.settle()
+    transfer.release()
+
+
+def _give_up_on_sender(world: World, transfer: Handover) -> None:
+    """The consumer's deadline passes: its cancel is answered, or, at the latest, the teardown of the connection is.
+
+    Where that cannot stop a writer (within a host the kernel copies for it), the end of its process is.
+    """
+    world.runs_until(lambda: transfer.ended, world.passed_s)
+    transfer.drop_receiver()
+    consumer = world.consumer
+    if not world.runs_until(lambda: not consumer.quarantine, world.timeout_s / 4):
+        consumer.update_peers([])
+        if not world.runs_until(lambda: not consumer.quarantine, world.timeout_s / 4):
+            world.kill("p")
+            world.until(lambda: not consumer.quarantine, "the blocks come back when the stopped sender has ended")
+            consumer.step()  # other requests write them
+            transfer.release()
+            world.revive("p")
+            return
+    consumer.step()  # other requests write them
+    world.resume("p")
+    if transfer.sender.block_ids:
+        transfer.take(*transfer.steps[-2:])
+    world.run_for(2 * TRANSFER_POLL_S)
+    world.check_pools()
+    transfer.release()
+    world.introduce()
+
+
+@case("restarted_peer", covers="F5")
+def restarted_peer(setting: Setting) -> None:
+    """After kill -9 and a new epoch of either side, old names reach nothing and new transfers work at once."""
+    for name in ("p", "d"):
+        with World(setting, deadline_s=AMPLE_S) as world:
+            for order in legal_orders(world):
+                Handover(world, 100, order=order).run()
+                _restart_under_way(world, order, name)
+                Handover(world, 100, order=order).run()
+                world.check_pools()
+
+
+def _restart_under_way(world: World, order: str, name: str) -> None:
+    """What was agreed with the old incarnation is acted on although the new one is there."""
+    transfer = Handover(world, 100, order=order)
+    old_kind = world.producer.built.kind
+    if transfer.is_push:
+        transfer.take(transfer.find, transfer.allocate, transfer.start)
+    else:
+        transfer.prefill()
+        if old_kind == "store":
+            world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
+    world.restart(name)
+    survivor = world.engines["d" if name == "p" else "p"]
+    if name == "d" and transfer.is_push:
+        transfer.bring_ticket()
+        transfer.prefill()
+        world.until(lambda: transfer.key in survivor.sent, "a send to a dead incarnation ends")
+        require(bool(survivor.sent[transfer.key].code), "a send to a dead incarnation has succeeded")
+        transfer.require_typed(survivor.sent[transfer.key])
+        transfer.release()
+    elif name == "d":
+        transfer.release()
+    elif transfer.is_push:
+        transfer.drop_receiver()
+        world.until(lambda: not survivor.quarantine, "blocks exposed to a dead incarnation come back")
+        transfer.release()
+    else:
+        other = Handover(world, 100)
+        other.prefill_as(transfer)
+        _load_what_there_is(transfer)
+        other.abort()
+    survivor.step()
+    world.check_pools()
+
+
+@case("others_untouched", covers="F5")
+def others_untouched(setting: Setting) -> None:
+    """The death of one peer, even in the middle of a transfer, does not touch transfers between others."""
+    with World(setting, deadline_s=AMPLE_S) as world:
+        try:
+            world.boot("e", world.shape("d"))
+            world.introduce()
+        except Refused as error:
+            raise AssertionError(f"a third engine is refused: {error}") from error
+        for order in legal_orders(world)[:1]:
+            dying = Handover(world, 100, order=order, consumer="e")
+            living = Handover(world, 100, order=order)
+            dying.take(*dying.steps[:-1])
+            living.take(*living.steps[:-1])
+            world.kill("e")
+            living.take(living.steps[-1])
+            living.finish()
+            dying.abort()
+            world.revive("e")
+            Handover(world, 100, order=order, consumer="e", text=new_text(101)).run()
+            Handover(world, 100, order=order).run()

@@ -1,0 +1,224 @@
+"""Cases about ownership: who may read a block and who may write it, and from when until when."""
+
+from pdkv.connector_kit.check.cases import case
+from pdkv.connector_kit.rig.content_read import ContentRead
+from pdkv.connector_kit.rig.handover import Handover, legal_orders, new_name, new_text
+from pdkv.connector_kit.rig.world import SHORT_S, TRANSFER_POLL_S, NotApplicable, Setting, Shape, World, require
+
+BIG = Shape(num_blocks=160, num_layers=4, head_size=64)
+"""Blocks of 128 KiB: a transfer takes long enough to be met on its way."""
+
+WHILE_S = TRANSFER_POLL_S
+"""For so long something must not happen; every engine runs at least one step in that time."""
+
+
+@case("partial_writes", covers="F10")
+def partial_writes(setting: Setting) -> None:
+    """What is not complete and confirmed cannot be found, and is not reported as received."""
+    with World(setting) as world:
+        if world.consumer.built.content_addressed:
+            _unconfirmed_content(world)
+        if world.consumer.built.kind == "push":
+            transfer = Handover(world, 100, chunk=32)
+            transfer.take(*transfer.steps[:-3])
+            world.run_for(WHILE_S)
+            require(not transfer.ended, "reported as received although a part was not even computed")
+            transfer.take(*transfer.steps[-3:])
+            transfer.finish()
+    with World(setting, BIG, BIG) as world:
+        for order in legal_orders(world):
+            Handover(world, 16 * (32 if setting.quick else 128) - 3, order=order).run()
+
+
+def _unconfirmed_content(world: World) -> None:
+    """Half a step, a step that nobody confirms, a preemption; then the same tokens again, confirmed."""
+    transfer = Handover(world, 128)
+    producer = world.producer
+    reader = ContentRead(world, world.consumer, transfer.sender.text, 128)
+    transfer.begin_prefill()
+    plan = producer.plan((transfer.sender, 0, 128))
+    producer.run_part(plan, layers=(0, 2), end=False)
+    seen = [reader.num_found() for _ in range(3)]
+    require(not any(seen), f"after two of three layers {max(seen)} tokens can be found")
+    producer.run_part(plan, begin=False, layers=(2, 3))
+    reader.require_nothing("computed and not confirmed", WHILE_S)
+    producer.preempt(transfer.sender)
+    reader.require_nothing("computed and preempted before it was confirmed", WHILE_S)
+    transfer.prefill()
+    found = reader.appears_within(world.timeout_s) or producer.built.kind == "push"
+    require(found, "confirmed content is not found")
+    wrong = reader.load()
+    require(not wrong, f"found by content: {wrong}")
+    transfer.release()
+
+
+@case("late_reads", covers="F4")
+def late_reads(setting: Setting) -> None:
+    """Blocks that are reused before or during a load: what was read is refused, or it is the old content after all."""
+    with World(setting) as world:
+        if world.consumer.built.kind == "push":
+            raise NotApplicable("the writer reads its own blocks, which it holds")
+        for steps_before in (0, 1, 2):
+            transfer = Handover(world, 100)
+            transfer.prefill()
+            _load_late(transfer, steps_before)
+        Handover(world, 40).run()
+    rounds = 3 if setting.quick else 12
+    with World(setting, BIG, BIG) as world:
+        for _ in range(rounds):
+            transfer = Handover(world, 16 * 24)
+            transfer.prefill()
+            _load_late(transfer, 3)
+        Handover(world, 40).run()
+
+
+def _load_late(transfer: Handover, steps_before: int) -> None:
+    """Find, allocate, start; before one of them (or right after the start) the producer reuses the blocks."""
+    world, producer = transfer.world, transfer.producer
+    if producer.built.kind == "store":
+        world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
+
+    def reuse() -> None:
+        producer.release(transfer.key)
+        producer.step()
+
+    if steps_before == 0:
+        reuse()
+    transfer.num_external = transfer.ask_until_known(0)
+    if steps_before == 1:
+        reuse()
+    if transfer.num_external:
+        transfer.allocate()
+        if steps_before == 2:
+            reuse()
+        transfer.start()
+    if steps_before == 3:
+        reuse()
+    transfer.settle()
+    producer.release(transfer.key)
+    world.check_pools()
+
+
+@case("attempts")
+def attempts(setting: Setting) -> None:
+    """A second attempt is another transfer: nothing of the first one counts for it, lands in it or ends it."""
+    with World(setting) as world:
+        name = new_name()
+        first = Handover(world, 52, transfer_id=name)
+        second = Handover(world, 52, transfer_id=name, attempt=1)
+        if first.is_push:
+            _attempts_push(first, second)
+        else:
+            first.take()
+            first.drop_receiver()  # the lease of the first attempt lives on for a while
+            second.take(*second.steps[:-1])
+            second.take(second.steps[-1])
+            world.consumer.cancel(first.key)
+            world.consumer.step()
+            second.finish()
+            first.release()
+        world.check_rest()
+        Handover(world, 52, transfer_id=name, attempt=2).run()
+
+
+def _attempts_push(first: Handover, second: Handover) -> None:
+    """The first attempt's ticket is served when the consumer has given the second one's."""
+    world = first.world
+    first.take(first.find, first.allocate, first.start, first.bring_ticket)
+    first.drop_receiver()
+    second.take(second.find, second.allocate, second.start)
+    first.prefill()
+    world.run_for(WHILE_S)
+    require(not second.ended, "what was sent for the first attempt counts for the second one")
+    second.bring_ticket()
+    second.prefill()
+    second.finish()
+    first.release()
+
+
+@case("replay", covers="F9")
+def replay(setting: Setting) -> None:
+    """Blocks of a preempted or finished request are overwritten at once: the next reader gets no poison."""
+    with World(setting, Shape(num_blocks=96), Shape(num_blocks=96)) as world:
+        for confirmed in (0, 48, 128):
+            _preempted(world, confirmed)
+        for order in legal_orders(world):
+            for num_tokens in (37, 128):
+                text = new_text(num_tokens + 1)
+                Handover(world, num_tokens, text=text, order=order).run()
+                again = Handover(world, num_tokens, text=text, order=order)
+                again.run()
+        world.check_pools()
+
+
+def _preempted(world: World, num_confirmed: int) -> None:
+    """A prompt of 128 tokens loses its blocks after a part was confirmed; others use them, and the prompt is read."""
+    producer = world.producer
+    text = new_text(129)
+    transfer = Handover(world, 128, text=text)
+    transfer.begin_prefill()
+    if num_confirmed:
+        producer.step((transfer.sender, 0, num_confirmed))
+        transfer.sender.num_confirmed = num_confirmed
+        producer.confirm(transfer.sender)
+        producer.step((transfer.sender, num_confirmed, 128))
+        world.until(lambda: not producer.is_read(transfer.key), "a save that holds blocks ends")  # no victim until then
+    else:
+        producer.step((transfer.sender, 0, 128))
+    producer.preempt(transfer.sender)
+    producer.step()  # other requests overwrite the blocks
+    reader = ContentRead(world, world.consumer, text, 128)
+    if world.consumer.built.content_addressed:
+        reader.appears_within(WHILE_S)
+        wrong = reader.load()
+        require(not wrong, f"{num_confirmed} tokens were confirmed before the preemption, then read: {wrong}")
+    transfer.sender.num_confirmed = transfer.sender.num_reported = 0
+    again = Handover(world, 128, text=text)
+    again.run()
+    producer.tell_aborted(transfer.key)
+
+
+@case("quarantine", covers="F1")
+def quarantine(setting: Setting) -> None:
+    """When a load's end was reported, by success, failure, cancel or deadline, nobody writes its blocks any more."""
+    with World(setting, deadline_s=SHORT_S) as world:
+        if world.consumer.built.kind == "push":
+            for num_early in (0, 2):
+                _late_write(world, num_early, after_deadline=False)
+                _late_write(world, num_early, after_deadline=True)
+    with World(setting, BIG, BIG) as world:
+        for order in legal_orders(world):
+            for _ in range(2 if setting.quick else 6):
+                _cancel_under_way(world, order)
+
+
+def _late_write(world: World, num_early: int, *, after_deadline: bool) -> None:
+    """The producer goes on with a ticket that the consumer has given up, by cancel or when its deadline had passed."""
+    transfer = Handover(world, 100, chunk=48)
+    late = 4 - num_early  # of three chunks and the hand-off
+    transfer.take(*transfer.steps[:-late])
+    if after_deadline:
+        world.runs_until(lambda: transfer.ended, world.passed_s)
+    if transfer.ended:
+        transfer.require_typed(transfer.wait())
+    transfer.drop_receiver()
+    world.until(lambda: not world.consumer.quarantine, "a cancelled load is answered")
+    world.consumer.step()  # other requests write the blocks
+    transfer.take(*transfer.steps[-late:])
+    world.run_for(WHILE_S)
+    world.check_pools()
+    transfer.release()
+
+
+def _cancel_under_way(world: World, order: str) -> None:
+    """A big load is cancelled as soon as it has begun; its blocks have new owners as soon as that is answered."""
+    transfer = Handover(world, 16 * 64, order=order, check=False)
+    transfer.take()
+    if transfer.is_push:
+        world.producer.step()
+    transfer.drop_receiver()
+    world.until(lambda: not world.consumer.quarantine, "a cancelled load is answered")
+    world.consumer.step()
+    world.run_for(WHILE_S / 4)
+    world.check_pools()
+    transfer.release()

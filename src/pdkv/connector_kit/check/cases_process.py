@@ -1,0 +1,240 @@
+"""Cases about the process around a connector: its step thread, its sockets, and what it leaves behind."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import starmap
+
+from pdkv.connector_kit.check.cases import case
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.engine import Engine
+from pdkv.connector_kit.rig.handover import Handover, legal_orders, new_text
+from pdkv.connector_kit.rig.shm_files import left_behind, shm_files
+from pdkv.connector_kit.rig.sockets import listeners, send_garbage
+from pdkv.connector_kit.rig.watch import STRICT
+from pdkv.connector_kit.rig.world import AMPLE_S, TRANSFER_POLL_S, NotApplicable, Setting, Shape, World, require
+
+MAX_BLOCKED_S = 0.25
+"""A call on the step thread that sleeps longer waits for something; others wait for the interpreter lock only."""
+
+MAX_COPY_SHARE = 0.4
+"""Of the CPU time of a plain copy of the same bytes, that one call may take: more is a copy on the step thread."""
+
+COPY_SHAPE = Shape(num_blocks=288, num_layers=4, head_size=64)
+COPY_BLOCKS = 256
+COPY_ROUNDS = 3
+
+NUM_LEAK_ROUNDS = 24
+MAX_GROWTH_BYTES = 16 << 20
+MEMORY_ATTEMPTS = 3
+SETTLE_S = 5.0
+LEAK_SHAPE = Shape(num_blocks=64, num_layers=8, head_size=64)
+LEAK_BLOCKS = 16  # 4 MiB, of which a leak would keep at least one in four
+
+
+@case("step_thread")
+def step_thread(setting: Setting) -> None:
+    """No call of the step thread enters the transport or waits for it: peers stopped, big loads, and instrumented."""
+    with World(setting, deadline_s=AMPLE_S) as world:
+        for order in legal_orders(world):
+            Handover(world, 100, order=order, chunk=48).run()
+        _check_calls(world)
+        if not setting.one_process:
+            _with_stopped_peer(world, "p")
+            _with_stopped_peer(world, "d")
+    if not setting.one_process:
+        with World(setting, COPY_SHAPE, COPY_SHAPE) as world:
+            _big_loads(world)
+
+
+def _with_stopped_peer(world: World, name: str) -> None:
+    """Everything that one side can do while the other one is stopped, in all orders, until the deadlines pass."""
+    begun = []
+    for order in legal_orders(world):
+        transfer = Handover(world, 100, order=order, chunk=48)
+        num_late = 3 if not transfer.is_push else 1 if order == "late_ticket" else 2
+        steps = transfer.steps
+        transfer.take(*steps[:-num_late])
+        begun.append((transfer, steps[-num_late:]))
+    world.stop(name)
+    for transfer, late in begun:
+        if name == "p" and not transfer.is_push:
+            _load_what_is_known(world, transfer)
+        elif name == "d" and transfer.is_push:
+            transfer.take(*late)
+    world.run_for(AMPLE_S + TRANSFER_POLL_S)
+    _check_calls(world)
+    world.resume(name)
+    for transfer, _ in begun:
+        transfer.abort()
+    world.check_rest()
+
+
+def _load_what_is_known(world: World, transfer: Handover) -> None:
+    """Ask once: whoever could tell more is stopped."""
+    matched = world.consumer.ask(p.Match(transfer.receiver.view(), 0), p.Matched)
+    if matched.num_tokens:
+        transfer.num_external = matched.num_tokens
+        if not transfer.receiver.block_ids:
+            transfer.allocate()
+        transfer.start()
+
+
+def _check_calls(world: World) -> None:
+    """No strict call was blocked or has entered what it may not."""
+    for engine in world.live_engines():
+        for calls in engine.ask_all(p.TakeCalls(), p.Calls):
+            for record in calls.records:
+                if record.name not in STRICT:
+                    continue
+                require(not record.entered, f"{record.name} calls {', '.join(record.entered)} on the step thread")
+                blocked = f"{record.name} was blocked for {record.blocked_s:.2f} s on the step thread"
+                require(record.blocked_s < MAX_BLOCKED_S, blocked)
+
+
+def _big_loads(world: World) -> None:
+    """The step thread's part of a load of 32 MiB costs far less than copying it."""
+    world.consumer.ask_all(p.Instrument(False), p.Done)
+    shares = []
+    for _ in range(COPY_ROUNDS):
+        transfer = Handover(world, 16 * COPY_BLOCKS, check=False)
+        transfer.take()
+        transfer.wait()
+        target = list(transfer.receiver.block_ids)
+        cost = world.consumer.ask(p.CopyCost(target), p.Seconds).seconds
+        (calls,) = world.consumer.ask_all(p.TakeCalls(), p.Calls)
+        name, seconds = max(((r.name, r.cpu_s) for r in calls.records if r.name in STRICT), key=lambda item: item[1])
+        shares.append((seconds / cost, name))
+        transfer.end()
+        world.check_rest()  # a save beside a pull may hold the blocks for longer
+    share, name = min(shares)
+    require(share < MAX_COPY_SHARE, f"{name} takes {share:.0%} of the CPU time of copying all of the load: it copies")
+
+
+@case("garbage", covers="F16 F17")
+def garbage(setting: Setting) -> None:
+    """Garbage on every listening socket, before the first contact and later, ends nothing and costs nobody anything."""
+    with World(setting) as world:
+        num_sockets = _send_everywhere(world)
+        for order in legal_orders(world):
+            Handover(world, 52, order=order).run()
+        num_sockets += _send_everywhere(world)
+        for order in legal_orders(world):
+            Handover(world, 52, order=order).run()
+        if not num_sockets:
+            raise NotApplicable("no process listens on a socket")
+
+
+def _send_everywhere(world: World) -> int:
+    hosts = {host.pid for engine in world.engines.values() for host in engine.hosts}
+    found = [listener for pid in hosts for listener in listeners(pid)]
+    kept = [connection for listener in found for connection in send_garbage(listener)]
+    world.run_for(0.2)
+    for connection in kept:
+        connection.close()
+    return len(found)
+
+
+@case("leaks", covers="F24")
+def leaks(setting: Setting) -> None:
+    """Aborts and restarts of peers cost no memory, descriptors or threads; shutdown gives back all."""
+    before = shm_files()
+    with World(setting, LEAK_SHAPE, LEAK_SHAPE) as world:
+        for order in legal_orders(world)[:1]:
+            _aborts_leave_nothing(world, order)
+        Handover(world, 100).run()
+    left = left_behind(before, SETTLE_S)
+    with World(setting) as world:
+        for name in list(world.engines):
+            _shutdown_leaves_nothing(world, name)
+        Handover(world, 100).run()
+    left |= left_behind(before, SETTLE_S)
+    require(not left, f"shared memory is left behind: {', '.join(sorted(left))}")
+
+
+def _aborts_leave_nothing(world: World, order: str) -> None:
+    """Loads of one text (a store keeps it once) that are given up in different stages; growth after a while counts."""
+    text = new_text(16 * LEAK_BLOCKS + 1)
+
+    def abort_often(num_rounds: int) -> None:
+        for number in range(num_rounds):
+            size = 16 * LEAK_BLOCKS
+            transfer = Handover(world, size, order=order, text=text, chunk=size // 2, check=False)
+            steps = transfer.steps
+            transfer.take(*steps[: len(steps) - number % 3])
+            transfer.abort()
+            world.check_rest()
+        Handover(world, 52, order=order).run()  # connections that an abort has closed are open again
+
+    abort_often(NUM_LEAK_ROUNDS // 2)
+    _require_no_growth(world, "aborted transfers", lambda: abort_often(NUM_LEAK_ROUNDS))
+
+
+def _shutdown_leaves_nothing(world: World, name: str) -> None:
+    """Shut an engine's connector down and build the next one in the same process; the growth of later rounds counts."""
+
+    def rebuild() -> None:
+        Handover(world, 52).run()
+        engine = world.engines[name]
+        engine.ask_all(p.Close(), p.Done)
+        world.rebuild(name)
+
+    for _ in range(2):
+        rebuild()
+    Handover(world, 52).run()  # what opens connections in the background has opened them before they are counted
+
+    def thrice() -> None:
+        for _ in range(3):
+            rebuild()
+
+    _require_no_growth(world, f"shutting {name} down", thrice)
+
+
+def _require_no_growth(world: World, what: str, action: Callable[[], None]) -> None:
+    """What is torn down on other threads has a while; an allocator may keep what is free, but not more each time."""
+    memory = []
+    for _ in range(MEMORY_ATTEMPTS):
+        before = [_usage(engine) for engine in world.engines.values()]
+        action()
+        found = _lasting(world, before, _more_by_number)
+        require(not found, f"{what}: {found}")
+        if not (found := _lasting(world, before, _more_memory)):
+            return
+        memory.append(found)
+    require(False, f"{what}, each time: {', then '.join(memory)}")
+
+
+def _lasting(world: World, before: Sequence[Sequence[p.Usage]], more: Callable[[p.Usage, p.Usage], str]) -> str:
+    """What `more` still finds after a while, of all ranks."""
+
+    def found() -> str:
+        pairs = zip(world.engines.values(), before, strict=True)
+        ranks = (rank for engine, old in pairs for rank in zip(old, _usage(engine), strict=True))
+        return "; ".join(filter(None, starmap(more, ranks)))
+
+    return "" if world.runs_until(lambda: not found(), SETTLE_S) else found()
+
+
+def _usage(engine: Engine) -> list[p.Usage]:
+    return [host.ask(engine.name, p.GetUsage(), p.Usage, engine.timeout_s) for host in engine.hosts]
+
+
+def _more_by_number(before: p.Usage, after: p.Usage) -> str:
+    """The descriptors and threads that there are more of, in words."""
+    found = []
+    if len(after.descriptors) > len(before.descriptors):
+        more = Counter(map(_kind, after.descriptors)) - Counter(map(_kind, before.descriptors))
+        found.append(f"descriptors more: {dict(more)}")
+    if len(after.threads) > len(before.threads):
+        found.append(f"threads more: {dict(Counter(after.threads) - Counter(before.threads))}")
+    return ", ".join(found)
+
+
+def _more_memory(before: p.Usage, after: p.Usage) -> str:
+    """Growth of the memory beyond what comes and goes, in words."""
+    growth = after.resident_bytes - before.resident_bytes
+    return f"{growth >> 20} MiB of memory more" if growth > MAX_GROWTH_BYTES else ""
+
+
+def _kind(descriptor: str) -> str:
+    """A descriptor without its number."""
+    return descriptor.partition(":[")[0]

@@ -1,0 +1,138 @@
+"""Runs the kit over one connector and says what it found, for people and for programs."""
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import Literal, TextIO
+
+import msgspec
+
+from pdkv.connector_kit.check.cases import CASES, Case
+from pdkv.connector_kit.check.profiles import profile_of
+from pdkv.connector_kit.rig.processes import Zygote
+from pdkv.connector_kit.rig.world import NotApplicable, Refused, Setting, World
+from pdkv.connectors.registry import connector_target, load_connector
+from pdkv.errors import ConfigError, PdkvError
+
+Status = Literal["passed", "failed", "refused", "skipped"]
+
+CASE_MODULES = ("cases_content", "cases_ownership", "cases_failures", "cases_process")
+
+
+class CaseReport(msgspec.Struct, frozen=True):
+    """How one case ended. `refused`: the connector refuses that shape of peers, as it may."""
+
+    name: str
+    status: Status
+    detail: str
+    covers: list[str]
+    proves: str
+    seconds: float
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All of a run; `passed` and `failed` count cases."""
+
+    connector: str
+    passed: int
+    failed: int
+    cases: list[CaseReport]
+
+
+def all_cases() -> dict[str, Case]:
+    """Every case by name, in the order in which they run."""
+    for module in CASE_MODULES:
+        import_module(f"pdkv.connector_kit.check.{module}")
+    return CASES
+
+
+def check(
+    connector: str,
+    *,
+    options: Mapping[str, str],
+    names: Sequence[str] = (),
+    quick: bool = False,
+    timeout_s: float = 20.0,
+    on_case: Callable[[CaseReport], None] = lambda _: None,
+    zygote: Zygote | None = None,
+) -> Report:
+    """Run the kit.
+
+    Args:
+        connector: a registry name or "module:Class".
+        options: as --connector-config; they win over what the kit sets for shipped connectors.
+        names: the cases to run; none: all.
+        timeout_s: what must happen has happened after so long; longer than every deadline of the connector.
+        on_case: is told of each case when it has ended.
+        zygote: forks the processes, for callers that check several connectors; by default the run has its own.
+
+    Raises:
+        ConfigError: no such connector, case or option, or a connector that cannot be built at all.
+    """
+    cases = all_cases()
+    unknown = [name for name in names if name not in cases]
+    if unknown:
+        raise ConfigError(f"unknown case {unknown[0]!r}; known: {', '.join(cases)}")
+    target = connector_target(connector)
+    profile = profile_of(target, options)
+    flags = load_connector(connector).for_options(profile.options)
+    reports = []
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdkv-check-"))
+        setting = Setting(
+            zygote=zygote or stack.enter_context(Zygote(Path(directory))),
+            directory=Path(directory),
+            connector=connector,
+            options=dict(profile.options),
+            short_options=dict(profile.short),
+            one_process=flags.one_process,
+            timeout_s=timeout_s,
+            quick=quick,
+        )
+        _probe(setting)
+        for case in [cases[name] for name in names] or cases.values():
+            reports.append(_run(case, setting))
+            on_case(reports[-1])
+    counts = {status: sum(report.status == status for report in reports) for status in ("passed", "failed")}
+    return Report(connector, counts["passed"], counts["failed"], reports)
+
+
+def _probe(setting: Setting) -> None:
+    """Build one engine: what is wrong with the options shows here, and not in every case."""
+    with World(setting):
+        pass
+
+
+def _run(case: Case, setting: Setting) -> CaseReport:
+    start = time.monotonic()
+    status: Status = "passed"
+    detail = ""
+    try:
+        case.run(setting)
+    except NotApplicable as error:
+        status, detail = "skipped", str(error)
+    except Refused as error:
+        status, detail = ("refused" if case.name.startswith(("unequal", "all_ranks")) else "failed"), str(error)
+    except (PdkvError, AssertionError) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        detail = str(error) or f"{type(error).__name__} at {where.name}:{where.lineno}"
+        status = "failed"
+    return CaseReport(case.name, status, detail, list(case.covers), case.summary, round(time.monotonic() - start, 3))
+
+
+def print_case(report: CaseReport, out: TextIO) -> None:
+    """One line."""
+    rows = f" ({', '.join(report.covers)})" if report.covers else ""
+    detail = f": {report.detail}" if report.detail else ""
+    print(f"{report.status:8} {report.name}{rows}  {report.seconds:.1f} s{detail}", file=out, flush=True)
+
+
+def print_totals(report: Report, out: TextIO) -> None:
+    """The last line."""
+    others = {status: sum(case.status == status for case in report.cases) for status in ("refused", "skipped")}
+    extra = "".join(f", {count} {status}" for status, count in others.items() if count)
+    print(f"{report.connector}: {report.passed} passed, {report.failed} failed{extra}", file=out)

@@ -1,0 +1,56 @@
+"""A request that finds its prefix by content: what another engine has computed, or a store keeps."""
+
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.content import Text
+from pdkv.connector_kit.rig.engine import Engine
+from pdkv.connector_kit.rig.handover import new_name
+from pdkv.connector_kit.rig.request import Request
+from pdkv.connector_kit.rig.world import World, require
+
+
+class ContentRead:
+    """Looks for the first `num_tokens` tokens (whole blocks) of a text on one engine, and loads what is found."""
+
+    def __init__(self, world: World, engine: Engine, text: Text, num_tokens: int) -> None:
+        self._world = world
+        self._engine = engine
+        self._text = text
+        self._num_tokens = num_tokens
+        self._is_layerwise = False
+
+    def num_found(self) -> int:
+        """Tokens that can be had now; 0 while the connector is still looking."""
+        return self._ask(self._new_request())
+
+    def appears_within(self, seconds: float) -> bool:
+        """Whether anything is found in that time; the engines run meanwhile."""
+        request = self._new_request()
+        return self._world.runs_until(lambda: self._ask(request) > 0, seconds)
+
+    def load(self) -> str:
+        """Load what is found now. Returns what is wrong with it: empty if nothing is, or nothing was found."""
+        request = self._new_request()
+        num_tokens = self._ask(request)
+        if not num_tokens:
+            return ""
+        engine = self._engine
+        engine.allocate(request, num_tokens + self._is_layerwise)
+        engine.start_load(request, num_tokens)
+        engine.step_with_load(request, num_tokens, is_layerwise=self._is_layerwise)
+        self._world.until(lambda: request.transfer_key in engine.received, f"the load of {num_tokens} tokens ends")
+        engine.free(request)
+        return engine.wrong.get(request.transfer_key, "")
+
+    def require_nothing(self, when: str, seconds: float) -> None:
+        """Raise Violation if anything is found in that time."""
+        require(not self.appears_within(seconds), f"{when}: the KV can be found")
+
+    def _new_request(self) -> Request:
+        return Request(
+            self._text, self._num_tokens + 1, kv="local", transfer_id=new_name(), attempt=0, layout=self._engine.layout
+        )
+
+    def _ask(self, request: Request) -> int:
+        matched = self._engine.ask(p.Match(request.view(), 0), p.Matched)
+        self._is_layerwise = matched.mode == "layerwise"
+        return 0 if matched.ask_again else matched.num_tokens

@@ -1,0 +1,366 @@
+"""One engine, played by the kit: what the real one does with a connector, in the same order, without a model.
+
+Blocks that come free are overwritten at once by "another request", as under load: whoever still reads them reads
+garbage, and their generations have changed.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.books import Books
+from pdkv.connector_kit.rig.news import News
+from pdkv.connector_kit.rig.processes import HostProcess
+from pdkv.connector_kit.rig.request import Request
+from pdkv.connectors.base import (
+    BlockHold,
+    ConfirmedRange,
+    ConnectorConfig,
+    ScheduledRange,
+    TransferKey,
+    TransferOutcome,
+)
+from pdkv.connectors.transfer.aggregator import TransferAggregator
+from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
+
+Wanted = TypeVar("Wanted", bound=p.Answer)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step that is planned and not executed yet."""
+
+    step_id: int
+    meta: bytes | None
+    cancels: list[TransferKey]
+    writes: list[p.TokenRange]
+    garbage: list[int]
+
+
+class Engine:
+    """An engine of one incarnation; `hosts` has one process per rank."""
+
+    timed: ClassVar[bool] = False  # its ranks are made for benchmarks
+
+    def __init__(
+        self,
+        name: str,
+        epoch: str,
+        hosts: Sequence[HostProcess],
+        *,
+        connector: str,
+        options: dict[str, str],
+        layout: KVLayout,
+        num_blocks: int,
+        kv_shards: int,
+        timeout_s: float,
+    ) -> None:
+        """Build all ranks. Raises ConfigError where the connector refuses the shape."""
+        self.name = name
+        self.epoch = epoch
+        self.hosts = hosts
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.books = Books(num_blocks, seed=len(epoch))
+        self.num_reuses: Counter[int] = Counter()  # of each block: what its generation counts
+        self.received: dict[TransferKey, TransferOutcome] = {}
+        self.sent: dict[TransferKey, TransferOutcome] = {}
+        self.wrong: dict[TransferKey, str] = {}  # finished loads whose content is not what it must be
+        self.leases: dict[TransferKey, list[int]] = {}
+        self._until_release: set[TransferKey] = set()  # leases that the end of a sending does not end
+        self.loading: dict[TransferKey, Sequence[int]] = {}  # blocks that a load may write
+        self.quarantine: dict[TransferKey, Sequence[int]] = {}
+        self.on_sent: list[Callable[[TransferKey, bool], None]] = []  # KVReady leaves
+        self._holds: dict[TransferKey, BlockHold] = {}
+        self._news = News()
+        self._aggregator = TransferAggregator(len(hosts))
+        self._peers: list[EngineCard] = []
+        self._next_step_id = 0
+        self._last_step = 0.0
+        self.timeout_s = timeout_s
+        built = []
+        for rank, host in enumerate(hosts):
+            config = ConnectorConfig(
+                engine=name, epoch=epoch, layout=layout, num_blocks=num_blocks, options=options, model="conformance",
+                rank=rank, tp=len(hosts), kv_shards=kv_shards,
+            )  # fmt: skip
+            built.append(host.ask(name, p.Build(connector, config, self.timed), p.Built, timeout_s))
+        self.built = built[0]
+        self.card = EngineCard(
+            engine=name, epoch=epoch, role="any", pid=hosts[0].pid, connector=connector, kind=self.built.kind,
+            content_addressed=self.built.content_addressed, orders=self.built.orders, model="conformance",
+            layout=layout, hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks, max_model_len=1 << 20,
+            max_num_seqs=256, tp=len(hosts), rank_blobs=[rank.blob for rank in built],
+        )  # fmt: skip
+
+    # --- where it stands ------------------------------------------------------------------------------------------
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it can run a step: no rank is stopped or dead."""
+        return not any(host.stopped or host.dead for host in self.hosts)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no load, hold, lease or quarantine is left, and nothing is to be told."""
+        return not (self.loading or self.quarantine or self._holds or self.leases or self._news)
+
+    def is_read(self, key: TransferKey) -> bool:
+        """Whether a transfer reads the request's blocks: it is no victim then."""
+        return any(hold.owner == key for hold in self._holds.values())
+
+    def describe_rest(self) -> str:
+        """What is left, in words."""
+        return (
+            f"engine {self.name}: loading {list(self.loading)}, quarantined {list(self.quarantine)}, "
+            f"I/O holds {list(self._holds)}, leases {list(self.leases)}, {self.books.num_held} blocks held"
+        )
+
+    def ask(self, command: p.AnyCommand, wanted: type[Wanted], *, rank: int = 0) -> Wanted:
+        """A command to one rank."""
+        return self.hosts[rank].ask(self.name, command, wanted, self.timeout_s)
+
+    def ask_all(self, command: p.AnyCommand, wanted: type[Wanted]) -> list[Wanted]:
+        """A command to all ranks at once."""
+        for host in self.hosts:
+            host.send(self.name, command)
+        return [host.receive(wanted, self.timeout_s) for host in self.hosts]
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def step_if_needed(self, poll_s: float) -> None:
+        """An empty step, when the engine's loop would run one; while something is open, every `poll_s`."""
+        woken = [host.take_woken(self.name) for host in self.hosts]
+        due = time.monotonic() >= self._last_step + poll_s and not self.is_idle
+        if any(woken) or due or self._news or self.ask(p.IsPending(), p.Truth).value:
+            self.step()
+
+    def step(self, *scheduled: tuple[Request, int, int]) -> None:
+        """Schedule (request, start, stop), execute, update."""
+        self.execute(self.plan(*scheduled))
+
+    def plan(self, *scheduled: tuple[Request, int, int]) -> StepPlan:
+        """Build the view and the metadata; holds are taken before finished requests let go."""
+        step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
+        garbage = self.books.take_dirty()
+        if garbage:
+            self.reuse(garbage)
+        news, self._news = self._news, News()
+        observed = self.built.observes_steps
+        ranges = [ScheduledRange(r.view(), a, b, list(r.block_ids)) for r, a, b in scheduled if observed]
+        planned = self.ask(p.Plan(news.view(step_id, ranges), len(self.hosts) > 1), p.Planned)
+        for key, block_ids, owner in planned.holds:
+            assert key not in self._holds, f"the hold {key} is taken twice"
+            self.books.hold(block_ids)
+            self._holds[key] = BlockHold(key, block_ids, owner)
+        for kept in news.kept:
+            self.books.release(kept)
+        writes = [p.TokenRange(r.content, a, b, list(r.block_ids)) for r, a, b in scheduled]
+        return StepPlan(step_id, planned.meta, news.cancels, writes, garbage)
+
+    def execute(self, plan: StepPlan) -> None:
+        """Run a planned step on all ranks, and act on its results."""
+        self.run_part(plan)
+
+    def run_part(
+        self, plan: StepPlan, *, begin: bool = True, layers: tuple[int, int] | None = None, end: bool = True
+    ) -> None:
+        """A part of a step, so that something else can happen in the middle of a forward pass."""
+        self.send_part(plan, begin=begin, layers=layers, end=end)
+        self.take_executed(settle=end)
+
+    def send_part(
+        self, plan: StepPlan, *, begin: bool = True, layers: tuple[int, int] | None = None, end: bool = True
+    ) -> None:
+        """Give a part of a step to all ranks; `take_executed` must follow."""
+        self._last_step = time.monotonic()
+        for rank, host in enumerate(self.hosts):
+            step = p.Execute(
+                step_id=plan.step_id, meta=plan.meta if rank and begin else None, cancels=plan.cancels,
+                writes=plan.writes, garbage=plan.garbage, begin=begin, layers=layers, end=end,
+            )  # fmt: skip
+            host.send(self.name, step)
+
+    def take_executed(self, *, settle: bool = True) -> list[p.Executed]:
+        """What all ranks answer; the engine acts on it."""
+        executed = [host.receive(p.Executed, self.timeout_s) for host in self.hosts]
+        for rank in executed:
+            self.wrong.update(rank.wrong)
+        if settle:
+            self.settle(executed)
+        return executed
+
+    def settle(self, executed: Sequence[p.Executed]) -> None:
+        """The connector hears of the results; holds, quarantines and leases that ended are released."""
+        merged = self._aggregator.add([p.as_maps(rank.results) for rank in executed])
+        results = self.ask(p.Settle(p.as_lists(merged)), p.Settled).results
+        for key, outcome in (*results.finished_sending, *results.failed_sending):
+            self.sent[key] = outcome
+            hold = self._holds.pop(key, None)
+            if hold is not None:
+                self.books.release(hold.block_ids)
+            self._sending_ended(key, not outcome.code)
+        for key, outcome in (*results.finished_receiving, *results.failed_receiving):
+            assert key not in self.received, f"the load {key} has ended twice"
+            self.received[key] = outcome
+            self.loading.pop(key, None)
+            self.books.release(self.quarantine.pop(key, ()))
+
+    # --- a prompt that is handed off ------------------------------------------------------------------------------
+
+    def confirm(self, request: Request, *, last: bool = False, again: bool = False) -> None:
+        """Tokens up to num_confirmed are in their blocks for good."""
+        blocks = request.take_full_blocks()
+        if blocks:
+            self.ask(p.Publish(blocks), p.Done)
+        if self.built.observes_steps:
+            start = 0 if again else request.num_reported
+            request.num_reported = request.num_confirmed
+            range_ = ConfirmedRange(request.view(), start, request.num_confirmed, list(request.block_ids), last)
+            self._news.confirmed.append(range_)
+
+    def hand_off(self, request: Request) -> KVHandoff:
+        """The prompt is confirmed and ends here: its blocks pass to a lease."""
+        self.confirm(request, last=True)
+        self._news.finished.append(request.transfer_key)
+        if self.built.observes_steps:
+            self.books.hold(request.block_ids)
+            self._news.kept.append(list(request.block_ids))
+        ended = self.ask(p.FinishRequest(request.view(), list(request.block_ids)), p.RequestEnded)
+        leased = list(request.block_ids) if ended.hold_blocks else []
+        self.books.hold(leased)
+        self.leases[request.transfer_key] = leased
+        if ended.until_release:
+            self._until_release.add(request.transfer_key)
+        self.free(request)
+        known = self.sent.get(request.transfer_key)
+        if known is not None:
+            self._sending_ended(request.transfer_key, not known.code)
+        return KVHandoff(
+            request_id=request.request_id, attempt=request.attempt, transfer_id=request.transfer_id, engine=self.name,
+            epoch=self.epoch, num_tokens=request.num_confirmed, payload=ended.payload or b"",
+        )  # fmt: skip
+
+    def late_ticket(self, request: Request, block_ids: Sequence[int]) -> None:
+        """A ticket that came after the hand-off: the leased blocks are shown once more."""
+        range_ = ConfirmedRange(request.view(), 0, request.num_confirmed, list(block_ids), True)
+        self._news.confirmed.append(range_)
+
+    def release(self, key: TransferKey) -> None:
+        """Release: the lease ends, whatever reads it is cancelled."""
+        if key in self.leases:
+            self.books.release(self.leases.pop(key))
+            self.tell_aborted(key)
+
+    def abort(self, request: Request) -> None:
+        """The request is given up, wherever it stands."""
+        self.end_load(request)
+        self.tell_aborted(request.transfer_key)
+        self.free(request)
+
+    def preempt(self, request: Request) -> None:
+        """The request loses its blocks and will come again."""
+        self._news.retract(request.transfer_key)
+        self._news.preempted.append(request.transfer_key)
+        self.free(request)
+
+    def tell_aborted(self, key: TransferKey) -> None:
+        """The next view says so; a transfer from here is cancelled."""
+        self._news.retract(key)
+        self._news.aborted.append(key)
+        if self.is_read(key):
+            self.cancel(key)
+
+    def free(self, request: Request) -> None:
+        """The request gives up its blocks."""
+        self.books.release(request.block_ids)
+        request.lose_blocks()
+
+    def _sending_ended(self, key: TransferKey, ok: bool) -> None:
+        lease = self.leases.get(key)
+        if lease is None:
+            return
+        if (lease and key not in self._until_release) or not ok:
+            self.books.release(self.leases.pop(key))
+        for listener in self.on_sent:
+            listener(key, ok)
+        if not ok:
+            self.tell_aborted(key)
+
+    def reuse(self, block_ids: Sequence[int]) -> None:
+        """The blocks' content ends now."""
+        self.num_reuses.update(block_ids)
+        self.ask(p.Reuse(list(block_ids)), p.Done)
+
+    def mimic(self, other: "Engine", block_ids: Sequence[int]) -> None:
+        """Take the blocks that another incarnation has used, and reuse each as often as that one did."""
+        self.books.take(block_ids)
+        for block in block_ids:
+            self.reuse([block] * (other.num_reuses[block] - self.num_reuses[block]))
+
+    # --- a load ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, request: Request, num_tokens: int, *, hit: Sequence[int] = ()) -> None:
+        """Blocks for the first tokens of a request, `hit` being its first ones."""
+        new = self.books.allocate(-(-num_tokens // self.block_size) - len(hit))
+        if new:
+            self.reuse(new)
+        self.books.hold(hit)
+        request.block_ids = [*hit, *new]
+        request.num_local_hit = len(hit) * self.block_size
+
+    def start_load(self, request: Request, num_external: int, *, check: bool = True) -> bytes | None:
+        """The load begins with the next step; returns the ticket."""
+        start = request.num_local_hit
+        key = request.transfer_key
+        exposed = request.block_ids[start // self.block_size :]
+        if num_external:
+            wanted = p.TokenRange(list(request.text), start, start + num_external, list(request.block_ids))
+            self.ask_all(p.Expect(key, list(exposed), wanted if check else None), p.Done)
+            self.loading[key] = exposed
+            self.received.pop(key, None)
+        command = p.Allocate(request.view(), list(request.block_ids), num_external)
+        return self.ask(command, p.Ticket).ticket
+
+    def step_with_load(self, request: Request, num_tokens: int, *, is_layerwise: bool) -> bool:
+        """The step that begins a load. A layerwise one is given up unless its end is reported in it: False."""
+        if not is_layerwise:
+            self.step()
+            return True
+        self.step((request, num_tokens, num_tokens + 1))  # the next token is computed with it
+        if request.transfer_key in self.received:
+            return True
+        self.end_load(request)
+        return False
+
+    def end_load(self, request: Request) -> None:
+        """The load is given up: what may still be written is quarantined until its end is reported."""
+        key = request.transfer_key
+        exposed = self.loading.pop(key, None)
+        if exposed is not None:
+            self.books.hold(exposed)
+            self.quarantine[key] = exposed
+            self.cancel(key)
+
+    def cancel(self, key: TransferKey) -> None:
+        """The workers are told to cancel; for keys that the engine has no load of, too."""
+        self._news.cancel(key)
+
+    # --- peers ----------------------------------------------------------------------------------------------------
+
+    def update_peers(self, cards: Sequence[EngineCard]) -> list[str]:
+        """Tell all ranks; returns refusals that were logged. Raises IncompatiblePeers where they are raised."""
+        others = [card for card in cards if card.engine != self.name]
+        added = [card for card in others if card not in self._peers]
+        removed = [card for card in self._peers if card not in others]
+        self._peers = others
+        answers = self.ask_all(p.UpdatePeers(others, added, removed), p.Refusals)
+        return [message for answer in answers for message in answer.messages]
+
+    def foreign_writes(self) -> list[int]:
+        """Blocks of any rank that were written from outside although no load had them."""
+        return sorted({block for rank in self.ask_all(p.ForeignWrites(), p.Blocks) for block in rank.block_ids})

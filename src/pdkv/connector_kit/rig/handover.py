@@ -1,0 +1,304 @@
+"""One prompt from the producer to the consumer, in steps that a case can take, repeat, interrupt or abort between."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.content import Piece, Text
+from pdkv.connector_kit.rig.engine import Engine
+from pdkv.connector_kit.rig.request import Request
+from pdkv.connector_kit.rig.world import World, require
+from pdkv.connectors.base import TransferOutcome
+from pdkv.errors import TransferError
+
+_seeds = itertools.count(1)
+
+
+def new_text(num_tokens: int) -> list[Piece]:
+    """A text that begins like no other one."""
+    return [Piece(next(_seeds), num_tokens)]
+
+
+def new_name() -> str:
+    """A transfer id that nobody has had."""
+    return f"t{next(_seeds)}"
+
+
+class Handover:
+    """Producer and consumer side of one transfer.
+
+    Args:
+        order: "prefill_first", "decode_first" (pull, store), "needs_peer_first" or "concurrent" (push).
+        num_hit_blocks: blocks that the consumer has already; they hold the kit's own pattern, and must keep it.
+        chunk: tokens per step on the producer; 0: all at once.
+        check: whether the producer computes the text's KV and the consumer's is compared with it.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        num_tokens: int,
+        *,
+        order: str | None = None,
+        text: Text | None = None,
+        transfer_id: str | None = None,
+        attempt: int = 0,
+        num_hit_blocks: int = 0,
+        chunk: int = 0,
+        check: bool = True,
+        producer: str = "p",
+        consumer: str = "d",
+    ) -> None:
+        self.world = world
+        self.producer: Engine = world.engines[producer]
+        self.consumer: Engine = world.engines[consumer]
+        self.is_push = self.producer.built.kind == "push"
+        self.order = order or ("needs_peer_first" if self.is_push else "prefill_first")
+        self.num_tokens = num_tokens
+        self.chunk = chunk or num_tokens
+        self.check = check
+        text = new_text(num_tokens + 1) if text is None else text
+        transfer_id = transfer_id or new_name()
+        self.sender = Request(
+            text, num_tokens, kv="handoff", transfer_id=transfer_id, attempt=attempt, layout=self.producer.layout,
+            has_content=check,
+        )  # fmt: skip
+        self.receiver = Request(
+            text, num_tokens, kv="await_peer", transfer_id=transfer_id, attempt=attempt, layout=self.consumer.layout
+        )
+        self.key = self.sender.transfer_key
+        self.num_external = 0
+        self._hit: list[int] = []
+        self.leased: list[int] = []
+        self._ticket: bytes | None = None
+        self._is_layerwise = self._is_late = False
+        self._num_hit_blocks = num_hit_blocks
+        self.producer.on_sent.append(self._on_sent)
+
+    # --- all of it ------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[Callable[[], None]]:
+        """The steps of this order; after the last one the load is under way, and `finish` waits for it."""
+        prefill: list[Callable[[], None]] = [self.begin_prefill]
+        for start in range(0, self.num_tokens, self.chunk):
+            prefill.append(lambda start=start: self.compute(start))  # type: ignore[misc]
+        prefill.append(self.hand_off)
+        match self.order:
+            case "prefill_first":
+                return [*prefill, self.find, self.allocate, self.start]
+            case "decode_first":
+                return [self.reserve, *prefill, self.find, self.start]
+            case "needs_peer_first":
+                return [self.find, self.allocate, self.start, self.bring_ticket, *prefill]
+            case "concurrent":
+                begun = 2 if len(prefill) > 3 else 1  # in the middle of the prompt, where it has a middle
+                return [*prefill[:begun], self.find, self.allocate, self.start, self.bring_ticket, *prefill[begun:]]
+            case "late_ticket":
+                return [*prefill, self.find, self.allocate, self.start, self.bring_ticket]
+        raise ValueError(self.order)
+
+    def take(self, *steps: Callable[[], None]) -> None:
+        """Take steps; without arguments all of them."""
+        for step in steps or self.steps:
+            step()
+
+    def prefill(self) -> None:
+        """The producer's part."""
+        self.begin_prefill()
+        for start in range(0, self.num_tokens, self.chunk):
+            self.compute(start)
+        self.hand_off()
+
+    def run(self) -> None:
+        """Take all steps, wait for the end, and check what came."""
+        self.take()
+        self.finish()
+
+    def finish(self) -> None:
+        """The load succeeds with the right content, and both sides let go."""
+        outcome = self.wait()
+        require(not outcome.code, f"load of {self.describe()} failed: {outcome.code}")
+        require(not self._is_late, f"layerwise load of {self.describe()}: its step was over before it was reported")
+        require(self.wrong == "", f"load of {self.describe()} was reported as finished: {self.wrong}")
+        self.end()
+
+    def wait(self, timeout_s: float | None = None) -> TransferOutcome:
+        """The load's outcome, when all of the consumer's ranks have reported."""
+        if not self.num_external:
+            return TransferOutcome()
+        without = ", for which a push connector has given no ticket," if self._lacks_ticket else ""
+        self.world.until(lambda: self.ended, f"the load of {self.describe()}{without} ends", timeout_s)
+        return self.consumer.received[self.key]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the load's end was reported."""
+        return self.key in self.consumer.received
+
+    @property
+    def _lacks_ticket(self) -> bool:
+        return self.is_push and bool(self.num_external) and self._ticket is None
+
+    @property
+    def wrong(self) -> str:
+        """What is wrong with the content of a load that was reported as finished."""
+        return self.consumer.wrong.get(self.key, "")
+
+    def end(self) -> None:
+        """The consumer is done: its request ends, and its Release reaches the producer."""
+        self.drop_receiver()
+        self.release()
+
+    def settle(self) -> TransferOutcome:
+        """The load ends in either way; what came must be right, a failure must have a type of its own."""
+        outcome = self.wait()
+        require(self.wrong == "", f"load of {self.describe()} was reported as finished: {self.wrong}")
+        self.require_typed(outcome)
+        self.end()
+        return outcome
+
+    def require_typed(self, outcome: TransferOutcome) -> None:
+        """A failure's code names a type of errors.py below TransferError (or the connector's own below that)."""
+        codes = set(self.consumer.built.error_codes) - {TransferError.code}
+        require(not outcome.code or outcome.code in codes, f"{outcome.code!r} is no error's code")
+
+    def abort(self) -> None:
+        """The client went away: both sides give up, as the router tells them."""
+        self.drop_receiver()
+        if self.sender.block_ids:
+            self.producer.abort(self.sender)
+        self.release()
+
+    def drop_receiver(self) -> None:
+        """The consumer's request ends; a load that is under way is cancelled and its blocks quarantined."""
+        if self.receiver.block_ids:
+            self.consumer.end_load(self.receiver)
+            if self.num_external and not self.ended:
+                self.consumer.tell_aborted(self.key)
+            self.consumer.free(self.receiver)
+        self.consumer.books.release(self._hit)
+        self._hit = []
+
+    def release(self) -> None:
+        """Release reaches the producer."""
+        self.producer.release(self.key)
+        if self._on_sent in self.producer.on_sent:
+            self.producer.on_sent.remove(self._on_sent)
+
+    def describe(self) -> str:
+        """The transfer in words."""
+        return f"{self.num_tokens} tokens ({self.order}, local hit {self.receiver.num_local_hit}, key {self.key})"
+
+    # --- producer -------------------------------------------------------------------------------------------------
+
+    def begin_prefill(self) -> None:
+        """Blocks for the whole prompt, unless it has them."""
+        if not self.sender.block_ids:
+            self._wait_for_room(self.producer, self.num_tokens)
+            self.producer.allocate(self.sender, self.num_tokens)
+
+    def prefill_as(self, dead: "Handover") -> None:
+        """Prefill into the blocks that a dead incarnation of the producer has handed off, in the same generations."""
+        self.producer.mimic(dead.producer, dead.leased)
+        self.sender.block_ids = list(dead.leased)
+        self.prefill()
+
+    def compute(self, start: int) -> None:
+        """One chunk is scheduled, executed and confirmed."""
+        stop = min(start + self.chunk, self.num_tokens)
+        self.producer.step((self.sender, start, stop))
+        self.sender.num_confirmed = stop
+        if stop < self.num_tokens:
+            self.producer.confirm(self.sender)
+
+    def hand_off(self) -> None:
+        """The first token is out: the prompt's blocks pass to a lease, and the hand-off leaves."""
+        self.sender.has_output = True
+        self.leased = list(self.sender.block_ids)
+        self.receiver.handoff = self.producer.hand_off(self.sender)
+        self.receiver.has_output = True
+
+    # --- consumer -------------------------------------------------------------------------------------------------
+
+    def find(self) -> None:
+        """Ask until the connector knows what can be had, which must be all that is missing."""
+        if not self.receiver.block_ids:
+            self._take_hit()
+        start = len(self._hit) * self.consumer.block_size
+        missing = self.num_tokens - start
+        if not missing:
+            return
+        num_tokens = self.ask_until_known(start)
+        require(num_tokens == missing, f"{num_tokens} of {missing} tokens can be had: {self.describe()}")
+        self.num_external = num_tokens
+
+    def ask_until_known(self, start: int) -> int:
+        """get_num_new_matched_tokens until it answers; a tail that is on its way is waited for."""
+        found: list[p.Matched] = []
+
+        def known() -> bool:
+            found[:] = [self.consumer.ask(p.Match(self.receiver.view(), start), p.Matched)]
+            return not found[0].ask_again
+
+        self.world.until(known, f"the connector knows what it has of {self.describe()}")
+        self._is_layerwise = found[0].mode == "layerwise" and not self.receiver.block_ids
+        return found[0].num_tokens
+
+    def reserve(self) -> None:
+        """Decode first: blocks for everything before anybody knows where it will come from."""
+        self._take_hit()
+        start = len(self._hit) * self.consumer.block_size
+        matched = self.consumer.ask(p.Match(self.receiver.view(), start), p.Matched)
+        require(matched.ask_again, f"without a hand-off it answers {matched} instead of 'ask again'")
+        self.consumer.allocate(self.receiver, self.num_tokens, hit=self._hit)
+
+    def allocate(self) -> None:
+        """Blocks for the whole range behind the local hit, and for what a layerwise load computes with it."""
+        num_tokens = self.num_tokens + self._is_layerwise
+        self._wait_for_room(self.consumer, num_tokens)
+        self.consumer.allocate(self.receiver, num_tokens, hit=self._hit)
+
+    def start(self) -> None:
+        """The connector has the blocks; the next step begins the load."""
+        self._ticket = self.consumer.start_load(self.receiver, self.num_external, check=self.check)
+        in_time = self.consumer.step_with_load(self.receiver, self.num_tokens, is_layerwise=self._is_layerwise)
+        self._is_late = not in_time
+
+    def bring_ticket(self) -> None:
+        """The ticket reaches the producer: before its prefill, meanwhile, or after its end.
+
+        A connector that has found the content elsewhere (`multi`, in another child) gives none; its load then ends by
+        itself.
+        """
+        self.sender.ticket = self._ticket
+        if self._ticket is None:
+            return
+        if self.key in self.producer.leases:
+            self.producer.late_ticket(self.sender, self.leased)
+        elif self.sender.block_ids:
+            self.producer.confirm(self.sender, again=True)
+
+    def _wait_for_room(self, engine: Engine, num_tokens: int) -> None:
+        """Transfers that were over for one side may still be read or acknowledged on the other one."""
+        num_blocks = -(-num_tokens // engine.block_size)
+        if engine.books.num_free < num_blocks:
+            self.world.until(lambda: engine.books.num_free >= num_blocks, f"{num_blocks} blocks come free")
+
+    def _take_hit(self) -> None:
+        if self._num_hit_blocks and not self._hit:
+            self._hit = self.consumer.books.allocate(self._num_hit_blocks)
+            self.consumer.reuse(self._hit)
+
+    def _on_sent(self, key: tuple[str, int], ok: bool) -> None:
+        if key == self.key:
+            self.receiver.kv_ready = ok
+
+
+def legal_orders(world: World) -> Sequence[str]:
+    """The orders that the connector declares, with a ticket that comes late where tickets may."""
+    declared = world.consumer.built.orders
+    if world.consumer.built.kind != "push":
+        return [order for order in ("prefill_first", "decode_first") if order in declared]
+    orders = ["needs_peer_first"]
+    return [*orders, "concurrent", "late_ticket"] if "concurrent" in declared else orders

@@ -1,0 +1,108 @@
+"""A process that hosts a connector: plays one rank of an engine (or, `one_process`, engines side by side) on demand."""
+
+import faulthandler
+import gc
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.rank import HostedRank, resource_usage
+from pdkv.errors import ConfigError, IncompatiblePeers
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a host write the stacks of its threads to the file that it was given."""
+
+
+class Hosted(Protocol):
+    """What a host has under an engine's name."""
+
+    def run(self, command: p.AnyCommand) -> p.AnyAnswer:
+        """Do what the kit asks."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Host:
+    """Answers commands, one at a time, on the main thread: it is every engine's step thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._ranks: dict[str, Hosted] = {}
+
+    def serve(self) -> None:
+        """Until Exit, or until the kit is gone."""
+        while True:
+            try:
+                asked = p.decode_command(self._connection.recv_bytes())
+            except EOFError:
+                return
+            answer: p.AnyAnswer = p.Done()
+            try:
+                if not isinstance(asked.command, p.Exit):
+                    answer = self._run(asked.engine, asked.command)
+            except Exception as error:  # whatever the connector raises is a finding, and the kit's to judge
+                trace = "".join(traceback.format_exception(error))
+                incompatible = isinstance(error, IncompatiblePeers)
+                config = isinstance(error, ConfigError)
+                answer = p.Raised(type(error).__name__, str(error), trace, incompatible, config)
+            self._send(answer)
+            if isinstance(asked.command, p.Exit):
+                return
+
+    def _run(self, engine: str, command: p.AnyCommand) -> p.AnyAnswer:
+        match command:
+            case p.Build():
+                rank = _rank_type(command)(command, self._notifier(engine))
+                self._ranks[engine] = rank
+                return rank.built()
+            case p.OpenBare():
+                from pdkv.connector_kit.bench.bare import BareSide
+
+                self._ranks[engine] = side = BareSide(command)
+                return p.Address(side.address)
+            case p.GetUsage():
+                gc.collect()
+                return resource_usage()
+            case p.Drop():
+                del self._ranks[engine]
+                return p.Done()
+            case p.Close():
+                self._ranks.pop(engine).close()
+                return p.Done()
+        return self._ranks[engine].run(command)
+
+    def _notifier(self, engine: str) -> Callable[[], None]:
+        def notify() -> None:
+            self._send(p.Woken(engine))
+
+        return notify
+
+    def _send(self, answer: p.AnyAnswer) -> None:
+        data = p.encode(answer)
+        with self._send_lock:
+            self._connection.send_bytes(data)
+
+
+def _rank_type(build: p.Build) -> type[HostedRank]:
+    if not build.timed:
+        return HostedRank
+    from pdkv.connector_kit.bench.timed_rank import TimedRank
+
+    return TimedRank
+
+
+def main(fd: int, stacks_path: str) -> None:
+    """Serve the kit at the other end of `fd`."""
+    stacks = open(stacks_path, "wb", buffering=0)  # noqa: SIM115 -- as long as the process lives
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the kit ends its hosts itself
+    connection = Connection(os.dup(fd))
+    os.close(fd)
+    Host(connection).serve()

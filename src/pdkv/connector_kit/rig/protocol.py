@@ -1,0 +1,410 @@
+"""Messages between the kit and the processes that host a connector: msgpack, one decoder on each side."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from pdkv.connector_kit.rig.content import Piece
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    LoadMode,
+    RequestView,
+    SchedulerView,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+)
+from pdkv.wire.messages import ConnectorKind, EngineCard, Order
+
+
+class Command(msgspec.Struct, frozen=True, tag=True):
+    """Base of what the kit asks of a host; each is answered by one Reply."""
+
+
+class TokenRange(msgspec.Struct, frozen=True):
+    """Tokens [start, stop) of a text, and the block table that they lie in."""
+
+    text: list[Piece]
+    start: int
+    stop: int
+    block_ids: list[int]
+
+
+# --- life of an engine --------------------------------------------------------------------------------------------
+
+
+class Build(Command, frozen=True):
+    """Make a connector and its sides for one rank, and a pool."""
+
+    connector: str
+    config: ConnectorConfig
+    timed: bool = False  # for a benchmark: a TimedRank
+
+
+class Close(Command, frozen=True):
+    """Shut both sides and the connector down, twice: shutdown is idempotent."""
+
+
+class Drop(Command, frozen=True):
+    """Forget an engine without a word, as far as a process can that goes on living (`one_process` only)."""
+
+
+class UpdatePeers(Command, frozen=True):
+    """Tell both sides who is there."""
+
+    cards: list[EngineCard]
+    added: list[EngineCard]
+    removed: list[EngineCard]
+
+
+# --- scheduler side -----------------------------------------------------------------------------------------------
+
+
+class Match(Command, frozen=True):
+    """get_num_new_matched_tokens."""
+
+    request: RequestView
+    num_computed: int
+
+
+class Allocate(Command, frozen=True):
+    """update_state_after_alloc."""
+
+    request: RequestView
+    block_ids: list[int]
+    num_external: int
+
+
+class Plan(Command, frozen=True):
+    """build_connector_meta. `encode`: other ranks will need it."""
+
+    view: SchedulerView
+    encode: bool
+
+
+class FinishRequest(Command, frozen=True):
+    """request_finished."""
+
+    request: RequestView
+    block_ids: list[int]
+
+
+class Results(msgspec.Struct, frozen=True):
+    """TransferResults on the wire."""
+
+    finished_sending: list[tuple[TransferKey, TransferOutcome]] = []
+    failed_sending: list[tuple[TransferKey, TransferOutcome]] = []
+    finished_receiving: list[tuple[TransferKey, TransferOutcome]] = []
+    failed_receiving: list[tuple[TransferKey, TransferOutcome]] = []
+
+
+class Settle(Command, frozen=True):
+    """resolve_results, then update_connector_output with what it said; answered by Settled."""
+
+    results: Results
+
+
+class IsPending(Command, frozen=True):
+    """has_pending_work."""
+
+
+class Reuse(Command, frozen=True):
+    """The block table: the content of these blocks ends now."""
+
+    block_ids: list[int]
+
+
+class Publish(Command, frozen=True):
+    """The block table: these blocks are full; keys per block."""
+
+    blocks: list[tuple[int, list[bytes]]]
+
+
+# --- worker side --------------------------------------------------------------------------------------------------
+
+
+class Execute(Command, frozen=True, kw_only=True):
+    """One step of one rank, or a part of it: `begin` (cancels, start_load_kv), layers, `end` (the rest)."""
+
+    step_id: int
+    meta: bytes | None = None  # None: this rank's process has planned it
+    cancels: list[TransferKey] = []
+    writes: list[TokenRange] = []
+    garbage: list[int] = []  # blocks of other requests, written with the first layer
+    begin: bool = True
+    layers: tuple[int, int] | None = None  # None: all
+    end: bool = True
+
+
+class Expect(Command, frozen=True):
+    """A load begins: these blocks may be written from outside until its end is reported, `range` must be right then."""
+
+    key: TransferKey
+    block_ids: list[int]
+    range: TokenRange | None
+
+
+# --- what the kit looks at ----------------------------------------------------------------------------------------
+
+
+class Fill(Command, frozen=True):
+    """Write tokens, or (text empty) garbage, into blocks outside any step."""
+
+    range: TokenRange
+
+
+class ForeignWrites(Command, frozen=True):
+    """Blocks that somebody else has written although no load had them."""
+
+
+class TakeCalls(Command, frozen=True):
+    """Records of the connector calls since the last TakeCalls."""
+
+
+class Instrument(Command, frozen=True):
+    """Whether strict calls are traced for what they enter, which costs CPU time of its own."""
+
+    on: bool
+
+
+class CopyCost(Command, frozen=True):
+    """CPU seconds that a plain copy of these blocks takes on one thread."""
+
+    block_ids: list[int]
+
+
+class GetUsage(Command, frozen=True):
+    """What the process holds."""
+
+
+# --- benchmarks ---------------------------------------------------------------------------------------------------
+
+
+class Await(Command, frozen=True):
+    """Collect results until all of these transfers have ended on this rank; no step runs. Answered by Executed."""
+
+    keys: list[TransferKey]
+    timeout_s: float
+
+
+class Digest(Command, frozen=True):
+    """What lies in the tokens' places, for comparisons between engines."""
+
+    range: TokenRange
+
+
+class Forward(Command, frozen=True):
+    """Each layer of a step that writes tokens computes for about so long; always the same work."""
+
+    layer_s: float
+
+
+class Throttle(Command, frozen=True):
+    """The transport moves so many bytes a second; 0: as many as it can."""
+
+    bytes_per_s: float
+
+
+class OpenBare(Command, frozen=True):
+    """One side of a bare transport ("module:Class"); without an address the side that has the data."""
+
+    target: str
+    num_bytes: int  # moved at a time
+    piece_bytes: int
+    value_bytes: int  # of each value, where the transport knows values
+    region_bytes: int  # at least so much memory on each side, taken in turns
+    options: dict[str, str]
+    address: bytes | None = None
+
+
+class MoveBare(Command, frozen=True):
+    """Move once, in one piece or in pieces. Both sides are told; the one that gets the data says how long it took."""
+
+    in_pieces: bool
+    timeout_s: float
+
+
+class Exit(Command, frozen=True):
+    """End the process."""
+
+
+AnyCommand = (
+    Build | Close | Drop | UpdatePeers | Match | Allocate | Plan | FinishRequest | Settle | IsPending | Reuse | Publish
+    | Execute | Expect | Fill | ForeignWrites | TakeCalls | Instrument | CopyCost | GetUsage | Await | Digest | Forward
+    | Throttle | OpenBare | MoveBare | Exit
+)  # fmt: skip
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A command for one engine of a host."""
+
+    engine: str
+    command: AnyCommand
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """Base of what a host sends."""
+
+
+class Done(Answer, frozen=True):
+    """It was done."""
+
+
+class Raised(Answer, frozen=True):
+    """It raised. `kind` is the type's name; `incompatible` an IncompatiblePeers, `config` another ConfigError."""
+
+    kind: str
+    message: str
+    trace: str
+    incompatible: bool
+    config: bool
+
+
+class Built(Answer, frozen=True):
+    """What the connector says of itself."""
+
+    kind: ConnectorKind
+    orders: list[Order]
+    content_addressed: bool
+    one_process: bool
+    observes_steps: bool
+    blob: bytes
+    error_codes: list[str]  # of all subclasses of TransferError known there
+
+
+class Refusals(Answer, frozen=True):
+    """IncompatiblePeers that were logged instead of raised while peers were updated."""
+
+    messages: list[str]
+
+
+class Matched(Answer, frozen=True):
+    """MatchedTokens."""
+
+    num_tokens: int
+    mode: LoadMode
+    ask_again: bool
+
+
+class Ticket(Answer, frozen=True):
+    """What update_state_after_alloc returned."""
+
+    ticket: bytes | None
+
+
+class Planned(Answer, frozen=True):
+    """Metadata; the object itself stays with the rank that made it."""
+
+    holds: list[tuple[TransferKey, list[int], TransferKey]]
+    meta: bytes | None
+
+
+class RequestEnded(Answer, frozen=True):
+    """What request_finished returned."""
+
+    hold_blocks: bool
+    payload: bytes | None
+    until_release: bool
+
+
+class Executed(Answer, frozen=True):
+    """What a step reported; `wrong` says of finished loads what is wrong with their content."""
+
+    results: Results
+    wrong: list[tuple[TransferKey, str]]
+    began: float = 0.0  # of time.monotonic(), by timed ranks
+    ended: float = 0.0
+
+
+class Settled(Answer, frozen=True):
+    """What the engine acts on."""
+
+    results: Results
+
+
+class Truth(Answer, frozen=True):
+    """A yes or no."""
+
+    value: bool
+
+
+class Blocks(Answer, frozen=True):
+    """Block ids."""
+
+    block_ids: list[int]
+
+
+class CallRecord(NamedTuple):
+    """One connector call on the step thread."""
+
+    name: str
+    blocked_s: float  # neither running nor waiting for a processor
+    cpu_s: float
+    entered: list[str]  # calls into a transport, and waits
+
+
+class Calls(Answer, frozen=True):
+    """Connector calls in order."""
+
+    records: list[CallRecord]
+
+
+class Seconds(Answer, frozen=True):
+    """A duration."""
+
+    seconds: float
+
+
+class Digests(Answer, frozen=True):
+    """One number for each of the rank's KV heads."""
+
+    values: list[int]
+
+
+class Address(Answer, frozen=True):
+    """Where a bare transport's other side finds this one."""
+
+    address: bytes
+
+
+class Usage(Answer, frozen=True):
+    """Open descriptors by what they are, names of threads, resident bytes that belong to no file."""
+
+    descriptors: list[str]
+    threads: list[str]
+    resident_bytes: int
+
+
+class Woken(Answer, frozen=True):
+    """The connector has called notify; answers nothing."""
+
+    engine: str
+
+
+AnyAnswer = (
+    Done | Raised | Built | Refusals | Matched | Ticket | Planned | RequestEnded | Executed | Settled | Truth | Blocks
+    | Calls | Seconds | Digests | Address | Usage | Woken
+)  # fmt: skip
+
+
+def as_lists(results: TransferResults) -> Results:
+    """Results as they are sent."""
+    return Results(*(list(outcomes.items()) for outcomes in results))
+
+
+def as_maps(results: Results) -> TransferResults:
+    """Results as connectors and engines have them."""
+    return TransferResults(
+        dict(results.finished_sending),
+        dict(results.failed_sending),
+        dict(results.finished_receiving),
+        dict(results.failed_receiving),
+    )
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Asked).decode
+decode_answer = msgspec.msgpack.Decoder(AnyAnswer).decode

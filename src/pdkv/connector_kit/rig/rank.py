@@ -1,0 +1,293 @@
+"""One rank of an engine inside a host: the connector's sides around a plain pool, without a model."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.content import CANARY, GARBAGE, Values, describe_difference, kv_values
+from pdkv.connector_kit.rig.watch import StepWatch, resident_bytes
+from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
+from pdkv.connectors.registry import load_connector
+from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
+from pdkv.errors import IncompatiblePeers, TransferError
+from pdkv.wire.messages import KVLayout
+
+if TYPE_CHECKING:
+    import torch
+
+
+class HostedRank:
+    """Everything of one rank. Built in the order in which the engine builds it."""
+
+    def __init__(self, build: p.Build, notify: Callable[[], None]) -> None:
+        config = build.config
+        self._engine, self._rank = config.engine, config.rank
+        self._layout = config.layout
+        self._heads = rank_heads(config.rank, config.tp, config.layout.kv_heads_of_all_ranks)
+        self._watch = self.make_watch(notify)
+        self._metas: dict[int, KVConnectorMetadata] = {}
+        self._expected: dict[TransferKey, p.Expect] = {}
+        self._connector = connector = load_connector(build.connector)(config, notify)
+        self._table = connector.make_block_table() if config.rank == 0 else None
+        self._scheduler = connector.make_scheduler_side() if config.rank == 0 else None
+        self._worker = connector.make_worker_side(config.rank)
+        pool = connector.allocate_kv_cache()
+        self._pool = pool = _new_pool(config.layout, config.num_blocks) if pool is None else pool
+        self._words = _words(pool)
+        self._known_words = self.fill_pool(self._words)  # if only this engine and its loads wrote it
+        self._view, self._known = _tokens_first(self._words), _tokens_first(self._known_words)
+        self._worker.register_kv_caches(pool)
+        self._blob = self._worker.handshake()
+
+    def make_watch(self, notify: Callable[[], None]) -> StepWatch:
+        """What connector calls go through."""
+        return StepWatch(notify)
+
+    def fill_pool(self, pool: Values) -> Values:
+        """Give the pool its first content; returns a copy of it (or, with nothing to compare, an empty pool)."""
+        pool[:] = CANARY
+        return pool.copy()
+
+    def built(self) -> p.Built:
+        """What the connector says of itself."""
+        connector = self._connector
+        return p.Built(
+            kind=connector.kind,
+            orders=connector.orders(),
+            content_addressed=connector.content_addressed,
+            one_process=connector.one_process,
+            observes_steps=self._scheduler is not None and self._scheduler.observes_steps,
+            blob=self._blob,
+            error_codes=sorted(_codes(TransferError)),
+        )
+
+    def run(self, command: p.AnyCommand) -> p.AnyAnswer:
+        """Do what the kit asks."""
+        match command:
+            case p.Execute():
+                return self._execute(command)
+            case p.UpdatePeers():
+                return self._update_peers(command)
+            case p.Expect():
+                self._expected[command.key] = command
+            case p.Fill():
+                self._write(command.range, garbage=not command.range.text)
+            case p.ForeignWrites():
+                return p.Blocks(self._foreign_writes())
+            case p.TakeCalls():
+                return p.Calls(self._watch.take())
+            case p.Instrument():
+                self._watch.traced = command.on
+            case p.CopyCost():
+                return p.Seconds(self._copy_cost(command.block_ids))
+            case _:
+                return self._run_scheduler(command)
+        return p.Done()
+
+    def close(self) -> None:
+        """As an engine shuts down; twice, for all of it is idempotent."""
+        for _ in range(2):
+            self._worker.shutdown()
+        for _ in range(2):
+            if self._scheduler is not None:
+                self._scheduler.shutdown()
+        for _ in range(2):
+            self._connector.shutdown()
+
+    # --- scheduler side -------------------------------------------------------------------------------------------
+
+    def _run_scheduler(self, command: p.AnyCommand) -> p.AnyAnswer:
+        scheduler, table, call = self._scheduler, self._table, self._watch.call
+        assert scheduler is not None
+        assert table is not None
+        match command:
+            case p.Match(request=request, num_computed=num):
+                matched = call("get_num_new_matched_tokens", scheduler.get_num_new_matched_tokens, request, num)
+                return p.Matched(matched.num_tokens, matched.mode, matched.ask_again)
+            case p.Allocate(request=request, block_ids=block_ids, num_external=num):
+                alloc = scheduler.update_state_after_alloc
+                return p.Ticket(call("update_state_after_alloc", alloc, request, block_ids, num))
+            case p.Plan(view=view, encode=encode):
+                meta = call("build_connector_meta", scheduler.build_connector_meta, view)
+                self._metas[view.step_id] = meta
+                holds = [(hold.key, list(hold.block_ids), hold.owner) for hold in meta.holds]
+                return p.Planned(holds, msgspec.msgpack.encode(meta) if encode else None)
+            case p.FinishRequest(request=request, block_ids=block_ids):
+                finished = call("request_finished", scheduler.request_finished, request, block_ids)
+                return p.RequestEnded(finished.hold_blocks, finished.payload, finished.until_release)
+            case p.Settle(results=results):
+                resolved = call("resolve_results", scheduler.resolve_results, p.as_maps(results))
+                if resolved:
+                    call("update_connector_output", scheduler.update_connector_output, resolved)
+                return p.Settled(p.as_lists(resolved))
+            case p.IsPending():
+                return p.Truth(call("has_pending_work", lambda: scheduler.has_pending_work))
+            case p.Reuse(block_ids=block_ids):
+                for block_id in block_ids:
+                    table.reuse(block_id)
+            case p.Publish(blocks=blocks):
+                for block_id, keys in blocks:
+                    table.publish(block_id, keys)
+            case _:
+                raise TypeError(f"a host does not know {command!r}")
+        return p.Done()
+
+    def _update_peers(self, command: p.UpdatePeers) -> p.Refusals:
+        with _logged_refusals() as refusals:
+            if self._scheduler is not None:
+                self._watch.call("update_peers", self._scheduler.update_peers, command.cards)
+            self._watch.call("update_peers", self._worker.update_peers, command.added, command.removed)
+        return p.Refusals(refusals)
+
+    # --- worker side ----------------------------------------------------------------------------------------------
+
+    def _execute(self, step: p.Execute) -> p.Executed:
+        """A step in the order of base.py; layers without hooks where the metadata needs none."""
+        worker, call = self._worker, self._watch.call
+        if step.meta is not None and step.begin:
+            decoded = msgspec.msgpack.decode(step.meta, type=self._connector.metadata_type)
+            self._metas[step.step_id] = decoded
+        meta = self._metas[step.step_id]
+        if step.begin:
+            for key in step.cancels:
+                call("cancel", worker.cancel, key)
+            call("start_load_kv", worker.start_load_kv, meta)
+        first, stop = step.layers or (0, self._layout.num_layers)
+        if step.writes or step.garbage:
+            for layer in range(first, stop):
+                self._compute_layer(step, layer, meta)
+        if not step.end:
+            return p.Executed(p.Results(), [])
+        call("wait_for_save", worker.wait_for_save)
+        del self._metas[step.step_id]
+        return self._report(call("get_finished", worker.get_finished))
+
+    def _compute_layer(self, step: p.Execute, layer: int, meta: KVConnectorMetadata) -> None:
+        if meta.needs_layer_hooks:
+            self._watch.call("wait_for_layer_load", self._worker.wait_for_layer_load, layer)
+        for tokens in step.writes:
+            self._write(tokens, layer, garbage=not tokens.text)
+        for pool in (self._view, self._known):
+            pool[step.garbage, :, layer] = GARBAGE
+        if meta.needs_layer_hooks:
+            self._watch.call("save_kv_layer", self._worker.save_kv_layer, layer, self._pool, meta)
+
+    def _report(self, results: TransferResults) -> p.Executed:
+        """Look at what has arrived before anybody can touch it; what ended is not to be written any more."""
+        wrong: list[tuple[TransferKey, str]] = []
+        for key in (*results.finished_receiving, *results.failed_receiving):
+            expect = self._expected.pop(key, None)
+            if expect is None:
+                continue
+            self._known_words[expect.block_ids] = self._words[expect.block_ids]
+            if key in results.finished_receiving and expect.range is not None:
+                difference = self._difference(expect.range)
+                if difference:
+                    wrong.append((key, difference))
+        return p.Executed(p.as_lists(results), wrong)
+
+    # --- the pool -------------------------------------------------------------------------------------------------
+
+    def _places(self, tokens: p.TokenRange) -> tuple[Ids, Ids]:
+        """Block and offset of each token."""
+        positions = np.arange(tokens.start, tokens.stop, dtype=np.int64)
+        blocks = as_ids(tokens.block_ids)[positions // self._layout.block_size]
+        return blocks, positions % self._layout.block_size
+
+    def _write(self, tokens: p.TokenRange, layer: int | None = None, *, garbage: bool = False) -> None:
+        blocks, offsets = self._places(tokens)
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        values: Values | int = GARBAGE
+        if not garbage:
+            values = kv_values(tokens.text, tokens.start, tokens.stop, self._layout, self._heads)[:, layers]
+        for pool in (self._view, self._known):
+            pool[:, :, layers][blocks, offsets] = values
+
+    def _difference(self, tokens: p.TokenRange) -> str:
+        blocks, offsets = self._places(tokens)
+        expected = kv_values(tokens.text, tokens.start, tokens.stop, self._layout, self._heads)
+        return describe_difference(self._view[blocks, offsets], expected, tokens.start, self._heads)
+
+    def _foreign_writes(self) -> list[int]:
+        exposed = {block for expect in self._expected.values() for block in expect.block_ids}
+        num_blocks = len(self._words)
+        same = self._words.reshape(num_blocks, -1) == self._known_words.reshape(num_blocks, -1)
+        return [block for block in np.flatnonzero(~same.all(axis=1)).tolist() if block not in exposed]
+
+    def _copy_cost(self, block_ids: list[int]) -> float:
+        blocks = self._words.reshape(len(self._words), -1)
+        target = np.zeros_like(blocks[: len(block_ids)])
+        start = time.thread_time()
+        np.take(blocks, block_ids, axis=0, out=target, mode="clip")
+        return time.thread_time() - start
+
+
+def _new_pool(layout: KVLayout, num_blocks: int) -> "torch.Tensor":
+    import torch
+
+    return torch.zeros(
+        num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size,
+        dtype=getattr(torch, layout.dtype),
+    )  # fmt: skip
+
+
+def _words(pool: "torch.Tensor") -> Values:
+    """The pool's memory as int32, in the pool's shape."""
+    import torch
+
+    words: Values = pool.view(torch.int32).numpy()
+    return words
+
+
+def _tokens_first(words: Values) -> Values:
+    """A pool as (num_blocks, block_size, num_layers, 2, num_kv_heads, head_size)."""
+    return words.transpose(0, 4, 1, 2, 3, 5)
+
+
+def _codes(error: type[TransferError]) -> set[str]:
+    return {error.code}.union(*(_codes(child) for child in error.__subclasses__()))
+
+
+@contextmanager
+def _logged_refusals() -> Iterator[list[str]]:
+    """IncompatiblePeers that log records of warnings carry, from anywhere in the process."""
+    found: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            arguments = record.args if isinstance(record.args, tuple) else ()
+            errors = [a for a in arguments if isinstance(a, IncompatiblePeers)]
+            if record.exc_info and isinstance(record.exc_info[1], IncompatiblePeers):
+                errors.append(record.exc_info[1])
+            found.extend(str(error) for error in errors)
+
+    collector = Collector(logging.WARNING)
+    logging.getLogger().addHandler(collector)
+    try:
+        yield found
+    finally:
+        logging.getLogger().removeHandler(collector)
+
+
+def resource_usage() -> p.Usage:
+    """What this process holds now."""
+    descriptors = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            descriptors.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue  # the listing's own
+    threads = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            threads.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
+    return p.Usage(sorted(descriptors), sorted(threads), resident_bytes())

@@ -1,0 +1,92 @@
+"""One request on one engine that the kit plays."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pdkv.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
+from pdkv.connector_kit.rig.content import Text, token_ids
+from pdkv.connectors.base import RequestView, TransferKey
+from pdkv.wire.messages import KVHandoff, KVLayout
+
+
+class Request:
+    """Counters and blocks. `num_prompt` tokens of the text are the prompt; one output token may follow."""
+
+    def __init__(
+        self,
+        text: Text,
+        num_prompt: int,
+        *,
+        kv: Literal["local", "handoff", "await_peer"],
+        transfer_id: str,
+        attempt: int,
+        layout: KVLayout,
+        has_content: bool = True,
+    ) -> None:
+        self.text = text
+        self.content = list(text) if has_content else []  # what is computed for it; empty: anything, which is faster
+        self.num_prompt = num_prompt
+        self.kv = kv
+        self.transfer_id = transfer_id
+        self.request_id = f"request-{transfer_id}"
+        self.attempt = attempt
+        self.handoff: KVHandoff | None = None
+        self.ticket: bytes | None = None
+        self.kv_ready: bool | None = None
+        self.has_output = False
+        self.block_ids: Sequence[int] = []
+        self.num_local_hit = 0
+        self.num_confirmed = 0
+        self.num_reported = 0
+        self._num_published = 0
+        self._block_size = layout.block_size
+        self._root = root_key(model="conformance", layout=layout.identity)
+        self._keys: list[bytes] = []
+
+    @property
+    def transfer_key(self) -> TransferKey:
+        """(transfer_id, attempt)."""
+        return (self.transfer_id, self.attempt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known."""
+        return self.num_prompt + self.has_output
+
+    @property
+    def num_wanted(self) -> int:
+        """As the engine counts: the token behind it is computed here."""
+        if self.kv == "await_peer" and not self.has_output:
+            return self.num_prompt
+        return self.num_tokens - 1
+
+    def view(self) -> RequestView:
+        """What the connector is shown."""
+        return RequestView(
+            request_id=self.request_id, attempt=self.attempt, transfer_id=self.transfer_id, kv=self.kv,
+            num_tokens=self.num_tokens, num_wanted=self.num_wanted,
+            block_keys=self.keys(max(self.num_wanted, self.num_confirmed)), handoff=self.handoff, ticket=self.ticket,
+            kv_ready=self.kv_ready, num_local_hit=self.num_local_hit,
+        )  # fmt: skip
+
+    def keys(self, num_tokens: int) -> list[bytes]:
+        """Keys of the full hash blocks of the first tokens."""
+        if num_tokens // HASH_BLOCK_SIZE > len(self._keys):
+            extend_keys(self._keys, self._root, token_ids(self.text, num_tokens))
+        return self._keys[: num_tokens // HASH_BLOCK_SIZE]
+
+    def take_full_blocks(self) -> list[tuple[int, list[bytes]]]:
+        """Blocks that became full and confirmed since the last call, with their keys."""
+        num_full = self.num_confirmed // self._block_size
+        keys = self.keys(num_full * self._block_size)
+        per_block = self._block_size // HASH_BLOCK_SIZE
+        blocks = [
+            (self.block_ids[i], keys[i * per_block : (i + 1) * per_block]) for i in range(self._num_published, num_full)
+        ]
+        self._num_published = max(num_full, self._num_published)
+        return blocks
+
+    def lose_blocks(self) -> None:
+        """Everything computed is void for this engine."""
+        self.block_ids = []
+        self.num_local_hit = self._num_published = 0

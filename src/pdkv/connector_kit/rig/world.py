@@ -1,0 +1,317 @@
+"""The engines of one case and their processes: made, stepped, stopped, restarted, and left without a trace."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar
+
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.engine import Engine
+from pdkv.connector_kit.rig.processes import HostProcess, Zygote, wait_for_any
+from pdkv.errors import IncompatiblePeers, PdkvError
+from pdkv.wire.messages import KVLayout
+
+NUM_KV_HEADS = 4
+"""Of the model; up to four ranks hold different ones."""
+
+
+TRANSFER_POLL_S = 0.5
+"""As in the engine: so often it looks for results that nobody has announced."""
+
+SHORT_S = 0.8
+"""Deadline of a connector's waits in worlds where nothing has to succeed within it."""
+
+AMPLE_S = 1.5
+"""The same where transfers must succeed, too: the first one between processes just forked, on a busy machine."""
+
+LATE_S = 1.2
+"""A deadline is told at most so long after it has passed."""
+
+
+class Violation(PdkvError):
+    """The connector has broken a contract; the message says which."""
+
+    code = "contract_violation"
+
+
+class NotApplicable(PdkvError):
+    """The case means nothing for this connector."""
+
+    code = "not_applicable"
+
+
+class Refused(PdkvError):
+    """The connector refuses this shape of peers, as it may, with both sides' values."""
+
+    code = "refused"
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise Violation unless `condition` holds."""
+    if not condition:
+        raise Violation(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What one engine looks like."""
+
+    tp: int = 1
+    block_size: int = 16
+    num_blocks: int = 64
+    num_layers: int = 3
+    head_size: int = 8
+    num_heads: int = NUM_KV_HEADS  # of all ranks
+    dtype: str = "float32"
+    dtype_bytes: int = 4
+
+    def layout(self) -> KVLayout:
+        """Of one rank."""
+        return KVLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=max(self.num_heads // self.tp, 1),
+            head_size=self.head_size,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            dtype_bytes=self.dtype_bytes,
+            total_kv_heads=self.num_heads,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all worlds of a run share. "{directory}" in an option stands for a private directory of each world."""
+
+    zygote: Zygote
+    directory: Path
+    connector: str
+    options: dict[str, str]
+    short_options: dict[str, str] = field(default_factory=dict)  # deadlines: "{deadline}" is that of the world
+    one_process: bool = False
+    timeout_s: float = 20.0
+    quick: bool = False
+    world_numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+
+
+class World:
+    """A producer "p" and a consumer "d", and whoever else a case boots. Used as a context manager."""
+
+    engine_type: ClassVar[type[Engine]] = Engine
+
+    def __init__(
+        self,
+        setting: Setting,
+        producer: Shape | None = None,
+        consumer: Shape | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> None:
+        """`deadline_s`: of the connector's waits; None: its own. Raises Refused where a shape cannot be built."""
+        self.setting = setting
+        self.timeout_s = setting.timeout_s
+        self.poll_s = TRANSFER_POLL_S
+        self.passed_s = (deadline_s or 0) + LATE_S  # the connector has told of a deadline, if it does by itself
+        self.engines: dict[str, Engine] = {}
+        self._shapes: dict[str, Shape] = {}
+        self._epochs: dict[str, int] = {}
+        self._all_hosts: list[HostProcess] = []
+        self._shared: HostProcess | None = None
+        directory = setting.directory / f"world-{next(setting.world_numbers)}"
+        directory.mkdir()
+        short = {name: value.replace("{deadline}", str(deadline_s)) for name, value in setting.short_options.items()}
+        options = {**setting.options, **(short if deadline_s is not None else {})}
+        self._options = {name: value.replace("{directory}", str(directory)) for name, value in options.items()}
+        shapes = {"p": producer or Shape(), "d": consumer or Shape()}
+        self._kv_shards = math.lcm(*(shape.tp for shape in shapes.values()))
+        try:
+            for name, shape in shapes.items():
+                self.boot(name, shape)
+            self.introduce()
+        except BaseException:
+            self.kill_all()
+            raise
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.close()
+        finally:
+            self.kill_all()
+
+    @property
+    def producer(self) -> Engine:
+        """The engine that computes prompts."""
+        return self.engines["p"]
+
+    @property
+    def consumer(self) -> Engine:
+        """The engine that loads."""
+        return self.engines["d"]
+
+    # --- engines come and go --------------------------------------------------------------------------------------
+
+    def boot(self, name: str, shape: Shape, hosts: Sequence[HostProcess] = ()) -> Engine:
+        """Start an engine, or its next incarnation, in new processes or in `hosts`; `introduce` tells others."""
+        self._shapes[name] = shape
+        self._epochs[name] = epoch = self._epochs.get(name, -1) + 1
+        if shape.tp > 1 and self.setting.one_process:
+            raise Refused("the ranks of an engine are processes, and this connector serves one")
+        hosts = hosts or [self._host() for _ in range(shape.tp)]
+        try:
+            engine = self.engine_type(
+                name, f"{name}.{epoch}", hosts,
+                connector=self.setting.connector, options=self._options, layout=shape.layout(),
+                num_blocks=shape.num_blocks, kv_shards=self._kv_shards, timeout_s=self.timeout_s,
+            )  # fmt: skip
+        except PdkvError as error:
+            if shape.tp > 1 and error.code in ("config_error", "incompatible_peers"):
+                raise Refused(f"{shape.tp} ranks: {error}") from error
+            raise
+        self.engines[name] = engine
+        return engine
+
+    def introduce(self) -> None:
+        """All engines hear of all cards. Raises Refused if a connector refuses one."""
+        cards = [engine.card for engine in self.engines.values()]
+        refusals = []
+        for engine in self.live_engines():
+            try:
+                refusals += engine.update_peers(cards)
+            except IncompatiblePeers as error:
+                refusals.append(str(error))
+        if refusals:
+            raise Refused(refusals[0])
+
+    def restart(self, name: str) -> Engine:
+        """kill -9 and the next incarnation; the others hear of both at once."""
+        self.kill(name)
+        return self.revive(name)
+
+    def revive(self, name: str) -> Engine:
+        """The next incarnation of an engine that was killed; everybody hears of it."""
+        engine = self.boot(name, self._shapes[name])
+        self.introduce()
+        return engine
+
+    def rebuild(self, name: str) -> Engine:
+        """The next incarnation in the same processes, after a shutdown."""
+        hosts = self.engines.pop(name).hosts
+        engine = self.boot(name, self._shapes[name], hosts)
+        self.introduce()
+        return engine
+
+    def shape(self, name: str) -> Shape:
+        """The shape of an engine."""
+        return self._shapes[name]
+
+    def kill(self, name: str) -> None:
+        """kill -9 all ranks; nobody is told."""
+        engine = self.engines.pop(name)
+        if self.setting.one_process:
+            engine.ask(p.Drop(), p.Done)
+            return
+        for host in engine.hosts:
+            host.kill()
+
+    def stop(self, name: str) -> None:
+        """SIGSTOP all ranks."""
+        self.need_processes("a peer cannot be stopped alone")
+        for host in self.engines[name].hosts:
+            host.stop()
+
+    def resume(self, name: str) -> None:
+        """SIGCONT all ranks."""
+        for host in self.engines[name].hosts:
+            host.resume()
+
+    def need_processes(self, why: str) -> None:
+        """Raises NotApplicable for connectors whose engines share a process."""
+        if self.setting.one_process:
+            raise NotApplicable(f"engines share a process: {why}")
+
+    def live_engines(self) -> list[Engine]:
+        """Engines that can run steps."""
+        return [engine for engine in self.engines.values() if engine.is_live]
+
+    def _host(self) -> HostProcess:
+        if self._shared is None or not self.setting.one_process:
+            self._shared = self.setting.zygote.fork()
+            self._all_hosts.append(self._shared)
+        return self._shared
+
+    # --- time passes ----------------------------------------------------------------------------------------------
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
+        """Let the engines run until `condition` holds.
+
+        Raises:
+            Violation: it does not within `timeout_s` (the setting's by default).
+        """
+        if not self.runs_until(condition, timeout_s or self.timeout_s):
+            rest = "; ".join(engine.describe_rest() for engine in self.engines.values())
+            raise Violation(f"not within {timeout_s or self.timeout_s:g} s: {what} ({rest})")
+
+    def runs_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Let the engines run until `condition` holds (True) or the time is over (False)."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for engine in self.live_engines():
+                engine.step_if_needed(self.poll_s)
+            if condition():
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            hosts = [host for engine in self.live_engines() for host in engine.hosts]
+            wait_for_any(hosts, min(left, TRANSFER_POLL_S / 4))
+
+    def run_for(self, seconds: float) -> None:
+        """Let the engines run for a while in which something must not happen."""
+        self.runs_until(lambda: False, seconds)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def check_pools(self) -> None:
+        """Nobody has written a block that no load had. Raises Violation."""
+        for engine in self.live_engines():
+            blocks = engine.foreign_writes()
+            require(not blocks, f"engine {engine.name}: blocks {blocks} were written although no load had them")
+
+    def check_rest(self) -> None:
+        """Everything comes to rest: no hold, lease or quarantine is left, all blocks are free."""
+        live = self.live_engines()
+        self.until(lambda: all(engine.is_idle for engine in live), "all blocks come back")
+        for engine in live:
+            engine.step()
+            require(not engine.books.num_held, f"blocks are still held: {engine.describe_rest()}")
+
+    def close(self) -> None:
+        """Come to rest, check the pools, shut down, end the processes. Raises Violation or HostFailed."""
+        self.check_rest()
+        self.check_pools()
+        live = self.live_engines()
+        for engine in live:
+            engine.ask_all(p.Close(), p.Done)
+        for host in {id(host): host for engine in live for host in engine.hosts}.values():
+            host.exit(self.timeout_s)
+
+    def kill_all(self) -> None:
+        """Leave no process, whatever happened."""
+        for host in self._all_hosts:
+            host.kill()
+
+
+def lengths(setting: Setting, block_size: int = 16) -> Sequence[int]:
+    """Prompt lengths around every border that there is."""
+    b = block_size
+    quick = [1, b, b + 1, 5 * b - 1, 7 * b + 3]
+    return quick if setting.quick else [*quick, b - 1, 2 * b, 12 * b, 12 * b + 1, 21 * b + 5]

@@ -1,0 +1,1 @@
+"""What this machine offers: Linux calls, memory limits, private directories, locks."""

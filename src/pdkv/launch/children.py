@@ -1,0 +1,304 @@
+"""Child processes as the launcher sees them: the only module that spawns. Nothing here imports torch."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from pdkv.errors import ConfigError, DiedEarly, MalformedMessage, StartupError
+from pdkv.host.memory_limits import num_oom_kills
+from pdkv.launch.fork_server import ENVIRONMENT
+from pdkv.launch.specs import KNOWN, EngineSpec, Identified, Progress, RouterSpec, StartFailed, decode_ack, encode
+from pdkv.models.rank_sockets import connect_ranks
+
+_MAX_ACK_BYTES = 64 * 1024
+
+FORK_S = 5.0
+"""What a fork may take once the fork server has imported everything; it takes some 20 ms."""
+
+_Popen = subprocess.Popen[bytes]
+
+
+class Child:
+    """A running child. Its death is an event of the loop, seen through its pidfd."""
+
+    def __init__(self, name: str, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        """`pid` is an unreaped child of this process, so it cannot have been reused."""
+        self.name = name
+        self.pid = pid
+        self._popen = popen
+        self._pidfd = os.pidfd_open(pid)
+        self._died: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    def _reap(self) -> None:
+        result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+        assert result is not None  # without WNOHANG it waits
+        status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        if self._popen is not None:
+            self._popen.returncode = status  # or Popen would wait for a pid that may be someone else's by then
+        self._died.set_result(status)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its death was not seen yet."""
+        return not self._died.done()
+
+    async def wait(self) -> int:
+        """Its exit status; -N when signal N killed it."""
+        return await asyncio.shield(self._died)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal if it still runs."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):  # dead, and the loop has not seen it yet
+                signal.pidfd_send_signal(self._pidfd, number)
+
+
+def describe_exit(status: int, *, out_of_memory: bool = False) -> str:
+    """An exit status in words, such as "killed by SIGKILL"; `out_of_memory`: it was the kernel that did it."""
+    if status >= 0:
+        return f"exited with {status}"
+    if out_of_memory:
+        return "was killed by the kernel because memory ran out; run fewer engines or lower --kv-cache-memory"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+class OomWatch:
+    """Tells kills for want of memory from others: the kernel counts its own, and each explains one death."""
+
+    def __init__(self, count: Callable[[], int | None] = num_oom_kills) -> None:
+        self._count = count
+        self._num_explained = count() or 0
+
+    def explains(self, status: int) -> bool:
+        """Whether a child that ended with this status was, in all likelihood, the kernel's victim."""
+        if status != -signal.SIGKILL or (self._count() or 0) <= self._num_explained:
+            return False
+        self._num_explained += 1
+        return True
+
+
+class RankLinks:
+    """The sockets between the ranks of an engine: for the orders of rank 0, then for what all exchange with all. Their
+    end says that a rank is gone.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
+        orders = [[first for first, _ in pairs], *([other] for _, other in pairs)]
+        self._sockets = [own + peers for own, peers in zip(orders, connect_ranks(num_ranks), strict=True)]
+
+    def fds(self, rank: int) -> list[int]:
+        """What the process of that rank inherits."""
+        return [sock.fileno() for sock in self._sockets[rank]]
+
+    def handed_over(self, rank: int) -> None:
+        """The rank's process has its copies. Idempotent."""
+        for sock in self._sockets[rank]:
+            sock.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        for rank in range(len(self._sockets)):
+            self.handed_over(rank)
+
+
+def _nothing(*_: object) -> None:
+    """Nobody listens."""
+
+
+class AckSocket:
+    """The socket on which a starting child reports, and hears that it is known."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self._open()
+
+    def _open(self) -> None:
+        self._ours, self._theirs = socket.socketpair()
+        self._ours.setblocking(False)
+
+    def start_over(self) -> None:
+        """An attempt is given up: a child that nobody knows of ends (`Acknowledger.wait_known`); another one begins."""
+        self.close()
+        self._open()
+
+    @property
+    def child_fd(self) -> int:
+        """What the child inherits."""
+        return self._theirs.fileno()
+
+    def handed_over(self) -> None:
+        """The child is known and has its copy: it may go on, and from now on its death is an end of file."""
+        self._theirs.close()
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, as `wait_ready` will find
+            self._ours.send(KNOWN)
+
+    async def wait_ready(
+        self,
+        name: str,
+        timeout_s: float,
+        on_progress: Callable[[str], None],
+        on_identity: Callable[[str], None] = _nothing,
+    ) -> None:
+        """Return when the child has reported that it is ready.
+
+        Args:
+            on_identity: is told the identity of the model that it loads; what this raises ends the wait.
+
+        Raises:
+            ConfigError: it reported that a flag, file or value is at fault.
+            StartupError: it failed otherwise, died (DiedEarly), or was silent for `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    match decode_ack(await self._read_line(name)):
+                        case Progress(text=text):
+                            on_progress(text)
+                        case Identified(model=model):
+                            on_identity(model)
+                        case StartFailed(message=message, config=True):
+                            raise ConfigError(message)
+                        case StartFailed(message=message):
+                            raise StartupError(f"{name}: {message}")
+                        case _:
+                            return
+        except TimeoutError:
+            raise StartupError(f"{name} was not ready after {timeout_s:g} s") from None
+        except MalformedMessage as error:
+            raise StartupError(f"{name} sent no valid acknowledgement: {error}") from None
+
+    async def _read_line(self, name: str) -> bytes:
+        loop = asyncio.get_running_loop()
+        while b"\n" not in self._buffer:
+            readable = asyncio.Event()
+            loop.add_reader(self._ours, readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(self._ours)
+            try:
+                data = self._ours.recv(_MAX_ACK_BYTES)
+            except ConnectionResetError:  # it has died before it read that it is known
+                data = b""
+            if not data:
+                raise DiedEarly(f"{name} died before it was ready")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._ours.close()
+        self._theirs.close()
+
+
+def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes = b"") -> _Popen:
+    """Start `python -m module` in a session of its own, with the given descriptors and `spec` as its standard input."""
+    with os.fdopen(os.memfd_create("pdkv-spec"), "w+b") as stdin:
+        stdin.write(spec)
+        stdin.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *map(str, arguments)],  # -P: never import from the working directory
+            stdin=stdin,
+            stdout=2,  # the launcher's stdout carries the ready line only
+            pass_fds=fds,
+            start_new_session=True,
+            env={**ENVIRONMENT, **os.environ},
+        )
+
+
+def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequence[int] = ()) -> Child:
+    """Start a rank of an engine as a fresh interpreter: the fallback where the fork server does not work."""
+    fds = [ack_fd, lifeline_fd, *rank_fds]
+    popen = _spawn("pdkv.launch.engine_process", fds, fds, encode(spec))
+    return Child(spec.process_name, popen.pid, popen)
+
+
+def spawn_router(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> Child:
+    """Start the router on the launcher's listening socket."""
+    fds = [listen_fd, ack_fd, lifeline_fd]
+    popen = _spawn("pdkv.launch.router_process", fds, fds, encode(spec))
+    return Child("router", popen.pid, popen)
+
+
+class ForkServer:
+    """The launcher's side of the fork server."""
+
+    def __init__(self, connector_target: str, lifeline_fd: int) -> None:
+        """Starts it at once; the imports run while the launcher goes on."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        arguments: list[int | str] = [theirs.fileno(), lifeline_fd, connector_target]
+        popen = _spawn("pdkv.launch.fork_server", arguments, [theirs.fileno(), lifeline_fd])
+        theirs.close()
+        self._control = ours
+        self.child = Child("fork-server", popen.pid, popen)
+        self._answers: deque[asyncio.Future[bytes]] = deque()
+        self._ready = self._expect_answer()
+        asyncio.get_running_loop().add_reader(ours, self._receive)
+
+    def _expect_answer(self) -> asyncio.Future[bytes]:
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answers.append(answer)
+        return answer
+
+    def _receive(self) -> None:
+        try:
+            data = self._control.recv(64)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self.close()
+        elif not (answer := self._answers.popleft()).done():
+            answer.set_result(data)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can still fork."""
+        return self._control.fileno() >= 0
+
+    async def fork_engine(
+        self, spec: EngineSpec, ack_fd: int, rank_fds: Sequence[int] = (), *, timeout_s: float
+    ) -> Child:
+        """Fork a rank of an engine. `timeout_s`: how long the server's imports may take.
+
+        Raises:
+            StartupError: the fork server is gone, goes before it has answered, or is late: then it is killed.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(self._ready)
+            if not self.usable:
+                raise StartupError("the fork server died")
+            timeout_s = min(timeout_s, FORK_S)
+            async with asyncio.timeout(timeout_s):
+                socket.send_fds(self._control, [encode(spec)], [ack_fd, *rank_fds])
+                return Child(spec.process_name, int(await self._expect_answer()))
+        except TimeoutError:
+            self.child.send_signal(signal.SIGKILL)
+            self.close()
+            raise StartupError(f"the fork server did not answer within {timeout_s:g} s") from None
+
+    def close(self) -> None:
+        """Ends it (its engines live on) and fails what still waits for an answer. Idempotent."""
+        if self.usable:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+        while self._answers:
+            answer = self._answers.popleft()
+            if not answer.done():
+                answer.set_exception(StartupError("the fork server died"))
+                answer.exception()  # retrieved: nobody may be waiting

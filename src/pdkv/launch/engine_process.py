@@ -1,0 +1,254 @@
+"""An engine as a process: build it, then poll, handle, step, send until told to stop. Or one more rank of an engine."""
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from pdkv.assemble import RankPlace, build_engine, run_rank
+from pdkv.connectors.registry import load_connector
+from pdkv.engine.core import EngineCore
+from pdkv.errors import ConfigError, RankError
+from pdkv.host.linux import set_process_name
+from pdkv.launch.acks import Acknowledger, StartGivenUp
+from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, sweep_if_orphaned, watch_lifeline
+from pdkv.launch.logs import configure_logging
+from pdkv.launch.specs import EngineSpec, decode_engine_spec, take_spec
+from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
+from pdkv.wire.messages import RouterToEngine
+
+_LIFELINE_GRACE_S = 2.0
+_MAX_PIPE_BYTES = 64 * 1024
+
+logger = logging.getLogger(__name__)
+
+
+class Notifier:
+    """A pipe in the engine's poll set; `notify` wakes the loop from any thread or signal handler."""
+
+    def __init__(self) -> None:
+        self.fd, self.write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._stopping = threading.Event()
+
+    def notify(self) -> None:
+        """Wake the loop. Thread-safe."""
+        with contextlib.suppress(BlockingIOError):  # full: the loop will wake anyway
+            os.write(self.write_fd, b"\0")
+
+    def drain(self) -> bool:
+        """Forget the notifications so far; returns whether there was one."""
+        try:
+            return bool(os.read(self.fd, _MAX_PIPE_BYTES))
+        except BlockingIOError:
+            return False
+
+    def stop_on(self, number: signal.Signals) -> None:
+        """End the loop on a signal. Call it in the main thread.
+
+        Python runs a handler between bytecodes only: a signal that comes while ZeroMQ is on its way into its poll would
+        wait there with it. So the signal itself writes into the pipe.
+        """
+        signal.set_wakeup_fd(self.write_fd, warn_on_full_buffer=False)
+        signal.signal(number, lambda *_: self.stop())
+
+    def stop(self) -> None:
+        """End the loop after the step that runs now. Thread-safe."""
+        self._stopping.set()
+        self.notify()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the loop shall end."""
+        return self._stopping.is_set()
+
+
+def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequence[int] = ()) -> int:
+    """Run one rank of an engine in this process; returns its exit status: 0 after SIGTERM, 1 after an error.
+
+    Args:
+        rank_fds: sockets; rank 0's to each of the others, another one's to rank 0; then one to each other rank.
+    """
+    configure_logging(spec.process_name, spec.log_level)
+    set_process_name(f"pd {spec.process_name}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ack = Acknowledger(ack_fd)
+    try:
+        ack.wait_known()  # a fork server that died owing its answer has left a process that nobody would ever end
+        _check_connector(spec)
+        if spec.cpus is not None:
+            os.sched_setaffinity(0, spec.cpus)
+        torch.set_num_threads(spec.config.threads or 1)
+    except StartGivenUp:
+        return 1
+    except Exception as error:
+        ack.failed(error)
+        return 1
+    sockets = [socket.socket(fileno=fd) for fd in rank_fds]
+    for sock in sockets:
+        sock.set_inheritable(False)
+    try:
+        return (_run_other_rank if spec.rank else _run_first_rank)(spec, ack, lifeline_fd, sockets)
+    finally:
+        sweep_if_orphaned(lifeline_fd, spec.run_dir)
+
+
+def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, sockets: Sequence[socket.socket]) -> int:
+    """The engine itself, or that part of it which schedules, samples and speaks with routers."""
+    notifier = Notifier()
+    serving = threading.Event()
+    watch_lifeline(
+        lifeline_fd,
+        lambda: notifier.stop() if serving.is_set() else os._exit(EXIT_LAUNCHER_GONE),
+        grace_s=_LIFELINE_GRACE_S,
+        run_dir=spec.run_dir,
+    )
+    try:
+        core = build_engine(
+            spec.config,
+            spec.handoff,
+            name=spec.name,
+            role=spec.role,
+            epoch=spec.epoch,
+            kv_shards=spec.kv_shards,
+            place=_place(spec, sockets, notifier.write_fd),
+            notify=notifier.notify,
+            on_progress=ack.progress,
+            on_identity=ack.identified,
+        )
+        server = EngineServer(spec.endpoint, core.card)
+    except StartGivenUp:
+        return 1
+    except Exception as error:
+        ack.failed(error)
+        return 1
+    _freeze()
+    serving.set()
+    notifier.stop_on(signal.SIGTERM)
+    try:
+        ack.ready()
+        serve(core, server, notifier)
+    except StartGivenUp:
+        return 1
+    except RankError as error:
+        logger.error("the engine stops: %s", error)
+        return 1
+    except Exception:
+        logger.exception("the engine stops after an error")
+        return 1
+    finally:
+        server.close()
+        core.shutdown()
+    return 0
+
+
+def _run_other_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, sockets: Sequence[socket.socket]) -> int:
+    """A rank that rank 0 steps. Once ready, it stops when that one says so or is gone, not in the middle of a step."""
+    serving = threading.Event()
+    watch_lifeline(
+        lifeline_fd,
+        lambda: None if serving.is_set() else os._exit(EXIT_LAUNCHER_GONE),  # rank 0 sees it, too, and says stop
+        grace_s=_LIFELINE_GRACE_S,
+        run_dir=spec.run_dir,
+    )
+    place = _place(spec, sockets)
+    assert place is not None, spec
+
+    def on_ready() -> None:
+        _freeze()
+        serving.set()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which all ranks get at once
+        ack.ready()
+
+    try:
+        run_rank(
+            spec.config,
+            spec.handoff,
+            name=spec.name,
+            epoch=spec.epoch,
+            kv_shards=spec.kv_shards,
+            place=place,
+            on_progress=ack.progress,
+            on_identity=ack.identified,
+            on_ready=on_ready,
+        )
+    except StartGivenUp:
+        return 1
+    except Exception as error:
+        if not ack.answered:
+            ack.failed(error)
+        elif isinstance(error, RankError):
+            logger.error("rank %d stops: %s", spec.rank, error)
+        else:
+            logger.exception("rank %d stops after an error", spec.rank)
+        return 1
+    return 0
+
+
+def _place(spec: EngineSpec, sockets: Sequence[socket.socket], wake_fd: int = -1) -> RankPlace | None:
+    """Where this rank finds the others; None where it is alone."""
+    if spec.store is None:
+        return None
+    tp = spec.config.tp
+    orders = sockets[: 1 - tp]  # the others are for what the ranks exchange
+    return RankPlace(spec.rank, orders, sockets[1 - tp :], spec.store, spec.start_timeout_s, wake_fd)
+
+
+def _freeze() -> None:
+    """What was built stays: later collections need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def _check_connector(spec: EngineSpec) -> None:
+    """Refuse a connector that could never join these engines. Raises ConfigError."""
+    connector = load_connector(spec.handoff.connector).for_options(spec.handoff.connector_config)
+    if connector.one_process and spec.num_engines > 1:
+        raise ConfigError(
+            f"connector {spec.handoff.connector!r} joins engines of one process only, and each of these "
+            f"{spec.num_engines} has its own"
+        )
+
+
+def serve(core: EngineCore, server: EngineServer, notifier: Notifier) -> None:
+    """The engine's loop, until `notifier.stop()`."""
+    while not notifier.stopping:
+        server.poll(_poll_timeout(core), notifier.fd)
+        if notifier.drain():
+            core.wake()
+        now = time.monotonic()
+        for router_id, message in server.receive():
+            match message:
+                case RouterJoined(epoch=epoch):
+                    core.router_joined(router_id, epoch)
+                case RouterLeft():
+                    core.router_left(router_id)
+                case _:  # what is no message to an engine is counted and dropped there
+                    core.handle_guarded(router_id, cast(RouterToEngine, message), now)
+        server.acknowledge()
+        deadline = core.next_deadline() if not core.has_work else now
+        if deadline is not None and deadline <= now:
+            core.step(now)
+        for router_id, outgoing in core.take_messages(time.monotonic()):
+            server.send(router_id, outgoing)
+
+
+def _poll_timeout(core: EngineCore) -> float | None:
+    """Seconds until the next step is due without a message; None: only a message or a notification brings one."""
+    if core.has_work:
+        return 0.0
+    deadline = core.next_deadline()
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+if __name__ == "__main__":  # the start without a fork server
+    ack_fd, lifeline_fd, *rank_fds = map(int, sys.argv[1:])
+    sys.exit(run_engine(decode_engine_spec(take_spec()), ack_fd, lifeline_fd, rank_fds))

@@ -1,0 +1,70 @@
+"""The router as a child process of the launcher."""
+
+import logging
+import sys
+
+from pdkv.host.linux import set_process_name
+from pdkv.host.malloc import set_malloc
+from pdkv.launch.acks import Acknowledger, StartGivenUp
+from pdkv.launch.lifeline import sweep_if_orphaned, watch_lifeline
+from pdkv.launch.logs import configure_logging
+from pdkv.launch.specs import RouterSpec, decode_router_spec, take_spec
+from pdkv.router.process import EngineEndpoint, run_router
+from pdkv.router.state import ORDERS
+
+_LIFELINE_GRACE_S = 3.0  # above what connections have to end after a stop
+
+_HEAP_BYTES = 4 << 20
+
+logger = logging.getLogger(__name__)
+
+
+def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int:
+    """Run the router in this process; returns its exit status. It is ready when every engine has answered it."""
+    configure_logging("router", spec.log_level)
+    set_process_name("pd router")
+    _bound_heap()
+    watch_lifeline(lifeline_fd, lambda: None, grace_s=_LIFELINE_GRACE_S, run_dir=spec.run_dir)  # the loop sees it, too
+    ack = Acknowledger(ack_fd)
+    try:
+        return run_router(
+            router_id=spec.router_id,
+            listen_fd=listen_fd,
+            engines=[
+                EngineEndpoint(engine.name, engine.role, engine.endpoint, engine.refusal) for engine in spec.engines
+            ],
+            model=spec.model,
+            served_model_name=spec.served_model_name,
+            policy=spec.policy,
+            orders=spec.orders or ORDERS,
+            await_all=spec.await_all,
+            limits=spec.limits,
+            identity=spec.identity,
+            lifeline_fd=lifeline_fd,
+            on_ready=ack.ready,
+        )
+    except StartGivenUp:
+        return 1
+    except Exception as error:
+        if ack.answered:
+            logger.exception("the router stops after an error")
+        else:
+            ack.failed(error)
+        return 1
+    finally:
+        sweep_if_orphaned(lifeline_fd, spec.run_dir)
+
+
+def _bound_heap() -> None:
+    """Keep the process at the size that it begins with, whatever requests do.
+
+    By itself glibc keeps ever larger allocations, up to 32 MiB each, after the first that was freed, and gives each
+    thread that comes to work a heap of its own. And pages that small growth will need are touched now.
+    """
+    if set_malloc(mmap_threshold=1 << 20, trim_threshold=2 * _HEAP_BYTES, max_arenas=1):
+        pieces = [bytearray(256 << 10) for _ in range(_HEAP_BYTES // (256 << 10))]
+        pieces.clear()
+
+
+if __name__ == "__main__":
+    sys.exit(main(decode_router_spec(take_spec()), *map(int, sys.argv[1:4])))

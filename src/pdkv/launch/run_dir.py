@@ -1,0 +1,69 @@
+"""The private directory of one launch (sockets), and the sweep of what killed launches left behind."""
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from pdkv.errors import StartupError
+from pdkv.host.process_info import process_start_time
+
+_NAME = re.compile(r"^pdkv-(\d+)-(\d+)-[a-z0-9_]+$")
+_MAX_DIRECTORY_BYTES = 80  # a unix socket's path has at most 107 bytes; the rest is for the engine's name
+
+
+def run_root() -> Path:
+    """Where run directories lie: the temporary directory, or /tmp where its path is too long for a socket's."""
+    root = Path(tempfile.gettempdir())
+    return root if len(os.fsencode(root)) <= _MAX_DIRECTORY_BYTES - 40 else Path("/tmp")
+
+
+class RunDirectory:
+    """A directory (mode 0700) that is named after its owner's pid and start time; a context manager."""
+
+    def __init__(self) -> None:
+        pid = os.getpid()
+        prefix = f"pdkv-{pid}-{process_start_time(pid)}-"
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=run_root()))
+        if len(os.fsencode(self.path)) > _MAX_DIRECTORY_BYTES:
+            self.remove()
+            raise StartupError(f"{self.path} is too long for unix sockets; set TMPDIR to a shorter path")
+
+    def endpoint(self, name: str) -> str:
+        """The ZeroMQ endpoint of the process `name`."""
+        return f"ipc://{self.path}/{name}"
+
+    def remove(self) -> None:
+        """Delete the directory and what is in it. Idempotent."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.path)
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def sweep_leftovers() -> list[Path]:
+    """Delete this user's run directories whose owner is gone; returns them.
+
+    An owner is alive only if a process of that pid with that very start time exists, so a reused pid keeps nothing.
+    """
+    swept: list[Path] = []
+    with os.scandir(run_root()) as entries:
+        for entry in entries:
+            match = _NAME.match(entry.name)
+            if match is None or process_start_time(int(match[1])) == int(match[2]):
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                    shutil.rmtree(entry.path)
+                    swept.append(Path(entry.path))
+            except FileNotFoundError:
+                continue  # another launch sweeps at the same time
+    return swept

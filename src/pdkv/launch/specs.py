@@ -1,0 +1,137 @@
+"""What a child process is told when it starts, and what it answers while it starts: plain data, as JSON."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pdkv.config import EngineConfig, HandoffConfig, HttpLimits
+from pdkv.wire.decoding import decode_total
+from pdkv.wire.messages import Order
+
+Role = Literal["prefill", "decode", "any"]
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One incarnation of one rank of an engine. `config.threads` is set."""
+
+    name: str  # unique in the deployment, such as "prefill-0"
+    role: Role
+    epoch: str
+    config: EngineConfig
+    handoff: HandoffConfig
+    endpoint: str  # ZeroMQ endpoint to listen on
+    num_engines: int  # of the whole deployment
+    run_dir: Path | None = None  # the launch's private directory, deleted by whoever outlives the launcher
+    log_level: str = "info"
+    cpus: list[int] | None = None  # CPUs to pin to
+    rank: int = 0  # of config.tp
+    kv_shards: int = 1  # the least common multiple of all engines' ranks
+    store: Path | None = None  # where the ranks of this incarnation find each other; None: one rank
+    start_timeout_s: float = 120.0  # bound of a rank's waits before the engine is ready
+
+    @property
+    def process_name(self) -> str:
+        """Of the rank's process, such as "decode-0" for rank 0 and "decode-0.1" for rank 1."""
+        return f"{self.name}.{self.rank}" if self.rank else self.name
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Where the router finds an engine."""
+
+    name: str
+    role: Role
+    endpoint: str
+    refusal: Path | None = None  # RefusalNote of the launcher
+
+
+class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The router process."""
+
+    router_id: str
+    engines: list[EngineAddress]
+    model: Path
+    served_model_name: str
+    policy: str
+    run_dir: Path | None = None  # as in EngineSpec
+    orders: list[Order] = []  # hand-off orders, by preference; empty: the router's own
+    identity: str = ""  # of the model that engines must have; empty: the first engine's
+    await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
+    log_level: str = "info"
+    limits: HttpLimits = HttpLimits()
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """A step of the start, for people."""
+
+    text: str
+
+
+class Identified(msgspec.Struct, frozen=True, tag=True):
+    """Which model is being loaded. Every rank says it once, before it is ready."""
+
+    model: str  # identity
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The process is ready."""
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The process cannot become ready. `config` says that a flag, file or value is at fault."""
+
+    message: str
+    config: bool
+
+
+KNOWN = b"k"
+"""What the launcher says to a starting child when it has its pid."""
+
+Ack = Progress | Identified | Started | StartFailed
+_ack_decoder: msgspec.json.Decoder[Ack] = msgspec.json.Decoder(Ack)
+
+
+def encode(value: object) -> bytes:
+    """JSON of a spec or an ack; it has no newline."""
+    return msgspec.json.encode(value, enc_hook=_encode_path)
+
+
+def take_spec() -> bytes:
+    """What the launcher has put on this process's standard input, which is empty from now on.
+
+    A spec may hold a password, and everyone on the host may read a command line.
+    """
+    data = sys.stdin.buffer.read()
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, sys.stdin.fileno())
+    os.close(empty)
+    return data
+
+
+def decode_engine_spec(data: bytes) -> EngineSpec:
+    """Raises msgspec.DecodeError for anything that is no engine spec."""
+    return msgspec.json.decode(data, type=EngineSpec, dec_hook=_decode_path)
+
+
+def decode_router_spec(data: bytes) -> RouterSpec:
+    """Raises msgspec.DecodeError for anything that is no router spec."""
+    return msgspec.json.decode(data, type=RouterSpec, dec_hook=_decode_path)
+
+
+def decode_ack(data: bytes) -> Ack:
+    """Raises MalformedMessage for anything that is no ack."""
+    return decode_total(_ack_decoder, data)
+
+
+def _encode_path(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value)} has no JSON form")
+
+
+def _decode_path(kind: type, value: Any) -> Path:
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(f"{kind} has no JSON form")

@@ -1,0 +1,87 @@
+"""Bounds on what one request may hold: the router checks them before any work, the engine again on every Submit.
+
+They are constants, not options: both sides of the wire must agree on them. The HTTP server's own bounds, which are
+options, are in `HttpLimits` (`src/pdkv/config.py`).
+"""
+
+from collections.abc import Sequence
+
+from pdkv.errors import InvalidRequest
+
+MAX_CACHE_SALT_BYTES = 256
+"""UTF-8 of `cache_salt`: a key's worth. It is hashed once per prompt and copied into every choice's Submit."""
+
+MAX_STOPS = 64
+"""Stop strings of one request (OpenAI: 4)."""
+
+MAX_STOP_BYTES = 4096
+"""UTF-8 of all stop strings of one request together: one automaton is built from them, a state per character."""
+
+MAX_STOP_TOKEN_IDS = 256
+"""Stop token ids of one request."""
+
+MAX_LOGIT_BIAS = 1024
+"""Entries of one request's `logit_bias` (OpenAI: 300)."""
+
+MAX_N = 128
+"""Choices per prompt; `choice` of a Submit is below it."""
+
+MAX_CHOICES = 1024
+"""Prompts times n of one request."""
+
+MAX_MESSAGES = 4096
+"""Turns of one chat request, and text parts of all of its turns together."""
+
+MAX_TOTAL_PROMPT_TOKENS = 2**24
+"""Prompt tokens times n of one request: each choice's Submit carries its prompt."""
+
+MAX_PROMPT_LOGPROBS = 2**20
+"""Logprobs of prompt tokens in one reply: tokens times n times those per token. Each is some 30 bytes of JSON."""
+
+MAX_ADAPTER_BYTES = 256
+"""UTF-8 of an adapter's name."""
+
+MAX_ID_CHARS = 256
+"""Of a request's, a transfer's, an engine's or a router's id."""
+
+MAX_ECHO_CHARS = 128
+"""Characters of a name or value of the client's that an error repeats."""
+
+
+def utf8_bytes(text: str, limit: int) -> int:
+    """Bytes of `text` in UTF-8; of one with more than `limit` characters, that count, without a copy of it."""
+    return len(text) if len(text) > limit else len(text.encode("utf-8", "surrogatepass"))
+
+
+def check_cache_salt(cache_salt: str) -> None:
+    """Raises InvalidRequest for more than MAX_CACHE_SALT_BYTES of UTF-8."""
+    if utf8_bytes(cache_salt, MAX_CACHE_SALT_BYTES) > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequest(
+            f"cache_salt must have at most {MAX_CACHE_SALT_BYTES} bytes of UTF-8, got {len(cache_salt)} characters: "
+            "send a hash of it instead",
+            param="cache_salt",
+        )
+
+
+def check_stops(stop: Sequence[str]) -> None:
+    """Raises InvalidRequest for too many stop strings, too many bytes of them together, or an empty one."""
+    if len(stop) > MAX_STOPS:
+        raise InvalidRequest(f"stop must hold at most {MAX_STOPS} strings, got {len(stop)}", param="stop")
+    size = sum(utf8_bytes(text, MAX_STOP_BYTES) for text in stop)
+    if size > MAX_STOP_BYTES:
+        raise InvalidRequest(
+            f"stop must have at most {MAX_STOP_BYTES} bytes of UTF-8 in all, got at least {size}", param="stop"
+        )
+    if not all(stop):
+        raise InvalidRequest("stop must not hold an empty string", param="stop")
+
+
+def check_count(name: str, count: int, limit: int) -> None:
+    """Raises InvalidRequest where the field `name` has more than `limit` entries."""
+    if count > limit:
+        raise InvalidRequest(f"{name} must have at most {limit} entries, got {count}", param=name)
+
+
+def clip(text: str, limit: int = MAX_ECHO_CHARS) -> str:
+    """`text`, or its beginning and how long it is: what an error may repeat of a client's words."""
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"

@@ -1,0 +1,288 @@
+"""The offline API: `LLM(model).generate(prompts, params)`, one engine in this process and no server."""
+
+import dataclasses
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from tqdm import tqdm
+
+from pdkv.assemble import build_engine
+from pdkv.config import DEFAULT_MODEL, EngineConfig
+from pdkv.errors import InvalidRequest, RequestFailed
+from pdkv.models.config import load_model_config, log_ignored_defaults
+from pdkv.sampling_params import SamplingParams
+from pdkv.text import StopAutomaton, TextStream, Tokenizer
+from pdkv.wire.messages import (
+    Abort,
+    EngineToRouter,
+    Failed,
+    Finished,
+    SourceCounts,
+    Submit,
+    TokenLogprob,
+    Tokens,
+)
+
+_ROUTER_ID = "local"
+Prompt = str | list[int]
+
+
+class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice. A stop token is the last of `token_ids`; a stop string is cut from `text`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "stop" or "length"
+    stop_reason: str | int | None  # the stop string, or the stop token id, that ended it
+    logprobs: list[TokenLogprob] | None  # one per token where asked for
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """All choices of one prompt."""
+
+    prompt: str | None  # None where token ids were given
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    num_cached_tokens: int  # prompt tokens that the first choice found cached
+    outputs: list[CompletionOutput]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON would have it."""
+        return dict(msgspec.to_builtins(self))
+
+
+@dataclasses.dataclass(slots=True)
+class _Choice:
+    """One generation in flight, or ended."""
+
+    submit: Submit
+    stream: TextStream
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    sources: SourceCounts = dataclasses.field(default_factory=SourceCounts)
+    siblings: "list[_Choice]" = dataclasses.field(default_factory=list)  # start when this one has its first token
+
+    def push(self, tokens: Tokens) -> bool:
+        """Take new tokens; returns whether a stop string ended the text."""
+        piece = self.stream.push(tokens.token_ids)
+        self._append(piece.text, piece.stop)
+        self.token_ids += tokens.token_ids[: piece.num_tokens]
+        self.logprobs += (tokens.logprobs or [])[: piece.num_tokens]
+        self.prompt_logprobs = tokens.prompt_logprobs or self.prompt_logprobs
+        self.sources = tokens.sources or self.sources
+        return piece.stop is not None
+
+    def end(self, message: Finished) -> None:
+        """The engine ended it; what was held back for a stop string comes out."""
+        self.sources = message.sources
+        self.finish_reason = message.reason
+        self.stop_reason = message.stop_token_id
+        piece = self.stream.finish()
+        self._append(piece.text, piece.stop)
+
+    def _append(self, text: str, stop: str | None) -> None:
+        self.text += text
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+
+    def output(self) -> CompletionOutput:
+        assert self.finish_reason is not None
+        return CompletionOutput(
+            index=self.submit.choice,
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=self.logprobs if self.submit.params.logprobs is not None else None,
+        )
+
+
+class LLM:
+    """One engine in this process. Not thread-safe. A context manager; `close` gives its memory back."""
+
+    def __init__(self, model: str | Path = DEFAULT_MODEL, **fields: Any) -> None:
+        """`fields`: those of EngineConfig, such as dtype="float32" or max_num_seqs=64.
+
+        Raises:
+            ConfigError: a wrong field or model directory.
+        """
+        self._start(EngineConfig(model=Path(model), **fields))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """The same from a ready configuration."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
+        self._eos_token_ids = load_model_config(config.model).eos_token_ids
+        log_ignored_defaults(config.model)
+        self.tokenizer = Tokenizer.from_dir(config.model)
+        self._core = build_engine(config, name="local", epoch=secrets.token_hex(8))
+        self._core.router_joined(_ROUTER_ID, self._core.card.epoch)
+        self._live: dict[str, _Choice] = {}
+
+    def close(self) -> None:
+        """Stop the engine. Idempotent."""
+        self._core.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts; the result has their order.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of either.
+            params: for all prompts, or one per prompt.
+            progress: whether a bar is shown on stderr.
+
+        Raises:
+            InvalidRequest: a parameter out of its range, or a prompt that can never work.
+            RequestFailed: the engine failed on one of them; the others are given up.
+        """
+        prompt_list = _as_list(prompts)
+        params_list = _as_params(params, len(prompt_list))
+        requests = [self._make_choices(prompt, p) for prompt, p in zip(prompt_list, params_list, strict=True)]
+        try:
+            with tqdm(total=sum(map(len, requests)), desc="generate", unit="seq", disable=not progress) as bar:
+                for choices in requests:
+                    self._submit(choices[0])
+                while self._live:
+                    before = len(self._live)
+                    num_new = self._step()
+                    bar.update(before + num_new - len(self._live))
+        finally:
+            self._abandon()
+        return [
+            _request_output(prompt, choices, p)
+            for prompt, choices, p in zip(prompt_list, requests, params_list, strict=True)
+        ]
+
+    def _make_choices(self, prompt: Prompt, params: SamplingParams) -> list[_Choice]:
+        """One per choice of one prompt. The first one's prefill is the others' prefix hit, so they wait for it."""
+        params.validate()
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+        stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        stops = StopAutomaton(params.stop) if params.stop else ()
+        choices = []
+        for index in range(params.n):
+            request_id = secrets.token_hex(8)
+            submit = Submit(
+                request_id=request_id,
+                transfer_id=request_id,
+                attempt=0,
+                choice=index,
+                prompt_token_ids=token_ids,
+                params=params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
+                timeout_s=math.inf,
+            )
+            stream = TextStream(
+                self.tokenizer.detokenizer(),
+                stop=stops,
+                min_tokens=params.min_tokens,
+                stop_token_ids=stop_token_ids,
+            )
+            choices.append(_Choice(submit, stream))
+        choices[0].siblings = choices[1:]
+        return choices
+
+    def _submit(self, choice: _Choice) -> None:
+        self._live[choice.submit.request_id] = choice
+        self._core.handle(_ROUTER_ID, choice.submit, time.monotonic())
+
+    def _step(self) -> int:
+        """One step of the engine; returns how many choices it made start."""
+        self._core.step(time.monotonic())
+        num_new = 0
+        for _, messages in self._core.take_messages(time.monotonic()):
+            for message in messages:
+                num_new += self._receive(message)
+        return num_new
+
+    def _receive(self, message: EngineToRouter) -> int:
+        if not isinstance(message, Tokens | Finished | Failed):
+            return 0
+        choice = self._live.get(message.request_id)
+        if choice is None:
+            return 0  # what its last step still yielded after a stop string
+        match message:
+            case Tokens():
+                if choice.push(message):
+                    del self._live[message.request_id]
+                    self._core.handle(_ROUTER_ID, Abort(message.request_id, message.attempt), time.monotonic())
+                siblings, choice.siblings = choice.siblings, []
+                for sibling in siblings:
+                    self._submit(sibling)
+                return len(siblings)
+            case Finished():
+                choice.end(message)
+                del self._live[message.request_id]
+            case Failed():
+                if message.code == InvalidRequest.code:
+                    raise InvalidRequest(message.message)
+                raise RequestFailed(message.message, request_id=message.request_id, retryable=message.retryable)
+        return 0
+
+    def _abandon(self) -> None:
+        """Give up what an exception left running."""
+        for request_id, choice in self._live.items():
+            self._core.handle(_ROUTER_ID, Abort(request_id, choice.submit.attempt), time.monotonic())
+        self._live.clear()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    for item in items:
+        if not isinstance(item, str | list):
+            raise InvalidRequest(f"a prompt is a text or a list of token ids, got {item!r}", param="prompts")
+    return items  # type: ignore[return-value]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequest(f"{count} prompts need 1 or {count} SamplingParams, got {len(params)}", param="params")
+    return list(params)
+
+
+def _request_output(prompt: Prompt, choices: list[_Choice], params: SamplingParams) -> RequestOutput:
+    first = choices[0]
+    return RequestOutput(
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=first.submit.prompt_token_ids,
+        prompt_logprobs=first.prompt_logprobs,
+        num_cached_tokens=first.sources.local_hit + first.sources.store,
+        outputs=[choice.output() for choice in choices],
+    )

@@ -1,0 +1,1 @@
+"""Runs pdkv's connectors inside vLLM."""

@@ -1,0 +1,180 @@
+"""What vLLM's configuration means to pdkv, and how vLLM processes with pdkv inside know each other."""
+
+import os
+import platform
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import ConnectorConfig, KVConnector
+from pdkv.connectors.registry import load_connector
+from pdkv.connectors.store.base import StoreConnector
+from pdkv.errors import ConfigError
+from pdkv.secret_options import read_option
+from pdkv.vllm.identity import computation_identity, weights_identity
+from pdkv.vllm.peers import CardDirectory
+from pdkv.vllm.staging import PeerChange
+from pdkv.wire.messages import EngineCard, KVLayout
+
+_KNOWN = {"connector", "config", "peers_dir", "staging_tokens", "save_wait_s"}
+_STAGED_STEPS = 4
+"""Steps of most tokens whose KV may be under way by default."""
+
+
+class VllmEngine:
+    """A connector built from vLLM's configuration. Each side has its own: vLLM may run them in two processes.
+
+    Raises:
+        ConfigError: options, models or engines that cannot be served.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        extra = dict(transfer.kv_connector_extra_config)
+        unknown = extra.keys() - _KNOWN
+        if unknown or "connector" not in extra:
+            raise ConfigError(
+                f"kv_connector_extra_config needs connector, and knows {', '.join(sorted(_KNOWN))}; got {sorted(extra)}"
+            )
+        self.extra = extra
+        self.layout = read_layout(vllm_config, kv_cache_config)
+        connector_type, self.options = choose_connector(str(extra["connector"]), extra.get("config") or {}, self.layout)
+        self.num_staging_blocks = _staging_blocks(extra, vllm_config, self.layout)
+        self.wake = threading.Event()
+        self.name, self.epoch = f"vllm-{transfer.engine_id}", str(transfer.engine_id)
+        self.model = weights_identity(vllm_config.model_config)
+        self._max_model_len = int(vllm_config.model_config.max_model_len)
+        self._max_num_seqs = int(vllm_config.scheduler_config.max_num_seqs)
+        shows_pool = connector_type.make_block_table is not KVConnector.make_block_table
+        if shows_pool != ("peers_dir" in extra):
+            raise ConfigError(
+                f"peers_dir, a directory that all these engines name, is {'needed' if shows_pool else 'of no use'} "
+                f"with connector {extra['connector']}"
+            )
+        self.peers = CardDirectory(Path(extra["peers_dir"]), self.name) if shows_pool else None
+        config = ConnectorConfig(
+            engine=self.name,
+            epoch=self.epoch,
+            layout=self.layout,
+            num_blocks=self.num_staging_blocks,
+            options=self.options,
+            model=self.model,
+        )
+        self.connector = connector_type(config, self.wake.set)
+        self.table = self.connector.make_block_table() if shows_pool else None  # of the worker's pool
+        self._change: PeerChange | None = None  # that the worker's side has not heard of
+
+    def shutdown(self) -> None:
+        """After the side. Idempotent."""
+        if self.peers is not None:
+            self.peers.withdraw()
+        self.connector.shutdown()
+
+    def poll_peers(self, tell: Callable[[Sequence[EngineCard]], None]) -> None:
+        """Tell the scheduler's side who is there, where that has changed; the worker's hears with the next step."""
+        change = self.peers.poll() if self.peers is not None else None
+        if self.peers is None or change is None:
+            return
+        tell(self.peers.cards)
+        before = self._change or PeerChange([], [])
+        self._change = PeerChange(before.added + change.added, before.removed + change.removed)
+
+    def take_peer_change(self) -> PeerChange | None:
+        """For the worker's side."""
+        change, self._change = self._change, None
+        return change
+
+    def card(self, blob: bytes) -> EngineCard:
+        """What peers need to know."""
+        connector = self.connector
+        return EngineCard(
+            engine=self.name,
+            epoch=self.epoch,
+            role="any",
+            pid=os.getpid(),
+            connector=str(self.extra["connector"]),
+            kind=connector.kind,
+            content_addressed=connector.content_addressed,
+            orders=connector.orders(),
+            model=self.model,
+            layout=self.layout,
+            hash_block_size=HASH_BLOCK_SIZE,
+            num_blocks=self.num_staging_blocks,
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._max_num_seqs,
+            rank_blobs=[blob],
+        )
+
+
+def read_layout(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
+    """The layout of a block image.
+
+    Raises:
+        ConfigError: several ranks or KV groups, another attention than full, or blocks that are no 16-token units.
+    """
+    parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
+        raise ConfigError("pdkv inside vLLM serves engines of one rank")
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if kinds != ["FullAttentionSpec"]:
+        raise ConfigError(f"pdkv inside vLLM serves models with full attention in all layers, not {kinds}")
+    spec = groups[0].kv_cache_spec
+    layout = KVLayout(
+        num_layers=len(groups[0].layer_names),
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        block_size=spec.block_size,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        dtype_bytes=spec.dtype.itemsize,
+    )
+    if layout.block_bytes != spec.page_size_bytes * layout.num_layers or layout.block_size % HASH_BLOCK_SIZE:
+        raise ConfigError(f"pdkv inside vLLM serves plain KV blocks of a multiple of {HASH_BLOCK_SIZE} tokens")
+    return layout
+
+
+def choose_connector(
+    name: str, config: Mapping[str, Any], layout: KVLayout
+) -> tuple[type[KVConnector], dict[str, str]]:
+    """The connector's class and its options.
+
+    Raises:
+        ConfigError: no such connector, or one that finds nothing by content.
+    """
+    options = {key: read_option(str(value), f"config: {key}") for key, value in config.items()}
+    connector = load_connector(name).for_options(options)
+    if not connector.content_addressed:
+        raise ConfigError(f"inside vLLM KV is found by its content, connector {name!r} does not do that")
+    if options.get("load", "async") != "async":
+        raise ConfigError("inside vLLM loads are asynchronous: load=async")
+    if issubclass(connector, StoreConnector):
+        options.setdefault("tokens_per_value", str(layout.block_size))
+    return connector, options
+
+
+def _staging_blocks(extra: Mapping[str, Any], vllm_config: Any, layout: KVLayout) -> int:
+    """Blocks of the staging pool, block 0 among them, which nobody uses."""
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    default = _STAGED_STEPS * max(step_tokens, vllm_config.model_config.max_model_len)
+    return -(-int(extra.get("staging_tokens", default)) // layout.block_size) + 1
+
+
+def layout_identity(vllm_config: Any, kv_cache_config: Any, layout: KVLayout) -> str:
+    """All that the bytes of a block depend on, but for the tokens: only like engines find each other's blocks."""
+    import vllm
+
+    facts = {
+        "vllm": vllm.__version__,
+        "device": vllm_config.device_config.device_type,
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "backend": vllm_config.attention_config.backend,
+        "memory": kv_cache_config.kv_cache_layout,
+        "cache": vllm_config.cache_config.cache_dtype,
+        "block": layout.block_size,
+        "computation": computation_identity(vllm_config),
+    }
+    return ",".join([layout.identity, *(f"{name}={value}" for name, value in facts.items())])

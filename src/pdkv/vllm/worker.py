@@ -1,0 +1,172 @@
+"""vLLM's worker calls, carried out by a content-addressed connector's worker side. Imports nothing of vLLM."""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults, WorkerConnector
+from pdkv.connectors.block_table import BlockTable
+from pdkv.errors import ConfigError
+from pdkv.vllm.staging import BlockPairs, StepOrders
+from pdkv.wire.messages import KVLayout
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+class EndedLoads(NamedTuple):
+    """Requests whose loads ended in a step."""
+
+    finished: set[str]
+    failed: set[str]  # not in `finished`
+
+
+class VllmWorker:
+    """Copies between vLLM's blocks and the staging pool, and the connector's worker side of one rank.
+
+    Args:
+        pool: the connector's own staging pool; None: one is made here.
+        table: where the pool's content is published, for a connector whose peers read it.
+        wake: set by the connector's notify.
+        save_wait_s: a step waits so long until what it saves is visible; 0: it does not wait.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerConnector,
+        layout: KVLayout,
+        *,
+        num_staging_blocks: int,
+        pool: "torch.Tensor | None",
+        table: BlockTable | None,
+        wake: threading.Event,
+        save_wait_s: float,
+    ) -> None:
+        self.num_late_saves = 0  # steps whose saves were not visible in time
+        self._worker = worker
+        self._layout = layout
+        self._num_staging_blocks = num_staging_blocks
+        self._pool = pool
+        self._table = table
+        self._wake = wake
+        self._save_wait_s = save_wait_s
+        self._caches: list[torch.Tensor] = []  # by layer, (num_blocks, ...)
+        self._staging: torch.Tensor | None = None  # (num_staging_blocks, num_layers, bytes of one layer's block)
+        self._loads: dict[TransferKey, BlockPairs] = {}
+        self._results: list[TransferResults] = []  # collected while a step waited
+
+    def register(self, kv_caches: "Mapping[str, torch.Tensor]") -> None:
+        """vLLM's KV cache by layer, (num_blocks, heads, block_size, 2 * head_size) in any memory order.
+
+        Raises:
+            ConfigError: other layers, or blocks of another size, than vLLM's configuration says.
+        """
+        import torch
+
+        layout = self._layout
+        caches = list({cache.data_ptr(): cache for cache in kv_caches.values()}.values())
+        block_bytes = layout.layer_bytes
+        found = {(cache[0].numel() * cache.element_size()) for cache in caches}
+        if len(caches) != layout.num_layers or found != {block_bytes}:
+            raise ConfigError(
+                f"vLLM's KV cache was expected to have {layout.num_layers} layers with blocks of {block_bytes} bytes, "
+                f"it has {len(caches)} with {sorted(found)}"
+            )
+        pool = self._pool
+        if pool is None:
+            rows = (layout.num_kv_heads, layout.block_size, layout.head_size)
+            shape = (self._num_staging_blocks, layout.num_layers, 2, *rows)
+            pool = torch.zeros(shape, dtype=getattr(torch, layout.dtype))
+        self._caches = caches
+        self._staging = pool.view(self._num_staging_blocks, layout.num_layers, -1)
+        self._worker.register_kv_caches(pool)
+
+    def finish_step(self, orders: StepOrders) -> None:
+        """Behind the forward pass: copy out what it completed, and begin the step's transfers."""
+        if orders.peers is not None:
+            self._worker.update_peers(orders.peers.added, orders.peers.removed)
+        if self._table is not None:
+            for pairs in (orders.copies, *orders.loads.values()):
+                for block_id in pairs.staging:
+                    self._table.reuse(block_id)
+        self._copy_out(orders.copies)
+        if self._table is not None:
+            for block_id, keys in zip(orders.copies.staging, orders.keys, strict=True):
+                self._table.publish(block_id, keys)
+        self._loads.update(orders.loads)
+        self._worker.start_load_kv(orders.inner)
+        self._worker.wait_for_save()
+        if self._save_wait_s and orders.inner.holds:
+            self._await({hold.key for hold in orders.inner.holds})
+
+    def _await(self, keys: set[TransferKey]) -> None:
+        """Collect results until these sends have ended."""
+        deadline = time.monotonic() + self._save_wait_s
+        while keys:
+            self._wake.clear()
+            results = self._worker.get_finished()
+            if results:
+                self._results.append(results)
+                keys -= {*results.finished_sending, *results.failed_sending}
+            remaining = deadline - time.monotonic()
+            if keys and (remaining <= 0 or not (results or self._wake.wait(remaining))):
+                self.num_late_saves += 1
+                logger.warning("saved KV is not visible after %g s; the step goes on", self._save_wait_s)
+                return
+
+    def collect(self) -> tuple[TransferResults, EndedLoads]:
+        """Results since the last call. Loads that succeeded are in vLLM's blocks."""
+        results = merge([*self._results, self._worker.get_finished()])
+        self._results = []
+        finished: set[str] = set()
+        for key in results.finished_receiving:
+            pairs = self._loads.pop(key, None)
+            if pairs is not None:
+                self._copy_in(pairs)
+                finished.add(key[0])
+        failed = {key[0] for key in results.failed_receiving if self._loads.pop(key, None) is not None}
+        return results, EndedLoads(finished, failed)
+
+    def _copy_out(self, pairs: BlockPairs) -> None:
+        import torch
+
+        assert self._staging is not None
+        if not pairs.staging:
+            return
+        target = torch.tensor(pairs.staging)
+        for layer, cache in enumerate(self._caches):
+            blocks = cache[torch.tensor(pairs.vllm, device=cache.device)]
+            self._staging[target, layer] = blocks.reshape(len(pairs.vllm), -1).cpu()
+
+    def _copy_in(self, pairs: BlockPairs) -> None:
+        import torch
+
+        assert self._staging is not None
+        source = torch.tensor(pairs.staging)
+        for layer, cache in enumerate(self._caches):
+            images = self._staging[source, layer].to(cache.device)
+            cache[torch.tensor(pairs.vllm, device=cache.device)] = images.view(len(pairs.vllm), *cache.shape[1:])
+
+    def handshake(self) -> bytes:
+        """What peers need to reach the staging pool."""
+        return self._worker.handshake()
+
+    def shutdown(self) -> None:
+        """End the connector's side. Idempotent."""
+        self._worker.shutdown()
+
+
+def merge(parts: Sequence[TransferResults]) -> TransferResults:
+    """Results of several calls as one."""
+    parts = [part for part in parts if part]
+    if not parts:
+        return NO_TRANSFERS
+    merged: tuple[dict[TransferKey, TransferOutcome], ...] = ({}, {}, {}, {})
+    for part in parts:
+        for target, source in zip(merged, part, strict=True):
+            target.update(source)
+    return TransferResults(*merged)

@@ -1,0 +1,297 @@
+"""The engine's end of the wire: frames of messages over ZeroMQ. The other end is router/engine_client.py.
+
+A frame (frames.py) is numbered from 0 per connection and direction. Nothing that a peer sends ends a loop:
+what cannot be read is counted and dropped, and the peer is told.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import msgspec
+import zmq
+
+from pdkv.errors import InvalidRequest, MalformedMessage, StartupError, UnsendableMessage
+from pdkv.log_limit import LogLimit
+from pdkv.wire.frames import (
+    MAX_FRAME_BYTES,
+    BadMessage,
+    ReceivedFrame,
+    decode_frame,
+    encode_message,
+    encode_raw_frame,
+    key_of,
+    split,
+)
+from pdkv.wire.heartbeat import Heartbeat
+from pdkv.wire.messages import (
+    MAX_ERROR_CHARS,
+    Abort,
+    Disconnect,
+    EngineCard,
+    EngineToRouter,
+    Failed,
+    Hello,
+    Ready,
+    RouterToEngine,
+)
+
+MAX_ROUTERS = 64
+"""Routers that one engine serves at a time; the Hello of a further one is dropped."""
+
+logger = logging.getLogger(__name__)
+
+
+class RouterJoined(NamedTuple):
+    """A router said Hello; what an earlier epoch of the same router left behind ends."""
+
+    epoch: str
+
+
+class RouterLeft(NamedTuple):
+    """The connection of that epoch of the router is gone."""
+
+    epoch: str
+
+
+RouterEvent = RouterJoined | RouterLeft
+Received = RouterToEngine | EngineToRouter | RouterEvent
+
+
+def configure_socket(socket: "zmq.Socket[bytes]") -> None:
+    """What both ends have in common. Call it before bind or connect."""
+    socket.set_hwm(0)  # a high-water mark would drop or block; what bounds the queues is admission
+    socket.linger = 0
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+
+
+class _RouterPeer:
+    """One connection of one router, as its engine sees it."""
+
+    __slots__ = ("epoch", "fault", "identity", "next_received", "next_sent", "num_handled", "router_id")
+
+    def __init__(self, identity: bytes, router_id: str, epoch: str, next_received: int) -> None:
+        self.identity = identity
+        self.router_id = router_id
+        self.epoch = epoch
+        self.next_received = next_received
+        self.num_handled = next_received
+        self.next_sent = 0
+        self.fault = ""  # why nothing more is taken from it
+
+
+class EngineServer:
+    """The engine's socket. Used by one thread; only `poll` blocks. Answers a Hello with Ready(card) by itself."""
+
+    def __init__(self, endpoint: str, card: EngineCard) -> None:
+        """Listen on `endpoint` (ipc:// or tcp://). An ipc:// endpoint has a second one, for the engine's beats.
+
+        Raises:
+            StartupError: the endpoint cannot be bound.
+        """
+        self.card = card
+        self.num_dropped = 0  # malformed frames and messages, and frames of peers that never said Hello
+        self.num_gaps = 0  # frames that came with another number than the next
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        configure_socket(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a router that is gone must not pass unseen
+        self._heartbeat: Heartbeat | None = None
+        self._peers: dict[bytes, _RouterPeer] = {}
+        self._routers: dict[str, _RouterPeer] = {}
+        self._events: deque[tuple[str, Received]] = deque()
+        self._log_limit = LogLimit()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._extra_fd: int | None = None
+        try:
+            self._socket.bind(endpoint)
+            if endpoint.startswith("ipc://"):  # between hosts ZeroMQ's own heartbeats see a process that is stopped
+                self.card = msgspec.structs.replace(card, beats=endpoint + ".beats")
+                self._heartbeat = Heartbeat(self._context, self.card.beats, card.epoch)
+        except zmq.ZMQError as error:
+            self.close()
+            raise StartupError(f"{card.engine} cannot listen on {endpoint}: {error}") from error
+
+    @property
+    def endpoint(self) -> str:
+        """The bound endpoint (with the port that tcp://host:0 was given)."""
+        return cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def poll(self, timeout_s: float | None, extra_fd: int | None = None) -> bool:
+        """Wait until a message is there, `extra_fd` is readable or the time is over. None waits for ever.
+
+        Between two calls the caller counts as busy.
+
+        Returns:
+            Whether something is there.
+        """
+        if self._heartbeat is None:
+            return self._poll(timeout_s, extra_fd)
+        self._heartbeat.end()
+        try:
+            return self._poll(timeout_s, extra_fd)
+        finally:
+            self._heartbeat.begin()
+
+    def _poll(self, timeout_s: float | None, extra_fd: int | None) -> bool:
+        if self._events:
+            return True
+        if extra_fd != self._extra_fd:
+            if self._extra_fd is not None:
+                self._poller.unregister(self._extra_fd)
+            if extra_fd is not None:
+                self._poller.register(extra_fd, zmq.POLLIN)
+            self._extra_fd = extra_fd
+        return bool(self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
+
+    def receive(self) -> list[tuple[str, Received]]:
+        """All that has arrived, as (router_id, message or event), in order. Never blocks or raises.
+
+        A message that cannot be read is refused here; instead of it comes an Abort of what it was about.
+        """
+        received: list[tuple[str, Received]] = []
+        while True:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            peer = self._peers.get(parts[0])
+            try:
+                frame = decode_frame(parts[1]) if len(parts) == 2 else None
+            except MalformedMessage as error:
+                frame = None
+                self._fault(peer, f"a frame cannot be read: {error}")
+            peer = None if frame is None else self._greet(parts[0], frame)
+            if frame is None or peer is None or peer.fault:
+                self.num_dropped += 1
+                continue
+            if frame.number != peer.next_received:
+                self.num_gaps += 1
+                self._fault(peer, f"frame {frame.number} came instead of {peer.next_received}")
+                continue
+            peer.next_received += 1
+            received.extend(self._take_events())
+            for message in frame.messages:
+                if isinstance(message, BadMessage):
+                    received.extend(self._refuse(peer, message))
+                elif not isinstance(message, Hello):
+                    received.append((peer.router_id, message))
+        received.extend(self._take_events())
+        for peer in list(self._routers.values()):
+            if peer.next_received != peer.num_handled:
+                self._send(peer, [])  # what is begun: if it ends this process, the router knows
+        return received
+
+    def acknowledge(self) -> None:
+        """All that `receive` returned last is handled. Routers with whom something went wrong are sent away."""
+        for peer in list(self._routers.values()):
+            handled, peer.num_handled = peer.num_handled, peer.next_received
+            if peer.fault:
+                peer.next_received += 1  # the frame at fault
+                self._send(peer, [encode_message(Disconnect(peer.fault[:1024]))])
+                self._lose(peer)
+            elif handled != peer.num_handled:
+                self._send(peer, [])
+
+    def send(self, router_id: str, messages: Sequence[EngineToRouter]) -> None:
+        """Send messages, in as many frames as they need. Those to a router that is not connected are dropped: its
+        requests end with it. What no frame can carry becomes a Failed, and the next `receive` returns an Abort.
+        """
+        peer = self._routers.get(router_id)
+        if peer is None:
+            return
+        encoded = []
+        for message in messages:
+            try:
+                encoded.append(encode_message(message))
+            except UnsendableMessage as error:
+                encoded.extend(self._replace(router_id, message, error))
+        for group in split(encoded):
+            self._send(peer, group)
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _send(self, peer: _RouterPeer, messages: list[msgspec.Raw]) -> None:
+        if self._routers.get(peer.router_id) is not peer:
+            return
+        data = encode_raw_frame(peer.next_sent, messages, begun=peer.next_received, handled=peer.num_handled)
+        peer.next_sent += 1
+        try:
+            self._socket.send_multipart((peer.identity, data), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._lose(peer)
+
+    def _replace(self, router_id: str, message: EngineToRouter, error: UnsendableMessage) -> list[msgspec.Raw]:
+        """What is said instead of a message that cannot be sent."""
+        logger.error("dropped a message to router %s: %s", router_id, error)
+        key = key_of(message)
+        if key is None:
+            return []
+        self._events.append((router_id, Abort(*key)))
+        return [encode_message(Failed(*key, error.code, str(error)[:MAX_ERROR_CHARS], False))]
+
+    def _refuse(self, peer: _RouterPeer, bad: BadMessage) -> list[tuple[str, Received]]:
+        """Count a bad message and tell its router; what it is about ends."""
+        self.num_dropped += 1
+        self._log(f"dropped a message from router {peer.router_id}: {bad.reason}")
+        if bad.key is None:
+            return []
+        text = f"the engine refused a message about this request: {bad.reason}"
+        self.send(peer.router_id, [Failed(*bad.key, InvalidRequest.code, text, False, bad.param[:64])])
+        return [(peer.router_id, Abort(*bad.key))]
+
+    def _fault(self, peer: _RouterPeer | None, fault: str) -> None:
+        self._log(f"router {peer.router_id}: {fault}" if peer is not None else f"an unknown peer: {fault}")
+        if peer is not None:
+            peer.fault = peer.fault or fault
+
+    def _log(self, text: str) -> None:
+        if self._log_limit.passes():
+            logger.warning("%s (%d dropped so far)", text, self.num_dropped)
+
+    def _greet(self, identity: bytes, frame: ReceivedFrame) -> _RouterPeer | None:
+        """The frame's peer; a Hello makes one and answers it. None: nobody that we know."""
+        peer = self._peers.get(identity)
+        hello = next((m for m in frame.messages if isinstance(m, Hello)), None)
+        if hello is None or (peer is not None and (peer.router_id, peer.epoch) == (hello.router_id, hello.epoch)):
+            return peer
+        predecessor = self._routers.get(hello.router_id)
+        if predecessor is None and len(self._routers) >= MAX_ROUTERS:
+            for other in list(self._routers.values()):
+                self._send(other, [])  # who is gone makes room
+        if predecessor is None and len(self._routers) >= MAX_ROUTERS:
+            self._log(f"router {hello.router_id} is refused: {MAX_ROUTERS} others are connected")
+            return None
+        if predecessor is not None:
+            self._forget(predecessor)
+        if peer is not None and peer is not predecessor:  # one connection is one router
+            self._lose(peer)
+        peer = _RouterPeer(identity, hello.router_id, hello.epoch, frame.number)
+        self._peers[identity] = self._routers[hello.router_id] = peer
+        self._events.append((hello.router_id, RouterJoined(hello.epoch)))
+        self.send(hello.router_id, [Ready(card=self.card)])
+        return peer
+
+    def _lose(self, peer: _RouterPeer) -> None:
+        self._forget(peer)
+        self._events.append((peer.router_id, RouterLeft(peer.epoch)))
+
+    def _forget(self, peer: _RouterPeer) -> None:
+        self._peers.pop(peer.identity, None)
+        if self._routers.get(peer.router_id) is peer:
+            del self._routers[peer.router_id]
+
+    def _take_events(self) -> list[tuple[str, Received]]:
+        events = list(self._events)
+        self._events.clear()
+        return events

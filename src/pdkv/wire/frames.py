@@ -1,0 +1,140 @@
+"""Frames: what one ZeroMQ message carries. A sender splits far below the receiver's bound; a receiver judges message by
+message, so that a bad one costs only what it is about.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from pdkv.errors import MalformedMessage, UnsendableMessage
+from pdkv.limits import MAX_ID_CHARS
+from pdkv.wire.decoding import decode_total
+from pdkv.wire.messages import Attempt, EngineToRouter, RequestKey, RouterToEngine
+
+MAX_FRAME_BYTES = 64 << 20
+"""A peer that sends a larger frame is disconnected."""
+
+FRAME_BYTES = 1 << 20
+"""A frame that has so many bytes takes no further message: the next one begins another."""
+
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 4096
+"""What one message may have, so that a frame of its own can carry it."""
+
+MAX_FRAME_MESSAGES = 1 << 16
+"""Of one frame: a message may be a byte, and costs its receiver a hundred times as many."""
+
+AnyMessage = RouterToEngine | EngineToRouter
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class BadMessage(NamedTuple):
+    """A message that cannot be decoded, or that has a value out of its range."""
+
+    reason: str
+    param: str  # the field at fault; "" where it is the whole
+    key: RequestKey | None  # whose message it is, where that can be told
+
+
+class ReceivedFrame(NamedTuple):
+    """A frame from a peer."""
+
+    number: int
+    messages: list[AnyMessage | BadMessage]
+    begun: int = 0
+    handled: int = 0
+
+
+class _RawFrame(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A frame as it travels. `number` counts frames per connection and direction; a gap is a failure.
+
+    From an engine, `begun` and `handled` count the router's frames that it has begun to handle, and has handled: when
+    the connection ends, what is in between may have ended it.
+    """
+
+    number: Number
+    messages: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_FRAME_MESSAGES)]
+    begun: Number = 0
+    handled: Number = 0
+
+
+class _About(msgspec.Struct, frozen=True):
+    """What a message is about, whatever else is in it."""
+
+    request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
+    attempt: Attempt
+
+
+_encoder = msgspec.msgpack.Encoder()
+_frames = msgspec.msgpack.Decoder(_RawFrame)
+_messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_abouts = msgspec.msgpack.Decoder(_About)
+
+
+def encode_message(message: AnyMessage) -> msgspec.Raw:
+    """A message as it goes into a frame.
+
+    Raises:
+        UnsendableMessage: it is longer than MAX_MESSAGE_BYTES, or has a value that msgpack cannot express.
+    """
+    try:
+        data = _encoder.encode(message)
+    except (OverflowError, ValueError, TypeError) as error:  # an integer of more than 64 bits, a text that is none
+        raise UnsendableMessage(f"{type(message).__name__} cannot be sent: {error}") from None
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise UnsendableMessage(
+            f"{type(message).__name__} has {len(data)} bytes; at most {MAX_MESSAGE_BYTES} can be sent"
+        )
+    return msgspec.Raw(data)
+
+
+def split(messages: Iterable[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:
+    """The messages, in order, in groups for a frame each: up to MAX_FRAME_MESSAGES, and FRAME_BYTES and one message."""
+    group: list[msgspec.Raw] = []
+    size = 0
+    for message in messages:
+        group.append(message)
+        size += len(memoryview(message))
+        if size >= FRAME_BYTES or len(group) >= MAX_FRAME_MESSAGES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def encode_raw_frame(number: int, messages: list[msgspec.Raw], *, begun: int = 0, handled: int = 0) -> bytes:
+    """A frame of encoded messages."""
+    return _encoder.encode(_RawFrame(number, messages, begun, handled))
+
+
+def decode_frame(data: bytes) -> ReceivedFrame:
+    """Decode a frame and validate each message in it; a bad one becomes a BadMessage in its place.
+
+    Raises:
+        MalformedMessage: `data` is no frame (the caller counts and drops it).
+    """
+    frame = decode_total(_frames, data)
+    messages = [decode_message(memoryview(raw)) for raw in frame.messages]
+    return ReceivedFrame(frame.number, messages, frame.begun, frame.handled)
+
+
+def decode_message(data: bytes | memoryview) -> AnyMessage | BadMessage:
+    """Decode and validate one message. Never raises."""
+    try:
+        return decode_total(_messages, data)
+    except MalformedMessage as error:
+        reason = str(error)
+    key: RequestKey | None = None
+    try:
+        about = decode_total(_abouts, data)
+        key = (about.request_id, about.attempt)
+    except MalformedMessage:
+        pass  # nobody's
+    _, _, path = reason.partition(" - at `$.")
+    return BadMessage(reason, path.rstrip("`").partition("[")[0].rpartition(".")[2], key)
+
+
+def key_of(message: AnyMessage) -> RequestKey | None:
+    """Whose message it is; None: that of no request."""
+    request_id, attempt = getattr(message, "request_id", None), getattr(message, "attempt", None)
+    return (request_id, attempt) if isinstance(request_id, str) and isinstance(attempt, int) else None

@@ -1,0 +1,392 @@
+"""Wire messages between the router and the engines: frozen tagged structs, msgpack, one decoder.
+
+Grouped by receiver. Every message about a request carries (request_id, attempt): what belongs to an ended attempt is
+dropped. Durations, never points in time, cross the wire. New fields are appended with defaults. Ranges that every
+sender keeps are part of the types, so that what is out of range does not pass the decoder (`src/pdkv/wire/frames.py`).
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pdkv.limits import MAX_ID_CHARS, MAX_N
+from pdkv.sampling_params import SamplingParams
+
+MAX_BLOB_BYTES = 64 * 1024
+"""Upper bound of a ticket and of a hand-off's payload."""
+
+Order = Literal["prefill_first", "concurrent", "needs_peer_first", "decode_first"]
+ConnectorKind = Literal["store", "pull", "push"]
+FinishReason = Literal["stop", "length"]
+
+RequestKey = tuple[str, int]
+"""(request_id, attempt)."""
+
+MAX_ERROR_CHARS = 4096
+"""Of the text of a Failed."""
+
+MAX_RANKS = 1024
+"""Of one engine."""
+
+MAX_LIST = 1 << 21
+"""Entries of a list of tokens, log probabilities or block keys: in memory an entry is many times its bytes."""
+
+Id = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
+Text = Annotated[str, Meta(max_length=1024)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Size = Annotated[int, Meta(ge=1, lt=2**31)]
+Natural = Annotated[int, Meta(ge=0, lt=2**31)]
+Attempt = Natural
+TokenId = Natural
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST)]
+RoleName = Annotated[str, Meta(pattern="^(prefill|decode|any)$")]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+Blob = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
+BlockKey = Annotated[bytes, Meta(min_length=1, max_length=64)]
+BlockKeys = Annotated[list[BlockKey], Meta(max_length=MAX_LIST)]
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True, array_like=False, tag=True):
+    """Base of everything that crosses a process boundary."""
+
+
+# --- KV identity and layout ---------------------------------------------------------------------------------------
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """Shape of one rank's KV cache: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), block-major."""
+
+    num_layers: Size
+    num_kv_heads: Size
+    head_size: Size
+    block_size: Size  # tokens per block
+    dtype: Id  # torch's name, such as "bfloat16"
+    dtype_bytes: Size
+    total_kv_heads: Natural = 0  # of all ranks together, each head counted once; 0: num_kv_heads
+
+    @property
+    def kv_heads_of_all_ranks(self) -> int:
+        """KV heads of the model."""
+        return self.total_kv_heads or self.num_kv_heads
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers, K and V."""
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_size * self.dtype_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of a block."""
+        return self.block_bytes // self.num_layers
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, all layers, K and V."""
+        return self.block_bytes // self.block_size
+
+    @property
+    def identity(self) -> str:
+        """What two engines must share to exchange KV; block size and TP are left out on purpose."""
+        return f"layers={self.num_layers},head_size={self.head_size},dtype={self.dtype},k=rotated"
+
+
+class EngineCard(Message, frozen=True):
+    """What an engine publishes about itself when it is ready; the router distributes cards to peers."""
+
+    engine: Id  # name, unique in a deployment, such as "prefill-0"
+    epoch: Id  # one incarnation of that name
+    role: RoleName  # a default of the router's policy, nothing more
+    pid: Natural
+    connector: Text
+    kind: ConnectorKind
+    content_addressed: bool
+    orders: Annotated[list[Order], Meta(max_length=16)]
+    model: Text  # identity digest of configuration and weights
+    layout: KVLayout
+    hash_block_size: Size
+    num_blocks: Size
+    max_model_len: Size
+    max_num_seqs: Size
+    tp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    pp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    rank_blobs: Annotated[list[Blob], Meta(max_length=MAX_RANKS)] = []  # what each rank's connector needs to be reached
+    rank_pids: Annotated[list[Natural], Meta(max_length=MAX_RANKS)] = []  # per rank; the first is `pid`
+    beats: Text = ""  # ZeroMQ endpoint of its Beats; "": it sends none
+
+
+class KVHandoff(Message, frozen=True):
+    """Where the KV of a prompt lies after prefill; prefill engine -> router -> decode engine."""
+
+    request_id: Id
+    attempt: Attempt
+    transfer_id: Id
+    engine: Id
+    epoch: Id
+    num_tokens: Natural  # prompt + output tokens whose KV can be had
+    payload: Blob  # msgpack, the connector's own, at most MAX_BLOB_BYTES
+
+
+class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Prompt tokens of one choice on one engine by where their KV came from; they sum to the prompt's length."""
+
+    computed: Count = 0
+    recomputed: Count = 0  # computed again after a preemption or a failed load
+    local_hit: Count = 0
+    remote: Count = 0  # through a hand-off
+    store: Count = 0  # content-addressed, from a store or another engine's cache
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probability of one token, its rank (1 = most likely) and the alternatives asked for."""
+
+    token_id: TokenId
+    logprob: float
+    rank: Count
+    top: Annotated[list[tuple[TokenId, float]], Meta(max_length=256)] = []
+
+
+# --- router -> engine ---------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """A router's first frame on a connection; a new epoch ends only its own predecessor's requests and leases."""
+
+    router_id: Id
+    epoch: Id
+
+
+class Submit(Message, frozen=True, kw_only=True):
+    """Run a request. Hand-off, retry and migration are a Submit with non-empty output."""
+
+    request_id: Id  # the router's own, one per choice
+    transfer_id: Id
+    attempt: Attempt
+    choice: Annotated[int, Meta(ge=0, lt=MAX_N)] = 0
+    prompt_token_ids: TokenIds
+    output_token_ids: TokenIds = []
+    params: SamplingParams
+    cache_salt: str = ""
+    adapter: str = ""
+    priority: int = 0
+    timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] = 600.0
+    until: Literal["first_token", "end"] = "end"
+    kv: Literal["local", "handoff", "await_peer"] = "local"
+    conditional: bool = False  # await_peer only: the engine may decline and prefill by itself
+    handoff: KVHandoff | None = None  # await_peer, prefill first
+    ticket: Blob | None = None  # handoff, needs peer first
+
+
+class Abort(Message, frozen=True):
+    """Give a request up; may overtake its Submit and then cancels it on arrival."""
+
+    request_id: Id
+    attempt: Attempt
+
+
+class KVTicket(Message, frozen=True):
+    """The decode side's allocation for a transfer, forwarded to the prefill engine."""
+
+    request_id: Id
+    attempt: Attempt
+    ticket: Blob
+
+
+class Continue(Message, frozen=True):
+    """The first token, for a decode engine that was dispatched before it was known."""
+
+    request_id: Id
+    attempt: Attempt
+    token_ids: TokenIds
+
+
+class Peers(Message, frozen=True):
+    """All engine cards now known; an engine that is missing here is gone."""
+
+    cards: Annotated[list[EngineCard], Meta(max_length=65536)]
+
+
+class Resync(Message, frozen=True):
+    """Ask for the whole cache content again: KVEvents that begin with a `cleared`."""
+
+
+# --- both directions ----------------------------------------------------------------------------------------------
+
+
+class KVReady(Message, frozen=True):
+    """The KV of a transfer is delivered (or never will be): prefill engine -> router -> decode engine."""
+
+    request_id: Id
+    attempt: Attempt
+    ok: bool
+    code: Id = ""
+
+
+class Release(Message, frozen=True):
+    """End the prefill engine's lease: ack, abort and peer death are this one idempotent message."""
+
+    transfer_id: Id
+    attempt: Attempt
+
+
+# --- engine -> router ---------------------------------------------------------------------------------------------
+
+
+class Ready(Message, frozen=True):
+    """The engine answers a Hello with its card."""
+
+    card: EngineCard
+
+
+class Tokens(Message, frozen=True):
+    """New output tokens of one request. `position` is the output index of the first of them."""
+
+    request_id: Id
+    attempt: Attempt
+    position: Natural
+    token_ids: TokenIds
+    logprobs: Annotated[list[TokenLogprob], Meta(max_length=MAX_LIST)] | None = None
+    # With the first token only; entry 0 is None.
+    prompt_logprobs: Annotated[list[TokenLogprob | None], Meta(max_length=MAX_LIST)] | None = None
+    sources: SourceCounts | None = None  # with the first token only: who stops early hears no Finished
+
+
+class Finished(Message, frozen=True):
+    """The request ended by itself; `stop_token_id` is the token that ended it, where one did."""
+
+    request_id: Id
+    attempt: Attempt
+    reason: FinishReason
+    sources: SourceCounts
+    stop_token_id: TokenId | None = None
+
+
+class HandedOff(Message, frozen=True):
+    """The prefill engine's last word about a request that goes on elsewhere; the KVHandoff goes to decode verbatim."""
+
+    request_id: Id
+    attempt: Attempt
+    sources: SourceCounts
+    handoff: KVHandoff
+
+
+class Failed(Message, frozen=True):
+    """The request ended with an error; `code` is a PdkvError's."""
+
+    request_id: Id
+    attempt: Attempt
+    code: Id
+    message: Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
+    retryable: bool
+    param: Id = ""  # the field at fault, where one is
+
+
+class Allocated(Message, frozen=True):
+    """Decode has allocated for a remote load. An empty range at 0 means that it declines and prefills by itself; one at
+    the prompt's end, that its own cache has everything but the first token.
+    """
+
+    request_id: Id
+    attempt: Attempt
+    start: Natural  # wanted token range [start, stop)
+    stop: Natural
+    ticket: Blob | None = None
+
+
+class Loaded(Message, frozen=True):
+    """Decode's remote load ended: where the tokens came from, for counters and the pair's marks."""
+
+    request_id: Id
+    attempt: Attempt
+    ok: bool
+    code: Id = ""
+    num_bytes: Count = 0
+    seconds: Seconds = 0.0
+
+
+class BlockStored(Message, frozen=True):
+    """Full blocks entered the cache: one chain of hash-block keys behind `parent` (None: a chain's root)."""
+
+    keys: BlockKeys
+    parent: BlockKey | None
+
+
+class BlockRemoved(Message, frozen=True):
+    """Blocks left the cache."""
+
+    keys: BlockKeys
+
+
+class CacheCleared(Message, frozen=True):
+    """Everything left the cache."""
+
+
+KVEvent = BlockStored | BlockRemoved | CacheCleared
+
+
+class Disconnect(Message, frozen=True):
+    """The engine's last word on a connection of which it has lost track: a frame is missing, or cannot be read."""
+
+    reason: Text
+
+
+class KVEvents(Message, frozen=True):
+    """Cache changes, numbered per engine; a gap asks for a Resync."""
+
+    number: Count
+    events: Annotated[list[KVEvent], Meta(max_length=MAX_LIST)]
+    more: bool = False  # the next part has the same number
+
+
+class BlockCounts(msgspec.Struct, frozen=True):
+    """The ownership equation: free + cached + active + leased + quarantined = total."""
+
+    total: Count
+    free: Count
+    cached: Count
+    active: Count
+    leased: Count
+    quarantined: Count
+
+
+class Load(Message, frozen=True):
+    """How busy the engine is, and its counters since start."""
+
+    waiting: Count
+    running: Count
+    blocks: BlockCounts
+    sources: SourceCounts = SourceCounts()
+    preemptions: Count = 0
+    load_failures: Count = 0
+    bytes_received: Count = 0
+    dropped_messages: Count = 0
+    transfer_seconds: Seconds = 0.0
+    steps: Count = 0
+    damaged_values: Count = 0
+    partial_loads: Count = 0
+    non_finite_requests: Count = 0
+
+
+class Beat(Message, frozen=True):
+    """The engine's process runs. Sent twice a second beside the frames, by a thread of its own, in a long step, too."""
+
+    epoch: Id
+    busy_s: Seconds  # since when its loop has been at what it does now; 0: it waits for something to do
+
+
+RouterToEngine = Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Peers | Resync
+EngineToRouter = (
+    Ready
+    | Tokens
+    | Finished
+    | HandedOff
+    | Failed
+    | Allocated
+    | Loaded
+    | KVReady
+    | Release
+    | KVEvents
+    | Load
+    | Disconnect
+    | Beat
+)

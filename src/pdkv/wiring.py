@@ -1,0 +1,104 @@
+"""Puts an engine together from its parts: pool, cache, connector's scheduler side, roles, scheduler, executor."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from pdkv.config import HandoffConfig
+from pdkv.connectors.base import SchedulerConnector
+from pdkv.connectors.block_table import BlockTable
+from pdkv.decode.role import DecodeRole
+from pdkv.engine.block_pool import BlockPool
+from pdkv.engine.core import EngineCore, Outbox
+from pdkv.engine.executor import Executor
+from pdkv.engine.external import ExternalKV
+from pdkv.engine.kv_cache_manager import KVCacheManager
+from pdkv.engine.scheduler import Scheduler, SchedulerLimits
+from pdkv.engine.stopping import StopRules
+from pdkv.prefill.leases import LeaseTable
+from pdkv.prefill.role import PrefillRole
+from pdkv.roles import Roles
+from pdkv.wire.messages import BlockCounts, EngineCard, Load
+
+LOCAL_PREFILL_TOKENS = 64
+"""Decode first: with fewer prompt tokens missing than this, decode prefills by itself."""
+
+
+def wire_core(
+    *,
+    card: EngineCard,
+    executor: Executor,
+    connector: SchedulerConnector | None,
+    block_table: BlockTable,
+    handoff: HandoffConfig,
+    limits: SchedulerLimits,
+    eos_token_ids: Sequence[int],
+    vocab_size: int,
+    shutdown: Callable[[], None],
+    local_prefill_tokens: int = LOCAL_PREFILL_TOKENS,
+) -> EngineCore:
+    """An engine around an executor whose KV pool has card.num_blocks blocks, enough for card.max_model_len tokens.
+
+    Args:
+        connector: the scheduler side; None for an engine without peers and stores.
+        block_table: what the block pool writes; from the connector where there is one.
+        shutdown: called once, when the core shuts down.
+    """
+    layout = card.layout
+    assert card.num_blocks * layout.block_size >= card.max_model_len, "a request of the longest length must fit alone"
+    pool = BlockPool(card.num_blocks, block_table)
+    kv = KVCacheManager(pool, block_size=layout.block_size, hash_block_size=card.hash_block_size)
+    external = ExternalKV(connector, pool, block_size=layout.block_size)
+    outbox = Outbox()
+
+    def num_promised_blocks() -> int:
+        """Blocks of prompts in the making that will become leases."""
+        loading = (load.request for load in external.loads.values())
+        return sum(kv.blocks_for(r.num_tokens) for r in chain(scheduler.running, loading) if r.kv == "handoff")
+
+    prefill = PrefillRole(
+        engine=card.engine,
+        epoch=card.epoch,
+        leases=LeaseTable(pool),
+        external=external,
+        send=outbox,
+        max_leased_blocks=max(int(card.num_blocks * handoff.max_leased_fraction), 1),
+        lease_timeout_s=handoff.lease_timeout_s,
+        num_promised_blocks=num_promised_blocks,
+    )
+    decode = DecodeRole(
+        pool=pool,
+        external=external,
+        send=outbox,
+        policy=handoff.kv_load_failure_policy,
+        local_prefill_tokens=local_prefill_tokens,
+    )
+
+    def load_report() -> Load:
+        """What the roles count."""
+        return Load(
+            waiting=0,
+            running=0,
+            blocks=BlockCounts(0, 0, 0, 0, 0, 0),
+            load_failures=decode.num_load_failures,
+            bytes_received=decode.bytes_received,
+            transfer_seconds=decode.transfer_seconds,
+            partial_loads=decode.num_partial_loads,
+        )
+
+    roles = Roles(prefill, decode)
+    scheduler = Scheduler(kv, external, roles, limits)
+    stop_rules = StopRules(
+        eos_token_ids=eos_token_ids,
+        max_model_len=card.max_model_len,
+        vocab_size=vocab_size,
+    )
+    return EngineCore(
+        card=card,
+        scheduler=scheduler,
+        executor=executor,
+        roles=roles,
+        outbox=outbox,
+        stop_rules=stop_rules,
+        load_report=load_report,
+        shutdown=shutdown,
+    )

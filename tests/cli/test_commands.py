@@ -1,0 +1,165 @@
+"""The `pd` command: what it prints, its exit codes, and one clear line for every mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deployments import write_tokenizer
+
+from pdkv import __version__
+from pdkv.cli import launch as cli_launch
+from pdkv.cli.main import main, make_parser
+from pdkv.config import EngineConfig
+from pdkv.errors import ConfigError
+from pdkv.launch import launcher
+
+
+def run(*arguments: str) -> int:
+    """The exit code, argparse's own exits too."""
+    try:
+        return main(arguments)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def deployment(*arguments: str, environment: dict[str, str] | None = None) -> cli_launch.Deployment:
+    return cli_launch.read_deployment(make_parser().parse_args(["launch", *arguments]), environment or {})
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"pdkv {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["launch"], ["generate"], ["connector"], ["connector", "list"]])
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--help") == 0
+    assert capsys.readouterr().out.startswith("usage: " + " ".join(["pd", *command]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["serve"], "'serve'"),
+        (["launch", "--no-such-flag"], "--no-such-flag"),
+        (["launch", "--pref", "1"], "--pref"),
+        (["launch", "--prefill", "two"], "--prefill: a whole number was expected, got 'two'"),
+        (["launch", "--prefill", "-1"], "prefill must be 0 or more, got -1"),
+        (["launch", "--decode", "0"], "decode must be at least 1, got 0"),
+        (["launch", "--prefill", "0", "--prefill-tp", "2"], "--prefill-tp is given, but prefill = 0"),
+        (["launch", "--port", "70000"], "port must be in [0, 65535], got 70000"),
+        (["launch", "--dtype", "int8"], "--dtype: one of auto, float32, bfloat16, float16 was expected, got 'int8'"),
+        (["launch", "--block-size", "17"], "block_size must be a positive multiple of 16, got 17"),
+        (["launch", "--decode-threads", "0"], "threads must be at least 1, got 0"),
+        (["launch", "--kv-cache-memory", "lots"], "--kv-cache-memory: a size such as 512MiB was expected, got 'lots'"),
+        (["launch", "--lease-timeout-s", "1"], "lease_timeout_s (1.0) must exceed kv_load_timeout_s (30.0)"),
+        (["launch", "--model", "no/such/dir"], "model directory no/such/dir does not exist"),
+        (["launch", "--config", "no-such.toml"], "no-such.toml: No such file or directory"),
+        (["generate", "--temperature", "-1", "x"], "temperature must be a finite number of at least 0, got -1.0"),
+        (["generate", "--stop-token-ids", "x", "--", "y"], "--stop-token-ids: whole numbers were expected"),
+        (["generate", "--model", "no/such/dir", "x"], "model directory no/such/dir does not exist"),
+        (["connector", "remove"], "'remove'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_an_unknown_connector_and_an_unknown_policy_are_refused_before_anything_starts(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["launch", "--model", str(tiny_model_dir), "--port", "0"]
+    assert run(*flags, "--connector", "teleport") == 2
+    assert "unknown connector 'teleport'; known: memory, " in capsys.readouterr().err
+    assert run(*flags, "--policy", "astrology") == 2
+    assert "unknown policy 'astrology'; known: " in capsys.readouterr().err
+
+
+def test_a_host_that_is_not_here_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        launcher.listen("192.0.2.1", 0)
+
+
+def test_role_flags_change_one_role_only() -> None:
+    read = deployment("--threads", "3", "--decode-threads", "2", "--prefill-kv-cache-memory", "1MiB")
+    assert (read.prefill.threads, read.decode.threads) == (3, 2)
+    assert (read.prefill.kv_cache_memory, read.decode.kv_cache_memory) == (1 << 20, None)
+
+
+def test_environment_and_file_reach_the_deployment(tmp_path: Path) -> None:
+    file = tmp_path / "pd.toml"
+    file.write_text("prefill = 2\ndecode-threads = 5\n[connector_config]\nio_threads = 2\n")
+    read = deployment("--config", str(file), "--decode", "4", environment={"PDKV_PREFILL": "3"})
+    assert (read.launch.prefill, read.launch.decode, read.decode.threads) == (3, 4, 5)
+    assert read.handoff.connector_config == {"io_threads": "2"}
+    assert read.shape == "3 prefill, 4 decode, connector shared_memory"
+
+
+def test_the_defaults_are_the_dataclasses(tmp_path: Path) -> None:
+    read = deployment()
+    assert read.prefill == read.decode == EngineConfig()
+    assert deployment("--prefill", "0").shape == "1 aggregated, connector shared_memory"
+
+
+def test_connector_list_shows_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("connector", "list") == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert rows["NAME"] == ["NAME", "KIND", "CONTENT-ADDRESSED", "ORDERS", "CLASS"]
+    assert rows["shared_memory"][1:] == [
+        "pull", "yes", "prefill_first,decode_first", "pdkv.connectors.shared_memory.connector:SharedMemoryConnector",
+    ]  # fmt: skip
+    assert "memory" in rows
+
+
+def modules_after(code: str) -> set[str]:
+    """Top-level names in sys.modules of a fresh interpreter that ran `code`."""
+    code += "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    return set(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pdkv",
+        "from pdkv.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+        "from pdkv.cli.main import main\ntry: main(['launch', '--help'])\nexcept SystemExit: pass",
+        "import pdkv.launch.launcher",
+        "import pdkv.launch.router_process",
+        "import pdkv.router.process",
+    ],
+)
+def test_torch_is_not_imported(code: str) -> None:
+    assert not modules_after(code) & {"torch", "transformers"}
+
+
+@pytest.fixture
+def text_model(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    for file in tiny_model_dir.iterdir():
+        (path / file.name).symlink_to(file)
+    write_tokenizer(path)
+    return path
+
+
+def test_generate_prints_a_completion_per_prompt(
+    text_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["generate", "--model", str(text_model), "--kv-cache-memory", "4MiB", "--temperature", "0", "--json"]
+    assert run(*flags, "--max-tokens", "5", "--ignore-eos", "hello", "world") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["hello", "world"]
+    assert [len(row["outputs"][0]["token_ids"]) for row in rows] == [5, 5]
+    monkeypatch.setattr("sys.stdin", ["hello\n", "world\n"])
+    assert run(*flags, "--max-tokens", "5", "--ignore-eos") == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows

@@ -1,0 +1,175 @@
+"""The conformance kit passes for every shipped connector, and finds each broken one in the case that is meant."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from nixl_rig import HAS_NIXL
+
+from pdkv.cli.main import main
+from pdkv.connector_kit.check.report import Report, all_cases, check
+from pdkv.connector_kit.rig.processes import Zygote
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[1] / "examples" / "custom_connector"
+
+SHIPPED: Sequence[tuple[str, dict[str, str]]] = [
+    ("memory", {"mode": "pull"}),
+    ("memory", {"mode": "push"}),
+    ("memory", {"mode": "store"}),
+    ("shared_memory", {}),
+    ("shared_storage", {}),
+    ("store", {}),
+    ("store", {"load": "layerwise"}),
+    ("p2p", {}),
+    ("nixl", {"mode": "pull"}),
+    ("nixl", {"mode": "push"}),
+    ("multi", {}),
+    ("multi", {"connectors": "shared_memory,p2p"}),
+    ("pdkv_sqlite:SQLiteConnector", {"path": "{directory}/kv.db"}),
+]
+
+IN_MAKE_TEST = ("content_identity", "attempts", "replay", "aborts", "restarted_peer", "step_thread")
+"""Of connectors between processes; all cases of all connectors are in `make matrix`."""
+
+BROKEN: Sequence[tuple[str, str]] = [
+    ("shared:DropsTheLastLayer", "content_identity"),
+    ("inside:VisibleBeforeComplete", "partial_writes"),
+    ("shared:HeadSlicesSwapped", "unequal_ranks[2,4]"),
+    ("shared:TailOffByOne", "content_identity"),
+    ("inside:IgnoresTheAttempt", "attempts"),
+    ("inside:FreesAtTheDeadline", "quarantine"),
+    ("shared:BlocksInMatch", "step_thread"),
+    ("shared:PostsOnTheStepThread", "step_thread"),
+    ("shared:LeaksABufferOnAbort", "leaks"),
+    ("inside:KeepsADeadEpochsDescriptors", "restarted_peer"),
+    ("shared:OneRanksSuccessIsAll", "all_ranks"),
+    ("inside:ServesPoisonOnReplay", "replay"),
+]
+
+
+def name_of(connector: str, options: dict[str, str]) -> str:
+    return "-".join([connector.partition(":")[0], *(value for value in options.values() if "/" not in value)])
+
+
+def assert_passed(report: Report) -> None:
+    failed = {case.name: case.detail for case in report.cases if case.status == "failed"}
+    assert not failed
+    assert report.failed == 0
+    assert report.passed == sum(case.status == "passed" for case in report.cases) > 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> Iterator[None]:
+    """The broken connectors and the example, here and in the kit's processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(HERE)
+        patch.syspath_prepend(EXAMPLE)
+        yield
+
+
+@pytest.fixture(scope="module")
+def zygote(importable: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """One for all runs of the kit here."""
+    with Zygote(tmp_path_factory.mktemp("zygote")) as started:
+        yield started
+
+
+def need(connector: str) -> None:
+    if connector == "nixl" and not HAS_NIXL:
+        pytest.skip("the nixl wheel is not installed")
+
+
+@pytest.mark.parametrize(("connector", "options"), SHIPPED, ids=[name_of(*row) for row in SHIPPED])
+def test_the_kit_passes_for_what_is_shipped(connector: str, options: dict[str, str], zygote: Zygote) -> None:
+    """F1, F2, F3, F4, F5, F9, F10, F17, F19, F20, F24, as each case says."""
+    need(connector)
+    names = () if connector == "memory" else IN_MAKE_TEST
+    assert_passed(check(connector, options=options, names=names, quick=True, zygote=zygote))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("connector", "options"), SHIPPED, ids=[name_of(*row) for row in SHIPPED])
+def test_the_whole_kit_passes_for_what_is_shipped(connector: str, options: dict[str, str], zygote: Zygote) -> None:
+    need(connector)
+    assert_passed(check(connector, options=options, zygote=zygote))
+
+
+@pytest.mark.parametrize(("connector", "case"), BROKEN, ids=[name.partition(":")[2] for name, _ in BROKEN])
+def test_a_broken_connector_fails_in_the_case_that_is_meant(connector: str, case: str, zygote: Zygote) -> None:
+    options = {"transfer_timeout_s": "0.8"} if connector.startswith("inside") else {"load_timeout_s": "2"}
+    report = check(f"broken.{connector}", options=options, names=[case], quick=True, zygote=zygote)
+    assert [(found.name, found.status) for found in report.cases] == [(case, "failed")]
+    assert report.cases[0].detail
+    assert (report.passed, report.failed) == (0, 1)
+
+
+def test_every_case_says_what_it_proves() -> None:
+    for case in all_cases().values():
+        assert case.summary.endswith("."), case.name
+        assert all(row[0] == "F" and row[1:].isdecimal() for row in case.covers)
+
+
+def test_the_command_prints_a_line_per_case_and_says_by_its_exit_code_whether_one_failed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["connector", "check", "memory", "--quick", "--case", "content_identity", "--case", "all_ranks"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:2]] == [["passed", "content_identity"], ["refused", "all_ranks"]]
+    assert lines[2] == "memory: 1 passed, 0 failed, 1 refused"
+    name = "broken.shared:DropsTheLastLayer"
+    assert main(["connector", "check", name, "--quick", "--case", "content_identity", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["connector"], report["passed"], report["failed"]) == (name, 0, 1)
+    (case,) = report["cases"]
+    assert (case["name"], case["status"]) == ("content_identity", "failed")
+    assert "layers 2, K and V" in case["detail"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["teleport"], "unknown connector 'teleport'; known: memory"),
+        (["no.such.module:Class"], "cannot be imported"),
+        (["memory", "--case", "levitation"], "unknown case 'levitation'; known: content_identity"),
+        (["memory", "--connector-config", "mode=loud"], "expected pull, push or store"),
+        (["memory", "--connector-config", "mode"], "KEY=VALUE was expected"),
+        (["memory", "--timeout", "0"], "--timeout"),
+    ],
+)
+def test_a_wrong_name_or_option_is_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["connector", "check", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_process_outlives_a_kit_that_is_killed(tmp_path: Path) -> None:
+    """F24: hosts, even stopped ones, die with their zygote, and that one with the kit."""
+    code = f"""
+import sys, time
+from pathlib import Path
+from pdkv.connector_kit.rig.processes import Zygote
+zygote = Zygote(Path({str(tmp_path)!r}))
+hosts = [zygote.fork() for _ in range(2)]
+hosts[0].stop()
+print(zygote.pid, *(host.pid for host in hosts), flush=True)
+time.sleep(60)
+"""
+    kit = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
+    assert kit.stdout is not None
+    watched = [os.pidfd_open(int(pid)) for pid in kit.stdout.readline().split()]
+    assert len(watched) == 3
+    kit.send_signal(signal.SIGKILL)
+    kit.wait()
+    kit.stdout.close()
+    for pidfd in watched:
+        assert select.select([pidfd], [], [], 20)[0], "a process lives on"
+        os.close(pidfd)

@@ -1,0 +1,496 @@
+"""`multi`: what its children make together, whose match is loaded, and when a hand-off has been sent."""
+
+import logging
+import os
+
+import msgspec
+import pytest
+from engines import at_rest, make_core, of_type, output_of, run, submit
+from state_machine.standin import expected_tokens
+
+from pdkv.connectors.base import (
+    BlockHold,
+    ConfirmedRange,
+    ConnectorConfig,
+    KVConnectorMetadata,
+    RequestView,
+    SchedulerView,
+    TransferOutcome,
+    TransferResults,
+)
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.memory.fabric import MemoryFabric
+from pdkv.connectors.multi.connector import MultiConnector, parse_children
+from pdkv.connectors.multi.scheduler import BlindMultiScheduler, MultiScheduler
+from pdkv.connectors.multi.sending import MAX_EARLY_FAILURES, SendingTable
+from pdkv.connectors.multi.wire import (
+    MultiMetadata,
+    bound_handoff,
+    decode_handoff,
+    decode_ticket,
+    encode_handoff,
+    encode_ticket,
+    split_card,
+    tag,
+    untag,
+)
+from pdkv.engine.core import EngineCore
+from pdkv.errors import ConfigError, UnknownConnector
+from pdkv.launch.engine_process import _check_connector
+from pdkv.launch.specs import EngineSpec
+from pdkv.roles import Roles
+from pdkv.wire.messages import MAX_BLOB_BYTES, Finished, HandedOff, KVLayout, KVReady, Loaded, Peers, Release
+
+LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
+SHAREABLE = KVLayout(2, 1, 8, 16, "float32", 4)
+PROMPT = list(range(100, 110))
+
+
+def make(connectors: str, layout: KVLayout = LAYOUT, **options: str) -> MultiConnector:
+    options = {
+        "connectors": connectors,
+        **{name.replace("_0_", "0.").replace("_1_", "1."): v for name, v in options.items()},
+    }
+    config = ConnectorConfig(engine="e", epoch="e.0", layout=layout, num_blocks=4, options=options)
+    return MultiConnector(config, lambda: None)
+
+
+def modes(*names: str) -> dict[str, str]:
+    """Options of a multi of the memory connector in these modes."""
+    own = {f"{i}.mode": name for i, name in enumerate(names)}
+    return {"connectors": ",".join("memory" for _ in names), **own}
+
+
+def with_modes(*names: str) -> MultiConnector:
+    config = ConnectorConfig(engine="e", epoch="e.0", layout=LAYOUT, num_blocks=4, options=modes(*names))
+    return MultiConnector(config, lambda: None)
+
+
+def core_with(name: str, fabric: str, *names: str) -> EngineCore:
+    options = modes(*names) | {f"{i}.fabric": fabric for i in range(len(names))}
+    return make_core(name=name, options=options, connector_type=MultiConnector)
+
+
+def scheduler_of(core: EngineCore) -> MultiScheduler:
+    assert isinstance(core.external.connector, MultiScheduler)
+    return core.external.connector
+
+
+# --- configuration ------------------------------------------------------------------------------------------------
+
+
+def test_options_go_to_the_child_that_their_prefix_names() -> None:
+    specs = parse_children({"connectors": "memory, shared_memory", "memory.mode": "store", "1.io_threads": "2"})
+    assert [(spec.name, dict(spec.options)) for spec in specs] == [
+        ("memory", {"mode": "store"}),
+        ("shared_memory", {"io_threads": "2"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "connectors=NAME"),
+        ({"connectors": " , "}, "connectors=NAME"),
+        ({"connectors": "memory", "mode": "pull"}, "'mode' is no child's; prefixes are: 0. or memory."),
+        ({"connectors": "memory", "7.mode": "pull"}, "'7.mode' is no child's"),
+        (
+            {"connectors": "memory,memory", "memory.mode": "pull"},
+            "is several children's; .* 0. or memory., 1. or memory.",
+        ),
+        ({"connectors": "memory", "memory.colour": "red"}, "unknown connector option 'colour'"),
+        ({"connectors": "memory,multi"}, "cannot hold another multi"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MultiConnector.for_options(options)
+
+
+def test_an_unknown_child_is_refused() -> None:
+    with pytest.raises(UnknownConnector, match="telepathy"):
+        make("memory,telepathy")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "orders"),
+    [
+        (["store"], "store", ["prefill_first", "decode_first"]),
+        (["store", "pull"], "pull", ["prefill_first", "decode_first"]),
+        (["pull", "pull"], "pull", ["prefill_first", "decode_first"]),
+        (["store", "push"], "push", ["decode_first", "needs_peer_first", "concurrent"]),
+    ],
+)
+def test_kind_and_orders_follow_from_the_children(names: list[str], kind: str, orders: list[str]) -> None:
+    connector = with_modes(*names)
+    assert connector.kind == kind
+    assert connector.orders() == orders
+    assert connector.content_addressed == (set(names) == {"store"})
+    assert connector.concurrent == ("push" in names)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["push", "push"], "only one child can push"),
+        (["pull", "push"], "needs decode first and memory needs prefill first"),
+    ],
+)
+def test_children_that_cannot_work_together_are_refused(names: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with_modes(*names)
+
+
+def test_a_pulling_child_that_finds_content_goes_with_a_pushing_one() -> None:
+    connector = MultiConnector.for_options({"connectors": "memory,shared_memory", "memory.mode": "push"})
+    assert connector.kind == "push"
+
+
+def test_a_launch_of_several_engines_is_refused_where_a_child_joins_only_one_process() -> None:
+    from pathlib import Path
+
+    from pdkv.config import EngineConfig, HandoffConfig
+
+    spec = EngineSpec(
+        name="prefill-0", epoch="1", role="prefill", endpoint="ipc:///nowhere", num_engines=2,
+        config=EngineConfig(model=Path("m")), handoff=HandoffConfig(connector="multi", connector_config=modes("pull")),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="one process only"):
+        _check_connector(spec)
+
+
+def test_two_children_that_allocate_the_pool_are_refused_with_both_names() -> None:
+    connector = make("shared_memory,shared_memory", SHAREABLE)
+    with pytest.raises(ConfigError, match="both shared_memory and shared_memory would allocate the KV pool"):
+        connector.allocate_kv_cache()
+    connector.shutdown()
+
+
+def test_every_childs_table_hears_of_reuse() -> None:
+    connector = make("shared_memory,memory", SHAREABLE)
+    table = connector.make_block_table()
+    tables: list[BlockTable] = [child.connector.make_block_table() for child in connector.children]
+    before = [own.generation(2) for own in tables]
+    table.reuse(2)
+    table.publish(2, [b"k" * 16])
+    assert all(own.generation(2) != generation for own, generation in zip(tables, before, strict=True))
+    connector.shutdown()
+
+
+def test_a_child_that_cannot_be_built_takes_the_others_down() -> None:
+    with pytest.raises(ConfigError, match="tokens_per_value"):
+        make("shared_memory,store", SHAREABLE, _1_tokens_per_value="17")
+    targets = [os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if os.path.islink(fd.path)]
+    assert not [target for target in targets if target.startswith("/memfd:pdkv:e")]
+
+
+# --- wire ---------------------------------------------------------------------------------------------------------
+
+
+def test_tags_tell_children_apart() -> None:
+    keys = [("t", 0), ("1:t", 3), ("", 1)]
+    assert [untag(tag(child, key)) for child in (0, 12) for key in keys] == [(c, k) for c in (0, 12) for k in keys]
+    assert tag(0, ("t", 0)) != tag(1, ("t", 0))
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode([b"a"])])
+def test_garbage_is_nobodys_hand_off_or_ticket(garbage: bytes) -> None:
+    assert decode_handoff(garbage, 2) is None
+    assert decode_ticket(garbage) is None
+
+
+def test_a_hand_off_stays_within_its_bound() -> None:
+    payloads = [b"x" * 40_000, b"y" * 30_000, b"z"]
+    kept = bound_handoff(payloads)
+    assert kept == [None, payloads[1], payloads[2]]
+    assert len(encode_handoff(kept)) <= MAX_BLOB_BYTES
+    assert decode_handoff(encode_handoff(kept), 3) == kept
+
+
+def test_a_card_without_the_same_children_is_refused_once_with_both_sides_values(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core, other = core_with("e0", "multi-cards", "pull", "store"), core_with("e1", "multi-cards", "pull")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            core.handle("r", Peers([core.card, other.card, make_core(name="e2", options={}).card]), 0.0)
+    (first, second) = [record.getMessage() for record in caplog.records]
+    assert first == "no KV from engine e1: it has memory of memory; e0 has multi of memory,memory"
+    assert (
+        second
+        == "no KV from engine e2: it has connector memory, whose card names no children; e0 has multi of memory,memory"
+    )
+
+
+def test_each_child_sees_a_peer_as_its_own() -> None:
+    connector = make("shared_memory,memory", SHAREABLE)
+    worker = connector.make_worker_side(0)
+    card = msgspec.structs.replace(make_core(name="peer").card, connector="multi", rank_blobs=[worker.handshake()])
+    cards = split_card(card, connector.children)
+    assert not isinstance(cards, str)
+    assert [c.connector for c in cards] == ["shared_memory", "memory"]
+    assert cards[0].rank_blobs[0]
+    assert cards[0].content_addressed
+    worker.shutdown()
+    connector.shutdown()
+
+
+def test_another_rank_decodes_each_childs_orders_by_its_type() -> None:
+    connector = make("shared_memory,memory", SHAREABLE)
+    scheduler, worker = connector.make_scheduler_side(), connector.make_worker_side(0)
+    meta = scheduler.build_connector_meta(SchedulerView(7, [], [], [], [], [], []))
+    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=connector.metadata_type)
+    assert isinstance(raw, MultiMetadata)
+    decoded = [
+        msgspec.msgpack.decode(part, type=child.connector.metadata_type)
+        for child, part in zip(connector.children, raw.parts, strict=True)
+    ]
+    assert [type(part) for part in decoded] == [child.connector.metadata_type for child in connector.children]
+    assert all(part.step_id == 7 for part in decoded)
+    for side in (worker, scheduler, connector):
+        side.shutdown()
+
+
+def test_steps_are_observed_only_where_a_child_wants_them() -> None:
+    assert not with_modes("pull", "pull").make_scheduler_side().observes_steps
+    assert with_modes("pull", "store").make_scheduler_side().observes_steps
+
+
+# --- hand-offs ----------------------------------------------------------------------------------------------------
+
+
+def test_a_hand_off_has_been_sent_when_all_its_children_have_ended() -> None:
+    table = SendingTable()
+    table.begin(("t", 0), [0, 2], tells_failure=True)
+    table.end(("t", 0), 2, TransferOutcome("store_full", 10))
+    assert not table.has_ended
+    table.end(("t", 0), 1, TransferOutcome())  # has no part in it
+    table.end(("t", 0), 0, TransferOutcome("", 5, 2.0))
+    assert table.take_ended() == {("t", 0): TransferOutcome("store_full", 15, 2.0)}
+    table.end(("t", 0), 0, TransferOutcome())  # a duplicate
+    assert not table.has_ended
+
+
+def test_a_failure_before_the_hand_off_is_told_with_it() -> None:
+    table = SendingTable()
+    table.end(("t", 0), 0, TransferOutcome("peer_gone"))
+    table.begin(("t", 0), [0], tells_failure=True)
+    assert table.take_ended() == {("t", 0): TransferOutcome("peer_gone")}
+
+
+def test_failures_that_nobody_asks_for_are_bounded() -> None:
+    """F2: a stale report changes nothing and takes no memory."""
+    table = SendingTable()
+    for i in range(2 * MAX_EARLY_FAILURES):
+        table.end((f"t{i}", 0), 0, TransferOutcome("peer_gone"))
+    assert len(table._early) == MAX_EARLY_FAILURES
+
+
+def test_a_hold_ends_with_its_own_result_and_the_hand_off_later() -> None:
+    scheduler = with_modes("store", "push").make_scheduler_side()
+    assert isinstance(scheduler, MultiScheduler)
+    scheduler.sending.add_holds([BlockHold(tag(1, ("t/1", 0)), [3], ("t", 0))])
+    scheduler.sending.begin(("t", 0), [0, 1], tells_failure=True)
+    batch = {tag(1, ("t/1", 0)): TransferOutcome()}
+    assert scheduler.resolve_results(TransferResults(batch, {}, {}, {})) == TransferResults(batch, {}, {}, {})
+    both = {tag(1, ("t", 0)): TransferOutcome(), tag(0, ("t", 0)): TransferOutcome()}
+    resolved = scheduler.resolve_results(TransferResults(both, {}, {}, {}))
+    assert list(resolved.finished_sending) == [("t", 0)]
+
+
+def leases(core: EngineCore) -> int:
+    assert isinstance(core.roles, Roles)
+    return len(core.roles.prefill.leases)
+
+
+def test_beside_a_pull_the_stores_end_is_told_and_the_lease_stays() -> None:
+    core = core_with("e0", "multi-lease", "pull", "store")
+    core.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
+    messages = run(core)
+    (ready,) = of_type(messages, KVReady)
+    assert isinstance(ready, KVReady)
+    assert ready.ok
+    assert leases(core) == 1
+    assert core.scheduler.kv.pool.counts().leased == 3
+    core.handle("r", Release("t-a", 0), 0.0)
+    run(core)
+    assert at_rest(core)
+    assert len(MemoryFabric.named("multi-lease").store) == 2  # the full blocks: the tail went with the lease
+
+
+def test_a_store_that_fails_beside_a_pull_does_not_end_the_lease() -> None:
+    """The reader hears that no more will come, and pulls."""
+    fabric = MemoryFabric(manual=True)
+    MemoryFabric.bind("multi-fails", fabric)
+    options = modes("pull", "store") | {f"{i}.fabric": "multi-fails" for i in (0, 1)} | {"1.transfer_timeout_s": "0"}
+    core = make_core(options=options, connector_type=MultiConnector)
+    core.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
+    messages = run(core)
+    core.wake()
+    messages += run(core)
+    (ready,) = of_type(messages, KVReady)
+    assert isinstance(ready, KVReady)
+    assert ready.ok
+    assert leases(core) == 1
+    MemoryFabric.unbind("multi-fails")
+
+
+def test_a_first_token_that_ends_the_request_leaves_nothing_behind() -> None:
+    core = core_with("e0", "multi-first", "store", "pull")
+    core.handle("r", submit(PROMPT, until="first_token", kv="handoff", max_tokens=1), 0.0)
+    assert of_type(run(core), HandedOff) == []
+    assert len(scheduler_of(core).sending) == 0
+    assert at_rest(core)
+
+
+# --- loads --------------------------------------------------------------------------------------------------------
+
+
+def hand_over(fabric: str, *names: str) -> tuple[EngineCore, EngineCore, HandedOff, list[int]]:
+    """A prompt handed off by one engine, and the other engine that will decode it."""
+    prefill, decode = core_with("p", fabric, *names), core_with("d", fabric, *names)
+    for core in (prefill, decode):
+        core.handle("r", Peers([prefill.card, decode.card]), 0.0)
+    prefill.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
+    messages = run(prefill)
+    (handed,) = of_type(messages, HandedOff)
+    assert isinstance(handed, HandedOff)
+    return prefill, decode, handed, output_of(messages, "a")
+
+
+@pytest.mark.parametrize("names", [("pull", "store"), ("store", "pull")], ids="-".join)
+def test_decode_computes_nothing_whichever_child_wins(names: tuple[str, str]) -> None:
+    prefill, decode, handed, first = hand_over(f"multi-{names}", *names)
+    decode.handle("r", submit(PROMPT, output_token_ids=first, kv="await_peer", handoff=handed.handoff), 0.0)
+    decode.handle("r", KVReady("a", 0, True), 0.0)
+    messages = run(decode)
+    assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
+    (finished,) = of_type(messages, Finished)
+    assert isinstance(finished, Finished)
+    assert (finished.sources.remote, finished.sources.computed) == (10, 0)
+    prefill.handle("r", Release("t-a", 0), 0.0)
+    run(prefill)
+    assert at_rest(prefill)
+    assert at_rest(decode)
+
+
+def test_another_child_takes_over_where_the_first_one_failed() -> None:
+    """The engine hears of one load, and that it succeeded."""
+    prefill, decode, handed, first = hand_over("multi-falls", "pull", "store")
+    fabric = MemoryFabric.named("multi-falls")
+    fabric._endpoints.pop("p")  # as after kill -9, before anybody knows
+    decode.handle("r", submit(PROMPT, output_token_ids=first, kv="await_peer", handoff=handed.handoff), 0.0)
+    messages = run(decode)
+    assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
+    assert scheduler_of(decode).num_fallbacks == 1
+    (loaded,) = of_type(messages, Loaded)
+    assert isinstance(loaded, Loaded)
+    assert loaded.ok
+    assert at_rest(decode)
+    assert prefill.card.engine == "p"
+
+
+def test_a_child_that_has_not_all_of_it_takes_nothing_over() -> None:
+    """F13: the load fails, loudly, with the first child's error."""
+    _, decode, handed, first = hand_over("multi-partly", "pull", "store")
+    fabric = MemoryFabric.named("multi-partly")
+    fabric._endpoints.pop("p")
+    fabric.store.discard(("t-a", 0))  # the tail
+    decode.handle("r", submit(PROMPT, output_token_ids=first, kv="await_peer", handoff=handed.handoff), 0.0)
+    messages = run(decode)
+    assert scheduler_of(decode).num_fallbacks == 0
+    (loaded,) = of_type(messages, Loaded)
+    assert isinstance(loaded, Loaded)
+    assert (loaded.ok, loaded.code) == (False, "peer_gone")
+    assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
+    assert at_rest(decode)
+
+
+def test_a_reader_that_cannot_pull_waits_for_the_store() -> None:
+    """Two hosts: prefill does not know who will read, keeps its lease and says when the store is complete."""
+    prefill, decode, handed, first = hand_over("multi-hosts", "pull", "store")
+    decode.handle("r", Peers([decode.card]), 0.0)  # to its pulling child the peer is nobody
+    decode.handle("r", submit(PROMPT, output_token_ids=first, kv="await_peer", handoff=handed.handoff), 0.0)
+    decode.handle("r", KVReady("a", 0, True), 0.0)
+    messages = run(decode)
+    assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
+    (finished,) = of_type(messages, Finished)
+    assert isinstance(finished, Finished)
+    assert finished.sources.remote == 10
+    assert scheduler_of(decode).num_fallbacks == 0
+    assert leases(prefill) == 1
+
+
+def test_a_malformed_hand_off_is_counted_and_computed_here() -> None:
+    _, decode, handed, first = hand_over("multi-garbage", "pull", "store")
+    handoff = msgspec.structs.replace(handed.handoff, payload=b"\xc1")
+    decode.handle("r", submit(PROMPT, output_token_ids=first, kv="await_peer", handoff=handoff), 0.0)
+    messages = run(decode)
+    assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
+    assert scheduler_of(decode).views.num_malformed > 0
+
+
+def test_only_the_winner_gives_a_ticket_and_only_its_peer_sees_it() -> None:
+    connector = with_modes("store", "push")
+    scheduler = connector.make_scheduler_side()
+    request = RequestView("a", 0, "t", "await_peer", 10, 10, [b"k"] * 2)
+    assert scheduler.get_num_new_matched_tokens(request, 0).num_tokens == 10
+    ticket = scheduler.update_state_after_alloc(request, [0, 1, 2], 10)
+    assert ticket is not None
+    assert isinstance(scheduler, MultiScheduler)
+    sender = msgspec.structs.replace(request, kv="handoff", ticket=ticket)
+    views = [scheduler.views.request(sender, child) for child in (0, 1)]
+    assert views[0] is not None
+    assert views[1] is not None
+    assert views[0].ticket is None
+    assert encode_ticket(1, views[1].ticket or b"") == ticket
+
+
+def test_a_cancel_reaches_a_load_that_was_taken_over_in_the_same_step() -> None:
+    """F1: the workers hear of the cancel before the load, so the load's own worker is told again."""
+    _, decode, handed, first = hand_over("multi-cancel", "pull", "store")
+    scheduler = scheduler_of(decode)
+    request = RequestView("a", 0, "t-a", "await_peer", 11, 10, decode_keys(PROMPT, decode), handed.handoff)
+    scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler.update_state_after_alloc(request, [0, 1, 2], 10)
+    scheduler.build_connector_meta(SchedulerView(1, [], [], [], [], [], []))
+    failed = {tag(0, ("t-a", 0)): TransferOutcome("peer_gone")}
+    assert not scheduler.resolve_results(TransferResults({}, {}, {}, failed))
+    meta: KVConnectorMetadata = scheduler.build_connector_meta(
+        SchedulerView(2, [], [], [], [], [], [], cancelled=[("t-a", 0)])
+    )
+    assert isinstance(meta, MultiMetadata)
+    assert meta.cancels == [(1, ("t-a", 0))]
+    ended = {tag(1, ("t-a", 0)): TransferOutcome("kv_not_found")}  # once: the next failure is the engine's
+    assert list(scheduler.resolve_results(TransferResults({}, {}, {}, ended)).failed_receiving) == [("t-a", 0)]
+    assert scheduler.num_loads == 0
+    assert first
+
+
+def decode_keys(prompt: list[int], core: EngineCore) -> list[bytes]:
+    """Block keys of a prompt as the core's requests have them."""
+    from pdkv.block_keys import extend_keys, root_key
+
+    keys: list[bytes] = []
+    root = root_key(model=core.card.model, layout=core.card.layout.identity)
+    extend_keys(keys, root, prompt, hash_block_size=core.card.hash_block_size)
+    return keys
+
+
+def test_results_of_unknown_transfers_keep_their_childs_key() -> None:
+    """F2: the engine counts them."""
+    scheduler = with_modes("pull", "pull").make_scheduler_side()
+    assert isinstance(scheduler, BlindMultiScheduler)
+    stale = {tag(1, ("gone", 0)): TransferOutcome()}
+    assert scheduler.resolve_results(TransferResults({}, {}, stale, {})) == TransferResults({}, {}, stale, {})
+
+
+def test_only_a_push_is_shown_a_hand_off_again() -> None:
+    """A late ticket: a store has had it already, and would hold the blocks for a save that it has ended."""
+    scheduler = with_modes("store", "push").make_scheduler_side()
+    assert isinstance(scheduler, MultiScheduler)
+    request = RequestView("a", 0, "t", "handoff", 11, 10, [b"k"] * 2)
+    last = ConfirmedRange(request, 0, 10, [0, 1, 2], True)
+    for finished, shown in (([("t", 0)], [1, 1]), ([], [0, 1])):
+        view = SchedulerView(1, [], [last], [], finished, [], [])
+        assert [len(scheduler.views.step(view, child).confirmed) for child in (0, 1)] == shown

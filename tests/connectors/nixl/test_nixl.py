@@ -1,0 +1,564 @@
+"""The `nixl` connector between two real processes: content, cuts, failures, and what is left afterwards."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from nixl_engines import NUM_BLOCKS, WAIT_S, Engine, RemoteEngine, awaiting, closing, make_layout, view
+from nixl_peer import Listening
+from nixl_rig import needs_nixl
+from traffic import held_by_process, wait_until_true, wait_until_within
+
+from pdkv.connector_kit.rig.shm_files import left_behind, shm_files
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.nixl.connector import NixlConnector, NixlPullConnector, NixlPushConnector
+from pdkv.connectors.nixl.wire import Begin, Taken, encode
+from pdkv.connectors.peer.pull import BlockLoad, PullMetadata
+from pdkv.connectors.registry import load_connector
+from pdkv.errors import (
+    ConfigError,
+    KVNotFound,
+    PeerGone,
+    StaleEpoch,
+    StaleGeneration,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
+from pdkv.wire.messages import EngineCard
+
+pytestmark = needs_nixl
+
+MODES = ["pull", "push", "write"]
+"""`write` is a push whose sender writes."""
+
+GATHER_ALL = {"gather_below": str(1 << 30), "gather_min_pieces": "1"}
+SMALL_SLOTS = {"slot_bytes": "8192", "slots": "4"}
+SHORT = {"transfer_timeout_s": "1"}
+"""Passes with every peer that is stopped; a first contact on a busy machine is within it."""
+
+
+def of(mode: str) -> dict[str, str]:
+    """A mode's options."""
+    return {"mode": "push", "writes": "true"} if mode == "write" else {"mode": mode}
+
+
+class World:
+    """A prefill engine in a process of its own and a decode engine in this one, which know each other."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+        self._numbers = iter(range(1000))
+
+    def remote(self, name: str = "p", **arguments: Any) -> RemoteEngine:
+        """An engine in a process of its own."""
+        engine: RemoteEngine = self._make(RemoteEngine, name, **arguments)
+        return engine
+
+    def local(self, name: str = "d", **arguments: Any) -> Engine:
+        """An engine in this process."""
+        engine: Engine = self._make(Engine, name, **arguments)
+        return engine
+
+    def pair(self, mode: str = "pull", options: dict[str, str] | None = None, **sides: Any) -> tuple[Any, Engine]:
+        """(prefill, decode), which know each other. `prefill`, `decode`: arguments of one side only."""
+        common = {"options": {**of(mode), **(options or {})}}
+        prefill = self.remote("p", **common, **sides.get("prefill", {}))
+        decode = self.local("d", **common, **sides.get("decode", {}))
+        introduce(prefill, decode)
+        return prefill, decode
+
+    def key(self) -> str:
+        """A transfer's name."""
+        return f"t{next(self._numbers)}"
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with closing() as make:
+        yield World(make)
+
+
+def introduce(*engines: Any) -> None:
+    """They know each other and nobody else."""
+    for engine in engines:
+        engine.meet(*[other.card for other in engines if other is not engine])
+
+
+def scattered(num_blocks: int, step: int = 11) -> list[int]:
+    """So many blocks, no two of them neighbours."""
+    return [(step * i + 5) % NUM_BLOCKS for i in range(num_blocks)]
+
+
+def blocks_for(num_tokens: int, engine: Any) -> int:
+    return -(-num_tokens // engine.card.layout.block_size)
+
+
+def begin(mode: str, key: str, prefill: Any, decode: Engine, num_tokens: int, hit: int = 0) -> tuple[Any, list[int]]:
+    """Compute a prompt on one side and begin to load it on the other; returns (hand-off or ticket, decode's blocks)."""
+    theirs = scattered(blocks_for(num_tokens, prefill))
+    ours = scattered(blocks_for(num_tokens, decode), 7)
+    prefill.call("fill", theirs, num_tokens, 1)
+    if mode == "pull":
+        handoff = prefill.hand_off(key, theirs, num_tokens)
+        decode.load(awaiting(handoff), ours, hit)
+        return handoff, ours
+    ticket = decode.load(view(key, kv="await_peer", num_tokens=num_tokens + 1), ours, hit)
+    return ticket, ours
+
+
+def send(key: str, ticket: bytes | None, prefill: Any, num_tokens: int, cuts: Sequence[int] = ()) -> None:
+    """Push: confirm a prompt up to each of `cuts`, and then all of it."""
+    theirs = scattered(blocks_for(num_tokens, prefill))
+    for start, stop in zip([0, *cuts], [*cuts, num_tokens], strict=True):
+        prefill.push(key, ticket, theirs, start, stop, last=stop == num_tokens)
+
+
+def hand_over(mode: str, world: World, prefill: Any, decode: Engine, num_tokens: int, hit: int = 0) -> None:
+    """One whole transfer: every token behind the hit is right."""
+    key = world.key()
+    ticket, ours = begin(mode, key, prefill, decode, num_tokens, hit)
+    if mode != "pull":
+        send(key, ticket, prefill, num_tokens, [num_tokens // 2 // 32 * 32] if num_tokens >= 64 else [])
+    assert decode.outcome(key).code == ""
+    assert decode.wrong_tokens(ours, hit, num_tokens, 1) == []
+    if mode != "pull":
+        assert all(code == "" for code, *_ in prefill.call("outcomes", key))
+
+
+def check_nothing_is_left(*engines: Any) -> None:
+    """All slots are free again, all jobs have ended."""
+    for engine in engines:
+        if isinstance(engine, Engine):
+            wait_until_true(
+                lambda e=engine: [r.worker.rank.source.num_free_slots for r in e.ranks] == _slots(e), "slots"
+            )  # type: ignore[misc]
+            assert [rank.worker.num_open_jobs for rank in engine.ranks] == [0] * len(engine.ranks)
+            buffers = engine.ranks[0].worker.rank.endpoint.buffers
+            assert buffers.num_free == buffers.count
+        else:
+            wait_until_true(lambda e=engine: len(set(e.call("free_slots"))) == 1, "slots")  # type: ignore[misc]
+
+
+def _slots(engine: Engine) -> list[int]:
+    return [rank.connector.options.slots for rank in engine.ranks]
+
+
+# --- content ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, GATHER_ALL, {**GATHER_ALL, **SMALL_SLOTS}], ids=["direct", "gather", "small"])
+def test_every_token_arrives(world: World, mode: str, options: dict[str, str]) -> None:
+    prefill, decode = world.pair(mode, options)
+    for num_tokens, hit in ((100, 0), (37, 32), (200, 64), (16, 0), (1, 0)):
+        hand_over(mode, world, prefill, decode, num_tokens, hit)
+    check_nothing_is_left(prefill, decode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_token_of_a_transfer_that_several_threads_read_arrives(world: World, mode: str) -> None:
+    layout = make_layout(head_size=256)
+    sides = {"prefill": {"layout": msgspec.to_builtins(layout)}, "decode": {"layout": layout}}
+    prefill, decode = world.pair(mode, {"readers": "3"}, **sides)
+    for num_tokens in (320, 100, 320, 320):
+        hand_over(mode, world, prefill, decode, num_tokens)
+    check_nothing_is_left(prefill, decode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("tp", "peer_tp", "block_size", "peer_block_size"),
+    [(1, 2, 16, 16), (2, 1, 16, 32), (2, 4, 32, 16), (4, 1, 16, 16), (1, 1, 32, 16), (1, 1, 16, 32)],
+)
+def test_engines_of_unequal_shape_exchange_every_token(
+    world: World, mode: str, tp: int, peer_tp: int, block_size: int, peer_block_size: int
+) -> None:
+    """F20."""
+    sides = {
+        "prefill": {"tp": tp, "block_size": block_size},
+        "decode": {"tp": peer_tp, "block_size": peer_block_size},
+    }
+    prefill, decode = world.pair(mode, SMALL_SLOTS, **sides)
+    for num_tokens, hit in ((100, 0), (200, 64)):
+        hand_over(mode, world, prefill, decode, num_tokens, hit)
+    check_nothing_is_left(prefill, decode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hundred_transfers_at_once(world: World, mode: str) -> None:
+    """F7, F18."""
+    prefill, decode = world.pair(mode, {**GATHER_ALL, **SMALL_SLOTS})
+    theirs, ours = scattered(2), [[2 * (i % 30), 2 * (i % 30) + 1] for i in range(100)]
+    prefill.call("fill", theirs, 32, 1)
+    keys = [world.key() for _ in range(100)]
+    for key, block_ids in zip(keys, ours, strict=True):
+        if mode == "pull":
+            decode.load(awaiting(prefill.hand_off(key, theirs, 32)), block_ids)
+        else:
+            ticket = decode.load(view(key, kv="await_peer", num_tokens=33), block_ids)
+            prefill.push(key, ticket, theirs, 0, 32, last=True)
+    found: dict[tuple[str, int], Any] = {}
+    while len(found) < 100:
+        results = decode.ranks[0].results()
+        assert not results.failed_receiving
+        found.update(results.finished_receiving)
+    assert all(decode.wrong_tokens(block_ids, 0, 32, 1) == [] for block_ids in ours)
+    check_nothing_is_left(prefill, decode)
+
+
+# --- late reads, epochs, refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, GATHER_ALL], ids=["direct", "gather"])
+def test_blocks_that_were_reused_are_refused(world: World, options: dict[str, str]) -> None:
+    """F4: the lease has expired, decode reads late."""
+    prefill, decode = world.pair("pull", options)
+    theirs = scattered(4)
+    prefill.call("fill", theirs, 64, 1)
+    handoff = prefill.hand_off("late", theirs, 64)
+    prefill.call("reuse", theirs[2])
+    decode.load(awaiting(handoff), scattered(4, 7))
+    assert decode.outcome("late").code == StaleGeneration.code
+    hand_over("pull", world, prefill, decode, 64)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_restarted_peer_is_met_again_and_its_predecessor_is_refused(world: World, mode: str) -> None:
+    """F5: without touching others."""
+    prefill, decode = world.pair(mode)
+    other = world.remote("other", options=of(mode))
+    introduce(prefill, decode, other)
+    hand_over(mode, world, prefill, decode, 100)
+    old = prefill.hand_off("old", [0], 16) if mode == "pull" else None
+    prefill.signal(signal.SIGKILL)
+    successor = world.remote("p", epoch="2", options=of(mode))
+    introduce(successor, decode, other)
+    if old is not None:
+        assert decode.scheduler.get_num_new_matched_tokens(awaiting(old), 0).num_tokens == 0
+        load = BlockLoad(("old", 1), "p", "1", 0, 16, 16, [0], [0], [1])
+        decode.ranks[0].worker.start_load_kv(PullMetadata(step_id=0, loads=[load]))
+        assert decode.outcome("old").code == StaleEpoch.code
+    hand_over(mode, world, successor, decode, 100)
+    hand_over(mode, world, other, decode, 100)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("prefill", "decode", "what"),
+    [
+        ({"options": {"mode": "pull"}}, {"options": {"mode": "push"}}, "mode of the nixl connector"),
+        ({"layout": msgspec.to_builtins(make_layout(dtype="float16", dtype_bytes=2))}, {}, "float16"),
+        ({"tp": 2}, {"tp": 3, "layout": make_layout(num_kv_heads=1)}, "2 there"),
+    ],
+    ids=["mode", "dtype", "ranks"],
+)
+def test_what_cannot_work_is_refused_from_the_cards_with_both_values(
+    world: World,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
+    prefill: dict[str, Any],
+    decode: dict[str, Any],
+    what: str,
+) -> None:
+    options = {"options": of(mode)}
+    theirs = world.remote("p", **{**options, **prefill})
+    ours = world.local("d", **{**options, **decode})
+    introduce(theirs, ours)
+    assert what in caplog.text
+    assert not ours.scheduler.peers.knows("p", "1")
+
+
+# --- peers that stop, die or talk nonsense ----------------------------------------------------------------------------
+
+
+def test_a_pull_from_a_stopped_peer_ends_at_its_deadline(world: World) -> None:
+    """What is gathered needs the peer: its silence is a TransferTimeout, and afterwards it serves again."""
+    prefill, decode = world.pair("pull", {**GATHER_ALL, **SHORT})
+    hand_over("pull", world, prefill, decode, 100)
+    theirs = scattered(4)
+    prefill.call("fill", theirs, 64, 1)
+    handoff = prefill.hand_off("stopped", theirs, 64)
+    prefill.signal(signal.SIGSTOP)
+    decode.load(awaiting(handoff), scattered(4, 7))
+    assert decode.outcome("stopped").code == TransferTimeout.code
+    prefill.signal(signal.SIGCONT)
+    hand_over("pull", world, prefill, decode, 100)
+    check_nothing_is_left(prefill, decode)
+
+
+def test_a_first_pull_from_a_stopped_peer_ends_at_its_deadline(world: World) -> None:
+    """No handshake."""
+    prefill = world.remote("p", options=SHORT)
+    decode = world.local("d", options=SHORT)
+    handoff = prefill.hand_off("stopped", [1], 16)
+    prefill.signal(signal.SIGSTOP)
+    decode.meet(prefill.card)
+    decode.load(awaiting(handoff), [2])
+    assert decode.outcome("stopped").code == TransferTimeout.code
+    prefill.signal(signal.SIGCONT)
+    introduce(prefill, decode)
+    hand_over("pull", world, prefill, decode, 100)
+
+
+@pytest.mark.parametrize("options", [{}, GATHER_ALL, {"writes": "true"}], ids=["direct", "gather", "write"])
+def test_a_push_to_a_stopped_peer_ends_at_its_deadline(world: World, options: dict[str, str]) -> None:
+    """The sender's blocks come free; the receiver, running again, gives its own back when the sender has confirmed."""
+    receiver = world.remote("d", options={"mode": "push", **options, **SHORT})
+    sender = world.local("p", options={"mode": "push", **options, **SHORT})
+    introduce(receiver, sender)
+    ticket = bytes.fromhex(receiver.call("await_push", "stopped", scattered(4, 7), 64))
+    receiver.signal(signal.SIGSTOP)
+    sender.fill(scattered(4), 64, 1)
+    sender.push("stopped", ticket, scattered(4), 0, 64, last=True)
+    assert sender.outcome("stopped").code == TransferTimeout.code
+    receiver.signal(signal.SIGCONT)
+    receiver.call("cancel", "stopped")
+    assert receiver.call("outcomes", "stopped")[0][0] == TransferCancelled.code
+    check_nothing_is_left(sender)
+
+
+def test_a_receive_that_is_cancelled_waits_for_its_writers_word(world: World) -> None:
+    """Quarantine: a stopped sender was let in and may still write; its blocks come free when it has confirmed."""
+    prefill, decode = world.pair("write")
+    ticket, _ = begin("push", "half", prefill, decode, 64)
+    prefill.push("half", ticket, scattered(4), 0, 32, last=False)
+    worker = decode.ranks[0].worker
+    wait_until_true(lambda: worker.receiver.num_writers(("half", 1)), "the sender is let in")
+    prefill.signal(signal.SIGSTOP)
+    worker.cancel(("half", 1))
+    assert not decode.ranks[0]._woken.acquire(timeout=0.3)
+    assert worker.num_open_jobs == 1
+    prefill.signal(signal.SIGCONT)
+    assert decode.outcome("half").code == TransferCancelled.code
+    check_nothing_is_left(decode)
+
+
+def test_only_who_an_offer_was_made_to_can_say_that_it_is_taken(world: World) -> None:
+    """A third engine that names the offer's number ends nothing; the sender's blocks stay where they are."""
+    prefill, decode, other = (world.local(name, options={"mode": "push"}) for name in "pdo")
+    introduce(prefill, decode, other)
+    ticket = decode.load(view("t", kv="await_peer", num_tokens=65), scattered(4, 7), 0)
+    sender = prefill.ranks[0].worker
+    taken: list[Any] = []
+    sender.rank.endpoint.handle(Taken, lambda blob, message: taken.append((blob, message)))
+    prefill.push("t", ticket, scattered(4), 0, 64, last=True)
+    wait_until_true(lambda: taken, "the receiver's word is here")
+    (theirs, message), forger = taken[0], sender.rank.endpoint.peers.agent("o/1/0")
+    with pytest.raises(TransferError, match=r"offer .* was made to agent d/1/0"):
+        sender._sender._on_taken(forger, message)
+    assert sender.num_open_jobs == 1
+    sender._sender._on_taken(theirs, message)
+    assert prefill.outcome("t").code == ""
+    assert decode.outcome("t").code == ""
+
+
+def test_blocks_of_a_writer_that_is_gone_and_lives_stay_in_quarantine(world: World) -> None:
+    """A stopped sender that is given up may be in the middle of a piece: only its end, or its word, frees them."""
+    prefill, decode = world.pair("write")
+    ticket, _ = begin("push", "half", prefill, decode, 64)
+    prefill.push("half", ticket, scattered(4), 0, 32, last=False)
+    rank = decode.ranks[0]
+    wait_until_true(lambda: rank.worker.receiver.num_writers(("half", 1)), "the sender is let in")
+    prefill.signal(signal.SIGSTOP)
+    decode.meet()
+    ticks = threading.Semaphore(0)
+    rank.worker.rank.endpoint.add_tick(ticks.release)
+    for _ in range(8):  # a few times a second: for longer than any piece takes
+        assert ticks.acquire(timeout=20.0)
+    assert rank.worker.num_open_jobs == 1
+    prefill.signal(signal.SIGKILL)
+    assert decode.outcome("half").code == PeerGone.code
+    check_nothing_is_left(decode)
+
+
+def test_a_writer_that_is_gone_and_comes_back_frees_its_blocks_by_its_word(world: World) -> None:
+    prefill, decode = world.pair("write")
+    ticket, _ = begin("push", "half", prefill, decode, 64)
+    prefill.push("half", ticket, scattered(4), 0, 32, last=False)
+    wait_until_true(lambda: decode.ranks[0].worker.receiver.num_writers(("half", 1)), "the sender is let in")
+    decode.meet()
+    decode.meet(prefill.card)
+    assert decode.outcome("half").code == PeerGone.code
+    hand_over("push", world, prefill, decode, 64)
+    check_nothing_is_left(decode)
+
+
+def test_nobody_may_write_any_more_when_the_last_piece_was_offered(world: World) -> None:
+    """F24: a transfer of which the first piece is written and the last one is offered, since it is scattered."""
+    prefill, decode = world.pair("write", {"gather_below": str(1 << 30), "gather_min_pieces": "2"})
+    ticket, ours = begin("push", "both", prefill, decode, 64)
+    prefill.push("both", ticket, scattered(4), 0, 16, last=False)
+    receiver = decode.ranks[0].worker.receiver
+    wait_until_true(lambda: receiver.num_writers(("both", 1)), "the sender is let in")
+    prefill.push("both", ticket, scattered(4), 16, 64, last=True)
+    assert decode.outcome("both").code == ""
+    assert decode.wrong_tokens(ours, 0, 64, 1) == []
+    wait_until_true(lambda: not receiver.num_writers(("both", 1)), "nobody may write")
+    check_nothing_is_left(decode)
+
+
+def test_a_receive_whose_writer_dies_ends_when_that_is_known(world: World) -> None:
+    """F1: nothing of a dead process is written any more."""
+    prefill, decode = world.pair("write")
+    ticket, _ = begin("push", "dead", prefill, decode, 64)
+    prefill.push("dead", ticket, scattered(4), 0, 32, last=False)
+    wait_until_true(lambda: decode.ranks[0].worker.receiver.num_writers(("dead", 1)), "the sender is let in")
+    prefill.signal(signal.SIGKILL)
+    decode.meet()
+    assert decode.outcome("dead").code == PeerGone.code
+    check_nothing_is_left(decode)
+
+
+def test_a_receive_that_nobody_writes_is_cancelled_at_once(world: World) -> None:
+    """F1."""
+    prefill, decode = world.pair("push")
+    begin("push", "nobody", prefill, decode, 64)
+    decode.ranks[0].worker.cancel(("nobody", 1))
+    assert decode.outcome("nobody").code == TransferCancelled.code
+    send("nobody", None, prefill, 64)  # too late
+    check_nothing_is_left(decode)
+
+
+def test_a_push_that_comes_too_late_is_refused(world: World) -> None:
+    """Late writes never land: the receiver has not let the sender in."""
+    prefill, decode = world.pair("write")
+    ticket, _ = begin("push", "late", prefill, decode, 64)
+    decode.ranks[0].worker.cancel(("late", 1))
+    decode.outcome("late")
+    for rank in decode.ranks:
+        rank.kv.zero_()
+    send("late", ticket, prefill, 64)
+    assert prefill.call("outcomes", "late")[0][0] == KVNotFound.code
+    assert all(not rank.kv.any() for rank in decode.ranks)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, GATHER_ALL], ids=["direct", "gather"])
+def test_a_peer_that_dies_under_load_fails_its_transfers_only(world: World, mode: str, options: dict[str, str]) -> None:
+    """F5: kill -9 in the middle of many transfers."""
+    prefill, decode = world.pair(mode, {**options, **SMALL_SLOTS, **SHORT})
+    other = world.remote("other", options={**of(mode), **options, **SMALL_SLOTS})
+    introduce(prefill, decode, other)
+    theirs = scattered(30)
+    prefill.call("fill", theirs, 480, 1)
+    keys = [world.key() for _ in range(40)]
+    if mode == "pull":
+        views = [awaiting(prefill.hand_off(key, theirs, 480)) for key in keys]
+    before, after = keys[:30], keys[30:]
+    for number, key in enumerate(keys):
+        if key == after[0]:
+            prefill.signal(signal.SIGKILL)
+        if mode == "pull":
+            decode.load(views[number], scattered(30, 7))
+        else:
+            ticket = decode.load(view(key, kv="await_peer", num_tokens=481), scattered(30, 7))
+            if key in before:
+                prefill.tell("push", key, (ticket or b"").hex(), theirs, 0, 480, last=True)
+    wait_for_peer_loss = threading.Event()
+    wait_for_peer_loss.wait(0.05)  # some of them notice by themselves
+    decode.meet(other.card)
+    if mode != "pull":
+        for key in keys:  # the router's word: KVReady(ok=False)
+            decode.ranks[0].worker.cancel((key, 1))
+    ended: dict[tuple[str, int], Any] = {}
+    while len(ended) < len(keys):
+        results = decode.ranks[0].results()
+        ended.update({**results.finished_receiving, **results.failed_receiving})
+    allowed = {"", PeerGone.code, TransferCancelled.code, TransferTimeout.code, StaleEpoch.code, KVNotFound.code}
+    assert {outcome.code for outcome in ended.values()} <= allowed
+    assert all(ended[key, 1].code for key in after)
+    hand_over(mode, world, other, decode, 100)
+    check_nothing_is_left(decode)
+
+
+def test_garbage_is_counted_and_dropped(world: World) -> None:
+    """F2, F17: from agents that nobody knows and from those that everybody does."""
+    prefill, decode = world.pair("push")
+    endpoint = decode.ranks[0].worker.rank.endpoint
+    stranger = Listening("stranger", 4096, 0)
+    posing = Listening("p/1/0", 4096, 0)
+    try:
+        name, metadata = endpoint._agent.name, endpoint._agent.metadata()
+        for agent in (stranger.agent, posing.agent):
+            agent.connect(name, metadata)
+            for garbage in (b"\x00", b"not msgpack", b"\x93\x01\x02\x03", encode(Begin("unknown", 7))):
+                agent.send(name, garbage)
+        wait_until_true(lambda: endpoint.num_bad_messages >= 3, "garbage of a known agent")
+        hand_over("push", world, prefill, decode, 100)
+    finally:
+        stranger.close()
+        posing.close()
+
+
+# --- what is left -----------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_gives_threads_descriptors_and_shared_memory_back(world: World) -> None:
+    """F24."""
+    prefill = world.remote("p", options=GATHER_ALL)
+
+    def use_one() -> None:
+        decode = world.local("d", options=GATHER_ALL)
+        introduce(prefill, decode)
+        hand_over("pull", world, prefill, decode, 100)
+        prefill.meet()
+        decode.close()
+
+    use_one()
+    before, files_before = held_by_process(), shm_files()
+    for _ in range(3):
+        use_one()
+    wait_until_within(before)
+    assert not left_behind(files_before, WAIT_S)
+
+
+def test_nothing_is_loaded_before_a_worker_side_is_made() -> None:
+    """The fork server imports the connector's module: no thread, no UCX."""
+    code = (
+        "import json, os, sys; import pdkv.connectors.nixl.connector as nixl; "
+        "print(json.dumps([[m for m in sys.modules if m.startswith('nixl')], len(os.listdir('/proc/self/task'))]))"
+    )
+    output = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(output) == [[], 1]
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+
+def test_the_mode_decides_kind_and_orders() -> None:
+    assert load_connector("nixl") is NixlConnector
+    pull, push = (NixlConnector.for_options({"mode": mode}) for mode in ("pull", "push"))
+    assert (pull, push) == (NixlPullConnector, NixlPushConnector)
+    assert (pull.kind, push.kind) == ("pull", "push")
+    assert pull.orders() == ["prefill_first", "decode_first"]
+    assert push.orders() == ["decode_first", "needs_peer_first", "concurrent"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "both"},
+        {"transfer_timeout_s": "0"},
+        {"slots": "0"},
+        {"slot_bytes": "100"},
+        {"gather_below": "-1"},
+        {"x": "1"},
+    ],
+)
+def test_a_wrong_option_is_refused(options: dict[str, str]) -> None:
+    config = ConnectorConfig(engine="e", epoch="1", layout=make_layout(), num_blocks=8, options=options)
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        NixlConnector(config, lambda: None)
+
+
+def test_a_card_is_what_a_peer_needs(world: World) -> None:
+    card: EngineCard = world.local("d", tp=2).card
+    assert len(card.rank_blobs) == 2
+    assert sum(map(len, card.rank_blobs)) < 8192

@@ -1,0 +1,300 @@
+"""Parts of the `nixl` connector that need no NIXL: plans, messages, cards, the doorbell, slots, posts."""
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import hypothesis
+import hypothesis.strategies as st
+import msgspec
+import numpy as np
+import pytest
+from nixl_rig import NO_DOORBELL
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connector_kit.rig.sockets import listeners
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.nixl.agent import MAX_MESSAGE_BYTES, Memory
+from pdkv.connectors.nixl.blocks import POST_BYTES, cut_runs
+from pdkv.connectors.nixl.doorbell import Doorbell, DoorbellAddress
+from pdkv.connectors.nixl.gather import MAX_UNITS, plan_chunks
+from pdkv.connectors.nixl.memory import WORD_BYTES, GenerationTable, Slots, generation_offset
+from pdkv.connectors.nixl.peers import NixlPeers
+from pdkv.connectors.nixl.wire import Begin, Gather, Mode, RankBlob, decode, decode_blob, encode, encode_blob
+from pdkv.connectors.nixl.writers import WriterProcesses
+from pdkv.connectors.transfer.block_runs import make_runs
+from pdkv.connectors.transfer.planning import Run
+from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone
+from pdkv.host.host_id import host_id
+from pdkv.host.huge_pages import use_huge_pages
+from pdkv.host.process_info import process_start_time
+from pdkv.wire.messages import EngineCard, KVLayout
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_size=8, block_size=16, dtype="float32", dtype_bytes=4)
+NUM_BLOCKS = 8
+
+
+# --- plans --------------------------------------------------------------------------------------------------------
+
+
+@hypothesis.given(
+    num_units=st.integers(1, 200),
+    num_layers=st.integers(1, 9),
+    layer_bytes=st.integers(1, 500),
+    chunk=st.integers(500, 9000),
+)
+def test_chunks_hold_every_layer_of_every_unit_once_and_fit(
+    num_units: int, num_layers: int, layer_bytes: int, chunk: int
+) -> None:
+    seen = np.zeros((num_units, num_layers), dtype=np.int64)
+    for first, stop, layer, layer_stop in plan_chunks(num_units, num_layers, layer_bytes, chunk):
+        seen[first:stop, layer:layer_stop] += 1
+        assert 0 < (stop - first) * (layer_stop - layer) * layer_bytes <= chunk
+    assert (seen == 1).all()
+
+
+def test_a_layer_that_fits_into_no_slot_is_refused() -> None:
+    with pytest.raises(ValueError, match="one layer"):
+        plan_chunks(1, 4, 5000, 4096)
+
+
+def test_posts_are_bounded_and_hold_every_byte_once() -> None:
+    """F18."""
+    runs = [Run(3, 5, 1), Run(10, 20, 40), Run(60, 90, 2)]
+    block_bytes = 1 << 20
+    posts = cut_runs(runs, block_bytes)
+    assert max(int(sizes.sum()) for _, _, sizes in posts) < 2 * POST_BYTES
+    pairs = [
+        (source + at, destination + at)
+        for post in posts
+        for source, destination, size in zip(*post, strict=True)
+        for at in range(0, int(size), block_bytes)
+    ]
+    blocks = [(run.source + i, run.destination + i) for run in runs for i in range(run.num_blocks)]
+    assert pairs == [(source * block_bytes, destination * block_bytes) for source, destination in blocks]
+    assert cut_runs([], block_bytes) == []
+
+
+# --- messages and cards ---------------------------------------------------------------------------------------------
+
+
+def test_the_longest_request_fits_into_a_message() -> None:
+    """F18: the worst case of scattered units."""
+    units = make_runs(list(range(10**9, 10**9 + 2 * MAX_UNITS, 2)))
+    assert len(units) == MAX_UNITS
+    message = Gather(2**40, units, 0, 128, 0, 128, 1 << 30, 2**40)
+    assert decode(encode(message)) == message
+    with pytest.raises(ValueError, match="at most"):
+        encode(Begin("x" * MAX_MESSAGE_BYTES, 0))
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\x00", b"\x92\x63\x01", b"\x93\x0a\x01\x02", b"{}", encode(Begin("t", 1))[:-1]]
+)
+def test_what_is_no_message_is_malformed(garbage: bytes) -> None:
+    """F16, F17."""
+    with pytest.raises(MalformedMessage):
+        decode(garbage)
+
+
+def make_card(blob: bytes, **changes: object) -> EngineCard:
+    values: dict[str, object] = {
+        "engine": "p", "epoch": "1", "role": "any", "pid": 0, "connector": "nixl", "kind": "pull",
+        "content_addressed": False, "orders": [], "model": "m", "layout": LAYOUT, "hash_block_size": HASH_BLOCK_SIZE,
+        "num_blocks": NUM_BLOCKS, "max_model_len": 64, "max_num_seqs": 4, "rank_blobs": [blob],
+    }  # fmt: skip
+    return EngineCard(**(values | changes))  # type: ignore[arg-type]
+
+
+def make_blob(**changes: object) -> bytes:
+    size = LAYOUT.block_bytes
+    values: dict[str, object] = {
+        "version": 3, "mode": "pull", "agent": "p/1/0", "metadata": b"", "host": host_id(), "doorbell": NO_DOORBELL,
+        "pool": Memory(1 << 20, NUM_BLOCKS * size), "block_bytes": size, "slots": Memory(0, 1), "slot_bytes": 4096,
+        "permits": Memory(0, 8),
+    }  # fmt: skip
+    return encode_blob(RankBlob(**(values | changes)))  # type: ignore[arg-type]
+
+
+def known_to(mode: Mode, card: EngineCard) -> NixlPeers:
+    peers = NixlPeers(ConnectorConfig(engine="d", epoch="1", layout=LAYOUT, num_blocks=NUM_BLOCKS, model="m"), mode)
+    peers.add(card)
+    return peers
+
+
+def test_a_peer_is_found_by_incarnation_and_by_agent_until_it_goes() -> None:
+    peers = known_to("pull", make_card(make_blob()))
+    blob = peers.rank("p", "1", 0)
+    assert peers.agent("p/1/0") == blob
+    assert peers.agents_of("p", "1") == ["p/1/0"]
+    peers.remove("p", "1")
+    assert peers.agent("p/1/0") is None
+    assert peers.agents_of("p", "1") == []
+    with pytest.raises(PeerGone):
+        peers.rank("p", "1", 0)
+
+
+def test_a_writer_whose_end_could_not_be_seen_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a descriptor for its process its blocks would be free while it may still write."""
+    start_time = process_start_time(os.getpid())
+    assert start_time is not None
+    blob = decode_blob(make_blob(doorbell=DoorbellAddress(os.getpid(), start_time, -1, 0)))
+    processes = WriterProcesses()
+
+    def no_descriptor(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", no_descriptor)
+        assert not processes.watch(blob)
+    assert not processes.knows(blob.agent)
+    assert processes.watch(blob)
+    assert processes.knows(blob.agent)
+    assert not processes.has_ended(blob.agent)
+    processes.close()
+    assert processes.watch(decode_blob(make_blob(agent="elsewhere", host="there")))
+
+
+@pytest.mark.parametrize(
+    ("blob", "what"),
+    [
+        (b"\xff", "names no NIXL agent"),
+        (make_blob(version=9), "version"),
+        (make_blob(mode="push"), "'pull' is expected by engine d, engine p has 'push'"),
+        (make_blob(agent="p/2/0"), "name of its agent"),
+        (make_blob(block_bytes=1), "bytes per block"),
+        (make_blob(pool=Memory(0, 1)), "bytes of its pool"),
+        (make_blob(host="there"), "another host .there, here .*set UCX_TLS"),
+    ],
+)
+def test_a_card_that_says_two_things_is_refused_with_both(blob: bytes, what: str) -> None:
+    peers = known_to("pull", make_card(blob))
+    assert not peers.knows("p", "1")
+    with pytest.raises(IncompatiblePeers, match=what):
+        peers.rank("p", "1", 0)
+
+
+def test_a_card_that_lacks_a_rank_is_refused() -> None:
+    with pytest.raises(IncompatiblePeers, match="describes 1 ranks of 2"):
+        known_to(
+            "pull",
+            make_card(make_blob(), tp=2, layout=msgspec.structs.replace(LAYOUT, num_kv_heads=1, total_kv_heads=2)),
+        ).rank("p", "1", 0)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_generations_count_the_uses_of_a_block_where_a_peer_reads_them() -> None:
+    """F4."""
+    table = GenerationTable(4)
+    table.reuse(2)
+    table.reuse(2)
+    table.publish(2, [b"key"])
+    assert [table.generation(block) for block in range(4)] == [0, 0, 2, 0]
+    assert table.values.tolist() == [0, 0, 2, 0]
+
+
+def test_a_slot_gets_a_new_generation_before_it_is_written() -> None:
+    """F4: of what is read later than allowed, the reader sees that it is not what was told."""
+    slots = Slots(3, 4096)
+    memory, first = slots.begin(1)
+    memory[:] = 7
+    offset = generation_offset(slots.memory.nbytes, 4096, 1)
+
+    def seen() -> int:
+        return int(slots.memory[offset : offset + WORD_BYTES].view(np.int64)[0])
+
+    assert seen() == first
+    assert not slots.memory[:4096].any()
+    _, second = slots.begin(1)
+    assert seen() == second != first
+
+
+def test_huge_pages_keep_what_is_in_memory() -> None:
+    array = np.arange(1 << 20, dtype=np.int64)
+    expected = array.copy()
+    use_huge_pages(array.ctypes.data, array.nbytes)  # the system may have none
+    assert (array == expected).all()
+    assert not use_huge_pages(array.ctypes.data, 4096)
+
+
+# --- the doorbell -----------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_ends_the_wait_and_rings_are_forgotten_together() -> None:
+    """F19: who has nothing to do is woken by a message, not by the next request."""
+    own, other = Doorbell(), Doorbell()
+    try:
+        woken: list[bool] = []
+        waiting = threading.Thread(target=lambda: woken.append(own.wait(20.0)))
+        waiting.start()
+        other.ring(own.address)
+        waiting.join(20.0)
+        assert woken == [True]
+        for _ in range(100_000):  # more than a pipe holds: nobody is held up
+            other.ring(own.address)
+        assert own.wait(0.0)
+        assert not own.wait(0.0)
+        own.wake()
+        assert own.wait(20.0)
+    finally:
+        own.close()
+        other.ring(own.address)  # nobody is there
+        other.close()
+        other.close()
+    assert not own.wait(0.0)
+
+
+def test_the_wait_for_a_ring_ends_while_somebody_rings_on() -> None:
+    """It used to read datagrams until there were none: whoever rang faster held the thread."""
+    own, other = Doorbell(), Doorbell()
+    rung, looked = threading.Event(), threading.Event()
+
+    def ring_on() -> None:
+        while not looked.is_set():
+            other.ring(own.address)
+            rung.set()
+
+    ringing = threading.Thread(target=ring_on)
+    ringing.start()
+    try:
+        assert rung.wait(20.0)
+        for _ in range(100):
+            own.wait(0.0)
+    finally:
+        looked.set()
+        ringing.join()
+        own.close()
+        other.close()
+
+
+def test_nobody_but_processes_of_this_user_reaches_a_doorbell() -> None:
+    """No socket, no name: only what /proc opens, which asks who wants it."""
+    before = sockets_that_take_something()
+    own, other = Doorbell(), Doorbell()
+    try:
+        assert sockets_that_take_something() == before
+        mode = os.stat(f"/proc/self/fd/{own.address.fd}").st_mode
+        assert stat.S_ISFIFO(mode)
+        assert stat.S_IMODE(mode) == 0o600
+        if os.geteuid() == 0:  # as another user
+            code = "import os, sys; os.setgid(65534); os.setuid(65534); open(sys.argv[1], 'wb', buffering=0)"
+            path = f"/proc/{os.getpid()}/fd/{own.address.fd}"
+            failed = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+            assert "PermissionError" in failed.stderr
+        changes = [{"pid": 1}, {"start_time": 1}, {"fd": 0}, {"fd": -1}, {"fd": 10**6}, {"inode": 1}, {"pid": 2**40}]
+        for change in changes:  # a recycled pid or descriptor, or a card that lies
+            other.ring(msgspec.structs.replace(own.address, **change))
+        assert not own.wait(0.0)
+        assert not other._open
+    finally:
+        own.close()
+        other.close()
+
+
+def sockets_that_take_something() -> list[str]:
+    return [str(listener) for listener in listeners(os.getpid())]

@@ -1,0 +1,74 @@
+"""The envelope of a stored value: what is not, byte for byte, what was saved under that key is not whole."""
+
+import random
+
+import pytest
+import xxhash
+from damage import MUTATIONS
+
+from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Sealer
+
+SIZES = (1, 64, 4096, 100_003)
+SEALERS = {"checksum": Sealer(), "signature": Sealer(b"a secret of sixteen bytes or more")}
+
+
+def sealed(sealer: Sealer, key: bytes, body: bytes) -> memoryview:
+    value = memoryview(bytearray(body + b"x" * ENVELOPE_BYTES))
+    sealer.seal(key, value)
+    return value
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", SEALERS)
+def test_what_was_sealed_is_whole_under_its_own_key_only(kind: str, size: int) -> None:
+    body = random.Random(size).randbytes(size)
+    value = sealed(SEALERS[kind], b"key", body)
+    assert value[:size] == body
+    assert SEALERS[kind].is_whole(b"key", value)
+    assert not SEALERS[kind].is_whole(b"kez", value)
+    assert not SEALERS[kind].is_whole(b"key" + body[:1], value[1:]), "a key's end is not a body's beginning"
+
+
+@pytest.mark.parametrize("kind", SEALERS)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_no_mutation_of_a_value_is_whole(kind: str, mutation: str) -> None:
+    rng = random.Random(mutation)
+    for _ in range(200):
+        value = bytes(sealed(SEALERS[kind], b"key", rng.randbytes(rng.choice(SIZES[:3]))))
+        changed = MUTATIONS[mutation](value, rng)
+        assert not SEALERS[kind].is_whole(b"key", memoryview(changed)), (mutation, len(value), len(changed))
+
+
+def test_every_bit_counts() -> None:
+    for sealer in SEALERS.values():
+        value = sealed(sealer, b"key", b"body")
+        for bit in range(len(value) * 8):
+            value[bit // 8] ^= 1 << bit % 8
+            assert not sealer.is_whole(b"key", value)
+            value[bit // 8] ^= 1 << bit % 8
+        assert sealer.is_whole(b"key", value)
+
+
+def test_signed_and_unsigned_and_other_secrets_accept_nothing_of_each_other() -> None:
+    sealers = [Sealer(), Sealer(b"one secret of enough bytes"), Sealer(b"two secrets of enough bytes")]
+    assert len({sealer.identity for sealer in sealers}) == 3
+    for author in sealers:
+        value = sealed(author, b"key", b"body")
+        assert [reader.is_whole(b"key", value) for reader in sealers] == [reader is author for reader in sealers]
+    again = Sealer(b"one secret of enough bytes")
+    assert again.identity == sealers[1].identity
+    assert again.is_whole(b"key", sealed(sealers[1], b"key", b"body"))
+
+
+def test_a_forger_who_knows_all_but_the_secret_cannot_sign() -> None:
+    """The checksum of a changed body is anybody's to compute, under the mark of a signature, too."""
+    value = sealed(SEALERS["signature"], b"key", b"body")
+    value[:4] = b"evil"
+    value[4 + 16 : 4 + 48] = xxhash.xxh3_128(b"key" + b"evil").digest() + bytes(16)
+    assert not SEALERS["signature"].is_whole(b"key", value)
+
+
+def test_what_is_shorter_than_an_envelope_is_not_whole() -> None:
+    for sealer in SEALERS.values():
+        for size in range(ENVELOPE_BYTES + 1):
+            assert not sealer.is_whole(b"key", memoryview(bytes(size)))

@@ -1,0 +1,128 @@
+"""Units out of a pool and into another one: any block sizes, head slices and layer ranges."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.transfer.planning import as_ids, unit_index
+from pdkv.connectors.transfer.units import UnitPart, UnitPool
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def make_pool(num_blocks: int, block_size: int, *, layers: int = 3, heads: int = 4, dtype: Any = torch.float32) -> Any:
+    values = torch.arange(num_blocks * layers * 2 * heads * block_size * 2) % 251
+    return values.to(dtype).view(num_blocks, layers, 2, heads, block_size, 2)
+
+
+def tokens(pool: torch.Tensor, block_ids: list[int], start: int, stop: int) -> torch.Tensor:
+    """(tokens, layers, 2, heads, head_size)."""
+    return pool[block_ids].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[start:stop]
+
+
+def test_unit_index_names_block_and_position() -> None:
+    assert unit_index([7, 3], 32, 0, 64).tolist() == [14, 15, 6, 7]
+    assert unit_index([7, 3], 32, 16, 33).tolist() == [15, 6]
+    assert unit_index([5, 9], 16, 16, 16).tolist() == []
+
+
+@pytest.mark.parametrize(("block_size", "start", "stop"), [(24, 0, 24), (16, 8, 16), (16, 0, 33), (16, 16, 0)])
+def test_unit_index_refuses_what_is_no_range_of_units(block_size: int, start: int, stop: int) -> None:
+    with pytest.raises(ValueError):
+        unit_index([0, 1], block_size, start, stop)
+
+
+@given(data=st.data())
+@settings(max_examples=300)
+def test_units_survive_the_way_between_pools_of_unequal_blocks(data: st.DataObject) -> None:
+    """Head slices and layer ranges included; nothing else of the receiving pool changes."""
+    here_size, there_size = (data.draw(st.sampled_from([16, 32, 48, 64])) for _ in range(2))
+    layers, heads = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 2, 3, 4, 8]))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    head_start, layer_start = data.draw(st.integers(0, heads - 1)), data.draw(st.integers(0, layers - 1))
+    part = UnitPart(
+        head_start,
+        data.draw(st.integers(head_start + 1, heads)),
+        layer_start,
+        data.draw(st.integers(layer_start + 1, layers)),
+    )
+    num_tokens = data.draw(st.integers(1, 200))
+    start = data.draw(st.integers(0, (num_tokens - 1) // HASH_BLOCK_SIZE)) * HASH_BLOCK_SIZE
+    here = make_pool(14, here_size, layers=layers, heads=heads, dtype=dtype)
+    there = torch.full((14, layers, 2, heads, there_size, 2), -1, dtype=dtype)
+    ids = data.draw(st.permutations(range(14))), data.draw(st.permutations(range(14)))
+    source, target = UnitPool(here), UnitPool(there)
+    units = unit_index(ids[0], here_size, start, num_tokens)
+    buffer = np.zeros(units.size * source.unit_bytes(part), dtype=np.uint8)
+    source.gather(units, part, buffer)
+    written = unit_index(ids[1], there_size, start, num_tokens)
+    target.scatter(written, part, buffer)
+
+    where = (slice(None), slice(part.layer_start, part.layer_stop), slice(None), slice(head_start, part.head_stop))
+    expected = tokens(here, list(ids[0]), start, num_tokens)[where]
+    assert torch.equal(tokens(there, list(ids[1]), start, num_tokens)[where], expected)
+    num_written = units.size * HASH_BLOCK_SIZE * part.num_layers * part.num_heads * 2 * 2
+    assert int((there != -1).sum()) == num_written
+
+
+def test_an_image_is_layers_kv_heads_tokens() -> None:
+    pool = make_pool(2, 32)
+    part = UnitPart(1, 3, 1, 3)
+    units = UnitPool(pool)
+    buffer = np.zeros(2 * units.unit_bytes(part), dtype=np.uint8)
+    units.gather(as_ids([3, 0]), part, buffer)
+    images = torch.from_numpy(buffer).view(torch.float32).view(2, 2, 2, 2, HASH_BLOCK_SIZE, 2)
+    assert torch.equal(images[0], pool[1, 1:3, :, 1:3, 16:])
+    assert torch.equal(images[1], pool[0, 1:3, :, 1:3, :16])
+
+
+@pytest.mark.parametrize(
+    ("units", "part", "size"),
+    [
+        ([4], (0, 4, 0, 3), None),
+        ([-1], (0, 4, 0, 3), None),
+        ([0], (0, 5, 0, 3), None),
+        ([0], (0, 4, 2, 2), None),
+        ([0], (0, 4, 0, 3), 8),
+    ],
+)
+def test_what_the_pool_does_not_have_is_refused(units: list[int], part: Any, size: int | None) -> None:
+    pool = UnitPool(make_pool(2, 32))
+    part = UnitPart(*part)
+    buffer = np.zeros(pool.unit_bytes(part) if size is None else size, dtype=np.uint8)
+    for copy in (pool.gather, pool.scatter):
+        with pytest.raises(ValueError):
+            copy(as_ids(units), part, buffer)
+
+
+def test_pools_that_are_not_whole_units_are_refused() -> None:
+    for shape in ((2, 3, 2, 4, 24, 2), (2, 3, 4, 16, 2), (2, 3, 3, 4, 16, 2)):
+        with pytest.raises(ValueError):
+            UnitPool(torch.zeros(shape))
+    with pytest.raises(ValueError):
+        UnitPool(torch.zeros(2, 3, 2, 4, 16, 4)[..., :2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("part", [(0, 4, 0, 3), (0, 4, 1, 3), (2, 4, 0, 3), (1, 2, 2, 3)])
+def test_device_pools_give_the_same_images(block_size: int, part: tuple[int, int, int, int]) -> None:
+    pool = make_pool(6, block_size, dtype=torch.bfloat16)
+    units = unit_index([5, 0, 3], block_size, 16, 3 * block_size)
+    host, device = UnitPool(pool), UnitPool(pool.cuda())
+    chosen = UnitPart(*part)
+    images = [np.zeros(units.size * host.unit_bytes(chosen), dtype=np.uint8) for _ in range(2)]
+    host.gather(units, chosen, images[0])
+    device.gather(units, chosen, images[1])
+    assert np.array_equal(*images)
+    empty = torch.zeros_like(pool)
+    back = UnitPool(empty.cuda())
+    back.scatter(units, chosen, images[1])
+    UnitPool(empty).scatter(units, chosen, images[0])
+    assert torch.equal(back.kv_cache.cpu(), empty)

@@ -1,0 +1,115 @@
+"""The backends against attention written out, over random mixes of chunks and decodes."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from attention_case import MIXES, Case, Shape, without_compiled_kernel
+
+from pdkv.engine.attention import tiles as attention_tiles
+from pdkv.engine.attention.backend import AttentionBackend, make_backend
+from pdkv.engine.attention.cpu import CpuAttention
+from pdkv.engine.attention.tiles import AttentionLimits, plan_tiles
+from pdkv.kernels import host
+
+torch.set_num_threads(1)
+
+SHAPE = Shape()
+
+needs_compiled_kernel = pytest.mark.skipif(not host.available(), reason="no compiler when pdkv was installed")
+
+
+@needs_compiled_kernel
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size"), [(6, 2, 16), (4, 4, 32), (8, 2, 64), (3, 1, 128), (2, 2, 80)]
+)
+def test_single_queries_equal_attention_written_out(
+    heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    try:
+        for mix in ([(0, 1)], [(40, 1)], MIXES[4]):
+            case = Case(mix, dtype, shape=Shape(heads, kv_heads, head_size))
+            backend = CpuAttention(case.pool, heads)
+            assert backend._singles is not None
+            close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+            torch.testing.assert_close(case.run(backend, 1).double(), case.expected(1), **close)
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_compiled_kernel
+def test_large_scores_do_not_overflow() -> None:
+    case = Case([(100, 1), (0, 1)])
+    case.qkv[:, : SHAPE.heads] *= 1000
+    torch.testing.assert_close(
+        case.run(CpuAttention(case.pool, SHAPE.heads), 0).double(), case.expected(0), rtol=1e-3, atol=1e-3
+    )
+
+
+@needs_compiled_kernel
+def test_head_sizes_that_the_kernel_does_not_take_are_left_to_torch() -> None:
+    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 8), 1)._singles is None
+    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 16, dtype=torch.float16), 1)._singles is None
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=len)
+@pytest.mark.parametrize("make", [CpuAttention, without_compiled_kernel], ids=["cpu", "cpu-torch"])
+def test_backends_equal_attention_written_out(
+    mix: list[tuple[int, int]], make: Callable[[torch.Tensor, int], AttentionBackend]
+) -> None:
+    for layer in range(SHAPE.layers):
+        case = Case(mix)
+        expected = case.expected(layer)
+        backend = make(case.pool, SHAPE.heads)
+        torch.testing.assert_close(case.run(backend, layer).double(), expected, rtol=1e-4, atol=1e-5)
+        some = case.run(backend, SHAPE.layers - 1, last_only=True)
+        if layer == SHAPE.layers - 1:
+            torch.testing.assert_close(some.double(), expected[case.last_rows], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype: torch.dtype) -> None:
+    case = Case(MIXES[3], dtype)
+    expected = case.expected(0)
+    torch.testing.assert_close(
+        case.run(CpuAttention(case.pool, SHAPE.heads), 0).double(), expected, rtol=0.05, atol=0.05
+    )
+
+
+def test_small_buckets_and_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_tiles, "_BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(attention_tiles, "_WASTE_BYTES", 0)
+    case = Case(MIXES[3])
+    expected = case.expected(0)
+    torch.testing.assert_close(
+        case.run(CpuAttention(case.pool, SHAPE.heads), 0).double(), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_only_the_scheduled_slots_are_written() -> None:
+    case = Case([(5, 3), (0, 20), (31, 1)])
+    before = case.pool.clone()
+    case.run(make_backend(case.pool, SHAPE.heads), 1)
+    written = torch.zeros(case.pool.shape[0], SHAPE.block_size, dtype=torch.bool)
+    written[case.inputs.block_ids, case.inputs.offsets] = True
+    changed = (
+        (case.pool != before).any(-1).permute(0, 4, 1, 2, 3).flatten(3)
+    )  # (blocks, offsets, layers, sides * heads)
+    assert changed[:, :, 1].all(-1).eq(written).all()
+    assert not changed[:, :, 0].any()
+
+
+def test_tiles_cover_every_query_once() -> None:
+    case = Case([(length * 3, 1 + length * 11 % 290) for length in range(30)])
+    plan = plan_tiles(
+        case.inputs, None, SHAPE.block_size, AttentionLimits(SHAPE.heads, SHAPE.kv_heads, SHAPE.head_size, 4)
+    )
+    rows = np.concatenate([bucket.qkv_rows[bucket.real] for bucket in plan.buckets])
+    assert sorted(rows.tolist()) == list(range(len(case.inputs.positions)))
+    for bucket in plan.buckets:
+        assert (bucket.positions == case.inputs.positions[bucket.qkv_rows]).all()
+        assert (bucket.seq_lens <= bucket.num_blocks * SHAPE.block_size).all()

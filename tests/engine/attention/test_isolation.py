@@ -1,0 +1,124 @@
+"""What a request does not own never reaches its attention, whatever lies there: every CPU path, bit by bit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from attention_case import MIXES, Case, Shape, without_compiled_kernel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkv.engine.attention import tiles as attention_tiles
+from pdkv.engine.attention.backend import AttentionBackend
+from pdkv.engine.attention.cpu import CpuAttention
+
+torch.set_num_threads(1)
+
+Make = Callable[[torch.Tensor, int], AttentionBackend]
+
+PATHS = pytest.mark.parametrize("make", [CpuAttention, without_compiled_kernel], ids=["compiled", "torch"])
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+decodes = st.tuples(st.integers(0, 150), st.just(1))
+chunks = st.tuples(st.one_of(st.just(0), st.integers(0, 80)), st.integers(2, 150))
+steps = st.lists(st.one_of(decodes, chunks), min_size=1, max_size=7)
+shapes = st.builds(
+    lambda heads, head_size, block_size: Shape(*heads, head_size, block_size),
+    st.sampled_from([(1, 1), (4, 4), (6, 2), (8, 1), (3, 1)]),
+    st.sampled_from([8, 16, 32, 64, 80, 128]),
+    st.sampled_from([16, 32, 48]),
+)
+
+
+def poisons(dtype: torch.dtype) -> list[float]:
+    """Nothing is worse than these: a product with the last one overflows."""
+    return [float("nan"), float("inf"), float("-inf"), torch.finfo(dtype).max]
+
+
+def check(make: Make, requests: list[tuple[int, int]], dtype: torch.dtype, shape: Shape, poison: float) -> None:
+    """Poison what is nobody's, then one request after the other: the others' results are those of a clean pool."""
+
+    def attend(case: Case) -> list[torch.Tensor]:
+        backend = make(case.pool, shape.heads)
+        last = shape.layers - 1
+        return [case.run(backend, 0), case.run(backend, last), case.run(backend, last, last_only=True)]
+
+    def case() -> Case:
+        return Case(requests, dtype, shape=shape)
+
+    clean = attend(case())
+    close = 1e-4 if dtype is torch.float32 else 0.05
+    for layer in (0, shape.layers - 1):
+        torch.testing.assert_close(clean[layer].double(), case().expected(layer), rtol=close, atol=close)
+    poisoned = case()
+    poisoned.fill_foreign(poison)
+    for result, expected in zip(attend(poisoned), clean, strict=True):
+        assert torch.equal(result, expected)
+    for victim in range(len(requests)):
+        poisoned = case()
+        poisoned.fill_foreign(poison)
+        poisoned.poison(victim, poison)
+        others = torch.ones(len(poisoned.qkv), dtype=torch.bool)
+        others[poisoned.rows(victim)] = False
+        for result, expected in zip(attend(poisoned), clean, strict=True):
+            wanted = others if len(result) == len(others) else others[poisoned.last_rows]
+            assert torch.equal(result[wanted], expected[wanted])
+
+
+@PATHS
+@settings(max_examples=40)
+@given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES))
+def test_only_owned_kv_counts(
+    make: Make, data: st.DataObject, requests: list[tuple[int, int]], shape: Shape, dtype: torch.dtype
+) -> None:
+    check(make, requests, dtype, shape, data.draw(st.sampled_from(poisons(dtype))))
+
+
+@PATHS
+@pytest.mark.parametrize("mix", MIXES[:5], ids=len)
+def test_in_many_small_buckets(mix: list[tuple[int, int]], make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 8 queries and their padding, one after the other."""
+    monkeypatch.setattr(attention_tiles, "_BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(attention_tiles, "_WASTE_BYTES", 0)
+    check(make, mix, torch.float32, Shape(), float("nan"))
+
+
+@PATHS
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("queries", [1, 2, 20])
+def test_every_length_of_the_last_block(queries: int, block_size: int, make: Make) -> None:
+    """Beside a long request, in whose bucket the short ones are padded with their own blocks."""
+    requests = [(length, queries) for length in range(2 * block_size + 1)] + [(20 * block_size, queries)]
+    clean, poisoned = (Case(requests, shape=Shape(block_size=block_size)) for _ in range(2))
+    poisoned.fill_foreign(float("nan"))
+    results = [case.run(make(case.pool, case.shape.heads), 0) for case in (clean, poisoned)]
+    assert torch.equal(*results)
+
+
+@PATHS
+def test_a_block_whose_owner_overflowed(make: Make) -> None:
+    """A clean prompt of 20 tokens gets, as its second block, one that was full of NaN."""
+    case = Case([(0, 20)])
+    expected = case.expected(0)
+    case.pool[case.blocks(0)[1]] = float("nan")
+    torch.testing.assert_close(case.run(make(case.pool, 6), 0).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@PATHS
+@settings(max_examples=40)
+@given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES))
+def test_no_token_gets_anything_of_a_later_one(
+    make: Make, data: st.DataObject, requests: list[tuple[int, int]], shape: Shape, dtype: torch.dtype
+) -> None:
+    """Else KV of a prompt's first tokens, which other prompts find by those tokens, depends on what came behind."""
+    clean, poisoned = (Case(requests, dtype, shape=shape) for _ in range(2))
+    poison = data.draw(st.sampled_from(poisons(dtype)))
+    before = torch.ones(len(clean.qkv), dtype=torch.bool)
+    for victim in range(len(requests)):
+        rows = poisoned.rows(victim)
+        first = data.draw(st.integers(rows.start, rows.stop))  # at the end: none of it
+        poisoned.qkv[first : rows.stop] = poison
+        before[first : rows.stop] = False
+    for layer in (0, shape.layers - 1):
+        results = [case.run(make(case.pool, shape.heads), layer) for case in (clean, poisoned)]
+        assert torch.equal(results[0][before], results[1][before])

@@ -1,0 +1,204 @@
+"""Everything around generation: health, models, topology, statuses of failures, clients that go away."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+from asgi_client import begin, call, run
+from fake_dispatcher import FakeDispatcher, say, tokens
+from small_app import MAX_MODEL_LEN, MODEL, ids, make_app
+
+from pdkv.errors import (
+    EngineDied,
+    EngineUnavailable,
+    InvalidRequest,
+    PdkvError,
+    RequestAborted,
+    RequestFailed,
+    RequestTimeout,
+)
+
+
+def get(dispatcher: FakeDispatcher, path: str, method: str = "GET") -> tuple[int, dict]:
+    reply = run(call(make_app(dispatcher), method, path))
+    return reply.status, reply.json()
+
+
+def test_health_is_503_until_the_engines_are_ready() -> None:
+    dispatcher = FakeDispatcher()
+    dispatcher.ready = False
+    status, body = get(dispatcher, "/health")
+    assert (status, body["error"]["code"]) == (503, "not_ready")
+    dispatcher.ready = True
+    assert get(dispatcher, "/health") == (200, {"status": "ok"})
+
+
+def test_models() -> None:
+    dispatcher = FakeDispatcher()
+    status, body = get(dispatcher, "/v1/models")
+    assert (status, body["object"]) == (200, "list")
+    [card] = body["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", MAX_MODEL_LEN)
+    assert get(dispatcher, f"/v1/models/{MODEL}") == (200, card)
+    status, body = get(dispatcher, "/v1/models/org/other")
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_engines_with_less_room_make_the_models_length_less() -> None:
+    dispatcher = FakeDispatcher(say(ids("x")))
+    dispatcher.max_model_len = 50
+    app = make_app(dispatcher)
+    reply = run(call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5] * 60}))
+    assert reply.status == 400
+    assert "50 tokens" in reply.json()["error"]["message"]
+    assert get(dispatcher, "/v1/models")[1]["data"][0]["max_model_len"] == 50
+
+
+def test_topology() -> None:
+    assert get(FakeDispatcher(), "/topology") == (200, FakeDispatcher().topology())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/chat/completions", 405),
+        ("POST", "/health", 405),
+    ],
+)
+def test_unknown_paths_and_methods_have_openais_shape(method: str, path: str, status: int) -> None:
+    got, body = get(FakeDispatcher(), path, method)
+    assert got == status
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert path in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (EngineUnavailable("none"), 503, "engine_unavailable"),
+        (EngineDied("dead", request_id="r"), 503, "engine_died"),
+        (RequestTimeout("slow", request_id="r"), 504, "timeout"),
+        (RequestFailed("broken", request_id="r"), 500, "request_failed"),
+        (RequestAborted("the engine gave up", request_id="r"), 503, "aborted"),
+        (InvalidRequest("an engine refuses it"), 400, None),
+    ],
+)
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_a_failure_has_its_status(error: PdkvError, status: int, code: str | None, prompt: str | list[str]) -> None:
+    app = make_app(FakeDispatcher(lambda _: [error]))
+    reply = run(call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": prompt}))
+    assert (reply.status, reply.json()["error"]["code"]) == (status, code)
+    assert reply.json()["error"]["message"] == str(error)
+    assert reply.headers["x-request-id"]
+    assert ("retry-after" in reply.headers) == (status == 503)
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["a", "b"]}, {"stream": True}])
+def test_no_engine_is_503(fields: dict) -> None:
+    dispatcher = FakeDispatcher()
+    dispatcher.available = False
+    body = {"model": MODEL, "prompt": "a", **fields}
+    assert run(call(make_app(dispatcher), "POST", "/v1/completions", body)).status == 503
+
+
+def test_one_failed_choice_fails_the_request_and_aborts_the_others() -> None:
+    async def main() -> None:
+        dispatcher = FakeDispatcher()
+        exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", {"model": MODEL, "prompt": ["a", "b"]})
+        await dispatcher.next_generation(1)
+        dispatcher.generations[0].put(tokens(*ids("x")))
+        dispatcher.generations[1].put(RequestFailed("broken", request_id="r"))
+        await task
+        assert exchange.status == 500
+        assert dispatcher.generations[0].aborted
+
+    run(main())
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"prompt": ["a", "b"]}])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_deltas", [0, 1])
+def test_a_client_that_goes_away_aborts_everything(fields: dict, stream: bool, num_deltas: int) -> None:
+    async def main() -> None:
+        dispatcher = FakeDispatcher()
+        body = {"model": MODEL, "prompt": "a", "stream": stream, **fields}
+        exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", body)
+        generation = await dispatcher.next_generation(0)
+        if num_deltas:
+            generation.put(tokens(*ids("x")))
+            if stream:
+                await exchange.wait_for_writes(1)
+            if "n" in fields:
+                await dispatcher.next_generation(1)
+        exchange.disconnect()
+        await task
+        assert dispatcher.generations
+        assert all(generation.aborted for generation in dispatcher.generations)
+        assert len(exchange.writes) == (num_deltas if stream else 0)
+        assert len(asyncio.all_tasks()) == 1  # nothing is left behind
+
+    run(main())
+
+
+def test_a_client_that_goes_away_before_its_body_is_whole_starts_nothing() -> None:
+    async def main() -> None:
+        dispatcher = FakeDispatcher()
+        exchange, task = begin(make_app(dispatcher), "POST", "/v1/completions", {"model": MODEL, "prompt": "a"})
+        exchange._to_send = [{"type": "http.request", "body": b"{", "more_body": True}]
+        exchange.disconnect()
+        await task
+        assert exchange.status == 0
+        assert dispatcher.generations == []
+
+    run(main())
+
+
+def test_a_finished_request_leaves_no_task_behind() -> None:
+    async def main() -> None:
+        app = make_app(FakeDispatcher(say(ids("ab"))))
+        for fields in ({}, {"n": 3}, {"stream": True}, {"stream": True, "n": 3}):
+            await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": "a", **fields})
+            await asyncio.sleep(0)
+            assert len(asyncio.all_tasks()) == 1
+
+    run(main())
+
+
+def test_a_client_may_shorten_its_deadline() -> None:
+    dispatcher = FakeDispatcher(say(ids("ab")))
+    app = make_app(dispatcher, request_timeout_s=60.0)
+    body = {"model": MODEL, "prompt": "a"}
+    for headers in ({}, {"x-pd-timeout-s": "0.5"}, {"x-pd-timeout-s": "900"}):
+        run(call(app, "POST", "/v1/completions", body, headers))
+    assert [request.timeout_s for request in dispatcher.requests] == [60.0, 0.5, 60.0]
+
+
+def test_all_choices_share_the_deadline_of_their_request() -> None:
+    dispatcher = FakeDispatcher(say(ids("ab")))
+    run(call(make_app(dispatcher), "POST", "/v1/completions", {"model": MODEL, "prompt": "a", "n": 2}))
+    first, second = dispatcher.requests
+    assert second.timeout_s < first.timeout_s
+
+
+def test_a_defect_is_500_in_openais_shape() -> None:
+    class Broken(FakeDispatcher):
+        def topology(self) -> dict:
+            raise ZeroDivisionError
+
+    async def main() -> None:
+        exchange, task = begin(make_app(Broken()), "GET", "/topology")
+        with pytest.raises(ZeroDivisionError):  # for the server's log
+            await task
+        assert (exchange.status, exchange.json()["error"]["code"]) == (500, "internal_error")
+
+    run(main())
+
+
+def test_the_router_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, pdkv.router.http.app; print({'torch', 'transformers', 'pydantic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,408 @@
+"""What a connection may cost: headers, URLs, time, connections, and what comes unasked. Errors in OpenAI's shape."""
+
+import asyncio
+import logging
+import socket
+
+import pytest
+from fake_dispatcher import FakeDispatcher, say, tokens
+from http_server import Reply, connected, get, post, run, serving
+from small_app import MODEL, ids, make_app
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from pdkv.config import HttpLimits
+from pdkv.errors import ConfigError, ServerBusy
+from pdkv.router.budget import ByteBudget, Share
+from pdkv.router.http import connections as http_connections
+from pdkv.router.http.app import body_budget
+from pdkv.router.http.connections import connection_limit
+
+COMPLETIONS = "/v1/completions"
+PROMPT = b'{"model": "%s", "prompt": "x"}' % MODEL.encode()
+
+
+def exchange(request: bytes, limits: HttpLimits | None = None) -> Reply:
+    """What is answered to `request`; then the connection must end, without a reset."""
+
+    async def main() -> Reply:
+        async with serving(make_app(FakeDispatcher(say(ids("ab"))), limits=limits), limits) as server:
+            async with connected(server.port) as client:
+                await client.send(request)
+                reply = await client.reply()
+                assert reply.headers["connection"] == "close"
+                assert await client.at_end()
+            async with connected(server.port) as client:
+                await client.send(get("/health"))
+                assert (await client.reply()).status == 200
+                return reply
+
+    return run(main())
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        get("/health", "x: " + "y" * 40_000),
+        b"GET /health HTTP/1.1\r\nx: " + b"y" * 200_000,
+        get("/health", *(f"x{i}: y" for i in range(101))),
+        get("/health", *(f"x{i}: {'y' * 1000}" for i in range(50))),
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: " + b"y" * 40_000 + b"\r\n\r\n",
+    ],
+    ids=["long", "endless", "many", "large together", "trailers"],
+)
+def test_headers_that_are_too_large_are_431(request_bytes: bytes) -> None:
+    reply = exchange(request_bytes)
+    assert reply.status == 431
+    assert reply.error()["type"] == "invalid_request_error"
+    assert "--max-header-bytes" in reply.error()["message"]
+
+
+@pytest.mark.parametrize(
+    "url", [b"/" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", b"/" + b"a" * 500_000], ids=["long", "endless"]
+)
+def test_a_url_that_is_too_long_is_414(url: bytes) -> None:
+    reply = exchange(b"GET " + url)
+    assert (reply.status, reply.error()["code"]) == (414, None)
+    assert "8192" in reply.error()["message"]
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 20_000,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+    ids=["nonsense", "tls", "header", "length", "chunk", "tiny chunks", "h2"],
+)
+def test_what_the_parser_refuses_is_400_in_openais_shape(request_bytes: bytes) -> None:
+    reply = exchange(request_bytes)
+    assert reply.status == 400
+    assert reply.error()["type"] == "invalid_request_error"
+    assert reply.headers["content-type"] == "application/json"
+
+
+def test_a_large_body_gets_its_413_and_no_reset() -> None:
+    """The client sends everything before it reads anything, as many do."""
+    body = bytes(24 << 20)
+    reply = exchange(post(COMPLETIONS, body, "content-type: application/json"))
+    assert reply.status == 413
+    assert "--max-body-bytes" in reply.error()["message"]
+
+
+def test_a_chunked_body_that_is_too_large_gets_its_413_and_no_reset() -> None:
+    chunk = b"100000\r\n" + bytes(1 << 20) + b"\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert exchange(head + chunk * 24 + b"0\r\n\r\n").status == 413
+
+
+def test_a_body_that_nobody_asked_for_does_not_keep_the_connection() -> None:
+    assert exchange_without_close_header(b"POST /nowhere HTTP/1.1\r\ncontent-length: 100000\r\n\r\nx").status == 404
+
+
+def exchange_without_close_header(request: bytes) -> Reply:
+    async def main() -> Reply:
+        async with serving(make_app(FakeDispatcher())) as server, connected(server.port) as client:
+            await client.send(request)
+            reply = await client.reply()
+            assert await client.at_end()
+            return reply
+
+    return run(main())
+
+
+def test_headers_that_do_not_come_are_408() -> None:
+    reply = exchange(b"GET /health HTTP/1.1\r\nx: ", HttpLimits(header_timeout_s=0.1))
+    assert reply.status == 408
+    assert "--header-timeout-s" in reply.error()["message"]
+
+
+def test_headers_of_a_later_request_are_timed_too() -> None:
+    async def main() -> None:
+        limits = HttpLimits(header_timeout_s=0.1)
+        async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+            await client.send(get("/health") + b"GET /hea")
+            assert (await client.reply()).status == 200
+            assert (await client.reply()).status == 408
+            assert await client.at_end()
+
+    run(main())
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n"], ids=["nothing", "empty lines"])
+def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
+    async def main() -> None:
+        limits = HttpLimits(header_timeout_s=0.1)
+        async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+            await client.send(sent)
+            assert b"200" not in await client.reader.read()
+
+    run(main())
+
+
+def test_an_idle_connection_is_closed_after_its_time() -> None:
+    async def main() -> None:
+        limits = HttpLimits(idle_timeout_s=0.1)
+        async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
+            await client.send(get("/health"))
+            assert (await client.reply()).status == 200
+            assert await client.at_end()
+
+    run(main())
+
+
+def test_a_body_that_does_not_come_is_408() -> None:
+    request = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 10\r\n\r\n{"
+    reply = exchange(request, HttpLimits(body_timeout_s=0.1))
+    assert reply.status == 408
+    assert "--body-timeout-s" in reply.error()["message"]
+
+
+def test_thousands_of_pipelined_requests_are_answered_in_order() -> None:
+    async def main() -> None:
+        async with serving(make_app(FakeDispatcher(say(ids("ab"))))) as server, connected(server.port) as client:
+            whole = b"".join(get(f"/v1/models/{i}") + post(COMPLETIONS, PROMPT) for i in range(1500))
+            sending = asyncio.ensure_future(client.send(whole))
+            for i in range(1500):
+                assert f"'{i}'" in (await client.reply()).error()["message"]
+                assert (await client.reply()).status == 200
+            await sending
+
+    run(main())
+
+
+def test_garbage_behind_a_stream_leaves_the_stream_whole(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> bytes:
+        dispatcher = FakeDispatcher()
+        async with serving(make_app(dispatcher)) as server, connected(server.port) as client:
+            body = PROMPT[:-1] + b', "stream": true}'
+            await client.send(post(COMPLETIONS, body))
+            generation = await dispatcher.next_generation(0)
+            generation.put(tokens(*ids("a")))
+            assert b"200 OK" in await client.reader.readuntil(b"\r\n\r\n")
+            await client.send(b"garbage\r\n\r\n" * 10)
+            await refused_by(server.state)
+            generation.put(tokens(*ids("b"), end="stop"))
+            return await client.reader.read()
+
+    caplog.set_level(logging.WARNING)
+    rest = run(main())
+    assert b'"text":"b"' in rest
+    assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert b"HTTP/1.1" not in rest
+    assert not caplog.records
+
+
+async def refused_by(state: ServerState) -> None:
+    """Until the server's only connection has refused what came behind its request."""
+    [connection] = state.connections
+    while not connection._deaf:
+        await asyncio.sleep(0)
+
+
+def test_writing_behind_the_end_of_a_connection_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """A pipelined request is refused while the first is served; its client has closed."""
+
+    async def main() -> None:
+        dispatcher = FakeDispatcher()
+        async with serving(make_app(dispatcher)) as server, connected(server.port) as client:
+            await client.send(post(COMPLETIONS, PROMPT, "connection: close") + get("/health") * 3)
+            generation = await dispatcher.next_generation(0)
+            [connection] = server.state.connections
+            connection.transport.close()
+            generation.put(tokens(*ids("ab"), end="stop"))
+            assert await client.at_end()
+
+    caplog.set_level(logging.WARNING)
+    run(main())
+    assert not caplog.records
+
+
+async def slow_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers when the client has gone."""
+    if scope["type"] == "http":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+@pytest.mark.parametrize("size", [64 << 20, 4 << 20], ids=["the server waits to write", "all is written"])
+@pytest.mark.parametrize("header", ["connection: close", "connection: keep-alive"])
+def test_a_client_that_does_not_read_does_not_keep_its_connection(size: int, header: str) -> None:
+    """It asks for more than the sockets hold: the connection, and what the application waits for, end all the same."""
+
+    async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(0, size, 4 << 20):
+            await send({"type": "http.response.body", "body": bytes(4 << 20), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def main() -> None:
+        async with serving(large_app, HttpLimits(idle_timeout_s=0.1)) as server:
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.sendall(get("/", header))
+                await served(server.state, 1)
+                while server.state.connections or server.state.tasks:
+                    await asyncio.sleep(0.01)
+
+    run(main())
+
+
+def test_a_client_that_reads_slowly_gets_everything() -> None:
+    """Longer than a connection may be idle, but never without a byte for so long."""
+    size = 2 << 20
+
+    async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    async def main() -> None:
+        async with serving(large_app, HttpLimits(idle_timeout_s=0.5)) as server, connected(server.port) as client:
+            await client.send(get("/", "connection: close"))
+            for _ in range(12):
+                assert len(await client.reader.readexactly(size // 16)) == size // 16
+                await asyncio.sleep(0.1)
+            assert len(await client.reader.read()) > size // 8
+            assert client.reader.at_eof()
+
+    run(main())
+
+
+def test_too_many_connections_are_told_so() -> None:
+    async def main() -> None:
+        async with (
+            serving(slow_app, max_connections=2) as server,
+            connected(server.port) as one,
+            connected(server.port) as two,
+        ):
+            for client in (one, two):
+                await client.send(get("/"))
+            await served(server.state, 2)
+            async with connected(server.port) as third:
+                await third.send(get("/health"))
+                reply = await third.reply()
+                assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+                assert reply.error()["code"] == "server_busy"
+                assert await third.at_end()
+
+    run(main())
+
+
+async def served(state: ServerState, number: int) -> None:
+    """Until so many requests are with the application."""
+    while len(state.tasks) < number:
+        await asyncio.sleep(0)
+
+
+def test_an_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connections, "_EVICTABLE_S", 0.0)
+
+    async def main() -> None:
+        async with serving(make_app(FakeDispatcher()), max_connections=10) as server:
+            idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(40)]
+            async with connected(server.port) as client:
+                await client.send(get("/health"))
+                assert (await client.reply()).status == 200
+            for _, writer in idle:
+                writer.close()
+
+    run(main())
+
+
+def test_a_body_that_does_not_come_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow senders hold all connections: the oldest one goes. What is being served never does."""
+    monkeypatch.setattr(http_connections, "_SLOW_BODY_S", 0.0)
+    half = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n\r\n" + b" " * 40
+
+    async def main() -> None:
+        dispatcher, bodies = FakeDispatcher(), body_budget(HttpLimits())
+        app = make_app(dispatcher, bodies=bodies)
+        async with (
+            serving(app, bodies=bodies, max_connections=3) as server,
+            connected(server.port) as served_one,
+            connected(server.port) as oldest,
+            connected(server.port) as other,
+        ):
+            await served_one.send(post(COMPLETIONS, PROMPT))
+            generation = await dispatcher.next_generation(0)
+            for number, slow in enumerate((oldest, other), 1):
+                await slow.send(half)
+                while bodies.held < 40 * number:
+                    await asyncio.sleep(0)
+            async with connected(server.port) as client:
+                await client.send(get("/health"))
+                assert (await client.reply()).status == 200
+            assert await oldest.at_end()
+            await other.send(PROMPT.ljust(60))
+            (await dispatcher.next_generation(1)).put(tokens(*ids("ab"), end="stop"))
+            assert (await other.reply()).status == 200
+            generation.put(tokens(*ids("ab"), end="stop"))
+            assert (await served_one.reply()).status == 200
+
+    run(main())
+
+
+def test_what_is_served_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connections, "_SLOW_BODY_S", 0.0)
+    test_too_many_connections_are_told_so()
+
+
+def test_there_is_room_for_what_is_no_connection() -> None:
+    assert connection_limit(100, 10_000, 4) == 100
+    assert 100 < connection_limit(8192, 256, 4) < 256 - 32
+    assert connection_limit(8192, 16, 4) >= 1
+
+
+def test_bodies_are_bounded_together() -> None:
+    limits = HttpLimits(max_body_bytes=1000, max_body_memory=1000)
+    bodies = body_budget(limits)
+
+    async def main() -> None:
+        app = make_app(FakeDispatcher(say(ids("ab"))), limits=limits, bodies=bodies)
+        async with serving(app, limits, bodies=bodies) as server, connected(server.port) as slow:
+            await slow.send(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 900\r\n\r\n" + b" " * 800)
+            while bodies.held < 800:
+                await asyncio.sleep(0)
+            async with connected(server.port) as client:
+                await client.send(post(COMPLETIONS, PROMPT.ljust(400)))
+                reply = await client.reply()
+                assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+                assert reply.error()["code"] == "server_busy"
+                assert reply.headers["connection"] == "close"
+            await slow.send(PROMPT.ljust(100))
+            assert (await slow.reply()).status == 200
+            async with connected(server.port) as client:
+                await client.send(post(COMPLETIONS, PROMPT.ljust(400)))
+                assert (await client.reply()).status == 200
+
+    run(main())
+
+
+def test_a_budget_lets_one_pass_that_is_larger_than_itself() -> None:
+    budget = ByteBudget(10, "bytes")
+    with Share(budget) as share:
+        share.take(20)
+        with pytest.raises(ServerBusy, match="bytes of all requests together exceed 10"):
+            budget.take(1)
+    assert budget.held == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"max_headers": 0}, "max_headers"),
+        ({"header_timeout_s": float("inf")}, "header_timeout_s"),
+        ({"max_body_bytes": 100 << 20}, "max_body_memory"),
+        ({"max_url_bytes": 1 << 20}, "max_header_bytes"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(fields: dict, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        HttpLimits(**fields)

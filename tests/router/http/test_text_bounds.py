@@ -1,0 +1,332 @@
+"""Work that a body may cause: bounded before it is done, off the event loop, and dropped when nobody waits for it."""
+
+import asyncio
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgi_client import begin, call, run
+from fake_dispatcher import FakeDispatcher, say
+from small_app import MODEL, ids, make_app, model_config, tokenizer
+
+from pdkv.config import HttpLimits
+from pdkv.errors import InvalidRequest, ServerBusy
+from pdkv.router.http import app as app_module
+from pdkv.router.http import openai
+from pdkv.router.http.protocol import decode_chat, decode_completion
+from pdkv.router.text_pool import INLINE_BYTES, TextPool
+from pdkv.text import StopAutomaton, Tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+FOUR_MIB = 4 << 20
+
+
+def completion(prompt: bytes, more: bytes = b"") -> bytes:
+    return b'{"model": "%s", "prompt": %s%s}' % (MODEL.encode(), prompt, more)
+
+
+def many(unit: bytes) -> bytes:
+    """A list of about 4 MiB."""
+    return b"[" + b",".join([unit] * (FOUR_MIB // (len(unit) + 1) - 100)) + b"]"
+
+
+def refuse(path: str, body: bytes) -> dict[str, Any]:
+    """The error of a request that must not reach an engine."""
+    dispatcher = FakeDispatcher()
+    reply = run(call(make_app(dispatcher), "POST", path, body))
+    assert reply.status in (400, 404), reply.body[:300]
+    assert dispatcher.generations == []
+    assert len(reply.body) < 2000
+    return reply.json()["error"]
+
+
+@pytest.fixture
+def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is tokenized or rendered fails the test."""
+    model_config()  # the application's own use of the tokenizer
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("worked on before its bounds were checked")
+
+    monkeypatch.setattr(Tokenizer, "encode", fail)
+    monkeypatch.setattr(Tokenizer, "render_chat", fail)
+
+
+@pytest.mark.usefixtures("no_tokenizing")
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (COMPLETIONS, completion(many(b"[5]")), "lists and objects"),
+        (COMPLETIONS, completion(b'"["', b', "prompt": ' + many(b"[5]")), "lists and objects"),
+        (COMPLETIONS, completion(many(b'"a"')), "texts"),
+        (COMPLETIONS, completion(many(b'"\\\\"')), "texts"),
+        (COMPLETIONS, completion(b"[" + b",".join([b'"a"'] * 1025) + b"]"), "1024, got 1025 * 1"),
+        (COMPLETIONS, completion(b"[" + b",".join([b"[5]"] * 9) + b"]", b', "n": 128'), "1024, got 9 * 128"),
+        (COMPLETIONS, completion(many(b"5")), "1048576 values"),
+        (COMPLETIONS, completion(many(b"12345")), "tokens, but the model's length is 128"),
+        (COMPLETIONS, completion(b'["x", "' + b"x" * (3 << 20) + b'"]'), "characters, but the model's length is 128"),
+        (
+            COMPLETIONS,
+            completion(
+                b"[" + b",".join([b"[5" + b",5" * 99 + b"]"] * 8) + b"]", b', "n": 128, "echo": true, "logprobs": 20'
+            ),
+            "800 tokens, 20 + 1 of each, 128 times",
+        ),
+        (COMPLETIONS, completion(b'"x"', b', "stop": ' + many(b'"a"')), "texts"),
+        (COMPLETIONS, completion(b'"x"', b', "stop": ["' + b"a" * (3 << 20) + b'"]'), "at most 4096 bytes"),
+        (COMPLETIONS, completion(b'"x"', b', "stop_token_ids": ' + many(b"12345")), "at most 256 entries"),
+        (COMPLETIONS, completion(b'"x"', b', "cache_salt": "%s"' % (b"s" * (3 << 20))), "at most 256 bytes"),
+        (COMPLETIONS, completion(b'"x"', b', "%s": 1' % (b"f" * (3 << 20))), "is not a known field"),
+        (
+            COMPLETIONS,
+            b'{"model": "%s", "prompt": "x"}' % (b"m" * (3 << 20)),
+            "does not exist; this server has 'small'",
+        ),
+        (CHAT, b'{"model": "small", "messages": ' + many(b'{"role":"user","content":"x"}') + b"}", "texts"),
+        (
+            CHAT,
+            b'{"model": "small", "messages": [{"role": "user", "content": '
+            + many(b'{"type":"text","text":""}')
+            + b"}]}",
+            "texts",
+        ),
+        (
+            CHAT,
+            b'{"model": "small", "messages": [' + b",".join([b'{"role":"user","content":""}'] * 4097) + b"]}",
+            "4096 turns",
+        ),
+        (
+            CHAT,
+            b'{"model": "small", "messages": [{"role": "user", "content": "' + b"x" * (3 << 20) + b'"}]}',
+            "characters, but the model's length is 128",
+        ),
+    ],
+)
+def test_too_much_is_refused_before_it_is_worked_on(path: str, body: bytes, words: str) -> None:
+    assert words in refuse(path, body)["message"]
+
+
+def test_a_text_full_of_brackets_and_quotes_is_a_text() -> None:
+    """What looks like a million lists is one string: it is refused for its length, as any text is."""
+    text = '[{"\\' * 200_000
+    for prompt in (text, "\\" * 1_000_001, '"' * 1_000_000):
+        body = json.dumps({"model": MODEL, "prompt": prompt}).encode()
+        assert decode_completion(body).prompt == prompt
+    assert decode_chat(json.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}]}).encode())
+
+
+def served_model(max_model_len: int) -> openai.ServedModel:
+    return openai.ServedModel(
+        name=MODEL,
+        tokenizer=tokenizer(),
+        vocab_size=tokenizer().vocab_size,
+        eos_token_ids=(1,),
+        max_model_len=max_model_len,
+    )
+
+
+def test_of_a_text_that_will_not_fit_only_the_beginning_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long token in the vocabulary makes the bound on characters useless; then the first ones tell."""
+    monkeypatch.setitem(tokenizer().__dict__, "max_token_chars", 128)
+    encode = Tokenizer.encode
+    lengths = []
+
+    def count(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", count)
+    body = decode_completion(completion(b'"' + b"z" * 12_800 + b'"'))
+    with pytest.raises(InvalidRequest, match=r"the first 1600 of them have 1600 tokens") as raised:
+        openai.prepare_completion(body, served_model(100))
+    assert raised.value.code == "context_length_exceeded"
+    assert lengths == [1600]
+
+
+def test_prompt_tokens_times_n_are_bounded() -> None:
+    model = served_model(200_000)
+    body = decode_completion(completion(b"[" + b",".join([b"5"] * 150_000) + b"]", b', "n": 128, "max_tokens": 1'))
+    with pytest.raises(InvalidRequest, match=r"prompt tokens times n must be at most 16777216, got 150000 \* 128"):
+        openai.prepare_completion(body, model)
+
+
+def test_one_automaton_serves_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 stop strings of 64 characters, n = 128: one table, and none crosses the wire to an engine."""
+    built = []
+    init = StopAutomaton.__init__
+
+    def count(self: StopAutomaton, stops: Any) -> None:
+        built.append(len(stops))
+        init(self, stops)
+
+    monkeypatch.setattr(StopAutomaton, "__init__", count)
+    dispatcher = FakeDispatcher(say(ids("ab")))
+    body = {"model": MODEL, "prompt": "x", "n": 128, "stop": [f"{i:02}" + "x" * 62 for i in range(64)]}
+    reply = run(call(make_app(dispatcher), "POST", COMPLETIONS, body))
+    assert reply.status == 200
+    assert built == [64]
+    assert len(dispatcher.requests) == 128
+    assert {request.params.stop for request in dispatcher.requests} == {()}
+
+
+class Gate:
+    """Work that stands still until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.open = threading.Event()
+        self.cancelled = False
+
+    def work(self, cancelled: Callable[[], bool]) -> str:
+        self.entered.set()
+        assert self.open.wait(30)
+        self.cancelled = cancelled()
+        return "done"
+
+
+def test_what_nobody_waits_for_leaves_the_queue_and_the_budget() -> None:
+    async def main() -> None:
+        pool = TextPool(10_000)
+        gate = Gate()
+        running = asyncio.create_task(pool.run(3000, gate.work))
+        await asyncio.to_thread(gate.entered.wait)
+        ran = []
+        queued = asyncio.create_task(pool.run(4000, lambda cancelled: ran.append(1)))
+        await asyncio.sleep(0)
+        assert pool.held == 7000
+        with pytest.raises(ServerBusy, match="texts"):
+            await pool.run(4000, lambda cancelled: ran.append(2))
+        for task in (queued, running):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert pool.held == 3000, "a thread cannot be stopped: what it works on counts"
+        gate.open.set()
+        assert await pool.run(4000, lambda cancelled: "next") == "next"
+        assert gate.cancelled
+        assert ran == []
+        pool.close()
+
+    run(main())
+
+
+def test_large_bodies_do_not_hold_up_small_ones() -> None:
+    async def main() -> None:
+        pool = TextPool(10 << 20)
+        gate = Gate()
+        large = asyncio.create_task(pool.run(1 << 20, gate.work))
+        await asyncio.to_thread(gate.entered.wait)
+        assert await pool.run(3000, lambda cancelled: "small") == "small"
+        gate.open.set()
+        assert await large == "done"
+        pool.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Its work is in the queue behind another's; health is answered all the while."""
+    app = make_app(FakeDispatcher(say(ids("ab"))))  # which tokenizes, too
+    gate, encoded = Gate(), []
+    encode = Tokenizer.encode
+
+    def slow(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(text[0])
+        if text[0] == "1":
+            gate.work(lambda: False)
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    monkeypatch.setattr(Tokenizer, "render_chat", lambda self, messages: messages[0]["content"])
+
+    def body(text: str) -> bytes:
+        prompt: dict[str, Any] = {"prompt": text}
+        if path == CHAT:
+            prompt = {"messages": [{"role": "user", "content": text}]}
+        return json.dumps({"model": MODEL, "max_tokens": 1, **prompt}).encode().ljust(INLINE_BYTES + 1)
+
+    async def main() -> None:
+        _, first = begin(app, "POST", path, body("1"))
+        await asyncio.to_thread(gate.entered.wait)
+        leaver, second = begin(app, "POST", path, body("2"))
+        third_reply, third = begin(app, "POST", path, body("3"))
+        assert (await call(app, "GET", "/health")).status == 200
+        leaver.disconnect()
+        await second
+        assert leaver.status == 0
+        gate.open.set()
+        await first
+        await third
+        assert third_reply.status == 200
+        assert encoded == ["1", "3"]
+
+    run(main())
+
+
+def test_a_deadline_ends_the_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app(FakeDispatcher())  # which tokenizes, too
+    gate = Gate()
+    encode = Tokenizer.encode
+
+    def slow(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        gate.work(lambda: False)
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+
+    async def main() -> None:
+        body = json.dumps({"model": MODEL, "prompt": "x"}).encode().ljust(INLINE_BYTES + 1)
+        reply = await call(app, "POST", COMPLETIONS, body, {"x-pd-timeout-s": "0.05"})
+        assert (reply.status, reply.json()["error"]["code"]) == (504, "timeout")
+        gate.open.set()
+
+    run(main())
+
+
+def test_a_full_queue_is_503_and_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app(
+        FakeDispatcher(say(ids("ab"))), limits=HttpLimits(max_queued_text=INLINE_BYTES + 2)
+    )  # tokenizes, too
+    gate = Gate()
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: [gate.work(lambda: False)] and [5])
+
+    async def main() -> None:
+        body = json.dumps({"model": MODEL, "prompt": "x"}).encode().ljust(INLINE_BYTES + 1)
+        first_reply, first = begin(app, "POST", COMPLETIONS, body)
+        await asyncio.to_thread(gate.entered.wait)
+        reply = await call(app, "POST", COMPLETIONS, body)
+        assert (reply.status, reply.json()["error"]["code"], reply.headers["retry-after"]) == (503, "server_busy", "1")
+        gate.open.set()
+        await first
+        assert first_reply.status == 200
+
+    run(main())
+
+
+class Marker:
+    """Something that a frame holds."""
+
+
+def test_a_refused_body_is_freed_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the bodies of refused requests pile up until it runs."""
+    markers = []
+
+    def refuse_it(body: Any, model: Any, cancelled: Any) -> Any:
+        marker = Marker()
+        markers.append(weakref.ref(marker))
+        raise InvalidRequest("no")
+
+    monkeypatch.setattr(app_module, "prepare_completion", refuse_it)
+    for size in (100, INLINE_BYTES + 1, 1 << 20):
+        gc.collect()
+        gc.disable()
+        try:
+            reply = run(call(make_app(FakeDispatcher()), "POST", COMPLETIONS, completion(b'"x"').ljust(size)))
+            assert (reply.status, markers.pop()()) == (400, None)
+        finally:
+            gc.enable()

@@ -1,0 +1,321 @@
+"""The wire between real sockets: handshake, order, malformed frames, death, return, and a router's new epoch."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from traffic import stop_process
+from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive, tokens
+
+from pdkv.errors import StartupError
+from pdkv.router import engine_client
+from pdkv.router.engine_client import EngineClient
+from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
+from pdkv.wire.messages import (
+    Abort,
+    Hello,
+    Release,
+    Resync,
+    Tokens,
+)
+
+NO_TEXT = encode_frame(Frame(0, [Abort("q", 0)])).replace(b"messages", b"messag\xff\xfe")
+"""A frame whose text is no UTF-8: its error is not msgspec's own."""
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/e"
+
+
+@pytest.fixture
+def server(endpoint: str) -> Iterator[EngineServer]:
+    server = EngineServer(endpoint, make_card())
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def test_handshake_and_messages_in_both_directions_keep_their_order(server: EngineServer, context: Context) -> None:
+    async def body(client: EngineClient, listener: Listener) -> None:
+        assert listener.cards == [server.card]
+        for i in range(300):
+            client.send(Abort(f"q{i}", i))
+        got = await asyncio.to_thread(receive, server, 300)
+        assert got == [("r", Abort(f"q{i}", i)) for i in range(300)]
+        for i in range(500):
+            server.send("r", [tokens(i), tokens(i)])
+        await listener.until(lambda: len(listener.frames) == 500)
+        assert listener.frames == [[tokens(i), tokens(i)] for i in range(500)]
+        assert server.num_gaps == server.num_dropped == client.num_dropped == 0
+
+    connected(server, context, body)
+
+
+def test_many_frames_under_a_busy_sender_do_not_lose_the_wake_up(server: EngineServer, context: Context) -> None:
+    """Sends and receives interleave, so that the edge of ZeroMQ's descriptor may be swallowed by a send."""
+
+    async def body(client: EngineClient, listener: Listener) -> None:
+        def echo() -> None:
+            num = 0
+            while num < 2000:
+                assert server.poll(TIMEOUT_S)
+                for router_id, message in server.receive():
+                    assert isinstance(message, Abort)
+                    server.send(router_id, [tokens(message.attempt)])
+                    num += 1
+
+        thread = threading.Thread(target=echo)
+        thread.start()
+        for i in range(2000):
+            client.send(Abort("q", i))
+            if i % 7 == 0:
+                await asyncio.sleep(0)
+        await listener.until(lambda: len(listener.frames) == 2000)
+        await asyncio.to_thread(thread.join)
+
+    connected(server, context, body)
+
+
+def test_malformed_frames_and_strangers_are_counted_and_end_nothing(server: EngineServer, context: Context) -> None:
+    async def body(client: EngineClient, listener: Listener) -> None:
+        stranger = raw_peer(context, server.endpoint)
+        junk = [
+            b"",
+            b"\x80\x04junk",
+            NO_TEXT,
+            b"\x91" * 100_000,
+            msgspec.msgpack.encode({"number": 0, "messages": [{"type": "NoSuchMessage"}]}),
+        ]
+        for data in junk:
+            stranger.send(data)
+        stranger.send_multipart([b"a", b"b", b"c"])
+        stranger.send(encode_frame(Frame(0, [Abort("q", 0)])))  # well-formed, but it never said Hello
+        while server.num_dropped < 7:
+            assert server.poll(TIMEOUT_S)
+            assert server.receive() == []
+        stranger.close()
+        client.send(Abort("q", 1))
+        assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q", 1))]
+
+    connected(server, context, body)
+
+
+def test_new_epoch_of_a_router_replaces_its_predecessor_only(server: EngineServer, context: Context) -> None:
+    first, second, other = (raw_peer(context, server.endpoint) for _ in range(3))
+    first.send(encode_frame(Frame(0, [Hello("r", "e1")])))
+    assert receive(server, 1) == [("r", RouterJoined("e1"))]
+    other.send(encode_frame(Frame(0, [Hello("s", "e1")])))
+    assert receive(server, 1) == [("s", RouterJoined("e1"))]
+    second.send(encode_frame(Frame(0, [Hello("r", "e2"), Resync()])))
+    assert receive(server, 2) == [("r", RouterJoined("e2")), ("r", Resync())]
+    first.send(encode_frame(Frame(1, [Abort("old", 0)])))  # the predecessor speaks no more
+    other.send(encode_frame(Frame(1, [Abort("other", 0)])))
+    received = receive(server, 1)
+    while server.num_dropped < 1:
+        assert server.poll(TIMEOUT_S)
+        received += server.receive()
+    assert received == [("s", Abort("other", 0))]
+    for socket in (first, second, other):
+        socket.close()
+
+
+def test_gap_in_the_frames_of_an_engine_is_its_failure_and_resets_the_connection(
+    server: EngineServer, context: Context
+) -> None:
+    async def body(client: EngineClient, listener: Listener) -> None:
+        peer = server._routers["r"]
+        server.send("r", [tokens(0)])
+        peer.next_sent += 1  # one frame is lost
+        server.send("r", [tokens(1)])
+        await listener.until(lambda: bool(listener.downs))
+        assert listener.frames == [[tokens(0)]]
+        (again,) = await asyncio.to_thread(receive, server, 1)
+        assert isinstance(again[1], RouterJoined)
+        assert again[1].epoch != peer.epoch
+        await listener.until(lambda: len(listener.cards) == 2)
+        server.send("r", [tokens(2)])
+        await listener.until(lambda: len(listener.frames) == 2)
+
+    connected(server, context, body)
+
+
+@pytest.mark.parametrize("data", [b"junk", NO_TEXT], ids=["junk", "no UTF-8"])
+def test_malformed_frame_of_an_engine_is_counted_and_leaves_a_gap(
+    server: EngineServer, context: Context, data: bytes
+) -> None:
+    async def body(client: EngineClient, listener: Listener) -> None:
+        peer = server._routers["r"]
+        server._socket.send_multipart((peer.identity, data))
+        peer.next_sent += 1
+        server.send("r", [tokens(0)])
+        await listener.until(lambda: bool(listener.downs))
+        assert client.num_dropped == 1
+        assert listener.frames == []
+
+    connected(server, context, body)
+
+
+def test_exception_of_the_listener_does_not_stop_the_frames_behind_it(server: EngineServer, context: Context) -> None:
+    async def body(client: EngineClient, listener: Listener) -> None:
+        errors: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, details: errors.append(details["exception"]))
+        deliver = listener.engine_messages
+
+        def fail_once(name: str, messages: Sequence[object]) -> None:
+            listener.engine_messages = deliver  # type: ignore[method-assign]
+            raise RuntimeError("a bug in the listener")
+
+        listener.engine_messages = fail_once  # type: ignore[method-assign]
+        server.send("r", [tokens(0)])
+        server.send("r", [tokens(1)])
+        await listener.until(lambda: listener.frames == [[tokens(1)]])
+        assert [str(e) for e in errors] == ["a bug in the listener"]
+
+    connected(server, context, body)
+
+
+def test_listener_may_close_the_client_in_a_callback(server: EngineServer, context: Context) -> None:
+    async def body(client: EngineClient, listener: Listener) -> None:
+        closed = asyncio.Event()
+
+        def close(name: str, messages: Sequence[object]) -> None:
+            client.close()
+            closed.set()
+
+        listener.engine_messages = close  # type: ignore[method-assign]
+        server.send("r", [tokens(0)])
+        server.send("r", [tokens(1)])
+        async with asyncio.timeout(TIMEOUT_S):
+            await closed.wait()
+        assert listener.frames == []  # nothing is delivered behind the close
+
+    connected(server, context, body)
+
+
+def test_server_hears_that_a_router_is_gone_and_sends_to_nobody(server: EngineServer, context: Context) -> None:
+    peer = raw_peer(context, server.endpoint)
+    peer.send(encode_frame(Frame(0, [Hello("r", "e1")])))
+    assert receive(server, 1) == [("r", RouterJoined("e1"))]
+    peer.close()
+    while not server._events:  # the socket's end is seen by ZeroMQ's own thread, some time later
+        server.send("r", [tokens(0)])
+    assert server.receive() == [("r", RouterLeft("e1"))]
+    server.send("r", [tokens(1)])
+    server.send("nobody", [tokens(1)])
+    assert server.receive() == []
+
+
+def test_poll_wakes_for_an_extra_descriptor_and_after_a_timeout(server: EngineServer) -> None:
+    read_fd, write_fd = os.pipe()
+    assert not server.poll(0.0, read_fd)
+    os.write(write_fd, b"x")
+    assert server.poll(None, read_fd)
+    assert not server.poll(0.001)
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_two_engines_on_one_endpoint_and_bad_endpoints_are_start_up_errors(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="decode-0 cannot listen on ipc:///nowhere"):
+        EngineServer("ipc:///nowhere/at/all", make_card())
+    server = EngineServer("tcp://127.0.0.1:0", make_card())
+    with pytest.raises(StartupError, match="in use"):
+        EngineServer(server.endpoint, make_card())
+    server.close()
+    server.close()
+
+
+ENGINE_PROGRAM = """
+import sys
+import msgspec
+from pdkv.wire.messages import EngineCard, Release, Tokens
+from pdkv.wire.engine_server import EngineServer
+
+card = msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=EngineCard)
+server = EngineServer(sys.argv[1], card)
+print(server.endpoint, flush=True)
+while True:
+    server.poll(None)
+    for router_id, message in server.receive():
+        if isinstance(message, Release):
+            server.send(router_id, [Tokens(message.transfer_id, 0, 0, [1])])
+"""
+
+
+def test_death_by_sigkill_is_seen_at_once_and_the_next_incarnation_starts_clean(
+    endpoint: str, context: Context
+) -> None:
+    def start(epoch: str) -> "subprocess.Popen[bytes]":
+        card = msgspec.msgpack.encode(make_card(epoch=epoch)).hex()
+        return subprocess.Popen([sys.executable, "-c", ENGINE_PROGRAM, endpoint, card])
+
+    async def main() -> None:
+        client, listener = EngineClient("decode-0", endpoint, router_id="r", context=context), Listener()
+        client.connect(listener)  # before there is anything to connect to
+        engine = start("e0")
+        try:
+            await listener.until(lambda: len(listener.cards) == 1)
+            client.send(Release("t0", 0))
+            await listener.until(lambda: len(listener.frames) == 1)
+            engine.kill()
+            client.send(Release("lost", 0))
+            await listener.until(lambda: bool(listener.downs))
+            assert client.card is None
+            await asyncio.to_thread(engine.wait)
+            engine = start("e1")
+            await listener.until(lambda: len(listener.cards) == 2)
+            client.send(Release("t1", 0))
+            await listener.until(lambda: listener.frames[-1] == [Tokens("t1", 0, 0, [1])])
+            assert [c.epoch for c in listener.cards] == ["e0", "e1"]
+            assert "lost" not in [m.request_id for frame in listener.frames[1:] for m in frame]  # type: ignore[attr-defined]
+        finally:
+            client.close()
+            engine.kill()
+            await asyncio.to_thread(engine.wait)
+
+    asyncio.run(main())
+
+
+def test_a_remote_engine_that_is_stopped_is_gone_after_its_heartbeat(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(engine_client, "HEARTBEAT_TIMEOUT_S", 2.0)
+    card = msgspec.msgpack.encode(make_card()).hex()
+
+    async def main() -> None:
+        listener = Listener()
+        arguments = [sys.executable, "-c", ENGINE_PROGRAM, "tcp://127.0.0.1:0", card]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as engine, ExitStack() as stack:
+            stack.callback(engine.kill)
+            assert engine.stdout is not None
+            async with asyncio.timeout(TIMEOUT_S):
+                endpoint = (await asyncio.to_thread(engine.stdout.readline)).strip()
+            client = EngineClient("decode-0", endpoint, router_id="r", context=context)
+            stack.callback(client.close)
+            client.connect(listener)
+            await listener.until(lambda: bool(listener.cards))
+            num_downs = len(listener.downs)
+            stop_process(engine.pid)
+            await listener.until(lambda: len(listener.downs) > num_downs)
+            num_cards = len(listener.cards)
+            engine.send_signal(signal.SIGCONT)
+            await listener.until(lambda: len(listener.cards) > num_cards)
+
+    asyncio.run(main())

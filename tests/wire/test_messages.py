@@ -1,0 +1,233 @@
+"""Frames survive the wire as they are; what is no frame is refused."""
+
+import msgspec
+import pytest
+from wire_rig import Frame, encode_frame
+
+from pdkv.errors import MalformedMessage, UnsendableMessage
+from pdkv.sampling_params import SamplingParams
+from pdkv.wire import messages
+from pdkv.wire.frames import (
+    FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_FRAME_MESSAGES,
+    BadMessage,
+    ReceivedFrame,
+    decode_frame,
+    decode_message,
+    encode_message,
+    encode_raw_frame,
+    split,
+)
+from pdkv.wire.messages import (
+    MAX_LIST,
+    Abort,
+    BlockRemoved,
+    BlockStored,
+    CacheCleared,
+    Continue,
+    EngineCard,
+    EngineToRouter,
+    HandedOff,
+    KVEvents,
+    KVHandoff,
+    KVLayout,
+    Message,
+    Ready,
+    RouterToEngine,
+    SourceCounts,
+    Submit,
+    TokenLogprob,
+    Tokens,
+)
+
+HANDOFF = KVHandoff("q", 1, "t", "prefill-0", "e1", 33, b"\x00\xff")
+
+EXAMPLES: list[RouterToEngine | EngineToRouter] = [
+    Submit(
+        request_id="q",
+        transfer_id="t",
+        attempt=1,
+        choice=2,
+        prompt_token_ids=[1, 2, 3],
+        output_token_ids=[4],
+        params=SamplingParams(temperature=0.5, seed=-(2**63), logit_bias={7: -1.5}, stop=("é",), stop_token_ids=(2,)),
+        cache_salt="tenant",
+        until="end",
+        kv="await_peer",
+        handoff=HANDOFF,
+    ),
+    Continue("q", 1, [5]),
+    HandedOff("q", 1, SourceCounts(computed=3, local_hit=16), HANDOFF),
+    Tokens("q", 1, 0, [5], sources=SourceCounts(local_hit=16)),
+    Tokens("q", 1, 4, [5, 6], [TokenLogprob(5, -0.25, 1, [(5, -0.25), (9, -2.0)])], [None, TokenLogprob(2, -1.0, 3)]),
+    KVEvents(7, [CacheCleared(), BlockStored([b"k" * 16], None), BlockRemoved([b"k" * 16])]),
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_message_is_equal_after_the_wire(message: RouterToEngine | EngineToRouter) -> None:
+    assert decode_frame(encode_frame(Frame(3, [message, message]))) == ReceivedFrame(3, [message, message])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([1, 2]),
+        msgspec.msgpack.encode({"number": 0}),
+        msgspec.msgpack.encode({"number": "0", "messages": []}),
+        msgspec.msgpack.encode({"number": -1, "messages": []}),
+        encode_frame(Frame(0, [Abort("q", 0)]))[:-1],
+        encode_frame(Frame(0, [Abort("q", 0)])) + b"\x00",
+        encode_frame(Frame(0, [Abort("q", 0)])).replace(b"messages", b"messag\xff\xfe"),  # no UTF-8
+        b"\x91" * 100_000,  # nested deeper than the interpreter's stack
+        msgspec.msgpack.encode({"number": 0, "messages": [None] * (MAX_FRAME_MESSAGES + 1)}),
+    ],
+)
+def test_what_is_no_frame_is_refused(data: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        decode_frame(data)
+
+
+SUBMIT = msgspec.to_builtins(EXAMPLES[0], builtin_types=(bytes,))
+CARD = {
+    "type": "Ready",
+    "card": msgspec.to_builtins(
+        EngineCard(
+            engine="e", epoch="1", role="any", pid=1, connector="memory", kind="pull", content_addressed=False,
+            orders=[], model="m", layout=KVLayout(1, 1, 8, 16, "float32", 4), hash_block_size=16, num_blocks=8,
+            max_model_len=128, max_num_seqs=4,
+        ),
+        builtin_types=(bytes,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (SUBMIT | {"choice": -5}, "choice"),
+        (SUBMIT | {"choice": 128}, "choice"),
+        (SUBMIT | {"prompt_token_ids": [1, -1]}, "prompt_token_ids"),
+        (SUBMIT | {"output_token_ids": [2**31]}, "output_token_ids"),
+        (SUBMIT | {"timeout_s": float("nan")}, "timeout_s"),
+        (SUBMIT | {"timeout_s": 0.0}, "timeout_s"),
+        (SUBMIT | {"timeout_s": float("inf")}, "timeout_s"),
+        (SUBMIT | {"transfer_id": "x" * 300}, "transfer_id"),
+        (SUBMIT | {"params": {"top_k": "many"}}, "top_k"),
+        (SUBMIT | {"params": {"top_k": 2**64 - 1, "stop": ["x", 5]}}, "stop"),
+        (SUBMIT | {"kv": "elsewhere"}, "kv"),
+        ({"type": "Continue", "request_id": "q", "attempt": 1, "token_ids": [-7]}, "token_ids"),
+        ({"type": "KVTicket", "request_id": "q", "attempt": 1, "ticket": b"x" * 70_000}, "ticket"),
+        ({"type": "Tokens", "request_id": "q", "attempt": 1, "position": -1, "token_ids": []}, "position"),
+        ({"type": "Shutdown", "request_id": "q", "attempt": 1}, "type"),
+    ],
+)
+def test_a_value_out_of_its_range_is_its_message_s_fault_and_no_other_s(message: object, param: str) -> None:
+    good = msgspec.to_builtins(Abort("other", 0))
+    frame = decode_frame(msgspec.msgpack.encode({"number": 5, "messages": [good, message, good]}))
+    first, bad, last = frame.messages
+    assert first == last == Abort("other", 0)
+    assert isinstance(bad, BadMessage)
+    assert (bad.param, bad.key) == (param, ("q", 1))
+    assert param in bad.reason or "Invalid" in bad.reason
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "Abort", "request_id": "q", "attempt": -1},
+        {"type": "Abort", "request_id": "x" * 300, "attempt": 1},
+        {"type": "KVEvents", "number": 1, "events": [{"type": "BlockStored", "keys": [b"k" * 65], "parent": None}]},
+        {"type": "KVEvents", "number": -1, "events": []},
+        {"type": "Hello", "router_id": "r" * 1000, "epoch": "1"},
+        {"type": "Load", "waiting": -1, "running": 0, "blocks": [0] * 6},
+        CARD | {"card": CARD["card"] | {"tp": 10**9}},
+        CARD | {"card": CARD["card"] | {"layout": CARD["card"]["layout"] | {"num_layers": 0}}},
+        CARD | {"card": CARD["card"] | {"layout": CARD["card"]["layout"] | {"block_size": 2**62}}},
+        CARD | {"card": CARD["card"] | {"num_blocks": -1}},
+        5,
+        [],
+        None,
+    ],
+)
+def test_a_bad_message_that_is_nobody_s_is_dropped_without_a_key(message: object) -> None:
+    (bad,) = decode_frame(msgspec.msgpack.encode({"number": 5, "messages": [message]})).messages
+    assert isinstance(bad, BadMessage)
+    assert bad.key is None
+
+
+def test_the_card_that_the_bad_ones_are_made_from_is_good() -> None:
+    (ready,) = decode_frame(msgspec.msgpack.encode({"number": 5, "messages": [CARD]})).messages
+    assert isinstance(ready, Ready)
+
+
+def test_frames_are_split_far_below_what_a_receiver_takes() -> None:
+    """Finding 3: 28 siblings of one big request were one frame, which ended the connection."""
+    params = SamplingParams(seed=1)
+    messages = [
+        Submit(request_id=f"q{i}", transfer_id="t", attempt=0, prompt_token_ids=[2**20] * 100_000, params=params)
+        for i in range(28)
+    ]
+    groups = list(split(map(encode_message, messages)))
+    sizes = [len(encode_raw_frame(0, group)) for group in groups]
+    assert len(groups) == 10
+    assert max(sizes) < 2 * FRAME_BYTES < MAX_FRAME_BYTES // 16
+    assert [m for group in groups for m in decode_frame(encode_raw_frame(0, group)).messages] == messages
+    assert [len(group) for group in split(encode_message(Abort("q", 0)) for _ in range(10))] == [10]
+    many = [encode_message(Abort("q", 0))] * (MAX_FRAME_MESSAGES + 1)
+    assert sum(len(decode_frame(encode_raw_frame(0, group)).messages) for group in split(many)) == len(many)
+    assert list(split([])) == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Continue("q", 0, [2**70]),
+        Abort("\ud800", 0),
+        Continue("q", 0, [2**20] * (MAX_FRAME_BYTES // 5)),
+    ],
+    ids=["an integer of 71 bits", "a text that is none", "longer than a frame"],
+)
+def test_what_no_frame_can_carry_is_an_error_before_anything_is_sent(message: Abort | Continue) -> None:
+    with pytest.raises(UnsendableMessage, match=r"(Continue|Abort) (cannot be sent|has \d+ bytes)"):
+        encode_message(message)
+
+
+def test_unknown_fields_of_a_newer_sender_are_skipped() -> None:
+    newer = {"number": 1, "messages": [{"type": "Abort", "request_id": "q", "attempt": 0, "why": "new"}]}
+    assert decode_frame(msgspec.msgpack.encode(newer)) == ReceivedFrame(1, [Abort("q", 0)])
+
+
+def test_every_message_is_frozen_and_has_a_tag_of_its_own() -> None:
+    kinds = [v for v in vars(messages).values() if isinstance(v, type) and issubclass(v, Message) and v is not Message]
+    assert len(kinds) >= 20
+    tags = {kind.__struct_config__.tag for kind in kinds}
+    assert len(tags) == len(kinds)
+    assert all(kind.__struct_config__.frozen for kind in kinds)
+
+
+def test_block_size_is_no_part_of_the_layout_identity() -> None:
+    small = KVLayout(num_layers=32, num_kv_heads=32, head_size=128, block_size=16, dtype="float16", dtype_bytes=2)
+    large = msgspec.structs.replace(small, block_size=64)
+    assert small.identity == large.identity
+    assert small.block_bytes == 8 * 2**20
+    assert large.block_bytes == 4 * small.block_bytes
+    assert msgspec.structs.replace(small, dtype="bfloat16").identity != small.identity
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Tokens("r", 0, 0, [], logprobs=[TokenLogprob(1, 0.0, 1)] * (MAX_LIST + 1)),
+        Continue("r", 0, [0] * (MAX_LIST + 1)),
+        KVEvents(1, [BlockRemoved([b"k"] * (MAX_LIST + 1))]),
+    ],
+    ids=["logprobs", "token ids", "block keys"],
+)
+def test_lists_in_messages_are_bounded(message: EngineToRouter | RouterToEngine) -> None:
+    """In memory an entry is many times its bytes."""
+    received = decode_message(bytes(encode_message(message)))
+    assert isinstance(received, BadMessage)
