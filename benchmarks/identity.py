@@ -90,7 +90,7 @@ def start(model: Path, mode: str, cache: Path) -> Start:
                 super().close()
 
     assemble.ModelSource = Source  # type: ignore[misc]
-    config = EngineConfig(model=model, device="cpu", kv_cache_memory=64 << 20, max_model_len=2048)
+    config = EngineConfig(model=model, device="cpu", kv_cache_memory=64 << 20, max_model_len=512)
     gc.collect()
     gc.freeze()  # as the fork server does: a collection would count as a part of the start
     before, cpu_before = time.perf_counter(), time.process_time()

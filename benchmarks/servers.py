@@ -119,7 +119,7 @@ def pdkv(model: Path | None, *, prefill: int, decode: int, options: Sequence[str
         sys.executable,
         "-P",
         "-m",
-        "pdkv.cli.main",
+        "pdkv.cli",
         "launch",
         "--prefill",
         str(prefill),

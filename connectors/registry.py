@@ -1,13 +1,13 @@
 """Names of KV connectors: the shipped ones in one table, third parties by entry point, or "module:Class" directly."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from pdkv.errors import ConfigError, UnknownConnector
 
 if TYPE_CHECKING:
-    from pdkv.connectors.base import KVConnector
+    from pdkv.connectors.base import ConnectorConfig, KVConnector
 
 ENTRY_POINT_GROUP = "pdkv.connectors"
 
@@ -68,6 +68,11 @@ def load_connector(name: str) -> "type[KVConnector]":
     if not (isinstance(loaded, type) and issubclass(loaded, KVConnector)):
         raise ConfigError(f"connector {name!r}: {target} is no subclass of KVConnector")
     return loaded
+
+
+def make_connector(name: str, config: "ConnectorConfig", notify: Callable[[], None]) -> "KVConnector":
+    """One rank's connector: of the class that the options choose. Raises what `load_connector` and the class raise."""
+    return load_connector(name).for_options(config.options)(config, notify)
 
 
 def _is_about(error: ModuleNotFoundError, module: str) -> bool:

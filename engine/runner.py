@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
-from pdkv.engine.attention.backend import make_backend, pad, to_tensor
+from pdkv.engine.attention.backend import pad, to_tensor
+from pdkv.engine.attention.select import make_backend
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.finite_check import FiniteCheck
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
-from pdkv.connectors.memory.connector import MemoryConnector, MemoryScheduler, MemoryWorker
+from pdkv.connectors.memory.base import MemoryMode, MemoryScheduler, MemoryWorker
 from pdkv.connectors.memory.fabric import Content, Operation, copy_in, copy_out
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.push_worker import Incoming, PieceRange, PushMetadata, PushScheduler, PushSend
@@ -15,7 +15,7 @@ from pdkv.wire.messages import ConnectorKind
 class MemoryPushScheduler(MemoryScheduler, PushScheduler):
     """Scheduler side of push."""
 
-    def __init__(self, connector: MemoryConnector) -> None:
+    def __init__(self, connector: MemoryMode) -> None:
         MemoryScheduler.__init__(self, connector)
         PushScheduler.__init__(self, connector.config, PeerCards(connector.config))
 
@@ -33,7 +33,7 @@ class _Outgoing:
 class MemoryPushWorker(MemoryWorker):
     """Worker side: registered receives, posted writes."""
 
-    def __init__(self, connector: MemoryConnector) -> None:
+    def __init__(self, connector: MemoryMode) -> None:
         super().__init__(connector)
         self._outgoing: dict[TransferKey, _Outgoing] = {}
         self._incoming: dict[TransferKey, Incoming] = {}
@@ -175,7 +175,7 @@ class CancelTransfer(Operation):
         return None
 
 
-class MemoryPushConnector(MemoryConnector):
+class MemoryPushConnector(MemoryMode):
     """Prefill writes into decode's blocks."""
 
     kind: ClassVar[ConnectorKind] = "push"

@@ -25,7 +25,7 @@ from pdkv.connectors.base import (
     TransferKey,
     TransferResults,
 )
-from pdkv.connectors.memory.connector import MemoryConnector, MemoryScheduler, MemoryWorker
+from pdkv.connectors.memory.base import MemoryMode, MemoryScheduler, MemoryWorker
 from pdkv.connectors.memory.fabric import Content, Operation, StoreName, copy_in, copy_out
 from pdkv.errors import KVNotFound, TransferCancelled, TransferTimeout
 from pdkv.wire.messages import ConnectorKind
@@ -34,7 +34,7 @@ STAGED_STEPS = 4
 """Staged blocks that no later step commits are dropped after so many steps; a plan's update lags by at most two."""
 
 
-class StoreLoad(msgspec.Struct, frozen=True):
+class MemoryStoreLoad(msgspec.Struct, frozen=True):
     """Read whole blocks of the store."""
 
     key: TransferKey
@@ -43,7 +43,7 @@ class StoreLoad(msgspec.Struct, frozen=True):
     layerwise: bool
 
 
-class StoreSave(msgspec.Struct, frozen=True):
+class MemoryStoreSave(msgspec.Struct, frozen=True):
     """Make blocks visible: staged in an earlier step, or copied now from a block that nothing overwrites before."""
 
     key: TransferKey
@@ -52,23 +52,23 @@ class StoreSave(msgspec.Struct, frozen=True):
     last: bool  # the hand-off is complete with this save
 
 
-class StoreMetadata(KVConnectorMetadata, kw_only=True):
+class MemoryStoreMetadata(KVConnectorMetadata, kw_only=True):
     """Loads, saves and what this step shall stage."""
 
-    loads: list[StoreLoad] = msgspec.field(default_factory=list)
-    saves: list[StoreSave] = msgspec.field(default_factory=list)
+    loads: list[MemoryStoreLoad] = msgspec.field(default_factory=list)
+    saves: list[MemoryStoreSave] = msgspec.field(default_factory=list)
     stage: list[tuple[TransferKey, int, StoreName]] = msgspec.field(
         default_factory=list
     )  # (request's transfer, block_id, name): complete when the step is
     drops: list[TransferKey] = msgspec.field(default_factory=list)  # transfers whose tails nobody needs any more
 
 
-class StoreScheduler(MemoryScheduler):
+class MemoryStoreScheduler(MemoryScheduler):
     """Scheduler side: what is staged, committed and found."""
 
-    def __init__(self, connector: MemoryConnector) -> None:
+    def __init__(self, connector: MemoryMode) -> None:
         super().__init__(connector)
-        self._loads: list[StoreLoad] = []
+        self._loads: list[MemoryStoreLoad] = []
         self._staged: dict[tuple[TransferKey, StoreName], int] = {}  # by request -> step that stages it
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
@@ -93,7 +93,7 @@ class StoreScheduler(MemoryScheduler):
             stop = -(-(request.num_local_hit + num_external_tokens) // self.block_size)
             names = self._names(request, request.num_local_hit)[: stop - first]
             layerwise = self.options.load == "layerwise"
-            self._loads.append(StoreLoad(request.transfer_key, names, list(block_ids[first:stop]), layerwise))
+            self._loads.append(MemoryStoreLoad(request.transfer_key, names, list(block_ids[first:stop]), layerwise))
         return None
 
     def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
@@ -107,7 +107,7 @@ class StoreScheduler(MemoryScheduler):
         }
         loads, self._loads = self._loads, []
         layered = bool(stage) or any(load.layerwise for load in loads)
-        return StoreMetadata(
+        return MemoryStoreMetadata(
             step_id=view.step_id,
             needs_layer_hooks=layered,
             loads=loads,
@@ -147,7 +147,7 @@ class StoreScheduler(MemoryScheduler):
         self._staged.update(((key, name), step_id) for _, _, name in items)
         return items
 
-    def _save(self, confirmed: ConfirmedRange) -> StoreSave | None:
+    def _save(self, confirmed: ConfirmedRange) -> MemoryStoreSave | None:
         """Commit what was staged of a confirmed range, and copy the rest."""
         request = confirmed.request
         blocks = range(confirmed.start // self.block_size, confirmed.stop // self.block_size)
@@ -160,22 +160,22 @@ class StoreScheduler(MemoryScheduler):
         copied = [(b, name) for b, name in named if name not in done and name not in self.fabric.store]
         if not (staged or copied or confirmed.last):
             return None
-        return StoreSave(key, staged, copied, confirmed.last)
+        return MemoryStoreSave(key, staged, copied, confirmed.last)
 
 
-class StoreWorker(MemoryWorker):
+class MemoryStoreWorker(MemoryWorker):
     """Worker side: stages by layer, posts commits, loads at once or layer by layer."""
 
-    def __init__(self, connector: MemoryConnector) -> None:
+    def __init__(self, connector: MemoryMode) -> None:
         super().__init__(connector)
         self._staging: dict[tuple[int, TransferKey, StoreName], Content] = {}
-        self._active: dict[TransferKey, StoreLoad] = {}
+        self._active: dict[TransferKey, MemoryStoreLoad] = {}
         self._commits: dict[TransferKey, list[Commit]] = {}  # under way
         self._closing: dict[TransferKey, float] = {}  # hand-offs that are complete with their commits -> deadline
-        self._step: StoreMetadata | None = None
+        self._step: MemoryStoreMetadata | None = None
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
-        assert isinstance(meta, StoreMetadata)
+        assert isinstance(meta, MemoryStoreMetadata)
         self._step = meta
         for load in meta.loads:
             self._active[load.key] = load
@@ -197,7 +197,7 @@ class StoreWorker(MemoryWorker):
                 self.end_key(key, TransferTimeout.code)
 
     def save_kv_layer(self, layer: int, kv_cache: Content, meta: KVConnectorMetadata) -> None:
-        assert isinstance(meta, StoreMetadata)
+        assert isinstance(meta, MemoryStoreMetadata)
         for key, block_id, name in meta.stage:
             slot = (meta.step_id, key, name)
             if layer == 0:
@@ -213,11 +213,11 @@ class StoreWorker(MemoryWorker):
     def cancel(self, key: TransferKey) -> None:
         self.fabric.post(CancelRead(self, key))
 
-    def is_active(self, load: StoreLoad) -> bool:
+    def is_active(self, load: MemoryStoreLoad) -> bool:
         """Whether the transfer still waits for this read; what lands later is refused."""
         return self._active.get(load.key) is load
 
-    def end(self, load: StoreLoad) -> None:
+    def end(self, load: MemoryStoreLoad) -> None:
         """All blocks of the load are in."""
         del self._active[load.key]
         self.received(load.key, len(load.target))
@@ -237,12 +237,12 @@ class StoreWorker(MemoryWorker):
             if commit.key in self._closing:
                 self._close(commit.key, "")
 
-    def commit_staged(self, meta: StoreMetadata) -> None:
+    def commit_staged(self, meta: MemoryStoreMetadata) -> None:
         """Post the commits of what earlier steps staged and has been confirmed since."""
         for save in meta.saves:
             self._commit(save)
 
-    def _commit(self, save: StoreSave) -> None:
+    def _commit(self, save: MemoryStoreSave) -> None:
         content: dict[StoreName, Content] = {}
         for step_id, name in save.staged:
             staged = self._staging.pop((step_id, save.key, name), None)
@@ -269,7 +269,7 @@ class StoreWorker(MemoryWorker):
 class ReadStore(Operation):
     """Two stages: the data leaves the store, the data lands."""
 
-    def __init__(self, worker: StoreWorker, load: StoreLoad) -> None:
+    def __init__(self, worker: MemoryStoreWorker, load: MemoryStoreLoad) -> None:
         self.worker = worker
         self.load = load
         self.content: list[Content] | None = None
@@ -299,7 +299,7 @@ class ReadStore(Operation):
 class Commit(Operation):
     """Makes complete blocks visible, all at once."""
 
-    def __init__(self, worker: StoreWorker, key: TransferKey, content: dict[StoreName, Content]) -> None:
+    def __init__(self, worker: MemoryStoreWorker, key: TransferKey, content: dict[StoreName, Content]) -> None:
         self.worker = worker
         self.key = key
         self.content = content
@@ -314,7 +314,7 @@ class Commit(Operation):
 class CancelRead(Operation):
     """The confirmation of a cancel."""
 
-    def __init__(self, worker: StoreWorker, key: TransferKey) -> None:
+    def __init__(self, worker: MemoryStoreWorker, key: TransferKey) -> None:
         self.worker = worker
         self.key = key
 
@@ -323,14 +323,14 @@ class CancelRead(Operation):
         return None
 
 
-class MemoryStoreConnector(MemoryConnector):
+class MemoryStoreConnector(MemoryMode):
     """Any engine saves what it computed; any engine finds it by content."""
 
     kind: ClassVar[ConnectorKind] = "store"
     content_addressed = True
 
-    def make_scheduler_side(self) -> StoreScheduler:
-        return StoreScheduler(self)
+    def make_scheduler_side(self) -> MemoryStoreScheduler:
+        return MemoryStoreScheduler(self)
 
-    def make_worker_side(self, rank: int) -> StoreWorker:
-        return StoreWorker(self)
+    def make_worker_side(self, rank: int) -> MemoryStoreWorker:
+        return MemoryStoreWorker(self)

@@ -121,10 +121,6 @@ class MultiConnector(KVConnector):
     specs: ClassVar[Sequence[ChildSpec]] = ()
     legal_orders: ClassVar[Sequence[Order]] = ("prefill_first", "decode_first")
 
-    def __new__(cls, config: ConnectorConfig, notify: Callable[[], None]) -> "MultiConnector":
-        """Raises ConfigError for children that cannot be had or cannot work together."""
-        return super().__new__(cls if cls.specs else cls.for_options(config.options))
-
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
         self.children: list[Child] = []

@@ -1,4 +1,4 @@
-"""The attention of one step: what a backend gets before the layers run, and the choice of the backend."""
+"""The attention of one step: what a backend gets before the layers run."""
 
 from abc import ABC, abstractmethod
 
@@ -27,17 +27,6 @@ class AttentionBackend(ABC):
     def padded(self, num_rows: int) -> int:
         """To how many rows a step, and the rows of its last layer, are padded. Padding is never written to the pool."""
         return num_rows
-
-
-def make_backend(kv_pool: torch.Tensor, num_heads: int) -> AttentionBackend:
-    """The backend of the pool's device. `kv_pool` as in `pool_shape`; `num_heads` query heads of this rank."""
-    if kv_pool.is_cuda:
-        from pdkv.engine.attention.cuda import CudaAttention
-
-        return CudaAttention(kv_pool, num_heads)
-    from pdkv.engine.attention.cpu import CpuAttention
-
-    return CpuAttention(kv_pool, num_heads)
 
 
 def pad(array: IntArray, size: int) -> IntArray:

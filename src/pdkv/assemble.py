@@ -16,7 +16,7 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
-from pdkv.connectors.registry import load_connector
+from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.executor import Executor, InProcessExecutor, ModelExecutor, resolve_device
 from pdkv.engine.ranks.executor import MultiProcessExecutor, OtherRanks
@@ -260,7 +260,7 @@ def _make_connector(
         tp=plan.config.tp,
         kv_shards=plan.kv_shards,
     )
-    return load_connector(plan.handoff.connector)(connector_config, notify)
+    return make_connector(plan.handoff.connector, connector_config, notify)
 
 
 def _connect(

@@ -13,7 +13,7 @@ import pytest
 
 from pdkv.cli.main import main
 from pdkv.connector_kit.bench import plan as plans
-from pdkv.connector_kit.bench.bare import bare_of
+from pdkv.connector_kit.bench.bare import BARE_SIDE, bare_of
 from pdkv.connector_kit.bench.books import PATTERNS, AgedBooks, ContiguousBooks
 from pdkv.connector_kit.bench.effects import measure_push_tail, measure_scheduler_cost, measure_slowdown
 from pdkv.connector_kit.bench.layouts import LAYOUTS, parse_layout
@@ -217,7 +217,7 @@ def test_bare_transports_move_all_bytes_whole_and_in_pieces(tmp_path: Path) -> N
     with plans.open_setting(plan) as setting:
         for name in ("LocalCopy", "SharedMapping", "FileRead"):
             target = f"pdkv.connector_kit.bench.bare:{name}"
-            spec = p.OpenBare(target, 1 << 16, 1 << 12, 1 << 14, 1 << 18, {"directory": str(tmp_path)})
+            spec = p.OpenBare(BARE_SIDE, target, 1 << 16, 1 << 12, 1 << 14, 1 << 18, {"directory": str(tmp_path)})
             bare = Bare(setting.zygote, spec)
             assert bare.seconds(in_pieces=False) > 0
             assert bare.seconds(in_pieces=True) > 0

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from state_machine.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
 
 from pdkv.config import HandoffConfig
-from pdkv.connectors.base import ConnectorConfig, KVConnector
+from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_table import LocalBlockTable
-from pdkv.connectors.memory.connector import MemoryConnector
+from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.sampling_params import SamplingParams
@@ -25,32 +25,32 @@ def make_core(
     limits: SchedulerLimits | None = None,
     options: Mapping[str, str] | None = None,
     handoff: HandoffConfig | None = None,
-    connector_type: type[KVConnector] = MemoryConnector,
+    connector: str = "memory",
     max_model_len: int | None = None,
 ) -> EngineCore:
     """An engine with router "r".
 
     Args:
-        options: those of its (memory) connector; None: no connector.
+        options: those of its connector; None: it has none.
         max_model_len: None: all that the pool holds.
     """
     handoff = handoff or HandoffConfig(connector="memory")
     limits = limits or SchedulerLimits(8, 64, kv_load_timeout_s=handoff.kv_load_timeout_s)
     layout = KVLayout(NUM_LAYERS, 1, 1, block_size, "int64", 8)
-    connector = None
+    made = None
     if options is not None:
         config = ConnectorConfig(engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, options=options)
-        connector = connector_type(config, lambda: None)
-    worker = connector.make_worker_side(0) if connector else None
+        made = make_connector(connector, config, lambda: None)
+    worker = made.make_worker_side(0) if made else None
     card = EngineCard(
         engine=name,
         epoch=f"{name}.0",
         role="any",
         pid=0,
         connector="memory",
-        kind=connector.kind if connector else "pull",
+        kind=made.kind if made else "pull",
         content_addressed=False,
-        orders=connector.orders() if connector else [],
+        orders=made.orders() if made else [],
         model="stand-in",
         layout=layout,
         hash_block_size=block_size,
@@ -63,8 +63,8 @@ def make_core(
     core = wire_core(
         card=card,
         executor=executor,
-        connector=connector.make_scheduler_side() if connector else None,
-        block_table=connector.make_block_table() if connector else LocalBlockTable(num_blocks),
+        connector=made.make_scheduler_side() if made else None,
+        block_table=made.make_block_table() if made else LocalBlockTable(num_blocks),
         handoff=handoff,
         limits=limits,
         eos_token_ids=[EOS],

@@ -31,7 +31,7 @@ from pdkv.connectors.base import (
     TransferOutcome,
     TransferResults,
 )
-from pdkv.connectors.nixl.connector import NixlConnector
+from pdkv.connectors.registry import make_connector
 from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
@@ -70,7 +70,7 @@ class Rank:
             rank=rank, tp=tp,
         )  # fmt: skip
         self.num_blocks = num_blocks
-        self.connector = NixlConnector(config, self._woken.release)
+        self.connector = make_connector("nixl", config, self._woken.release)
         self.table = self.connector.make_block_table()
         self.scheduler = self.connector.make_scheduler_side() if rank == 0 else None
         layout = self.layout

@@ -14,7 +14,7 @@ from store_servers import RedisServer
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import BlockHold, ConnectorConfig, KVConnector
-from pdkv.connectors.registry import load_connector
+from pdkv.connectors.registry import make_connector
 from pdkv.errors import ConfigError
 from pdkv.vllm.engine import choose_connector
 from pdkv.vllm.peers import CardDirectory
@@ -59,7 +59,7 @@ class Vllm:
         config = ConnectorConfig(
             engine=name, epoch=f"{name}.0", layout=LAYOUT, num_blocks=staging, options=options, model="m"
         )
-        self.connector = load_connector(connector)(config, self.wake.set)
+        self.connector = make_connector(connector, config, self.wake.set)
         shows_pool = type(self.connector).make_block_table is not KVConnector.make_block_table
         self.scheduler = VllmScheduler(
             self.connector.make_scheduler_side(),

@@ -12,10 +12,15 @@ from pdkv.connectors.base import (
     TransferKey,
     TransferResults,
 )
-from pdkv.connectors.memory.connector import MemoryPullConnector, MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.fabric import Content, StoreName
+from pdkv.connectors.memory.pull import MemoryPullConnector, MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushConnector, MemoryPushWorker
-from pdkv.connectors.memory.store import MemoryStoreConnector, StoreMetadata, StoreScheduler, StoreWorker
+from pdkv.connectors.memory.store import (
+    MemoryStoreConnector,
+    MemoryStoreMetadata,
+    MemoryStoreScheduler,
+    MemoryStoreWorker,
+)
 from pdkv.connectors.peer.pull import PullMetadata
 from pdkv.connectors.peer.push_worker import PushSend
 from pdkv.errors import TransferTimeout
@@ -93,10 +98,10 @@ class FreesAtTheDeadline(MemoryPushConnector):
 # --- store --------------------------------------------------------------------------------------------------------
 
 
-class _EagerWorker(StoreWorker):
+class _EagerWorker(MemoryStoreWorker):
     def save_kv_layer(self, layer: int, kv_cache: Any, meta: KVConnectorMetadata) -> None:
         super().save_kv_layer(layer, kv_cache, meta)
-        assert isinstance(meta, StoreMetadata)
+        assert isinstance(meta, MemoryStoreMetadata)
         for key, _, name in meta.stage:
             self.fabric.store.put(name, self._staging[meta.step_id, key, name])
 
@@ -104,21 +109,21 @@ class _EagerWorker(StoreWorker):
 class VisibleBeforeComplete(MemoryStoreConnector):
     """A block can be found as soon as its first layer is there."""
 
-    def make_worker_side(self, rank: int) -> StoreWorker:
+    def make_worker_side(self, rank: int) -> MemoryStoreWorker:
         return _EagerWorker(self)
 
 
-class _UnstagedScheduler(StoreScheduler):
+class _UnstagedScheduler(MemoryStoreScheduler):
     def _stage(self, scheduled: ScheduledRange, step_id: int) -> list[tuple[TransferKey, int, StoreName]]:
         return []
 
 
-class _LateWorker(StoreWorker):
+class _LateWorker(MemoryStoreWorker):
     def __init__(self, connector: MemoryStoreConnector) -> None:
         super().__init__(connector)
-        self._waiting: deque[StoreMetadata] = deque()
+        self._waiting: deque[MemoryStoreMetadata] = deque()
 
-    def commit_staged(self, meta: StoreMetadata) -> None:
+    def commit_staged(self, meta: MemoryStoreMetadata) -> None:
         self._waiting.append(meta)
         if len(self._waiting) > LATE_STEPS:
             super().commit_staged(self._waiting.popleft())
@@ -127,8 +132,8 @@ class _LateWorker(StoreWorker):
 class ServesPoisonOnReplay(MemoryStoreConnector):
     """Saves read their blocks some steps later, and do not hold them meanwhile."""
 
-    def make_scheduler_side(self) -> StoreScheduler:
+    def make_scheduler_side(self) -> MemoryStoreScheduler:
         return _UnstagedScheduler(self)
 
-    def make_worker_side(self, rank: int) -> StoreWorker:
+    def make_worker_side(self, rank: int) -> MemoryStoreWorker:
         return _LateWorker(self)

@@ -5,20 +5,21 @@ import pytest
 from engines import at_rest, make_core, of_type, output_of, run, submit
 from state_machine.standin import expected_tokens
 
-from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.memory.connector import MemoryConnector, MemoryPullConnector
+from pdkv.connectors.base import ConnectorConfig, KVConnector
 from pdkv.connectors.memory.fabric import MemoryFabric, MemoryStore
+from pdkv.connectors.memory.pull import MemoryPullConnector
 from pdkv.connectors.memory.push import MemoryPushConnector
 from pdkv.connectors.memory.store import MemoryStoreConnector
+from pdkv.connectors.registry import make_connector
 from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, StaleEpoch
 from pdkv.wire.messages import EngineCard, Finished, HandedOff, KVLayout, Peers
 
 LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
 
 
-def make(options: dict[str, str], layout: KVLayout = LAYOUT) -> MemoryConnector:
+def make(options: dict[str, str], layout: KVLayout = LAYOUT) -> KVConnector:
     config = ConnectorConfig(engine="e", epoch="e.0", layout=layout, num_blocks=4, options=options)
-    return MemoryConnector(config, lambda: None)
+    return make_connector("memory", config, lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,12 @@ def make(connectors: str, layout: KVLayout = LAYOUT, **options: str) -> MultiCon
         "connectors": connectors,
         **{name.replace("_0_", "0.").replace("_1_", "1."): v for name, v in options.items()},
     }
+    return _make(options, layout)
+
+
+def _make(options: dict[str, str], layout: KVLayout) -> MultiConnector:
     config = ConnectorConfig(engine="e", epoch="e.0", layout=layout, num_blocks=4, options=options)
-    return MultiConnector(config, lambda: None)
+    return MultiConnector.for_options(options)(config, lambda: None)
 
 
 def modes(*names: str) -> dict[str, str]:
@@ -62,13 +66,12 @@ def modes(*names: str) -> dict[str, str]:
 
 
 def with_modes(*names: str) -> MultiConnector:
-    config = ConnectorConfig(engine="e", epoch="e.0", layout=LAYOUT, num_blocks=4, options=modes(*names))
-    return MultiConnector(config, lambda: None)
+    return _make(modes(*names), LAYOUT)
 
 
 def core_with(name: str, fabric: str, *names: str) -> EngineCore:
     options = modes(*names) | {f"{i}.fabric": fabric for i in range(len(names))}
-    return make_core(name=name, options=options, connector_type=MultiConnector)
+    return make_core(name=name, options=options, connector="multi")
 
 
 def scheduler_of(core: EngineCore) -> MultiScheduler:
@@ -323,7 +326,7 @@ def test_a_store_that_fails_beside_a_pull_does_not_end_the_lease() -> None:
     fabric = MemoryFabric(manual=True)
     MemoryFabric.bind("multi-fails", fabric)
     options = modes("pull", "store") | {f"{i}.fabric": "multi-fails" for i in (0, 1)} | {"1.transfer_timeout_s": "0"}
-    core = make_core(options=options, connector_type=MultiConnector)
+    core = make_core(options=options, connector="multi")
     core.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
     messages = run(core)
     core.wake()

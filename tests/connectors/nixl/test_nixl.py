@@ -20,7 +20,7 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.connector import NixlConnector, NixlPullConnector, NixlPushConnector
 from pdkv.connectors.nixl.wire import Begin, Taken, encode
 from pdkv.connectors.peer.pull import BlockLoad, PullMetadata
-from pdkv.connectors.registry import load_connector
+from pdkv.connectors.registry import load_connector, make_connector
 from pdkv.errors import (
     ConfigError,
     KVNotFound,
@@ -555,7 +555,7 @@ def test_the_mode_decides_kind_and_orders() -> None:
 def test_a_wrong_option_is_refused(options: dict[str, str]) -> None:
     config = ConnectorConfig(engine="e", epoch="1", layout=make_layout(), num_blocks=8, options=options)
     with pytest.raises(ConfigError, match=next(iter(options))):
-        NixlConnector(config, lambda: None)
+        make_connector("nixl", config, lambda: None)
 
 
 def test_a_card_is_what_a_peer_needs(world: World) -> None:

@@ -8,8 +8,9 @@ import torch
 from attention_case import MIXES, Case, Shape, without_compiled_kernel
 
 from pdkv.engine.attention import tiles as attention_tiles
-from pdkv.engine.attention.backend import AttentionBackend, make_backend
+from pdkv.engine.attention.backend import AttentionBackend
 from pdkv.engine.attention.cpu import CpuAttention
+from pdkv.engine.attention.select import make_backend
 from pdkv.engine.attention.tiles import AttentionLimits, plan_tiles
 from pdkv.kernels import host
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from pdkv.connectors.base import Finished, RequestView, TransferKey, TransferOutcome
-from pdkv.connectors.memory.connector import MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.fabric import Endpoint, MemoryFabric
+from pdkv.connectors.memory.pull import MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushWorker
-from pdkv.connectors.memory.store import StoreMetadata, StoreScheduler, StoreWorker
+from pdkv.connectors.memory.store import MemoryStoreMetadata, MemoryStoreScheduler, MemoryStoreWorker
 from pdkv.engine.block_pool import Holder
 from pdkv.engine.external import ExternalKV
 from pdkv.engine.request import Request
@@ -61,11 +61,11 @@ def generation_not_reread(patch: Patch) -> None:
 def tail_indexed(patch: Patch) -> None:
     """A partial tail is found by the prefix before it instead of by its transfer."""
 
-    def broken(self: StoreScheduler, request: RequestView) -> bytes:
+    def broken(self: MemoryStoreScheduler, request: RequestView) -> bytes:
         num_full = request.num_wanted // self.block_size
         return b"tail of " + (request.block_keys[num_full - 1] if num_full else b"nothing")
 
-    patch.setattr(StoreScheduler, "_tail_name", broken)
+    patch.setattr(MemoryStoreScheduler, "_tail_name", broken)
 
 
 def attempt_ignored(patch: Patch) -> None:
@@ -126,14 +126,14 @@ def old_epoch_accepted(patch: Patch) -> None:
 
 def save_committed_after_failed_load(patch: Patch) -> None:
     """What a step staged becomes visible without waiting for its confirmation."""
-    save_kv_layer = StoreWorker.save_kv_layer
+    save_kv_layer = MemoryStoreWorker.save_kv_layer
 
-    def broken(self: StoreWorker, layer: int, kv_cache: Any, meta: StoreMetadata) -> None:
+    def broken(self: MemoryStoreWorker, layer: int, kv_cache: Any, meta: MemoryStoreMetadata) -> None:
         save_kv_layer(self, layer, kv_cache, meta)
         for key, _, name in meta.stage:
             self.fabric.store.put(name, self._staging[(meta.step_id, key, name)])
 
-    patch.setattr(StoreWorker, "save_kv_layer", broken)
+    patch.setattr(MemoryStoreWorker, "save_kv_layer", broken)
 
 
 def decode_writes_into_its_own_hit(patch: Patch) -> None:

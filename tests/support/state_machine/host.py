@@ -14,11 +14,10 @@ import msgspec
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
-from pdkv.connectors.memory.connector import MemoryConnector
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.memory.store import ReadStore
-from pdkv.connectors.multi.connector import MultiConnector
 from pdkv.connectors.multi.worker import MultiWorker
+from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.scheduler import SchedulerLimits
@@ -181,12 +180,11 @@ class World:
         """
         modes = self.mode.split("+")
         if len(modes) == 1:
-            return MemoryConnector(config, notify)
+            return make_connector("memory", config, notify)
         options = {f"{i}.{name}": value for i in range(len(modes)) for name, value in self.options.items()}
         options |= {f"{i}.mode": mode for i, mode in enumerate(modes)}
-        return MultiConnector(
-            msgspec.structs.replace(config, options={"connectors": "memory," * len(modes), **options}), notify
-        )
+        options |= {"connectors": "memory," * len(modes)}
+        return make_connector("multi", msgspec.structs.replace(config, options=options), notify)
 
     def restart(self, name: str) -> None:
         """kill -9 and a new incarnation: queues, blocks and everything under way from it are gone."""

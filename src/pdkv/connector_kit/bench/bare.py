@@ -8,8 +8,8 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
@@ -96,13 +96,15 @@ class BareTransport(ABC):
         return np.ones(self.num_slots * self.num_bytes, np.uint8)
 
 
+BARE_SIDE = "pdkv.connector_kit.bench.bare:BareSide"
+
+
 class BareSide:
     """What a host has of a bare transport."""
 
     def __init__(self, opened: p.OpenBare) -> None:
         """Raises ConfigError where a package is missing."""
-        module, _, name = opened.target.partition(":")
-        self._transport: BareTransport = getattr(import_module(module), name)(opened)
+        self._transport: BareTransport = resolve_name(opened.transport)(opened)
         self._gets = opened.address is not None
         self.address = b""
         if opened.address is None:

@@ -39,7 +39,7 @@ class Timing(NamedTuple):
 class TimedEngine(Engine):
     """Its ranks have clocks."""
 
-    timed: ClassVar[bool] = True
+    rank: ClassVar[str] = "pdkv.connector_kit.bench.timed_rank:TimedRank"
 
     def await_ends(self, keys: Sequence[TransferKey]) -> None:
         """Tell all ranks to wait for the ends of transfers; `take_executed` must follow."""

@@ -6,7 +6,7 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from pdkv.connector_kit.bench.bare import bare_of
+from pdkv.connector_kit.bench.bare import BARE_SIDE, bare_of
 from pdkv.connector_kit.bench.plan import TIMEOUT_S, Plan, plan_bytes, store_values
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.processes import HostProcess, Zygote
@@ -83,5 +83,5 @@ def open_bare(plan: Plan, setting: Setting, size: int) -> Bare | None:
     tokens, parts = store_values(plan, setting.options)
     value_bytes = tokens * consumer.token_bytes * shape.tp // parts
     options = {**setting.options, "directory": str(setting.directory)}
-    spec = p.OpenBare(target, size, piece_bytes, min(value_bytes, size), plan.region_bytes, options)
+    spec = p.OpenBare(BARE_SIDE, target, size, piece_bytes, min(value_bytes, size), plan.region_bytes, options)
     return Bare(setting.zygote, spec)

@@ -44,7 +44,7 @@ class StepPlan:
 class Engine:
     """An engine of one incarnation; `hosts` has one process per rank."""
 
-    timed: ClassVar[bool] = False  # its ranks are made for benchmarks
+    rank: ClassVar[str] = "pdkv.connector_kit.rig.rank:HostedRank"  # what plays its ranks: "module:Class"
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Engine:
                 engine=name, epoch=epoch, layout=layout, num_blocks=num_blocks, options=options, model="conformance",
                 rank=rank, tp=len(hosts), kv_shards=kv_shards,
             )  # fmt: skip
-            built.append(host.ask(name, p.Build(connector, config, self.timed), p.Built, timeout_s))
+            built.append(host.ask(name, p.Build(connector, config, self.rank), p.Built, timeout_s))
         self.built = built[0]
         self.card = EngineCard(
             engine=name, epoch=epoch, role="any", pid=hosts[0].pid, connector=connector, kind=self.built.kind,

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 from typing import Protocol
 
 from pdkv.connector_kit.rig import protocol as p
@@ -59,13 +60,11 @@ class Host:
     def _run(self, engine: str, command: p.AnyCommand) -> p.AnyAnswer:
         match command:
             case p.Build():
-                rank = _rank_type(command)(command, self._notifier(engine))
+                rank: HostedRank = resolve_name(command.rank)(command, self._notifier(engine))
                 self._ranks[engine] = rank
                 return rank.built()
             case p.OpenBare():
-                from pdkv.connector_kit.bench.bare import BareSide
-
-                self._ranks[engine] = side = BareSide(command)
+                self._ranks[engine] = side = resolve_name(command.side)(command)
                 return p.Address(side.address)
             case p.GetUsage():
                 gc.collect()
@@ -88,14 +87,6 @@ class Host:
         data = p.encode(answer)
         with self._send_lock:
             self._connection.send_bytes(data)
-
-
-def _rank_type(build: p.Build) -> type[HostedRank]:
-    if not build.timed:
-        return HostedRank
-    from pdkv.connector_kit.bench.timed_rank import TimedRank
-
-    return TimedRank
 
 
 def main(fd: int, stacks_path: str) -> None:

@@ -38,7 +38,7 @@ class Build(Command, frozen=True):
 
     connector: str
     config: ConnectorConfig
-    timed: bool = False  # for a benchmark: a TimedRank
+    rank: str = "pdkv.connector_kit.rig.rank:HostedRank"  # the class that plays it: "module:Class"
 
 
 class Close(Command, frozen=True):
@@ -206,9 +206,10 @@ class Throttle(Command, frozen=True):
 
 
 class OpenBare(Command, frozen=True):
-    """One side of a bare transport ("module:Class"); without an address the side that has the data."""
+    """One side of a bare transport; without an address the side that has the data."""
 
-    target: str
+    side: str  # the class that plays it, and its transport: "module:Class"
+    transport: str
     num_bytes: int  # moved at a time
     piece_bytes: int
     value_bytes: int  # of each value, where the transport knows values

@@ -16,7 +16,7 @@ from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import CANARY, GARBAGE, Values, describe_difference, kv_values
 from pdkv.connector_kit.rig.watch import StepWatch, resident_bytes
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
-from pdkv.connectors.registry import load_connector
+from pdkv.connectors.registry import make_connector
 from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
 from pdkv.errors import IncompatiblePeers, TransferError
 from pdkv.wire.messages import KVLayout
@@ -36,7 +36,7 @@ class HostedRank:
         self._watch = self.make_watch(notify)
         self._metas: dict[int, KVConnectorMetadata] = {}
         self._expected: dict[TransferKey, p.Expect] = {}
-        self._connector = connector = load_connector(build.connector)(config, notify)
+        self._connector = connector = make_connector(build.connector, config, notify)
         self._table = connector.make_block_table() if config.rank == 0 else None
         self._scheduler = connector.make_scheduler_side() if config.rank == 0 else None
         self._worker = connector.make_worker_side(config.rank)

@@ -1,0 +1,140 @@
+"""What the modes of the `memory` connector share: options, the fabric, peers, and how results are reported."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    KVConnector,
+    SchedulerConnector,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+    WorkerConnector,
+    parse_options,
+)
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.memory.fabric import Content, MemoryFabric
+from pdkv.errors import ConfigError, IncompatiblePeers
+from pdkv.wire.messages import EngineCard
+
+
+def _mode(text: str) -> str:
+    if text not in ("pull", "push", "store"):
+        raise ValueError("expected pull, push or store")
+    return text
+
+
+def _load_mode(text: str) -> str:
+    if text not in ("async", "layerwise"):
+        raise ValueError("expected async or layerwise")
+    return text
+
+
+class MemoryOptions(msgspec.Struct, frozen=True):
+    """--connector-config of the memory connector."""
+
+    mode: str = "pull"
+    fabric: str = "default"
+    load: str = "async"
+    transfer_timeout_s: float = 30.0
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> "MemoryOptions":
+        """Raises ConfigError for an unknown option or value."""
+        known: dict[str, Callable[[str], Any]] = {
+            "mode": _mode, "fabric": str, "load": _load_mode, "transfer_timeout_s": float,
+        }  # fmt: skip
+        return cls(**parse_options(options, known))
+
+
+class MemoryMode(KVConnector):
+    """One mode of the connector, for engines of one rank in one process."""
+
+    one_process: ClassVar[bool] = True
+
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        super().__init__(config, notify)
+        if config.tp > 1:
+            raise ConfigError(f"connector memory serves engines of one rank, this one has {config.tp}")
+        self.options = MemoryOptions.parse(config.options)
+        self.fabric = MemoryFabric.named(self.options.fabric)
+        self._table = super().make_block_table()
+
+    def make_block_table(self) -> BlockTable:
+        return self._table
+
+
+class MemoryScheduler(SchedulerConnector):
+    """Scheduler side: who the peers are, and whether their layout is ours."""
+
+    def __init__(self, connector: MemoryMode) -> None:
+        self.config = connector.config
+        self.options = connector.options
+        self.fabric = connector.fabric
+        self.block_size = connector.config.layout.block_size
+        self.epochs: dict[str, str] = {}  # engine -> epoch
+
+    def update_peers(self, cards: Sequence[EngineCard]) -> None:
+        """Raises IncompatiblePeers where a peer's layout differs; this connector reshards nothing."""
+        for card in cards:
+            if card.layout != self.config.layout:
+                raise IncompatiblePeers(
+                    f"{self.config.engine} has {self.config.layout}, its peer {card.engine} has {card.layout}"
+                )
+        self.epochs = {card.engine: card.epoch for card in cards}
+
+    @property
+    def has_pending_work(self) -> bool:
+        return bool(self.fabric.under_way) and not self.fabric.manual
+
+
+class MemoryWorker(WorkerConnector):
+    """Worker side: an endpoint of the fabric, and the results not yet reported."""
+
+    def __init__(self, connector: MemoryMode) -> None:
+        self.engine = connector.config.engine
+        self.epoch = connector.config.epoch
+        self.fabric = connector.fabric
+        self.options = connector.options
+        self.notify = connector.notify
+        self.table = connector.make_block_table()
+        self.block_size = connector.config.layout.block_size
+        self.pool: Content = None
+        self._block_bytes = connector.config.layout.block_bytes
+        self._results: tuple[dict[TransferKey, TransferOutcome], ...] = ({}, {}, {}, {})
+
+    def register_kv_caches(self, kv_cache: Content) -> None:
+        self.pool = kv_cache
+        self.fabric.register(self)
+
+    def get_finished(self) -> TransferResults:
+        self.fabric.pump()
+        results, self._results = self._results, ({}, {}, {}, {})
+        return TransferResults(*results)
+
+    def sent(self, key: TransferKey, num_blocks: int) -> None:
+        """Everything of the transfer was delivered."""
+        self._report(0, key, TransferOutcome(num_bytes=num_blocks * self._block_bytes))
+
+    def send_failed(self, key: TransferKey, code: str) -> None:
+        """The transfer ended without delivery, and nothing reads its blocks any more."""
+        self._report(1, key, TransferOutcome(code))
+
+    def received(self, key: TransferKey, num_blocks: int) -> None:
+        """All blocks are in and checked."""
+        self._report(2, key, TransferOutcome(num_bytes=num_blocks * self._block_bytes))
+
+    def receive_failed(self, key: TransferKey, code: str, num_tokens: int = 0, num_damaged: int = 0) -> None:
+        """The transfer ended, and nothing writes its blocks any more; `num_tokens` of its first tokens are in them."""
+        self._report(3, key, TransferOutcome(code, num_tokens=num_tokens, num_damaged=num_damaged))
+
+    def _report(self, which: int, key: TransferKey, outcome: TransferOutcome) -> None:
+        """Results come while another engine runs its step, too."""
+        self._results[which][key] = outcome
+        self.notify()
+
+    def shutdown(self) -> None:
+        self.fabric.unregister(self)

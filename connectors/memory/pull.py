@@ -1,0 +1,123 @@
+"""Pull mode of the `memory` connector: decode reads the blocks that prefill keeps under lease."""
+
+from typing import ClassVar
+
+from pdkv.connectors.base import (
+    KVConnectorMetadata,
+    TransferKey,
+)
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.memory.base import MemoryMode, MemoryScheduler, MemoryWorker
+from pdkv.connectors.memory.fabric import Content, Operation, copy_in, copy_out
+from pdkv.connectors.peer.cards import PeerCards
+from pdkv.connectors.peer.pull import BlockLoad, PullMetadata, PullScheduler
+from pdkv.errors import StaleGeneration, TransferCancelled, TransferError
+from pdkv.wire.messages import ConnectorKind
+
+
+class MemoryPullScheduler(MemoryScheduler, PullScheduler):
+    """Scheduler side of pull."""
+
+    def __init__(self, connector: MemoryMode) -> None:
+        MemoryScheduler.__init__(self, connector)
+        PullScheduler.__init__(self, connector.config, connector.make_block_table(), PeerCards(connector.config))
+
+    def source_block_size(self, engine: str, epoch: str) -> int | None:
+        return self.block_size if self.epochs.get(engine) == epoch else None
+
+
+class MemoryPullWorker(MemoryWorker):
+    """Worker side of pull: reads land in private blocks and count only if the generations stayed."""
+
+    def __init__(self, connector: MemoryMode) -> None:
+        super().__init__(connector)
+        self._active: dict[TransferKey, BlockLoad] = {}
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        assert isinstance(meta, PullMetadata)
+        for load in meta.loads:
+            self._active[load.key] = load
+            self.fabric.post(Read(self, load))
+
+    def cancel(self, key: TransferKey) -> None:
+        self.fabric.post(CancelRead(self, key))
+
+    def is_active(self, load: BlockLoad) -> bool:
+        """Whether the transfer still waits for this read; what lands later is refused."""
+        return self._active.get(load.key) is load
+
+    def end(self, load: BlockLoad, error: TransferError | None) -> None:
+        """The read is over."""
+        if self._active.get(load.key) is load:
+            del self._active[load.key]
+            if error is None:
+                self.received(load.key, len(load.block_ids))
+            else:
+                self.receive_failed(load.key, error.code)
+
+    def cancel_active(self, key: TransferKey) -> None:
+        """Nothing of this transfer lands from now on."""
+        load = self._active.get(key)
+        if load is not None:
+            self.end(load, TransferCancelled("cancelled"))
+
+    def check_generations(self, table: BlockTable, load: BlockLoad) -> None:
+        """Re-read after the data.
+
+        Raises:
+            StaleGeneration: the owner reused a block meanwhile.
+        """
+        for block_id, generation in zip(load.source, load.generations, strict=True):
+            if table.generation(block_id) != generation:
+                raise StaleGeneration(f"block {block_id} was reused")
+
+
+class Read(Operation):
+    """Two stages: the data leaves the source, the data lands."""
+
+    def __init__(self, worker: MemoryPullWorker, load: BlockLoad) -> None:
+        self.worker = worker
+        self.load = load
+        self.content: Content = None
+
+    def deliver(self) -> Operation | None:
+        worker, load = self.worker, self.load
+        try:
+            source = worker.fabric.endpoint(load.engine, load.epoch)
+            if self.content is None:
+                self.content = copy_out(source.pool, load.source)
+                return self
+            if not worker.is_active(load):
+                worker.fabric.num_refused += 1
+                return None
+            copy_in(worker.pool, load.block_ids, self.content)
+            worker.check_generations(source.table, load)
+        except TransferError as error:
+            worker.end(load, error)
+            return None
+        worker.end(load, None)
+        return None
+
+
+class CancelRead(Operation):
+    """The confirmation of a cancel."""
+
+    def __init__(self, worker: MemoryPullWorker, key: TransferKey) -> None:
+        self.worker = worker
+        self.key = key
+
+    def deliver(self) -> Operation | None:
+        self.worker.cancel_active(self.key)
+        return None
+
+
+class MemoryPullConnector(MemoryMode):
+    """Decode reads the blocks that prefill keeps under lease."""
+
+    kind: ClassVar[ConnectorKind] = "pull"
+
+    def make_scheduler_side(self) -> MemoryPullScheduler:
+        return MemoryPullScheduler(self)
+
+    def make_worker_side(self, rank: int) -> MemoryPullWorker:
+        return MemoryPullWorker(self)

@@ -1,0 +1,101 @@
+"""Imports run one way: a folder imports those below it, and no two modules import each other, not even lazily."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("connectors", "decode", "engine", "kernels", "kv_store", "models", "prefill", "router")
+
+BASE = ("errors", "limits", "block_keys", "log_limit", "sampling_params", "option_types", "secret_options")
+LAYERS = (
+    *(f"pdkv.{name}" for name in BASE),
+    "pdkv.host",
+    "pdkv.wire",
+    "pdkv.kernels",
+    "pdkv.config",
+    "pdkv.kv_store",
+    "pdkv.models",
+    "pdkv.connectors.block_table",
+    "pdkv.connectors.base",
+    "pdkv.connectors.transfer",
+    "pdkv.connectors.peer",
+    "pdkv.connectors.store",
+    "pdkv.connectors",
+    "pdkv.engine.plan",
+    "pdkv.engine.batch",
+    "pdkv.engine.attention",
+    "pdkv.engine",
+    "pdkv.text",
+    "pdkv.prefill",
+    "pdkv.decode",
+    "pdkv.roles",
+    "pdkv.wiring",
+    "pdkv.assemble",
+    "pdkv.llm",
+    "pdkv.router",
+    "pdkv.launch",
+    "pdkv.vllm",
+    "pdkv.connector_kit.rig",
+    "pdkv.connector_kit.check",
+    "pdkv.connector_kit.bench",
+    "pdkv.cli",
+)
+"""From the bottom up. A module belongs to the longest name that it begins with."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the project by name."""
+    found = {}
+    for folder, prefix in [(ROOT / "src" / "pdkv", "pdkv"), *((ROOT / name, f"pdkv.{name}") for name in FOLDERS)]:
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join([prefix, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The project's modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+ARROWS = {name: {to for to in imports(path) if to in MODULES and to != name} for name, path in MODULES.items()}
+
+
+def layer(module: str) -> int:
+    """Where it stands in LAYERS."""
+    names = [name for name in LAYERS if module == name or module.startswith(name + ".")]
+    assert names, f"{module} belongs to no layer: add it to LAYERS"
+    return LAYERS.index(max(names, key=len))
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"pdkv"}))
+def test_a_module_imports_nothing_above_it(module: str) -> None:
+    upward = [to for to in ARROWS[module] if to != "pdkv" and layer(to) > layer(module)]
+    assert not upward
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """However long the circle is."""
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for to in sorted(ARROWS[module]):
+                visit(to, (*path, module))
+            done.add(module)
+
+    for module in sorted(MODULES):
+        visit(module, ())
