@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import msgspec
 
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
-from pdkv.wire.messages import ConnectorKind, EngineCard, KVHandoff, KVLayout, Order
+from pdkv.wire.messages import ConnectorKind, ConnectorStats, EngineCard, KVHandoff, KVLayout, Order
 
 if TYPE_CHECKING:
     import torch
@@ -153,6 +153,9 @@ class TransferResults(NamedTuple):
 
 NO_TRANSFERS = TransferResults({}, {}, {}, {})
 
+Stats = Mapping[str, ConnectorStats]
+"""Counts since a side was made, by part of the connector: "" is the connector itself, a name a child or a tier."""
+
 
 # --- the interface ------------------------------------------------------------------------------------------------
 
@@ -213,6 +216,10 @@ class SchedulerConnector(ABC):
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
         """The engines now known, this one left out."""
 
+    def get_stats(self) -> Stats:
+        """What this side has counted that its workers do not. For /metrics; called a few times a second."""
+        return {}
+
     @property
     def has_pending_work(self) -> bool:
         """Whether empty steps are needed for progress that no result will announce."""
@@ -252,6 +259,10 @@ class WorkerConnector(ABC):
     @abstractmethod
     def get_finished(self) -> TransferResults:
         """Transfers that ended since the last call."""
+
+    def get_stats(self) -> Stats:
+        """What this rank's side has counted. Called in steps in which transfers ended, behind get_finished."""
+        return {}
 
     def cancel(self, key: TransferKey) -> None:
         """Stop receiving or sending a transfer; answered by failed_receiving or failed_sending."""

@@ -186,6 +186,8 @@ class EngineCore:
         """Update: tokens leave, requests end or are handed off, transfers are settled."""
         self.counters.steps += 1
         output = msgspec.structs.replace(output, transfers=self.external.resolve(output.transfers))
+        if output.connector_stats is not None:
+            self.external.worker_stats = output.connector_stats
         for confirmed in self.scheduler.update(output):
             self._advance(confirmed, output, now)
         self._fail_spoiled()
@@ -492,6 +494,7 @@ class EngineCore:
             damaged_values=self.external.num_damaged,
             partial_loads=base.partial_loads,
             non_finite_requests=counters.non_finite,
+            connectors=self.external.get_stats(self.card.connector),
         )
 
     def _report_load(self) -> None:

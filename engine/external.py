@@ -6,6 +6,7 @@ blocks that a transfer reads (I/O holds).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pdkv.connectors.base import (
     NO_MATCH,
@@ -17,12 +18,15 @@ from pdkv.connectors.base import (
     ScheduledRange,
     SchedulerConnector,
     SchedulerView,
+    Stats,
     TransferKey,
     TransferOutcome,
     TransferResults,
 )
+from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.request import Request
+from pdkv.wire.messages import MAX_CONNECTOR_PARTS, ConnectorStats
 
 NUM_PREFETCH_REQUESTS = 8
 """Waiting requests whose block keys the connector is shown."""
@@ -62,6 +66,7 @@ class ExternalKV:
         self.loads: dict[TransferKey, Load] = {}
         self.num_unknown_results = 0
         self.num_damaged = 0  # stored values that loads took as misses
+        self.worker_stats: Stats = {}  # as the ranks said last
         self._pool = pool
         self._block_size = block_size
         self._quarantine: dict[TransferKey, Sequence[int]] = {}
@@ -211,6 +216,13 @@ class ExternalKV:
         for outcomes in (results.finished_receiving, results.failed_receiving):
             self.num_damaged += sum(outcome.num_damaged for outcome in outcomes.values())
         return results if self.connector is None else self.connector.resolve_results(results)
+
+    def get_stats(self, name: str) -> dict[str, ConnectorStats]:
+        """The connector's counts, of both sides and all ranks, by its name or NAME/PART."""
+        if self.connector is None:
+            return {}
+        stats = stats_under(name, sum_stats([self.worker_stats, self.connector.get_stats()]))
+        return dict(islice(stats.items(), MAX_CONNECTOR_PARTS))
 
     def apply(self, results: TransferResults) -> None:
         """Results of a step: the connector hears of them; I/O holds and quarantines that ended are released."""

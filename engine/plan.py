@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
+from pdkv.connectors.base import KVConnectorMetadata, Stats, TransferKey, TransferResults
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import RequestKey, TokenLogprob
 
@@ -73,3 +73,4 @@ class StepOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]]  # whole prompt, with the first sampled token
     transfers: TransferResults
     failed: dict[RequestKey, StepFailure] = {}
+    connector_stats: Stats | None = None  # of the workers since start; None: as in the step before

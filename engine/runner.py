@@ -106,7 +106,8 @@ class ModelRunner:
         if worker is not None and meta is not None:
             worker.wait_for_save()
         transfers = NO_TRANSFERS if worker is None else worker.get_finished()
-        return StepOutput(plan.step_id, computed.sampled, computed.prompt_logprobs, transfers, computed.failed)
+        stats = worker.get_stats() if worker is not None and transfers else None
+        return StepOutput(plan.step_id, computed.sampled, computed.prompt_logprobs, transfers, computed.failed, stats)
 
     def take_drawn(self, token_ids: Sequence[Sequence[int]]) -> None:
         """What rank 0 drew in the last step, in that step's order; before the next one."""

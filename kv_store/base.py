@@ -1,11 +1,18 @@
 """A KV store: keys to immutable bytes. It knows nothing of blocks, layers or requests."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple, Self
 
 Buffer = memoryview
 """Contiguous bytes (format "B"); a store fills or reads it in place."""
+
+
+class TierCounts(NamedTuple):
+    """What happened in one of the stores that a store consists of, since the start."""
+
+    hits: int  # values that were read from it
+    failures: int  # calls that failed, and those that it was spared after a failure
 
 
 class KVStore(ABC):
@@ -53,6 +60,10 @@ class KVStore(ABC):
     def count_damaged(self) -> int:
         """Values since the start that the store itself found damaged, and called misses. Does not block."""
         return 0
+
+    def count_tiers(self) -> Mapping[str, TierCounts]:
+        """By name, where the store consists of several. Does not block."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

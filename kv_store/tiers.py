@@ -3,12 +3,12 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
-from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.base import Buffer, KVStore, TierCounts
 
 T = TypeVar("T")
 
@@ -87,6 +87,16 @@ class TieredStore(KVStore):
 
     def count_damaged(self) -> int:
         return sum(tier.store.count_damaged() for tier in self.tiers)
+
+    def count_tiers(self) -> Mapping[str, TierCounts]:
+        """Named by place and kind: 0-memory, 1-file, …"""
+        with self._lock:
+            return {
+                f"{place}-{type(tier.store).__name__.removesuffix('Store').lower()}": TierCounts(
+                    tier.num_hits, tier.failures.total()
+                )
+                for place, tier in enumerate(self.tiers)
+            }
 
     def close(self) -> None:
         for tier in self.tiers:

@@ -9,6 +9,7 @@ from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
     SchedulerConnector,
+    Stats,
     TransferKey,
     TransferOutcome,
     TransferResults,
@@ -17,8 +18,9 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory.fabric import Content, MemoryFabric
+from pdkv.connectors.stats import stats_of_transfer
 from pdkv.errors import ConfigError, IncompatiblePeers
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.messages import ConnectorStats, EngineCard
 
 
 def _mode(text: str) -> str:
@@ -105,6 +107,7 @@ class MemoryWorker(WorkerConnector):
         self.pool: Content = None
         self._block_bytes = connector.config.layout.block_bytes
         self._results: tuple[dict[TransferKey, TransferOutcome], ...] = ({}, {}, {}, {})
+        self._stats = ConnectorStats()
 
     def register_kv_caches(self, kv_cache: Content) -> None:
         self.pool = kv_cache
@@ -114,6 +117,9 @@ class MemoryWorker(WorkerConnector):
         self.fabric.pump()
         results, self._results = self._results, ({}, {}, {}, {})
         return TransferResults(*results)
+
+    def get_stats(self) -> Stats:
+        return {"": self._stats}
 
     def sent(self, key: TransferKey, num_blocks: int) -> None:
         """Everything of the transfer was delivered."""
@@ -134,6 +140,7 @@ class MemoryWorker(WorkerConnector):
     def _report(self, which: int, key: TransferKey, outcome: TransferOutcome) -> None:
         """Results come while another engine runs its step, too."""
         self._results[which][key] = outcome
+        self._stats += stats_of_transfer("send" if which < 2 else "receive", outcome)
         self.notify()
 
     def shutdown(self) -> None:

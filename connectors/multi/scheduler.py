@@ -1,7 +1,7 @@
 """The scheduler side of `multi`: whose match is loaded, who sends, and what the children's results mean together."""
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -19,6 +19,7 @@ from pdkv.connectors.base import (
     RequestView,
     SchedulerConnector,
     SchedulerView,
+    Stats,
     TransferKey,
     TransferOutcome,
     TransferResults,
@@ -31,12 +32,14 @@ from pdkv.connectors.multi.wire import (
     bound_handoff,
     encode_handoff,
     encode_ticket,
+    part_name,
     split_card,
     tag,
     untag,
 )
+from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.errors import TransferCancelled
-from pdkv.wire.messages import ConnectorKind, EngineCard
+from pdkv.wire.messages import ConnectorKind, ConnectorStats, EngineCard
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class MultiScheduler(SchedulerConnector):
         children: Sequence[Child],
         schedulers: Sequence[SchedulerConnector],
     ) -> None:
-        self.num_fallbacks = 0  # loads that another child took over
+        self._num_fallbacks: Counter[int] = Counter()  # loads that another child took over, by who failed
         self.views = ChildViews(kind, [child.connector.kind for child in children])
         self.sending = SendingTable()
         self._engine = config.engine
@@ -87,6 +90,11 @@ class MultiScheduler(SchedulerConnector):
     def num_loads(self) -> int:
         """Loads under way."""
         return len(self._loads)
+
+    @property
+    def num_fallbacks(self) -> int:
+        """Loads that another child took over."""
+        return self._num_fallbacks.total()
 
     # --- loads ----------------------------------------------------------------------------------------------------
 
@@ -143,12 +151,13 @@ class MultiScheduler(SchedulerConnector):
             if matched.ask_again or matched.mode != "async" or matched.num_tokens < load.num_tokens:
                 continue
             scheduler.update_state_after_alloc(view, load.block_ids, load.num_tokens)
-            failed = self._children[load.child].name
+            failed = load.child
+            name = self._children[failed].name
             logger.warning(
-                "KV load of transfer %s (attempt %d): %s failed (%s), %s goes on", *key, failed, code, child.name
+                "KV load of transfer %s (attempt %d): %s failed (%s), %s goes on", *key, name, code, child.name
             )
             load.child, load.may_fall_back, load.is_new = index, False, True
-            self.num_fallbacks += 1
+            self._num_fallbacks[failed] += 1
             return True
         return False
 
@@ -294,6 +303,11 @@ class MultiScheduler(SchedulerConnector):
             self._refused.popitem(last=False)
         ours = ",".join(child.name for child in self._children)
         logger.warning("no KV from engine %s: it has %s; %s has multi of %s", card.engine, theirs, self._engine, ours)
+
+    def get_stats(self) -> Stats:
+        own = {part_name(i, self._children[i]): ConnectorStats(fallbacks=n) for i, n in self._num_fallbacks.items()}
+        children = enumerate(zip(self._children, self._schedulers, strict=True))
+        return sum_stats([own, *(stats_under(part_name(i, child), side.get_stats()) for i, (child, side) in children)])
 
     @property
     def has_pending_work(self) -> bool:

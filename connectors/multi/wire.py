@@ -18,6 +18,11 @@ class Child(NamedTuple):
     connector: KVConnector
 
 
+def part_name(place: int, child: Child) -> str:
+    """A child among the parts that are counted by themselves."""
+    return f"{place}-{child.name}"
+
+
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """A child's ticket and which child's it is."""
 

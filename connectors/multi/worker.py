@@ -8,12 +8,14 @@ import msgspec
 from pdkv.connectors.base import (
     NO_TRANSFERS,
     KVConnectorMetadata,
+    Stats,
     TransferKey,
     TransferOutcome,
     TransferResults,
     WorkerConnector,
 )
-from pdkv.connectors.multi.wire import Child, MultiMetadata, encode_handshake, split_card, tag
+from pdkv.connectors.multi.wire import Child, MultiMetadata, encode_handshake, part_name, split_card, tag
+from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.wire.messages import EngineCard
 
 if TYPE_CHECKING:
@@ -69,6 +71,10 @@ class MultiWorker(WorkerConnector):
             for target, source in zip(merged, maps, strict=True):
                 target.update((tag(child, key), outcome) for key, outcome in source.items())
         return TransferResults(*merged)
+
+    def get_stats(self) -> Stats:
+        children = enumerate(zip(self._children, self.workers, strict=True))
+        return sum_stats(stats_under(part_name(i, child), side.get_stats()) for i, (child, side) in children)
 
     def cancel(self, key: TransferKey) -> None:
         """Each child that knows the transfer answers; the others count an unknown one."""

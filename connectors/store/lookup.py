@@ -13,6 +13,7 @@ from itertools import product
 
 from pdkv.errors import TransferError
 from pdkv.kv_store.base import KVStore
+from pdkv.wire.messages import ConnectorStats
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,13 @@ class KeyLookups:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def stats(self) -> ConnectorStats:
+        """What failed."""
+        with self._changed:
+            num_late, num_failed = self.num_timeouts, self.num_failed
+        return ConnectorStats(failed_lookups=num_failed + num_late, timeouts=num_late)
 
     # --- the step thread ------------------------------------------------------------------------------------------
 

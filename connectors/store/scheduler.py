@@ -22,6 +22,7 @@ from pdkv.connectors.base import (
     RequestView,
     SchedulerConnector,
     SchedulerView,
+    Stats,
     TransferKey,
     TransferOutcome,
     TransferResults,
@@ -319,6 +320,9 @@ class StoreScheduler(SchedulerConnector):
         self.lookups.forget(others)
         if outcome.num_damaged:
             self.lookups.bar(others)
+
+    def get_stats(self) -> Stats:
+        return {"": self.lookups.stats}
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
         self._peers.replace(cards)

@@ -11,7 +11,8 @@ from zlib import crc32
 import msgspec
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferKey, TransferOutcome
+from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, Stats, TransferKey, TransferOutcome
+from pdkv.connectors.stats import stats_of_tiers
 from pdkv.connectors.store.options import TransferOptions
 from pdkv.connectors.store.pieces import Piece, Slot, buffer_bytes, lay_out, pack
 from pdkv.connectors.store.plan import StoreCut, StoreLoad, StoreMetadata, StoreSave, Value, ValuePart
@@ -187,6 +188,9 @@ class StoreWorker(TransferWorker):
 
     def _is_open(self, key: TransferKey) -> bool:
         return bool(self.open_jobs(key, "receive"))
+
+    def get_stats(self) -> Stats:
+        return {**super().get_stats(), **stats_of_tiers(self._values.store.count_tiers())}
 
     # --- I/O threads ----------------------------------------------------------------------------------------------
 

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
-from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults, WorkerConnector
+from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferKey, TransferOutcome, TransferResults, WorkerConnector
+from pdkv.connectors.stats import stats_of_transfer
 from pdkv.connectors.transfer.jobs import Batch, Direction, Transfer
 from pdkv.connectors.transfer.jobs import Job as Job  # subclasses need these two
 from pdkv.connectors.transfer.jobs import Task as Task
 from pdkv.connectors.transfer.lanes import IOLanes, Lane, LaneConfig
 from pdkv.errors import PdkvError, TransferCancelled, TransferError, TransferTimeout
+from pdkv.wire.messages import ConnectorStats
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class TransferWorker(WorkerConnector):
         self._transfers: dict[tuple[Direction, TransferKey], Transfer] = {}
         self._failed_sends: OrderedDict[TransferKey, str] = OrderedDict()
         self._results: dict[str, dict[TransferKey, TransferOutcome]] = {}
+        self._stats = ConnectorStats()
         self._next_deadline = inf
         self._stopping = False
         self.lanes: IOLanes[Job] = IOLanes(
@@ -164,6 +167,10 @@ class TransferWorker(WorkerConnector):
             results, self._results = self._results, {}
         names = ("finished_send", "failed_send", "finished_receive", "failed_receive")
         return TransferResults(*(results.get(name, {}) for name in names))
+
+    def get_stats(self) -> Stats:
+        with self._lock:
+            return {"": self._stats}
 
     def cancel(self, key: TransferKey) -> None:
         """Queued jobs end at once, running ones when the transport has let go; then the transfer fails."""
@@ -332,7 +339,9 @@ class TransferWorker(WorkerConnector):
         if self._transfers.pop((transfer.direction, transfer.key), None) is None:
             return
         outcome = TransferOutcome(transfer.code, transfer.num_bytes, time.monotonic() - transfer.started)
-        self._put_result(transfer.direction, transfer.key, self.ended(transfer, outcome))
+        outcome = self.ended(transfer, outcome)
+        self._stats += stats_of_transfer(transfer.direction, outcome)
+        self._put_result(transfer.direction, transfer.key, outcome)
         if transfer.code and transfer.direction == "send":
             self._failed_sends[transfer.key] = transfer.code
             if len(self._failed_sends) > MAX_FAILED_SENDS:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from pdkv.connectors.base import WorkerConnector
+from pdkv.connectors.base import Stats, WorkerConnector
+from pdkv.connectors.stats import sum_stats
 from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.engine.executor import InProcessExecutor, ModelExecutor, RankInfo
 from pdkv.engine.plan import StepOutput, StepPlan
@@ -107,6 +108,7 @@ class MultiProcessExecutor(ModelExecutor):
         self._drawn: list[list[int]] = []
         self._stopped = False
         self._transfers = TransferAggregator(local.shard.size)
+        self._stats: dict[int, Stats] = {}  # of the connector's workers, by rank
         self.layout = local.layout
         loaded = [answer for answer in others.hear(others.start_timeout_s) if isinstance(answer, Sized)]
         self.num_blocks = local.num_blocks = min(local.num_blocks, *(answer.num_blocks for answer in loaded))
@@ -138,14 +140,28 @@ class MultiProcessExecutor(ModelExecutor):
         except RankError as error:
             raise others.why(error) from None
         by_rank, failed = [output.transfers], dict(output.failed)
+        done: list[StepDone] = []
         for answer in answers:
             assert isinstance(answer, StepDone), answer
+            done.append(answer)
             assert answer.step_id == plan.step_id, (answer.step_id, plan.step_id)
             by_rank.append(transfers_of(answer))
             for key, failure in answer.failed:
                 failed[key] = failed[key].joined(failure) if key in failed else failure
         self._drawn = [sampled.token_ids for sampled in output.sampled.values()]
-        return msgspec.structs.replace(output, transfers=self._transfers.add(by_rank), failed=failed)
+        return msgspec.structs.replace(
+            output,
+            transfers=self._transfers.add(by_rank),
+            failed=failed,
+            connector_stats=self._sum_stats([output.connector_stats, *(a.connector_stats for a in done)]),
+        )
+
+    def _sum_stats(self, by_rank: Sequence[Stats | None]) -> Stats | None:
+        """Of all ranks, where one has new ones."""
+        if not any(stats is not None for stats in by_rank):
+            return None
+        self._stats.update((rank, stats) for rank, stats in enumerate(by_rank) if stats is not None)
+        return sum_stats(self._stats.values())
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         self._others.tell(encode(PeersChanged(list(added), list(removed))), self._timeout_s)

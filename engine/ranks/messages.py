@@ -8,7 +8,7 @@ from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutco
 from pdkv.engine.plan import StepFailure, StepOutput, StepPlan
 from pdkv.errors import ConfigError
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import EngineCard, RequestKey
+from pdkv.wire.messages import ConnectorStats, EngineCard, RequestKey
 
 # --- rank 0 -> the others, through the ring -----------------------------------------------------------------------
 
@@ -65,6 +65,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     step_id: int
     transfers: list[list[tuple[TransferKey, TransferOutcome]]]
     failed: list[tuple[RequestKey, StepFailure]] = []  # what this rank's part of heads and KV shows
+    connector_stats: dict[str, ConnectorStats] | None = None  # None: as in the step before
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
@@ -121,7 +122,8 @@ def plan_of(step: Step, metadata_type: type[KVConnectorMetadata]) -> StepPlan:
 def step_done(output: StepOutput) -> StepDone:
     """The answer to a step."""
     transfers = [list(outcomes.items()) for outcomes in output.transfers] if output.transfers else []
-    return StepDone(output.step_id, transfers, list(output.failed.items()))
+    stats = None if output.connector_stats is None else dict(output.connector_stats)
+    return StepDone(output.step_id, transfers, list(output.failed.items()), stats)
 
 
 def transfers_of(done: StepDone) -> TransferResults:

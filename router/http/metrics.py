@@ -77,6 +77,23 @@ class RequestMetrics:
         self._metrics.requests.labels(self._endpoint, outcome).inc()
 
 
+_CONNECTOR_COUNTERS = {
+    "saves": "KV transfers out of the engine that ended well, on each rank.",
+    "loads": "KV transfers into the engine that ended well, on each rank.",
+    "saved_bytes": "KV that went out, failed transfers included.",
+    "loaded_bytes": "KV that came in, failed transfers included.",
+    "failed_saves": "KV transfers out of the engine that failed.",
+    "failed_loads": "KV transfers into the engine that failed.",
+    "failed_lookups": "Questions to a store that failed: taken as misses.",
+    "timeouts": "Saves, loads and lookups that were not over by their deadline.",
+    "fallbacks": "Loads that another connector took over when this one's failed.",
+    "tier_hits": "Values that were read from this tier of a store.",
+    "tier_failures": "Calls of this tier that failed, or that it was spared after a failure.",
+    "damaged_values": "Stored values that were not what had been saved.",
+}
+"""Fields of ConnectorStats, and what they count."""
+
+
 class _EngineCollector(Collector):
     """Reads the dispatcher when it is scraped: engines cost nothing in between."""
 
@@ -117,6 +134,10 @@ class _EngineCollector(Collector):
         preemptions = CounterMetricFamily("pdkv_engine_preemptions", "Requests taken out of the batch.", labels=labels)
         steps = CounterMetricFamily("pdkv_engine_steps", "Steps of the engine.", labels=labels)
         transfer = CounterMetricFamily("pdkv_engine_kv_transfer_seconds", "Time spent in KV transfers.", labels=labels)
+        connectors = {
+            field: CounterMetricFamily(f"pdkv_connector_{field}", text, labels=[*labels, "connector"])
+            for field, text in _CONNECTOR_COUNTERS.items()
+        }
         for engine in dispatcher.engines():
             name = [engine.name, engine.role]
             up.add_metric(name, float(engine.state == "ready"))
@@ -134,12 +155,15 @@ class _EngineCollector(Collector):
             preemptions.add_metric(name, load.preemptions)
             steps.add_metric(name, load.steps)
             transfer.add_metric(name, load.transfer_seconds)
+            for connector, stats in load.connectors.items():
+                for field, family in connectors.items():
+                    family.add_metric([*name, connector], getattr(stats, field))
             for block_class in _BLOCK_CLASSES:
                 blocks.add_metric([*name, block_class], getattr(load.blocks, block_class))
             for source in _SOURCES:
                 sources.add_metric([*name, source], getattr(load.sources, source))
         yield from (up, deaths, waiting, running, blocks, sources, received, failures, partial, damaged)
-        yield from (non_finite, preemptions, steps, transfer)
+        yield from (non_finite, preemptions, steps, transfer, *connectors.values())
         yield CounterMetricFamily("pdkv_retries", "Generations begun again elsewhere.", dispatcher.counters.retried)
         yield CounterMetricFamily(
             "pdkv_dropped_messages", "Messages about what had ended.", dispatcher.counters.dropped_messages

@@ -24,7 +24,7 @@ from pdkv.engine.ranks.follower import FirstRank
 from pdkv.errors import ConfigError, ModelError, NonFiniteLogits, RankError, RankGone, RankTimeout
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import Abort, EngineToRouter, Failed, Peers, Tokens
+from pdkv.wire.messages import Abort, EngineToRouter, Failed, Load, Peers, Tokens
 from tests.conftest import HFModel
 
 torch.set_num_threads(1)
@@ -235,6 +235,20 @@ def test_a_transfer_ends_when_every_rank_has_ended_it(tiny_model_dir: Path, make
     engine.worker(0).report(("t", 0), 4)
     (outcome,) = executor.execute(scheduler.schedule(1.0)).transfers.finished_sending.values()
     assert outcome.num_bytes == 9
+
+
+def test_what_the_workers_of_all_ranks_count_is_in_the_load(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    """Summed part by part; a rank that has nothing new counts with what it said last."""
+    engine = make_engine(tiny_model_dir, 2)
+    seen = []
+    for step, rank in enumerate((1, 0, 1)):
+        engine.worker(rank).report((f"t{step}", 0), 5)
+        engine.core.wake()
+        engine.core.step(0.0)
+        loads = [m for _, messages in engine.core.take_messages(float(step)) for m in messages if isinstance(m, Load)]
+        name = engine.core.card.connector
+        seen.append((loads[-1].connectors[name].saves, loads[-1].connectors[f"{name}/part"].loads))
+    assert seen == [(1, 1), (2, 1), (3, 1)]
 
 
 def test_a_rank_with_news_wakes_the_engine(tiny_model_dir: Path, make_engine: MakeEngine) -> None:

@@ -20,6 +20,7 @@ LAYERS = (
     "pdkv.models",
     "pdkv.connectors.block_table",
     "pdkv.connectors.base",
+    "pdkv.connectors.stats",
     "pdkv.connectors.transfer",
     "pdkv.connectors.peer",
     "pdkv.connectors.store",

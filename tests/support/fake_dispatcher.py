@@ -8,7 +8,7 @@ from typing import Any
 from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.router.dispatch import EngineSnapshot
 from pdkv.router.request import Delta, GenerateRequest
-from pdkv.wire.messages import BlockCounts, Load, SourceCounts, TokenLogprob
+from pdkv.wire.messages import BlockCounts, ConnectorStats, Load, SourceCounts, TokenLogprob
 
 Answer = Callable[[GenerateRequest], Sequence[Delta | Exception]]
 
@@ -105,6 +105,10 @@ class FakeDispatcher:
             non_finite_requests=8,
             damaged_values=8,
             partial_loads=9,
+            connectors={
+                "multi/0-p2p": ConnectorStats(saves=11, loads=12, saved_bytes=13, timeouts=14, fallbacks=15),
+                "multi/1-store/0-redis": ConnectorStats(tier_hits=16, tier_failures=17),
+            },
         )
         return [
             EngineSnapshot("decode-1", "decode", "ready", 17, load, 0, 0, 0),

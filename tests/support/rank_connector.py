@@ -15,11 +15,12 @@ from pdkv.connectors.base import (
     KVConnectorMetadata,
     SchedulerConnector,
     SchedulerView,
+    Stats,
     TransferOutcome,
     TransferResults,
     WorkerConnector,
 )
-from pdkv.wire.messages import ConnectorKind, EngineCard
+from pdkv.wire.messages import ConnectorKind, ConnectorStats, EngineCard
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,7 @@ class RankWorker(WorkerConnector):
         self.notes: list[str] = []
         self.peers: list[str] = []
         self.to_report = NO_TRANSFERS
+        self.num_reported = 0
         self.error: Exception | None = None  # raised in the next step
         self.stopped = threading.Event()  # the next step waits for it where `hangs`
         self.hangs = False
@@ -68,11 +70,15 @@ class RankWorker(WorkerConnector):
         results, self.to_report = self.to_report, NO_TRANSFERS
         return results
 
+    def get_stats(self) -> Stats:
+        return {"": ConnectorStats(saves=self.num_reported), "part": ConnectorStats(loads=self.config.rank)}
+
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         self.peers = [card.engine for card in added]
 
     def report(self, key: tuple[str, int], num_bytes: int) -> None:
         """With the next step: the transfer was sent."""
+        self.num_reported += 1
         self.to_report = NO_TRANSFERS._replace(finished_sending={key: TransferOutcome("", num_bytes)})
 
 

@@ -29,6 +29,9 @@ MAX_ERROR_CHARS = 4096
 MAX_RANKS = 1024
 """Of one engine."""
 
+MAX_CONNECTOR_PARTS = 64
+"""Children and tiers of a connector that are counted by themselves."""
+
 MAX_LIST = 1 << 21
 """Entries of a list of tokens, log probabilities or block keys: in memory an entry is many times its bytes."""
 
@@ -349,6 +352,29 @@ class BlockCounts(msgspec.Struct, frozen=True):
     quarantined: Count
 
 
+class ConnectorStats(msgspec.Struct, frozen=True):
+    """What a connector, or one part of it, has done since it was made; summed over an engine's ranks.
+
+    A transfer counts on each rank that moved bytes for it.
+    """
+
+    saves: Count = 0  # transfers out of this engine that ended well
+    loads: Count = 0  # transfers into it
+    saved_bytes: Count = 0
+    loaded_bytes: Count = 0
+    failed_saves: Count = 0  # cancelled transfers have not failed
+    failed_loads: Count = 0
+    failed_lookups: Count = 0
+    timeouts: Count = 0  # of saves, loads and lookups: failures, too
+    fallbacks: Count = 0  # loads that another part took over when this one's failed
+    tier_hits: Count = 0  # values that were read from a tier
+    tier_failures: Count = 0  # calls of a tier that failed, or that it was spared after a failure
+    damaged_values: Count = 0  # that were not what had been saved
+
+    def __add__(self, other: "ConnectorStats") -> "ConnectorStats":
+        return ConnectorStats(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
+
+
 class Load(Message, frozen=True):
     """How busy the engine is, and its counters since start."""
 
@@ -365,6 +391,7 @@ class Load(Message, frozen=True):
     damaged_values: Count = 0
     partial_loads: Count = 0
     non_finite_requests: Count = 0
+    connectors: Annotated[dict[Id, ConnectorStats], Meta(max_length=MAX_CONNECTOR_PARTS)] = {}  # by name, as NAME/PART
 
 
 class Beat(Message, frozen=True):

@@ -17,8 +17,8 @@ from pdkv.wire.messages import EngineCard, Finished, HandedOff, KVLayout, Peers
 LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
 
 
-def make(options: dict[str, str], layout: KVLayout = LAYOUT) -> KVConnector:
-    config = ConnectorConfig(engine="e", epoch="e.0", layout=layout, num_blocks=4, options=options)
+def make(options: dict[str, str], layout: KVLayout = LAYOUT, tp: int = 1) -> KVConnector:
+    config = ConnectorConfig(engine="e", epoch="e.0", layout=layout, num_blocks=4, options=options, tp=tp)
     return make_connector("memory", config, lambda: None)
 
 
@@ -44,8 +44,8 @@ def test_a_wrong_option_is_refused_by_name_and_value(options: dict[str, str]) ->
 
 
 def test_a_second_rank_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rank 1"):
-        make({}).make_worker_side(1)
+    with pytest.raises(ConfigError, match="one rank, this one has 2"):
+        make({}, tp=2)
 
 
 def test_peers_of_another_layout_are_refused_with_both_values() -> None:

@@ -386,6 +386,7 @@ def test_another_child_takes_over_where_the_first_one_failed() -> None:
     messages = run(decode)
     assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
     assert scheduler_of(decode).num_fallbacks == 1
+    assert decode.external.get_stats("multi")["multi/0-memory"].fallbacks == 1
     (loaded,) = of_type(messages, Loaded)
     assert isinstance(loaded, Loaded)
     assert loaded.ok

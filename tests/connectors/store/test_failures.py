@@ -2,13 +2,16 @@
 
 import logging
 
+import msgspec
 import pytest
 import torch
-from store_rig import WAIT_S, FaultyStore, MakeEngine, prefill, random_kv, scattered, view
+from store_rig import WAIT_S, Engine, FaultyStore, MakeEngine, prefill, random_kv, scattered, view
 
 from pdkv.connectors.base import ASK_AGAIN, NO_MATCH
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.errors import KVNotFound, StoreUnavailable, TransferCancelled, TransferTimeout
+from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.kv_store.tiers import TieredStore
 
 # --- lookups ------------------------------------------------------------------------------------------------------
 
@@ -44,6 +47,67 @@ def test_a_lookup_that_is_not_answered_in_time_is_a_miss_for_all(
     while engine.ask(request) != 128:  # the late answer corrects what was a miss
         engine.woken.acquire(timeout=0.01)
     assert store.count("contains") <= 2 * 12
+
+
+def test_what_a_store_did_and_did_not_do_is_counted(store: FaultyStore, make: MakeEngine) -> None:
+    """On both sides; a transfer that was cancelled has not failed, and what moved nothing is no transfer."""
+    source = make("p")
+    prefill(source, 128)
+    saved = source.worker.get_stats()[""]
+    assert (saved.saves, saved.failed_saves, saved.loads) == (1, 0, 0)
+    assert saved.saved_bytes >= 128 * source.layout.token_bytes
+    store.failing["put"] = StoreUnavailable("refused")
+    kv, blocks = random_kv(64, 7), scattered(64, 16)
+    source.fill(blocks, kv)
+    failed = source.save(view("f", num_tokens=65, salt="f"), blocks, 64)
+    assert failed is not None
+    assert failed.code == StoreUnavailable.code
+    assert source.worker.get_stats()[""] == msgspec.structs.replace(saved, failed_saves=1)
+
+    engine, request = make("o", lookup_timeout_s="0.05"), view("u", num_tokens=200, salt="0")
+    assert engine.ask(request) == 128
+    assert not engine.load(request, scattered(128, 16), 128).code
+    loaded = engine.worker.get_stats()[""]
+    assert (loaded.loads, loaded.failed_loads, loaded.saves) == (1, 0, 0)
+    assert loaded.loaded_bytes == saved.saved_bytes
+    again = view("v", num_tokens=200, salt="0")
+    engine.scheduler.update_state_after_alloc(again, scattered(128, 16), 128)
+    store.failing["get"] = StoreUnavailable("refused")
+    engine.step()
+    assert engine.wait(again.transfer_key).code == StoreUnavailable.code
+    assert engine.worker.get_stats()[""].failed_loads == 1
+    store.failing.clear()
+    store.hold("get")
+    third = view("w", num_tokens=200, salt="0")
+    engine.start_load(third, scattered(128, 16), 128)
+    store.wait_held("get")
+    engine.worker.cancel(third.transfer_key)
+    store.let_go("get")
+    assert engine.wait(third.transfer_key).code == TransferCancelled.code
+    assert engine.worker.get_stats()[""].failed_loads == 1
+
+    assert engine.scheduler.get_stats()[""].failed_lookups == 0
+    store.hold("contains")
+    assert engine.ask(view("x", num_tokens=200, salt="x")) == 0
+    late = engine.scheduler.get_stats()[""]
+    assert (late.failed_lookups, late.timeouts) == (1, 1)
+    store.let_go("contains")
+
+
+def test_hits_and_failures_of_a_stores_tiers_are_counted(store: FaultyStore) -> None:
+    with TieredStore([store, MemoryStore("second-tier")], retry_after_s=1000) as tiers:
+        engine = Engine(tiers, "p")
+        try:
+            prefill(engine, 64)
+            store.failing["get"] = StoreUnavailable("refused")
+            request = view("u", num_tokens=65, salt="0")
+            assert engine.ask(request) == 64
+            assert not engine.load(request, scattered(64, 16), 64).code
+            stats = engine.worker.get_stats()
+            assert stats["0-faulty"].tier_failures == 2  # the read, and the copy of what the other one had
+            assert stats["1-memory"].tier_hits == 1
+        finally:
+            engine.close()
 
 
 def test_a_store_that_is_down_is_a_miss_and_told_once(

@@ -7,6 +7,7 @@ from small_app import MODEL, ids, make_app
 from starlette.types import ASGIApp
 
 from pdkv.errors import EngineDied
+from pdkv.wire.messages import ConnectorStats
 
 Samples = dict[tuple[str, ...], float]
 
@@ -81,3 +82,18 @@ def test_engines_as_they_reported_themselves() -> None:
     assert samples[("pdkv_engine_kv_damaged_values_total", *engine)] == 8
     assert samples[("pdkv_engine_kv_partial_loads_total", *engine)] == 9
     assert samples[("pdkv_retries_total",)] == 2
+
+
+def test_connectors_by_their_names_and_parts() -> None:
+    samples = run(scrape(make_app(FakeDispatcher())))
+    counts = {key[0]: value for key, value in samples.items() if key[1:] == ("multi/0-p2p", "decode-1", "decode")}
+    assert counts == {f"pdkv_connector_{name}_total": 0.0 for name in ConnectorStats.__struct_fields__} | {
+        "pdkv_connector_saves_total": 11,
+        "pdkv_connector_loads_total": 12,
+        "pdkv_connector_saved_bytes_total": 13,
+        "pdkv_connector_timeouts_total": 14,
+        "pdkv_connector_fallbacks_total": 15,
+    }
+    tier = ("multi/1-store/0-redis", "decode-1", "decode")
+    assert samples[("pdkv_connector_tier_hits_total", *tier)] == 16
+    assert samples[("pdkv_connector_tier_failures_total", *tier)] == 17
