@@ -1,31 +1,20 @@
 """What a Hugging Face model directory says about its model: a checked `ModelConfig`. No torch."""
 
-import json
 import logging
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 from pdkv.errors import ConfigError, ModelError
-from pdkv.models.config_fields import check_fields, check_rope_fields, ignored_sampling_defaults
+from pdkv.models.config_fields import check_fields
+from pdkv.models.json_fields import Fields, read_json
+from pdkv.models.rope_config import RopeScaling, read_rope
 
 logger = logging.getLogger(__name__)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are changed for longer contexts."""
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0  # llama3 only, as the rest
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +32,14 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
+    rotary_size: int  # the first so many values of a head are rotated
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
     attention_bias: bool  # of the q, k and v projections
     attention_output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    fused_weights: bool  # the checkpoint has one tensor for q, k and v, and one for the MLP's gate and up
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: Dtype
@@ -56,10 +47,31 @@ class ModelConfig:
 
     @property
     def num_positions(self) -> int:
-        """Positions that the model computes: linear scaling stretches those it was trained with (as vLLM counts)."""
-        if self.rope_scaling is not None and self.rope_scaling.kind == "linear":
-            return int(self.max_position_embeddings * self.rope_scaling.factor)
-        return self.max_position_embeddings
+        """Positions that the model can compute, as vLLM counts them: scaling stretches those that it was trained with,
+        unless `max_position_embeddings` is the stretched number already.
+        """
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind in ("llama3", "longrope"):
+            return self.max_position_embeddings
+        trained = self.max_position_embeddings
+        if scaling.kind == "yarn":
+            trained = scaling.original_max_position_embeddings
+        return int(trained * scaling.factor)
+
+    @property
+    def default_max_model_len(self) -> int:
+        """Of an engine that is told no length: with longrope, as in vLLM, that up to which the short factors hold."""
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "longrope":
+            return min(scaling.original_max_position_embeddings, self.num_positions)
+        return self.num_positions
+
+    def for_length(self, max_model_len: int | None) -> "ModelConfig":
+        """The model as it is computed with such a `--max-model-len`: the frequencies of RoPE may depend on it."""
+        if self.rope_scaling is None:
+            return self
+        scaling = self.rope_scaling.for_length(max_model_len or self.default_max_model_len)
+        return replace(self, rope_scaling=scaling)
 
 
 class _Family(NamedTuple):
@@ -70,6 +82,7 @@ class _Family(NamedTuple):
     mlp_bias: bool | None = False
     qk_norm: bool = False
     reads_window: bool = True
+    fused_weights: bool = False  # one tensor for q, k and v, and one for the MLP's gate and up
 
 
 _FAMILIES: Mapping[str, _Family] = {
@@ -77,65 +90,15 @@ _FAMILIES: Mapping[str, _Family] = {
     "MistralForCausalLM": _Family(False, False),
     "Qwen2ForCausalLM": _Family(True, False),
     "Qwen3ForCausalLM": _Family(None, None, qk_norm=True),
+    "Phi3ForCausalLM": _Family(False, False, fused_weights=True),
 }
 
 
-class _Fields:
-    """Typed reads from a config.json; a missing or wrong field is a ModelError that names it."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
-        self.path = path
-        self.values = values
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.values.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise ModelError(f"{self.path}: field {name!r} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"{self.path}: field {name!r} must be a number, got {value!r}")
-        return float(value)
-
-    def count(self, name: str, default: int | None = None) -> int:
-        value = self.number(name, default)
-        if value != int(value) or value < 1:
-            raise ModelError(f"{self.path}: field {name!r} must be a positive whole number, got {value!r}")
-        return int(value)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.values.get(name, default)
-        if not isinstance(value, bool):
-            raise ModelError(f"{self.path}: field {name!r} must be true or false, got {value!r}")
-        return value
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        value = self.values.get(name)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise ModelError(f"{self.path}: field {name!r} must be a token id or a list of them, got {value!r}")
-        return tuple(ids)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ModelError: the file is missing, unreadable or holds no JSON object.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: a JSON object was expected")
-    return values
-
-
-def load_model_config(path: Path) -> ModelConfig:
+def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
     """Read config.json (and generation_config.json, for more end tokens) of a model directory.
+
+    Args:
+        max_model_len: of the engine that computes it; see `ModelConfig.for_length`.
 
     Raises:
         ModelError: something is missing, broken or not supported; the message names it and its value.
@@ -143,9 +106,8 @@ def load_model_config(path: Path) -> ModelConfig:
     if not path.is_dir():
         raise ModelError(f"model directory {path} does not exist")
     file = path / "config.json"
-    fields = _Fields(file, read_json(file))
+    fields = Fields(file, read_json(file))
     architecture, family = _architecture(fields)
-    rope_theta, rope_scaling = _rope(fields)
     num_heads = fields.count("num_attention_heads")
     hidden_size = fields.count("hidden_size")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
@@ -156,9 +118,10 @@ def load_model_config(path: Path) -> ModelConfig:
     head_size = fields.count("head_dim", hidden_size // num_heads)
     if head_size % 2:
         raise ModelError(f"{file}: the head size must be even, got {head_size}")
+    rope = read_rope(fields, architecture, head_size)
     bias = _flag_of_family(fields, "attention_bias", family.attention_bias)
     bos = fields.token_ids("bos_token_id")
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
@@ -169,21 +132,24 @@ def load_model_config(path: Path) -> ModelConfig:
         intermediate_size=fields.count("intermediate_size"),
         max_position_embeddings=fields.count("max_position_embeddings"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        rope_theta=rope.theta,
+        rotary_size=rope.rotary_size,
+        rope_scaling=rope.scaling,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=bias,
         attention_output_bias=bias if family.attention_output_bias is None else family.attention_output_bias,
         mlp_bias=_flag_of_family(fields, "mlp_bias", family.mlp_bias),
         qk_norm=family.qk_norm,
+        fused_weights=family.fused_weights,
         eos_token_ids=_eos_token_ids(path, fields),
         bos_token_id=bos[0] if bos else None,
         dtype=_dtype(fields),
-        sliding_window=_sliding_window(fields),
+        sliding_window=_sliding_window(fields, architecture),
     )
+    return config.for_length(max_model_len)
 
 
-def _architecture(fields: _Fields) -> tuple[str, _Family]:
+def _architecture(fields: Fields) -> tuple[str, _Family]:
     """The architecture's name and family; everything that the model code does not compute is refused."""
     names = fields.values.get("architectures")
     if not isinstance(names, list) or not names:
@@ -200,7 +166,7 @@ def _architecture(fields: _Fields) -> tuple[str, _Family]:
     return known, _FAMILIES[known]
 
 
-def _flag_of_family(fields: _Fields, name: str, fixed: bool | None) -> bool:
+def _flag_of_family(fields: Fields, name: str, fixed: bool | None) -> bool:
     """A field that a family may fix: there, no other value is computed."""
     value = fields.flag(name, bool(fixed)) if fields.values.get(name) is not None else bool(fixed)
     if fixed is not None and value != fixed:
@@ -208,70 +174,16 @@ def _flag_of_family(fields: _Fields, name: str, fixed: bool | None) -> bool:
     return value
 
 
-def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
-    """Base and scaling; transformers 5 writes both under `rope_parameters`, earlier ones side by side.
-
-    As in transformers, a `rope_scaling` that is there replaces `rope_parameters`.
-    """
-    values = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
-    if not isinstance(values, dict):
-        raise ModelError(f"{fields.path}: RoPE parameters must be an object, got {values!r}")
-    rope = _Fields(fields.path, values)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ModelError(f"{fields.path}: partial_rotary_factor {partial} is not supported, only 1.0")
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind == "default":
-        if any(isinstance(value, dict) for value in values.values()):
-            raise ModelError(f"{fields.path}: RoPE parameters per layer type are not supported: {values!r}")
-        scaling = None
-    elif kind == "linear":
-        scaling = RopeScaling("linear", _factor(rope))
-    elif kind == "llama3":
-        scaling = RopeScaling(
-            "llama3",
-            _factor(rope),
-            rope.number("low_freq_factor"),
-            rope.number("high_freq_factor"),
-            rope.count("original_max_position_embeddings"),
-        )
-    else:
-        raise ModelError(f"{fields.path}: RoPE scaling {kind!r} is not supported; known: default, linear, llama3")
-    check_rope_fields(fields.path, kind, values)
-    return theta, scaling
-
-
-def _factor(rope: _Fields) -> float:
-    factor = rope.number("factor")
-    if not 1.0 <= factor < math.inf:
-        raise ModelError(f"{rope.path}: the factor of the RoPE parameters must be at least 1, got {factor}")
-    return factor
-
-
-def _eos_token_ids(path: Path, fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
     """The end tokens of config.json and generation_config.json, each once, in that order."""
     ids = fields.token_ids("eos_token_id")
     generation = path / "generation_config.json"
     if generation.exists():
-        ids += _Fields(generation, read_json(generation)).token_ids("eos_token_id")
+        ids += Fields(generation, read_json(generation)).token_ids("eos_token_id")
     return tuple(dict.fromkeys(ids))
 
 
-def log_ignored_defaults(path: Path) -> None:
-    """Say which sampling defaults of generation_config.json requests do not get; once, where requests come in.
-
-    Raises:
-        ModelError: the file is there and cannot be read.
-    """
-    generation = path / "generation_config.json"
-    ignored = ignored_sampling_defaults(read_json(generation)) if generation.exists() else {}
-    if ignored:
-        listed = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
-        logger.warning("%s: sampling defaults are not applied: %s; requests must ask for them", generation, listed)
-
-
-def _dtype(fields: _Fields) -> Dtype:
+def _dtype(fields: Fields) -> Dtype:
     """The dtype that the weights were saved in; absent: float32, as in transformers."""
     name = fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
     if name not in DTYPE_BYTES:
@@ -279,12 +191,13 @@ def _dtype(fields: _Fields) -> Dtype:
     return cast(Dtype, name)
 
 
-def _sliding_window(fields: _Fields) -> int | None:
+def _sliding_window(fields: Fields, architecture: str) -> int | None:
     """The window in tokens where the model uses one: Mistral's default is 4096, Qwen's is off, Llama has none."""
-    if "MistralForCausalLM" in fields.values["architectures"]:
+    if architecture == "MistralForCausalLM":
         in_use = fields.values.get("sliding_window", 4096) is not None
         return fields.count("sliding_window", 4096) if in_use else None
-    if fields.flag("use_sliding_window") and fields.values.get("sliding_window") is not None:
+    in_use = architecture == "Phi3ForCausalLM" or fields.flag("use_sliding_window")
+    if in_use and fields.values.get("sliding_window") is not None:
         return fields.count("sliding_window")
     return None
 
@@ -297,7 +210,7 @@ def resolve_max_model_len(model: ModelConfig, requested: int | None) -> int:
     """
     if requested is not None and requested > model.num_positions:
         raise ConfigError(f"max_model_len {requested} exceeds the model's {model.num_positions} positions")
-    length = requested or model.num_positions
+    length = requested or model.default_max_model_len
     if model.sliding_window is not None and model.sliding_window < length:
         logger.warning(
             "max_model_len is capped from %d to the sliding window of %d tokens", length, model.sliding_window

@@ -23,7 +23,7 @@ READ = _names(
     architectures vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     intermediate_size max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters
     partial_rotary_factor tie_word_embeddings attention_bias mlp_bias eos_token_id bos_token_id dtype torch_dtype
-    hidden_act quantization_config
+    original_max_position_embeddings hidden_act quantization_config
     """
 )
 """Read, and checked, by `load_model_config`."""
@@ -45,7 +45,6 @@ HARMLESS = _names(
     output_scores return_dict_in_generate torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward is_decoder
     attn_implementation use_flash_attn use_flash_attn2 use_flash_attention use_flash_attention_2 flash_attn use_sdpa
     use_torch_sdpa model_max_length max_sequence_length max_seq_len max_seq_length seq_length seq_len
-    original_max_position_embeddings
 
     pad_token_id sep_token_id cls_token_id unk_token_id mask_token_id decoder_start_token_id im_start_id im_end_id
     max_length max_new_tokens min_length min_new_tokens do_sample early_stopping num_beams num_beam_groups
@@ -62,6 +61,9 @@ _ROPE_READ = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_facto
 _ROPE_KIND_READS: Mapping[str, frozenset[str]] = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+    "dynamic": frozenset({"factor"}),
+    "yarn": _names("factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
+    "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor"}),
 }
 _MULTIPLIER = re.compile(r"(?:^|_)(?:multiplier|scale|scaling|factor)(?:_|$)|^(?:rotary_pct|rope_percent)$|^mup_")
 _SHOWN_CHARS = 80
@@ -83,7 +85,21 @@ def _is_attention_scale(value: Any, values: Mapping[str, Any]) -> bool:
     return isinstance(value, float) and size > 0 and abs(value * size**0.5 - 1) < 1e-6
 
 
+_OWN_CODE = {
+    "AutoConfig": "configuration_phi3.Phi3Config",
+    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    "AutoTokenizer": "Xenova/gpt-4o",
+}
+"""What `auto_map` says in checkpoints that came with code of their own, which transformers has taken over since."""
+
+
+def _is_own_code(value: Any, values: Mapping[str, Any]) -> bool:
+    return isinstance(value, dict) and all(_OWN_CODE.get(name) == code for name, code in value.items())
+
+
 _NEUTRAL: Mapping[str, _Check] = {
+    "auto_map": _is_own_code,
+    "full_attn_mod": lambda value, values: value == 1,  # Phi-4-mini: every layer has full attention
     "attention_multiplier": _is_attention_scale,
     "query_pre_attn_scalar": lambda value, values: value == _head_size(values),
     "layer_types": lambda value, values: isinstance(value, list) and set(map(str, value)) <= {"full_attention"},
@@ -152,18 +168,3 @@ def _is_window(name: str, value: Any, values: Mapping[str, Any]) -> bool:
 
 def _shown(name: str, value: Any) -> str:
     return f"{name!r} = {clip(repr(value), _SHOWN_CHARS)}"
-
-
-SAMPLING_DEFAULTS: Mapping[str, float] = {
-    "temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "repetition_penalty": 1.0,
-}  # fmt: skip
-"""Fields of generation_config.json that vLLM takes as defaults of requests, and the values by which it says nothing."""
-
-
-def ignored_sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling defaults of a generation_config.json that no request gets here."""
-    return {
-        name: generation_config[name]
-        for name, nothing in SAMPLING_DEFAULTS.items()
-        if generation_config.get(name) not in (None, nothing)
-    }

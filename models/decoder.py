@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3 over paged KV: one flattened sequence of many requests per call."""
+"""The decoder of every known family over paged KV: one flattened sequence of many requests per call."""
 
 from collections.abc import Callable
 

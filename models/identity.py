@@ -21,8 +21,9 @@ import xxhash
 
 from pdkv.errors import ModelError
 from pdkv.host.file_lock import FileLock
-from pdkv.models.config import ModelConfig, read_json
+from pdkv.models.config import ModelConfig
 from pdkv.models.digest_cache import DigestCache
+from pdkv.models.json_fields import read_json
 from pdkv.models.weight_files import StoredTensor, WeightFile, WeightFiles
 
 KV_FORMAT_VERSION = 1

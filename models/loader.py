@@ -122,6 +122,7 @@ class _Loader:
         return DecoderLayer(
             input_norm=self._tensor(prefix + "input_layernorm.weight", (hidden,), keep=True),
             qkv=self._fused(
+                attention + "qkv_proj",
                 [
                     (attention + "q_proj", q_rows, q),
                     (attention + "k_proj", kv_rows, kv),
@@ -134,6 +135,7 @@ class _Loader:
             output=self._by_columns(attention + "o_proj", q_rows, q, bias=config.attention_output_bias),
             mlp_norm=self._tensor(prefix + "post_attention_layernorm.weight", (hidden,), keep=True),
             gate_up=self._fused(
+                mlp + "gate_up_proj",
                 [(mlp + name, config.intermediate_size, neurons) for name in ("gate_proj", "up_proj")],
                 bias=config.mlp_bias,
             ),
@@ -149,12 +151,29 @@ class _Loader:
         """With `keep` memory of its own; without, it may lie in the file, and is to be copied before the load ends."""
         return self.checkpoint.get(name, shape, part).to(self.device, self.dtype, copy=keep)
 
-    def _fused(self, parts: list[tuple[str, int, slice]], *, bias: bool) -> Linear:
-        """Projections with a common input as one; each part is (name, all its rows, this rank's rows)."""
+    def _fused(self, fused_name: str, parts: list[tuple[str, int, slice]], *, bias: bool) -> Linear:
+        """Projections with a common input as one; each part is (name, all its rows, this rank's rows).
+
+        `fused_name` names the one tensor that holds all parts, in this order, in checkpoints that have them fused.
+        """
         hidden = self.config.hidden_size
+        if self.config.fused_weights:
+            assert not bias, "no family with fused weights has biases"
+            return make_linear(self._rows_of(fused_name + ".weight", parts), None, packed=self.packed)
         weights = [self._tensor(f"{name}.weight", (rows, hidden), self._part(mine)) for name, rows, mine in parts]
         biases = [self._tensor(f"{name}.bias", (rows,))[mine] for name, rows, mine in parts] if bias else None
         return make_linear(torch.cat(weights), torch.cat(biases) if biases else None, packed=self.packed)
+
+    def _rows_of(self, name: str, parts: list[tuple[str, int, slice]]) -> torch.Tensor:
+        """This rank's rows of each part of a fused tensor, in which the parts follow one another."""
+        shape = (sum(rows for _, rows, _ in parts), self.config.hidden_size)
+        if self.parallel.shard.size == 1:
+            return self._tensor(name, shape, keep=not self.packed)
+        pieces, begin = [], 0
+        for _, rows, mine in parts:
+            pieces.append(self._tensor(name, shape, (slice(begin + mine.start, begin + mine.stop),)))
+            begin += rows
+        return torch.cat(pieces)
 
     def _by_columns(self, name: str, columns: int, mine: slice, *, bias: bool) -> Linear:
         """A projection back to the hidden size, divided by its input; ranks add their parts up."""

@@ -1,15 +1,16 @@
-"""Rotary position embedding: tables of cosines and sines for every position, linear and llama3 scaling."""
+"""Rotary position embedding: tables of cosines and sines for every position, with their frequencies scaled."""
 
 import math
 from typing import NamedTuple
 
 import torch
 
-from pdkv.models.config import ModelConfig, RopeScaling
+from pdkv.models.config import ModelConfig
+from pdkv.models.rope_config import RopeScaling
 
 
 class RopeTable(NamedTuple):
-    """Rows by position, (max_len, 1, head_size); `sin` has its first half negated, for the rolled vector."""
+    """Rows by position, (max_len, 1, rotary_size); `sin` has its first half negated, for the rolled vector."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -21,35 +22,76 @@ class RopeTable(NamedTuple):
 
 def make_rope_table(config: ModelConfig, max_len: int, dtype: torch.dtype, device: torch.device) -> RopeTable:
     """The table of a model for positions [0, max_len)."""
-    half = config.head_size // 2
-    inv_freq = 1.0 / config.rope_theta ** (torch.arange(0, half, dtype=torch.float32) * 2 / config.head_size)
-    inv_freq = scale_frequencies(inv_freq, config.rope_scaling)
-    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq)
-    cos, sin = angles.cos(), angles.sin()
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(config))
+    magnitude = config.rope_scaling.attention_factor if config.rope_scaling is not None else 1.0
+    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return RopeTable(
         torch.cat((cos, cos), dim=-1).unsqueeze(1).to(device, dtype),
         torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(device, dtype),
     )
 
 
-def scale_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling | None) -> torch.Tensor:
-    """Scaled inverse frequencies (half,).
+def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+    """(rotary_size / 2,) radians per position."""
+    scaling, size = config.rope_scaling, config.rotary_size
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    theta = config.rope_theta
+    if scaling is not None and scaling.kind == "dynamic":
+        theta = _ntk_theta(theta, size, scaling)
+    return _scaled(1.0 / theta**exponents, theta, scaling)
 
-    linear: all divided by the factor. llama3 (Llama 3.1): wavelengths above original / low_freq_factor are divided,
-    those below original / high_freq_factor kept, the ones between interpolated.
-    """
-    if scaling is None:
+
+def _scaled(inv_freq: torch.Tensor, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
+    if scaling is None or scaling.kind == "dynamic":
         return inv_freq
-    if scaling.kind == "linear":
-        return inv_freq / scaling.factor
-    original = scaling.original_max_position_embeddings
-    wavelength = 2 * math.pi / inv_freq
-    blend = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0.0, 1.0)
-    return (1 - blend) * inv_freq / scaling.factor + blend * inv_freq
+    match scaling.kind:
+        case "linear":
+            return inv_freq / scaling.factor
+        case "llama3":
+            return _interpolated(inv_freq, scaling, _llama3_shares(inv_freq, scaling))
+        case "yarn":
+            return _interpolated(inv_freq, scaling, _yarn_shares(len(inv_freq), theta, scaling))
+        case "longrope":
+            is_long = scaling.length > scaling.original_max_position_embeddings
+            return inv_freq / torch.tensor(scaling.long_factors if is_long else scaling.short_factors)
+
+
+def _interpolated(inv_freq: torch.Tensor, scaling: RopeScaling, kept: torch.Tensor) -> torch.Tensor:
+    """Each frequency as it is by its share in `kept` (half,), and divided by the factor by the rest."""
+    return (1 - kept) * inv_freq / scaling.factor + kept * inv_freq
+
+
+def _ntk_theta(theta: float, rotary_size: int, scaling: RopeScaling) -> float:
+    """The base by which the slowest frequency is stretched as linear scaling would, and the fastest is not."""
+    stretch = scaling.factor * scaling.length / scaling.original_max_position_embeddings - (scaling.factor - 1)
+    return float(theta * stretch ** (rotary_size / (rotary_size - 2)))
+
+
+def _llama3_shares(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Llama 3.1: 0 for wavelengths above original / low_freq_factor, 1 below original / high_freq_factor."""
+    turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    shares = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return shares.clamp(0.0, 1.0)
+
+
+def _yarn_shares(half: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
+    """YaRN: 1 for frequencies that turn at least beta_fast times in the original length, 0 below beta_slow times."""
+
+    def index_of(num_turns: float) -> float:
+        """Where in the frequencies, as a fraction, lies the one that turns so many times."""
+        return half * math.log(scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    if first == last:
+        last += 0.001
+    return 1 - ((torch.arange(half, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
 
 
 def rotate(x: torch.Tensor, rows: RopeTable) -> None:
-    """Rotate x (n, heads, head_size) in place by the table's rows of its n positions."""
+    """Rotate the first values of x (n, heads, head_size), as many as the table has, in place by its n positions."""
+    x = x[..., : rows.cos.shape[-1]]
     rolled = torch.roll(x, x.shape[-1] // 2, -1).mul_(rows.sin)
     torch.addcmul(rolled, x, rows.cos, out=x)

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from pdkv.errors import ModelError
-from pdkv.models.config import read_json
+from pdkv.models.json_fields import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 _LENGTH_BYTES = 8

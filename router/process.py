@@ -18,7 +18,8 @@ import zmq
 from starlette.types import ASGIApp
 
 from pdkv.config import HttpLimits
-from pdkv.models.config import load_model_config, log_ignored_defaults
+from pdkv.models.config import load_model_config
+from pdkv.models.generation_config import log_ignored_defaults
 from pdkv.router.budget import ByteBudget
 from pdkv.router.dispatch import Dispatcher
 from pdkv.router.engine_client import EngineClient

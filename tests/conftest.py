@@ -19,7 +19,7 @@ hypothesis.settings.load_profile("pdkv")
 HFModel = Callable[..., Path]
 """(family, dtype="float32", **config_overrides) -> model directory without a tokenizer."""
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
 
 @pytest.fixture(scope="session", autouse=True)

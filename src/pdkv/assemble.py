@@ -68,7 +68,7 @@ class _Plan(NamedTuple):
         cls, config: EngineConfig, handoff: HandoffConfig | None, name: str, epoch: str, kv_shards: int
     ) -> "_Plan":
         """Raises ModelError for a model directory that is missing, broken or not supported."""
-        model = load_model_config(config.model)
+        model = load_model_config(config.model, config.max_model_len)
         return cls(config, handoff, name, epoch, kv_shards, model, _limits(config, handoff or HandoffConfig()))
 
     def open_model(self) -> ModelSource:

@@ -15,7 +15,8 @@ from tqdm import tqdm
 from pdkv.assemble import build_engine
 from pdkv.config import DEFAULT_MODEL, EngineConfig
 from pdkv.errors import InvalidRequest, RequestFailed
-from pdkv.models.config import load_model_config, log_ignored_defaults
+from pdkv.models.config import load_model_config
+from pdkv.models.generation_config import log_ignored_defaults
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import StopAutomaton, TextStream, Tokenizer
 from pdkv.wire.messages import (

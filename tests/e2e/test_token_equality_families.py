@@ -17,11 +17,13 @@ from equality import (
 )
 
 
-@pytest.fixture(scope="module", params=["mistral", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["mistral", "qwen2", "qwen3", "phi3"])
 def workload(
     request: pytest.FixtureRequest, hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Workload:
-    return greedy_workload(hf_model(request.param, initializer_range=0.2), tmp_path_factory.mktemp(request.param))
+    overrides = {"partial_rotary_factor": 0.75} if request.param == "phi3" else {}
+    model = hf_model(request.param, initializer_range=0.2, **overrides)
+    return greedy_workload(model, tmp_path_factory.mktemp(request.param))
 
 
 def test_first_pass_and_replay(workload: Workload) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from deployments import write_tokenizer
 from engines import at_rest, make_core, of_type, output_of, run, submit
-from small_models import make_hf_model
+from small_models import make_hf_config, make_hf_model
 from state_machine.standin import expected_tokens
 
 from pdkv import LLM, SamplingParams
@@ -75,16 +75,6 @@ def test_the_default_pool_of_a_big_model_says_what_to_set(tmp_path: Path, caplog
     layout = make_layout(model, block_size=16, dtype="bfloat16")
     assert length_that_fits(config, layout, num_blocks_that_fit(layout, config.host_kv_bytes), 8192) == 2048
     assert "--kv-cache-memory 1024MiB" in caplog.text
-
-
-def make_hf_config(path: Path, **fields: int) -> Path:
-    """A directory with a config.json and no weights."""
-    import transformers
-
-    config = transformers.LlamaConfig(**fields)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(path)
-    return path
 
 
 def test_all_ranks_together_need_what_the_error_says(model: Path) -> None:

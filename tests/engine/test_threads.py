@@ -21,8 +21,9 @@ def make_config(hidden_size: int) -> ModelConfig:
     return ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=64, hidden_size=hidden_size, num_layers=1, num_heads=heads,
         num_kv_heads=heads, head_size=32, intermediate_size=3 * hidden_size, max_position_embeddings=64,
-        rms_norm_eps=1e-5, rope_theta=1e4, rope_scaling=None, tie_word_embeddings=True, attention_bias=False,
-        attention_output_bias=False, mlp_bias=False, qk_norm=False, eos_token_ids=(), bos_token_id=None,
+        rms_norm_eps=1e-5, rope_theta=1e4, rotary_size=32, rope_scaling=None, tie_word_embeddings=True,
+        attention_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False, fused_weights=False,
+        eos_token_ids=(), bos_token_id=None,
         dtype="bfloat16", sliding_window=None,
     )  # fmt: skip
 

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_models import make_hf_config
 
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
-from pdkv.launch.launcher import plan_fleet
+from pdkv.launch.launcher import check_deployment, plan_fleet
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.supervisor import Fleet
 
@@ -76,3 +77,19 @@ def test_the_model_is_served_under_its_directorys_name_unless_told_otherwise(run
     assert plan(run_dir, named, config, config).router.served_model_name == "mine"
     embedded = plan(run_dir, LaunchConfig(), EngineConfig(), EngineConfig()).router
     assert (embedded.model, embedded.served_model_name) == (DEFAULT_MODEL, "pdkv-default")
+
+
+def test_lengths_that_give_prefill_and_decode_other_rope_frequencies_are_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    model = make_hf_config(tmp_path, rope_scaling=rope, max_position_embeddings=64)
+
+    def check(prefill: int | None, decode: int | None, num_prefill: int = 1) -> None:
+        configs = [EngineConfig(model=model, max_model_len=length) for length in (prefill, decode)]
+        launch = LaunchConfig(prefill=num_prefill)
+        check_deployment(Deployment(launch=launch, handoff=HandoffConfig(), prefill=configs[0], decode=configs[1]))
+
+    check(32, 64)
+    check(None, 128)
+    check(100, 128, num_prefill=0)
+    with pytest.raises(ConfigError, match=r"dynamic.*prefill engines \(100\).*decode engines \(the default\)"):
+        check(100, None)

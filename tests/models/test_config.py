@@ -9,12 +9,17 @@ import pytest
 
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config import RopeScaling, load_model_config, resolve_max_model_len
-from tests.conftest import HFModel
+from tests.conftest import FAMILIES, HFModel
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5, "eos_token_id": [7, 8], "bos_token_id": 3, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 128,
 }  # fmt: skip
 
 
@@ -41,7 +46,7 @@ def test_fields_of_a_transformers_5_config(tmp_path: Path) -> None:
     assert (config.rope_theta, config.rope_scaling, config.dtype) == (1234.0, RopeScaling("linear", 2.0), "float16")
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_writes_is_read(hf_model: HFModel, family: str) -> None:
     config = load_model_config(hf_model(family))
     assert (config.num_layers, config.num_kv_heads, config.vocab_size, config.dtype) == (3, 2, 384, "float32")
@@ -68,10 +73,29 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "gelu"),
         ({"torch_dtype": "float8"}, "float8"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "mrope"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "alpha": 8.0}}, "alpha"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor .* got 0.5"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 4}}, "beta_slow .* got 4"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}}, "truncate"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": -1.0}},
+            "attention_factor .* got -1",
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000}}, "alpha"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [1.0]}}, "long_factor' .* list of 8 numbers, got 1"),
+        ({"rope_scaling": {**LONGROPE, "short_factor": None}}, "short_factor"),
+        ({"rope_scaling": {**LONGROPE, "short_factor": [0.0] * 8}}, "short_factor' .* above 0, got 0.0"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": ["x"] * 8}}, "long_factor' .* got 'x'"),
+        ({"rope_scaling": {**LONGROPE, "short_mscale": 1.2}}, "short_mscale"),
+        ({"rope_theta": 1.0}, "rope_theta"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.2}, "even number of a head's 16 values to rotate, got 0.2"),
         ({"head_dim": 15}, "15"),
         ({"eos_token_id": "end"}, "eos_token_id"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
@@ -118,6 +142,56 @@ def test_linear_scaling_stretches_the_models_length(tmp_path: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 64}  # fmt: skip
     assert resolve_max_model_len(load_model_config(write(tmp_path, rope_scaling=scaling)), None) == 512
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest", "default"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, 1024, 1024),
+        ({"rope_type": "yarn", "factor": 4.0}, 2048, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512, 512),
+        (LONGROPE, 512, 128),
+    ],
+)
+def test_lengths_of_scaled_models_are_those_of_vllm(
+    tmp_path: Path, rope: dict[str, Any], longest: int, default: int
+) -> None:
+    config = load_model_config(write(tmp_path, rope_scaling=rope))
+    assert resolve_max_model_len(config, None) == default
+    assert resolve_max_model_len(config, longest) == longest
+    with pytest.raises(ConfigError, match=f"{longest + 1} exceeds the model's {longest}"):
+        resolve_max_model_len(config, longest + 1)
+
+
+def test_only_lengths_that_give_other_frequencies_make_another_model(tmp_path: Path) -> None:
+    dynamic = write(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    at = {length: load_model_config(dynamic, length) for length in (None, 100, 512, 513, 1024)}
+    assert at[100] == at[512] != at[513] != at[1024] == at[None]
+    longrope = write(tmp_path, rope_scaling=LONGROPE)
+    at = {length: load_model_config(longrope, length) for length in (None, 100, 128, 129, 512)}
+    assert at[None] == at[100] == at[128] != at[129] == at[512]
+    yarn = write(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    assert load_model_config(yarn, 100) == load_model_config(yarn)
+
+
+def test_the_models_own_original_length_goes_before_that_of_its_rope_parameters(tmp_path: Path) -> None:
+    """As in transformers and vLLM."""
+    config = load_model_config(write(tmp_path, rope_scaling=LONGROPE, original_max_position_embeddings=64))
+    assert config.default_max_model_len == 64
+
+
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_phi3_names_longrope_as_its_first_checkpoints_did(tmp_path: Path, name: str) -> None:
+    changes = {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 128}
+    config = load_model_config(write(tmp_path, rope_scaling={**LONGROPE, "rope_type": name}, **changes))
+    assert config == load_model_config(write(tmp_path, rope_scaling=LONGROPE, **changes))
+
+
+def test_phi3_has_the_window_that_its_file_names(tmp_path: Path) -> None:
+    phi = {"architectures": ["Phi3ForCausalLM"]}
+    assert load_model_config(write(tmp_path, **phi)).sliding_window is None
+    assert load_model_config(write(tmp_path, **phi, sliding_window=2047)).sliding_window == 2047
+    assert resolve_max_model_len(load_model_config(write(tmp_path, **phi, sliding_window=262144)), None) == 512
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.0, float("inf"), float("nan")])

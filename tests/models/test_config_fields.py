@@ -9,13 +9,14 @@ import pytest
 import transformers
 
 from pdkv.errors import ModelError
-from pdkv.models.config import ModelConfig, load_model_config, log_ignored_defaults
+from pdkv.models.config import ModelConfig, load_model_config
+from pdkv.models.generation_config import log_ignored_defaults
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 512,
 }  # fmt: skip
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0,
@@ -42,6 +43,15 @@ _QWEN: dict[str, Any] = {
     "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "transformers_version": "4.43.1", "use_cache": True, "use_sliding_window": False, "vocab_size": 152064,
 }  # fmt: skip
+_PHI: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072,
+    "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "vocab_size": 32064,
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _LLAMA,
     "Llama-2-7b": {**_LLAMA, "_name_or_path": "meta-llama/Llama-2-7b-hf", "rope_scaling": None, "pad_token_id": 0},
@@ -58,6 +68,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B": {**_QWEN, "use_mrope": False, "tie_word_embeddings": True, "hidden_size": 896,
                      "num_attention_heads": 14, "num_key_value_heads": 2},
     "DeepSeek-R1-Distill-Qwen-7B": {**_QWEN, "use_mrope": False, "sliding_window": 4096, "rope_theta": 10000.0},
+    "Phi-3-mini-4k": {
+        **_PHI, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config",
+                             "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+        "_name_or_path": "Phi-3-mini-4k-instruct", "rope_scaling": None, "sliding_window": 2047},
+    "Phi-3.5-mini": {
+        **_PHI, "max_position_embeddings": 131072, "sliding_window": 262144,
+        "rope_scaling": {"long_factor": [1.1] * 48, "short_factor": [1.0] * 48, "type": "longrope"}},
+    "Phi-4-mini": {
+        **_PHI, "max_position_embeddings": 131072, "sliding_window": 262144, "full_attn_mod": 1,
+        "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "partial_rotary_factor": 0.75,
+        "num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True,
+        "rope_scaling": {"long_factor": [1.1] * 48, "short_factor": [1.0] * 48, "type": "longrope"}},
+    "Qwen2.5-7B-yarn": {**_QWEN, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768,
+                                                  "type": "yarn"}},
     "Qwen3-8B": {**_QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
                  "head_dim": 128, "rope_scaling": None, "sliding_window": None, "max_position_embeddings": 40960},
 }  # fmt: skip

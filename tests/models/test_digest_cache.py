@@ -220,15 +220,15 @@ def test_there_is_a_bound_on_what_is_kept(model_dir: Path, cache: Path, monkeypa
 READER = """
 import sys
 from pathlib import Path
-from pdkv import digest_cache, model_identity
+from pdkv.models import digest_cache, identity
 digest_cache._MIN_AGE_S = -1.0
-read = model_identity.ModelSource._read_digests
+read = identity.ModelSource._read_digests
 def counted(self, file):
     print("reads", flush=True)
     sys.stdin.readline()
     return read(self, file)
-model_identity.ModelSource._read_digests = counted
-print(model_identity.model_identity(Path(sys.argv[1]), cache=Path(sys.argv[2])), flush=True)
+identity.ModelSource._read_digests = counted
+print(identity.model_identity(Path(sys.argv[1]), cache=Path(sys.argv[2])), flush=True)
 """
 
 

@@ -117,7 +117,7 @@ def test_sizes_are_derived_from_the_shard(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_writing_to_the_file_afterwards_changes_no_loaded_weight(
     hf_model: HFModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, packed: bool, size: int

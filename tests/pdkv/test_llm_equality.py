@@ -11,8 +11,8 @@ from equality import AMPLE_POOL_BLOCKS, NUM_OUTPUT, SMALL_POOL_BLOCKS, Workload,
 from oracle import Oracle, oracle
 
 from pdkv import LLM, SamplingParams
+from tests.conftest import FAMILIES
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 
 

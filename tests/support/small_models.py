@@ -16,6 +16,11 @@ _SMALL = {
     "eos_token_id": 1,
 }
 
+_FAMILY_VALUES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "phi3": {"pad_token_id": 1, "original_max_position_embeddings": 1024},  # as its defaults fit no small model
+}
+
 
 def make_hf_model(path: Path, family: str, dtype: str, **overrides: Any) -> Path:
     """Write a random model; biases and norms are random too, so that leaving one out changes the tokens."""
@@ -26,7 +31,7 @@ def make_hf_model(path: Path, family: str, dtype: str, **overrides: Any) -> Path
         transformers, {"llama": "Llama", "mistral": "Mistral"}.get(family, family.capitalize()) + "Config"
     )
     max_shard_size = overrides.pop("max_shard_size", "1GB")
-    values: dict[str, Any] = {**_SMALL, **({"sliding_window": None} if family == "mistral" else {}), **overrides}
+    values: dict[str, Any] = {**_SMALL, **_FAMILY_VALUES.get(family, {}), **overrides}
     config = config_class(**values)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -37,4 +42,14 @@ def make_hf_model(path: Path, family: str, dtype: str, **overrides: Any) -> Path
             elif "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def make_hf_config(path: Path, **fields: Any) -> Path:
+    """A directory with a config.json and no weights."""
+    import transformers
+
+    config = transformers.LlamaConfig(**fields)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(path)
     return path

@@ -40,6 +40,17 @@ def test_another_computation_is_another_identity(other: SimpleNamespace) -> None
     assert computation_identity(other) != computation_identity(vllm_config())
 
 
+def test_the_length_counts_where_it_chooses_the_factors_of_rope() -> None:
+    factors = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+
+    def at(length: int, **fields: Any) -> str:
+        return computation_identity(vllm_config(model={"max_model_len": length}, num_attention_heads=1, **fields))
+
+    assert at(64, rope_parameters=rope) != at(128, rope_parameters=rope)
+    assert at(64) == at(128)
+
+
 def test_the_same_computation_is_the_same_identity() -> None:
     renamed = vllm_config(name_or_path="elsewhere")
     renamed.model_config.hf_config._commit_hash = COMMIT

@@ -62,9 +62,24 @@ def check_deployment(deployment: Deployment) -> None:
     """Refuse what can be seen to be wrong without a process. Raises ConfigError."""
     connector_target(deployment.handoff.connector)
     find_policy(deployment.launch.policy)
-    for config in {deployment.prefill.model, deployment.decode.model}:
-        load_model_config(config)
+    check_models(deployment)
     check_pools(deployment)
+
+
+def check_models(deployment: Deployment) -> None:
+    """Refuse a model that is not computed, and lengths that give prefill and decode different ones. Raises ConfigError.
+
+    KV is of no use to an engine that rotates queries by other frequencies than its keys were rotated by.
+    """
+    prefill, decode = deployment.prefill, deployment.decode
+    rope = load_model_config(decode.model, decode.max_model_len).rope_scaling
+    other = load_model_config(prefill.model, prefill.max_model_len).rope_scaling
+    if deployment.launch.prefill and prefill.model == decode.model and rope != other and rope is not None:
+        raise ConfigError(
+            f"{decode.model}: the RoPE frequencies of this model ({rope.kind} scaling) depend on --max-model-len, and "
+            f"prefill engines ({prefill.max_model_len or 'the default'}) would have others than decode engines "
+            f"({decode.max_model_len or 'the default'}): give both the same length"
+        )
 
 
 def check_pools(deployment: Deployment) -> None:

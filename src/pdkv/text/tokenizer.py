@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from pdkv.errors import InvalidRequest, ModelError
-from pdkv.models.config import read_json
+from pdkv.models.json_fields import read_json
 from pdkv.text.chat_template import ChatTemplate
 from pdkv.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 

@@ -49,9 +49,16 @@ def computation_identity(vllm_config: Any) -> str:
         "quantization": str(model.quantization),
         "load_format": str(load.load_format),  # "dummy" is other weights
         "loader": str(load.model_loader_extra_config),
+        "rope_length": _rope_length(model, fields),
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES, person=b"pdkv-vllm").hexdigest()
+
+
+def _rope_length(model_config: Any, fields: Mapping[str, Any]) -> int | None:
+    """--max-model-len where keys depend on it: it decides between longrope's two lists of factors."""
+    rope = json.dumps(fields.get("rope_parameters") or fields.get("rope_scaling"), default=str)
+    return int(model_config.max_model_len) if '"longrope"' in rope else None
 
 
 class _Adapter(NamedTuple):
