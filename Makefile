@@ -11,7 +11,7 @@ DAMAGE ?= 10000
 REQUESTS ?= 100000
 FRAMES ?= 100000
 
-.PHONY: install lint test matrix soak bench demo serve clean
+.PHONY: install lint check test matrix soak bench demo serve clean
 
 install: $(STAMP)
 
@@ -29,6 +29,10 @@ lint: install
 	rm -rf build
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy -p pdkv
+
+# Between two commits: lint, and every test that starts no process, with a tenth of the random schedules.
+check: lint
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow" --check -q -r fE
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow"

@@ -7,6 +7,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from no_processes import ProcessGuard, starts_processes
 from small_models import make_hf_model
 
 # Several test processes share few cores: one computing thread each, and no spinning while others work.
@@ -16,10 +17,37 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 hypothesis.settings.register_profile("pdkv", deadline=None)  # how long an example takes is up to the machine
 hypothesis.settings.load_profile("pdkv")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--check",
+        action="store_true",
+        help="leave out tests that start processes; draw a tenth of the random schedules",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--check"):
+        config.pluginmanager.register(ProcessGuard())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--check"):
+        left_out = [item for item in items if isinstance(item, pytest.Function) and starts_processes(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in {*left_out}]
+
+
 HFModel = Callable[..., Path]
 """(family, dtype="float32", **config_overrides) -> model directory without a tokenizer."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+
+
+@pytest.fixture(scope="session")
+def thoroughness(pytestconfig: pytest.Config) -> float:
+    """What share of its random cases a test that draws thousands of them shall draw."""
+    return 0.1 if pytestconfig.getoption("--check") else 1.0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory.base import MemoryMode, MemoryScheduler, MemoryWorker
 from pdkv.connectors.memory.fabric import Content, Operation, copy_in, copy_out
 from pdkv.connectors.peer.cards import PeerCards
-from pdkv.connectors.peer.pull import BlockLoad, PullMetadata, PullScheduler
+from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata, PullScheduler
 from pdkv.errors import StaleGeneration, TransferCancelled, TransferError
 from pdkv.wire.messages import ConnectorKind
 

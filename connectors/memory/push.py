@@ -6,7 +6,8 @@ from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResul
 from pdkv.connectors.memory.base import MemoryMode, MemoryScheduler, MemoryWorker
 from pdkv.connectors.memory.fabric import Content, Operation, copy_in, copy_out
 from pdkv.connectors.peer.cards import PeerCards
-from pdkv.connectors.peer.push_worker import Incoming, PieceRange, PushMetadata, PushScheduler, PushSend
+from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler, PushSend
+from pdkv.connectors.peer.push_worker import Incoming, PieceRange
 from pdkv.connectors.transfer.planning import blocks_of
 from pdkv.errors import KVNotFound, TransferCancelled, TransferError, TransferTimeout
 from pdkv.wire.messages import ConnectorKind

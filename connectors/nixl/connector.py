@@ -20,8 +20,8 @@ from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.memory import GenerationTable
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers
-from pdkv.connectors.peer.pull import PullMetadata, PullScheduler
-from pdkv.connectors.peer.push_worker import PushMetadata, PushScheduler
+from pdkv.connectors.peer.pull_scheduler import PullMetadata, PullScheduler
+from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
 from pdkv.wire.messages import ConnectorKind
 
 

@@ -11,11 +11,10 @@ from pdkv.connectors.nixl.memory import GenerationTable
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.rank import NixlRank
-from pdkv.connectors.peer.pull import PullPiece, PullWorker
-from pdkv.connectors.transfer.planning import Ids, as_ids, unit_index
-from pdkv.connectors.transfer.units import UnitPart
+from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
+from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.worker import Job
-from pdkv.errors import KVNotFound, TransferError
+from pdkv.errors import KVNotFound
 from pdkv.wire.messages import EngineCard
 
 if TYPE_CHECKING:
@@ -63,14 +62,8 @@ class NixlPullWorker(PullWorker):
             raise KVNotFound(f"engine {load.engine} is read by whole blocks only")
         if layout == peer and load.start % layout.block_size == 0:
             return self.rank.blocks.read(job, blob, as_ids(load.source), as_ids(load.block_ids))
-        try:
-            theirs = unit_index(load.source, peer.block_size, *_within(load.start, load.stop, peer.block_size))
-            ours = unit_index(load.block_ids, layout.block_size, *_within(load.start, load.stop, layout.block_size))
-        except ValueError as error:
-            raise TransferError(str(error)) from None
-        first, num_heads = piece.heads.first, piece.heads.num_heads
-        part = UnitPart(first, first + num_heads, 0, layout.num_layers)
-        return self.rank.reader.fetch(job, blob, Wanted(theirs, piece.heads.peer_first, ours, part))
+        wanted = Wanted(piece.source_units(), piece.heads.peer_first, piece.own_units(layout), piece.own_part(layout))
+        return self.rank.reader.fetch(job, blob, wanted)
 
     def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:
         """Read the span of rank 0's table that the blocks lie in."""
@@ -82,9 +75,3 @@ class NixlPullWorker(PullWorker):
             blob, blob.generations, first, stop - first, deadline=job.deadline, check=job.check
         )
         return words[blocks - first]
-
-
-def _within(start: int, stop: int, block_size: int) -> tuple[int, int]:
-    """Tokens [start, stop) as counted from the block that holds the first of them."""
-    first = start // block_size * block_size
-    return start - first, stop - first

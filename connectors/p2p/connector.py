@@ -17,7 +17,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.p2p.options import P2POptions, P2PPeers
 from pdkv.connectors.p2p.worker import P2PWorker
-from pdkv.connectors.peer.push_worker import PushMetadata, PushScheduler
+from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
 from pdkv.errors import ConfigError
 from pdkv.wire.messages import ConnectorKind
 

@@ -16,10 +16,7 @@ import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey
-from pdkv.connectors.peer.push_scheduler import PushMetadata as PushMetadata  # what a connector needs besides
-from pdkv.connectors.peer.push_scheduler import PushScheduler as PushScheduler
-from pdkv.connectors.peer.push_scheduler import PushSend as PushSend
-from pdkv.connectors.peer.push_scheduler import PushTicket as PushTicket
+from pdkv.connectors.peer.push_scheduler import PushMetadata, PushSend, PushTicket
 from pdkv.connectors.peer.worker import PeerWorker
 from pdkv.connectors.transfer.planning import HeadPart, sender_parts
 from pdkv.connectors.transfer.units import UnitPart

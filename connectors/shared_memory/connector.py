@@ -17,7 +17,7 @@ from pdkv.connectors.base import (
     parse_options,
 )
 from pdkv.connectors.block_table import BlockTable
-from pdkv.connectors.peer.pull import PullMetadata
+from pdkv.connectors.peer.pull_scheduler import PullMetadata
 from pdkv.connectors.shared_memory.arena import Arena
 from pdkv.connectors.shared_memory.block_table import SharedBlockTable
 from pdkv.connectors.shared_memory.peers import PeerArenas

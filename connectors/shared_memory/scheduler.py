@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, RequestView
-from pdkv.connectors.peer.pull import Match, PullScheduler
+from pdkv.connectors.peer.pull_scheduler import Match, PullScheduler
 from pdkv.connectors.shared_memory.arena import PeerArena
 from pdkv.connectors.shared_memory.block_table import SharedBlockTable, Words, key_words
 from pdkv.connectors.shared_memory.peers import PeerArenas

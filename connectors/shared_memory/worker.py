@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.peer.pull import BlockLoad, PullPiece, PullWorker
+from pdkv.connectors.peer.pull_scheduler import BlockLoad
+from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
 from pdkv.connectors.shared_memory.arena import Arena, PeerArena, token_view
 from pdkv.connectors.shared_memory.block_table import BlockTableReader, fence
 from pdkv.connectors.shared_memory.peers import PeerArenas

@@ -1,4 +1,4 @@
-"""The README is true: its Python runs, its commands parse, its links and files exist."""
+"""The README is true: its Python runs and its commands parse. (Its links and paths: tests/test_pages.py.)"""
 
 import re
 import shlex
@@ -57,12 +57,3 @@ def test_every_make_target_exists(command: str) -> None:
 def test_the_connector_shown_is_the_example() -> None:
     (shown,) = re.findall(r"```py\n(.*?)```", README, re.DOTALL)
     assert shown == (ROOT / "examples/custom_connector/pdkv_sqlite.py").read_text()
-
-
-def test_links_and_named_files_exist() -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", README)
-    folders = re.findall(r"^\| `(\w+/)`", README, re.MULTILINE)
-    assert len(links) > 4
-    assert len(folders) > 6
-    missing = [path for path in (*links, *folders) if not (ROOT / path).exists()]
-    assert not missing

@@ -5,7 +5,7 @@ from engines import at_rest, make_core, of_type, run, submit
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.memory.fabric import MemoryFabric
-from pdkv.connectors.peer.push_worker import PushScheduler, PushTicket
+from pdkv.connectors.peer.push_scheduler import PushScheduler, PushTicket
 from pdkv.connectors.transfer.block_runs import decode_blocks, make_runs
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits

@@ -35,9 +35,9 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_any_schedule_gives_the_right_tokens_and_returns_every_block(pair: Pair) -> None:
+def test_any_schedule_gives_the_right_tokens_and_returns_every_block(pair: Pair, thoroughness: float) -> None:
     @settings(
-        max_examples=NUM_SCHEDULES // len(PAIRS),
+        max_examples=int(NUM_SCHEDULES * thoroughness) // len(PAIRS),
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

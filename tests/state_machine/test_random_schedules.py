@@ -29,9 +29,11 @@ def _quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("shard", range(NUM_SHARDS))
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_any_schedule_gives_the_right_tokens_and_returns_every_block(pair: Pair, shard: int) -> None:
+def test_any_schedule_gives_the_right_tokens_and_returns_every_block(
+    pair: Pair, shard: int, thoroughness: float
+) -> None:
     @settings(
-        max_examples=NUM_SCHEDULES // len(PAIRS) // NUM_SHARDS,
+        max_examples=int(NUM_SCHEDULES * thoroughness) // len(PAIRS) // NUM_SHARDS,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

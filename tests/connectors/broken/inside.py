@@ -21,8 +21,8 @@ from pdkv.connectors.memory.store import (
     MemoryStoreScheduler,
     MemoryStoreWorker,
 )
-from pdkv.connectors.peer.pull import PullMetadata
-from pdkv.connectors.peer.push_worker import PushSend
+from pdkv.connectors.peer.pull_scheduler import PullMetadata
+from pdkv.connectors.peer.push_scheduler import PushSend
 from pdkv.errors import TransferTimeout
 
 LATE_STEPS = 2

@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 
 from pdkv.connectors.base import KVConnectorMetadata, MatchedTokens, RequestView, TransferKey, TransferResults
-from pdkv.connectors.peer.pull import BlockLoad, PullMetadata, PullPiece
+from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
+from pdkv.connectors.peer.pull_worker import PullPiece
 from pdkv.connectors.shared_memory.arena import PeerArena
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.shared_memory.scheduler import SharedMemoryScheduler

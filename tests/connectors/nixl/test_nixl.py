@@ -19,7 +19,7 @@ from pdkv.connector_kit.rig.shm_files import left_behind, shm_files
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.connector import NixlConnector, NixlPullConnector, NixlPushConnector
 from pdkv.connectors.nixl.wire import Begin, Taken, encode
-from pdkv.connectors.peer.pull import BlockLoad, PullMetadata
+from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.registry import load_connector, make_connector
 from pdkv.errors import (
     ConfigError,

@@ -12,7 +12,8 @@ from traffic import wait_until_true
 from pdkv.connectors.base import ConfirmedRange, ConnectorConfig, RequestView, ScheduledRange, SchedulerView
 from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.peer.cards import PeerCards
-from pdkv.connectors.peer.push_worker import Incoming, PieceRange, PushMetadata, PushScheduler, PushTicket, layer_groups
+from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler, PushTicket
+from pdkv.connectors.peer.push_worker import Incoming, PieceRange, layer_groups
 from pdkv.connectors.transfer.block_runs import make_runs
 from pdkv.errors import TransferError
 

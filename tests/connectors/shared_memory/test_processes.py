@@ -21,7 +21,7 @@ from traffic import wait_until_true
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, TransferOutcome
-from pdkv.connectors.peer.pull import BlockLoad, PullMetadata
+from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.shared_memory.arena import Arena, ArenaAddress, ArenaShape, PeerArena, open_peer_arena
 from pdkv.connectors.shared_memory.block_table import key_words
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker

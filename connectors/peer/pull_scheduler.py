@@ -1,15 +1,13 @@
-"""Pull, whatever the transport: prefill keeps blocks under lease and names them, decode reads them.
+"""The scheduler side of a pull, whatever the transport: prefill keeps blocks under lease, decode is told to read them.
 
-A hand-off's payload is the blocks' runs with their generations (block_runs.py). The reader takes the generations
-again *after* the data: what was reused meanwhile is refused, never applied.
+A hand-off's payload is msgpack of the blocks' runs with their generations (block_runs.py). A `BlockLoad` is the order
+that follows from it for the worker sides (pull_worker.py).
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
-import numpy as np
 
 from pdkv.connectors.base import (
     ASK_AGAIN,
@@ -26,11 +24,8 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.cards import PeerCards
-from pdkv.connectors.peer.worker import PeerWorker
 from pdkv.connectors.transfer.block_runs import decode_blocks, encode_blocks
-from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, blocks_of, reader_parts
-from pdkv.connectors.transfer.worker import Job, Task
-from pdkv.errors import KVNotFound, PdkvError, StaleGeneration
+from pdkv.connectors.transfer.planning import blocks_of
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff
 
 
@@ -179,83 +174,3 @@ class PullScheduler(SchedulerConnector):
             return None
         part = slice(wanted.start, wanted.stop)
         return Match(handoff.engine, handoff.epoch, start, stop, unit, block_ids[part], generations[part])
-
-
-# --- worker side --------------------------------------------------------------------------------------------------
-
-
-class PullPiece(NamedTuple):
-    """What one job reads: some heads of a load, from one rank of the peer."""
-
-    load: BlockLoad
-    card: EngineCard
-    heads: HeadPart
-
-    @property
-    def blocks(self) -> Ids:
-        """The peer's block of each source entry."""
-        return as_ids(self.load.source) // (self.card.layout.block_size // self.load.unit)
-
-
-class PullWorker(PeerWorker):
-    """Worker side above a transport: one job per load and peer rank, in that rank's lane.
-
-    A transport says how a piece is read (`read`) and how the generations of a peer's blocks are (`generations`).
-    """
-
-    @abstractmethod
-    def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
-        """Read a piece into the own pool, on an I/O thread. Returns the bytes; raises a TransferError."""
-
-    @abstractmethod
-    def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:
-        """The peer's generations of `blocks` now, read after everything that `read` has read."""
-
-    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
-        if isinstance(meta, PullMetadata):
-            for load in meta.loads:
-                self._start(load)
-
-    def run_job(self, job: Job, scratch: Any) -> int | None:
-        """Read, then check that nothing was reused meanwhile."""
-        piece: PullPiece = job.order
-        blocks = piece.blocks
-        num_known = len(piece.load.generations)
-        if not blocks.size or blocks.size != num_known or blocks.min() < 0 or blocks.max() >= piece.card.num_blocks:
-            raise KVNotFound(f"engine {piece.load.engine} has no such blocks")
-        num_bytes = self.read(job, piece, scratch)
-        self.check_generations(job, piece, scratch)
-        job.check()
-        return num_bytes
-
-    def check_generations(self, job: Job, piece: PullPiece, scratch: Any) -> None:
-        """Compare the peer's generations with those that were promised.
-
-        Raises:
-            StaleGeneration: it has reused a block.
-        """
-        load, blocks = piece.load, piece.blocks
-        stale = np.flatnonzero(self.generations(job, piece, blocks, scratch) != as_ids(load.generations))
-        if stale.size:
-            raise StaleGeneration(
-                f"engine {load.engine} reused {stale.size} of {blocks.size} blocks, the first {blocks[stale[0]]}",
-                transfer_id=load.key[0],
-                attempt=load.key[1],
-            )
-
-    def _start(self, load: BlockLoad) -> None:
-        """One job per rank of the peer that has something for this one."""
-        try:
-            if not load.source:
-                raise KVNotFound("no engine was found to have the blocks")
-            card = self.peers.card(load.engine, load.epoch)
-            heads = self.config.layout.kv_heads_of_all_ranks
-            parts = reader_parts(self.config.rank, self.config.tp, card.tp, heads)
-        except PdkvError as error:
-            self.refuse(load.key, "receive", error.code)
-            return
-        tasks = [
-            Task(PullPiece(load, card, part), lane=self.lane_of(load.engine, load.epoch, part.peer_rank))
-            for part in parts
-        ]
-        self.submit(load.key, "receive", tasks)

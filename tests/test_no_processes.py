@@ -1,0 +1,65 @@
+"""What `make check` leaves out is found by names, and what is missed there fails when it runs."""
+
+import functools
+import subprocess
+import sys
+
+import pytest
+from no_processes import EVENTS, ProcessGuard, starts
+
+
+def starts_one() -> None:
+    subprocess.run(["true"], check=True)
+
+
+def starts_one_through_a_helper() -> None:
+    def inner() -> None:
+        starts_one()
+
+    inner()
+
+
+class Starter:
+    def run(self) -> None:
+        starts_one_through_a_helper()
+
+
+class Derived(Starter):
+    pass
+
+
+def makes_an_object() -> None:
+    Derived().run()
+
+
+@functools.wraps(starts_one)
+def wrapper() -> None:
+    starts_one()
+
+
+def calls_itself(depth: int) -> int:
+    return calls_itself(depth - 1) if depth else len(EVENTS)
+
+
+@pytest.mark.parametrize("function", [starts_one, starts_one_through_a_helper, makes_an_object, wrapper])
+def test_what_starts_a_process_is_found_through_helpers_and_classes(function: object) -> None:
+    assert starts(function)
+
+
+@pytest.mark.parametrize("function", [calls_itself, pytest.raises, len])
+def test_what_starts_none_is_kept(function: object) -> None:
+    assert not starts(function)
+
+
+def test_a_test_that_starts_a_process_all_the_same_fails_and_others_do_not() -> None:
+    guard = ProcessGuard()
+    sys.audit("subprocess.Popen", "true")  # not in a test
+    run = guard.pytest_runtest_call()
+    next(run)
+    try:
+        with pytest.raises(AssertionError, match=r"os\.fork.*this test starts a process"):
+            sys.audit("os.fork")
+        sys.audit("open", "file", "r", 0)
+    finally:
+        run.close()
+    sys.audit("os.fork")
