@@ -121,7 +121,7 @@ class KVConnectorMetadata(msgspec.Struct, kw_only=True):
     holds: list[BlockHold] = []  # saves that begin here and read blocks beyond this step
 
 
-class Finished(NamedTuple):
+class FinishDecision(NamedTuple):
     """What becomes of a finished request's blocks."""
 
     hold_blocks: bool  # True: a lease keeps them until Release (pull) or the end of the transfer (push)
@@ -202,9 +202,9 @@ class SchedulerConnector(ABC):
     def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
         """This step's orders to the workers. Called once per step, empty steps too."""
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
         """A request ended; for kv="handoff" the answer says where its KV can be had."""
-        return Finished(hold_blocks=False)
+        return FinishDecision(hold_blocks=False)
 
     def resolve_results(self, results: TransferResults) -> TransferResults:
         """What the engine shall act on, from what all ranks reported. Called with every step's, empty ones too."""
@@ -284,7 +284,6 @@ class KVConnector(ABC):
     kind: ClassVar[ConnectorKind]
     content_addressed: ClassVar[bool] = False
     concurrent: ClassVar[bool] = False  # push: prefill and decode may be dispatched together
-    needs_peer_first: ClassVar[bool] = False  # push: decode must have allocated before prefill starts
     one_process: ClassVar[bool] = False  # its engines share a process: `pd launch` refuses it for several
     metadata_type: ClassVar[type[KVConnectorMetadata]] = KVConnectorMetadata  # how other ranks decode a step's orders
 

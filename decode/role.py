@@ -6,7 +6,7 @@ from typing import Literal
 from pdkv.connectors.base import TransferOutcome
 from pdkv.engine.block_pool import BlockPool
 from pdkv.engine.external import ExternalKV
-from pdkv.engine.hooks import Outbox
+from pdkv.engine.hooks import DecodeHooks, LoadCounts, SendToRouter
 from pdkv.engine.request import Request
 from pdkv.errors import KVNotFound
 from pdkv.wire.messages import Allocated, Loaded, Release
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 LoadFailurePolicy = Literal["recompute", "fail"]
 
 
-class DecodeRole:
+class DecodeRole(DecodeHooks):
     """Remote loads of one engine.
 
     Args:
@@ -29,14 +29,11 @@ class DecodeRole:
         *,
         pool: BlockPool,
         external: ExternalKV,
-        send: Outbox,
+        send: SendToRouter,
         policy: LoadFailurePolicy,
         local_prefill_tokens: int,
     ) -> None:
-        self.num_load_failures = 0
-        self.num_partial_loads = 0  # a store had less than it said: what came is used
-        self.bytes_received = 0
-        self.transfer_seconds = 0.0
+        self._counts = LoadCounts(0, 0, 0, 0.0)
         self._pool = pool
         self._external = external
         self._send = send
@@ -73,20 +70,28 @@ class DecodeRole:
     def load_ended(self, request: Request, ok: bool, outcome: TransferOutcome) -> bool:
         """Count, tell the router, and end the peer's lease. False: the request must fail."""
         submit = request.submit
+        counts = self._counts
         if ok or outcome.num_tokens:
-            self.bytes_received += outcome.num_bytes
-            self.transfer_seconds += outcome.seconds
+            counts = counts._replace(
+                bytes_received=counts.bytes_received + outcome.num_bytes,
+                transfer_seconds=counts.transfer_seconds + outcome.seconds,
+            )
         if not ok and request.kv != "await_peer" and outcome.code == KVNotFound.code:
-            self.num_partial_loads += 1  # a cache may lose what it promised
+            counts = counts._replace(num_partial=counts.num_partial + 1)  # a cache may lose what it promised
         elif not ok:
-            self.num_load_failures += 1
+            counts = counts._replace(num_failures=counts.num_failures + 1)
             logger.warning(
                 "KV load of request %s (attempt %d) failed: %s, %d tokens were loaded; policy %s",
                 submit.request_id, submit.attempt, outcome.code, outcome.num_tokens, self._policy,
             )  # fmt: skip
+        self._counts = counts
         if request.kv != "await_peer":
             return True  # a cache's miss: what it did not have is computed
         loaded = Loaded(submit.request_id, submit.attempt, ok, outcome.code, outcome.num_bytes, outcome.seconds)
         self._send(request.router_id, loaded)
         self._send(request.router_id, Release(submit.transfer_id, submit.attempt))
         return ok or self._policy == "recompute"
+
+    def counts(self) -> LoadCounts:
+        """The loads so far."""
+        return self._counts

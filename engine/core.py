@@ -5,16 +5,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from pdkv.block_keys import root_key
 from pdkv.connectors.base import TransferKey, TransferOutcome
 from pdkv.engine.executor import Executor
 from pdkv.engine.external import ExternalKV
-from pdkv.engine.hooks import RoleHooks
+from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.request import Request
-from pdkv.engine.scheduler import Confirmed, Scheduler
+from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import InvalidRequest, NonFiniteLogits, PdkvError, RankError, RequestTimeout
 from pdkv.log_limit import LogLimit
@@ -33,7 +31,7 @@ from pdkv.wire.messages import (
     KVHandoff,
     KVReady,
     KVTicket,
-    Load,
+    LoadReport,
     Peers,
     Release,
     RequestKey,
@@ -100,11 +98,7 @@ class Counters:
 
 
 class EngineCore:
-    """Schedule → execute → update over the requests of any number of routers. Single-threaded.
-
-    Args:
-        load_report: the engine-wide part of Load that roles and pool know (the core adds its own).
-    """
+    """Schedule → execute → update over the requests of any number of routers. Single-threaded."""
 
     def __init__(
         self,
@@ -112,16 +106,17 @@ class EngineCore:
         card: EngineCard,
         scheduler: Scheduler,
         executor: Executor,
-        roles: RoleHooks,
+        prefill: PrefillHooks,
+        decode: DecodeHooks,
         outbox: Outbox,
         stop_rules: StopRules,
-        load_report: Callable[[], Load],
         shutdown: Callable[[], None],
     ) -> None:
         self.card = card
         self.scheduler = scheduler
         self.executor = executor
-        self.roles = roles
+        self.prefill = prefill
+        self.decode = decode
         self.counters = Counters()
         self.requests: dict[RequestKey, Request] = {}
         self._attempts: dict[str, int] = {}  # live requests' attempt
@@ -129,7 +124,6 @@ class EngineCore:
         self._ended: OrderedDict[RequestKey, None] = OrderedDict()
         self._outbox = outbox
         self._stop_rules = stop_rules
-        self._load_report = load_report
         self._shutdown = shutdown
         self._routers: dict[str, str] = {}
         self._cards: dict[str, Sequence[EngineCard]] = {}  # by router, the last that spoke at the end
@@ -139,7 +133,7 @@ class EngineCore:
         self._next_load = 0.0
         self._log_limit = LogLimit()
         self._last_step = 0.0
-        self._last_load: Load | None = None
+        self._last_load: LoadReport | None = None
         self._event_number = 0
         self._told: set[str] = set()  # routers that were told the whole cache since messages left last
 
@@ -153,7 +147,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would change something now; otherwise wait for a message, `wake` or the next deadline."""
-        return self._dirty or self.scheduler.needs_step or self.external.has_news
+        return self._dirty or self.scheduler.queues.needs_step or self.external.has_news
 
     def wake(self) -> None:
         """The connector's notify: an empty step collects results."""
@@ -162,7 +156,7 @@ class EngineCore:
     def next_deadline(self) -> float | None:
         """The earliest time at which `step` must be called although nothing else happens."""
         deadlines = [r.deadline for r in self.requests.values()]
-        deadlines += [d for d in (self.scheduler.next_deadline(), self.roles.next_deadline()) if d is not None]
+        deadlines += [d for d in (self.scheduler.loads.next_deadline(), self.prefill.next_deadline()) if d is not None]
         if not self.external.is_idle:
             deadlines.append(self._last_step + TRANSFER_POLL_S)
         return max(min(deadlines), self._next_expiry) if deadlines else None
@@ -176,7 +170,7 @@ class EngineCore:
         self.expire(now)
         self._dirty = False
         self._last_step = now
-        self.scheduler.needs_step = False
+        self.scheduler.queues.needs_step = False
         plan = self.scheduler.schedule(now)
         self._fail_rejected()
         self._dirty = self._dirty or plan.num_tokens > 0
@@ -185,18 +179,17 @@ class EngineCore:
     def finish_step(self, output: StepOutput, now: float) -> None:
         """Update: tokens leave, requests end or are handed off, transfers are settled."""
         self.counters.steps += 1
-        output = msgspec.structs.replace(output, transfers=self.external.resolve(output.transfers))
         if output.connector_stats is not None:
             self.external.worker_stats = output.connector_stats
-        for confirmed in self.scheduler.update(output):
-            self._advance(confirmed, output, now)
-        self._fail_spoiled()
-        for transfers, ok in ((output.transfers.finished_sending, True), (output.transfers.failed_sending, False)):
-            for key, outcome in transfers.items():
-                self.roles.sending_ended(key, ok, outcome)
+        result = self.scheduler.update(output)
+        for drawn in result.drawn:
+            self._advance(drawn, output, now)
+        for request, failure in result.failed:
+            self.counters.non_finite += failure.code == NonFiniteLogits.code
+            self._fail(request, failure.code, failure.message, False)
+        for send in result.sends:
+            self.prefill.sending_ended(*send)
         self._fail_rejected()
-        if output.transfers:
-            self._dirty = True
 
     def take_messages(self, now: float) -> list[tuple[str, list[EngineToRouter]]]:
         """Messages for each router since the last call, cache events and load among them."""
@@ -229,7 +222,7 @@ class EngineCore:
         self._routers.pop(router_id, None)
         for request in [r for r in self.requests.values() if r.router_id == router_id]:
             self._abort(request)
-        self.roles.router_left(router_id)
+        self.prefill.router_left(router_id)
         if self._cards.pop(router_id, None) is not None:
             self._update_peers()
         self._dirty = True
@@ -276,7 +269,7 @@ class EngineCore:
                 )
                 if request is not None and request.router_id == router_id:
                     self._deliver(request, message)
-                elif not self.roles.handle(router_id, message):
+                elif not self.prefill.handle(router_id, message):
                     self.counters.dropped_messages += 1
             case _:
                 self.counters.dropped_messages += 1
@@ -289,14 +282,14 @@ class EngineCore:
                     self._continue(request, token_ids)
             case KVTicket(ticket=ticket) if request.submit.kv == "handoff":
                 request.ticket = ticket
-                self.external.confirm(request, again=True)
+                self.external.report_confirmed(request, again=True)
             case KVHandoff() if message.transfer_id == request.submit.transfer_id:
                 if request.kv == "await_peer":
                     request.handoff = message
             case KVReady(ok=ok, code=code):
                 request.kv_ready = ok
                 if not ok:
-                    self.scheduler.fail_load(request, TransferOutcome(code))
+                    self.scheduler.loads.fail(request, TransferOutcome(code))
                     self._fail_rejected()
             case _:  # a ticket for who sends nothing, a hand-off of another transfer
                 self.counters.dropped_messages += 1
@@ -309,7 +302,7 @@ class EngineCore:
             self._fail(request, error.code, str(error), False)
             return
         request.output_token_ids += token_ids
-        self.scheduler.wake_load(request)
+        self.scheduler.loads.wake(request)
 
     def _submit(self, router_id: str, submit: Submit, now: float) -> None:
         key = (submit.request_id, submit.attempt)
@@ -339,7 +332,7 @@ class EngineCore:
         self.requests[key] = request
         self._attempts[submit.request_id] = submit.attempt
         self._transfers[request.transfer_key] = key
-        self.scheduler.add(request)
+        self.scheduler.queues.add(request)
 
     def _check(self, router_id: str, submit: Submit, older: Request | None) -> None:
         """Raises InvalidRequest for a Submit that can never work, or that would take what is another request's."""
@@ -347,7 +340,7 @@ class EngineCore:
         if older is not None and older.router_id != router_id:
             raise InvalidRequest(f"request {submit.request_id} belongs to another router", param="request_id")
         transfer = (submit.transfer_id, submit.attempt)
-        if transfer in self._transfers or self.roles.holds(transfer):
+        if transfer in self._transfers or self.prefill.holds(transfer):
             raise InvalidRequest(f"transfer {submit.transfer_id} belongs to another request", param="transfer_id")
         if submit.handoff is not None and submit.handoff.transfer_id != submit.transfer_id:
             text = f"the hand-off is for transfer {submit.handoff.transfer_id}, not for {submit.transfer_id}"
@@ -386,9 +379,9 @@ class EngineCore:
 
     # --- requests end ---------------------------------------------------------------------------------------------
 
-    def _advance(self, confirmed: Confirmed, output: StepOutput, now: float) -> None:
+    def _advance(self, drawn: Drawn, output: StepOutput, now: float) -> None:
         """New tokens leave; the request ends, is handed off, or goes on."""
-        request, sampled = confirmed
+        request, sampled = drawn
         key = request.key
         position = len(request.output_token_ids) - len(sampled.token_ids)
         reason, stop_token_id = self._stop_rules.apply(request, len(sampled.token_ids))
@@ -404,9 +397,9 @@ class EngineCore:
             self._outbox(request.router_id, Finished(*key, reason, request.sources(), stop_token_id))
             self._end(request)
         elif request.submit.until == "first_token":
-            self.external.confirm(request, last=True)
-            finished = self.external.finished(request)
-            self.roles.handed_off(request, request.block_ids, finished, now)
+            self.external.report_confirmed(request, last=True)
+            decision = self.external.finished(request)
+            self.prefill.handed_off(request, request.block_ids, decision, now)
             self._end(request)
 
     def _end(self, request: Request) -> None:
@@ -423,16 +416,9 @@ class EngineCore:
 
     def _fail_rejected(self) -> None:
         """Requests whose load failed under the policy "fail"."""
-        rejected, self.scheduler.rejected = self.scheduler.rejected, []
+        rejected, self.scheduler.loads.rejected = self.scheduler.loads.rejected, []
         for request, outcome in rejected:
             self._fail(request, outcome.code, f"the KV of the prompt could not be loaded: {outcome.code}", True)
-
-    def _fail_spoiled(self) -> None:
-        """Requests that the step could not go on with."""
-        failed, self.scheduler.failed = self.scheduler.failed, []
-        for request, failure in failed:
-            self.counters.non_finite += failure.code == NonFiniteLogits.code
-            self._fail(request, failure.code, failure.message, False)
 
     def _forget(self, request: Request) -> None:
         self.scheduler.remove(request)
@@ -453,9 +439,9 @@ class EngineCore:
         self._next_expiry = now + EXPIRY_INTERVAL_S
         for request in [r for r in self.requests.values() if r.deadline <= now]:
             self._fail(request, RequestTimeout.code, f"the deadline of {request.submit.timeout_s} s passed", False)
-        self.scheduler.expire_loads(now)
+        self.scheduler.loads.expire(now)
         self._fail_rejected()
-        self.roles.expire(now)
+        self.prefill.expire(now)
 
     # --- reports --------------------------------------------------------------------------------------------------
 
@@ -475,10 +461,10 @@ class EngineCore:
         for part in _parts(self._event_number, self.scheduler.kv.pool.snapshot_events()):
             self._outbox(router_id, part)
 
-    def _make_load(self) -> Load:
-        base, counters = self._load_report(), self.counters
+    def _make_load(self) -> LoadReport:
+        loads, counters = self.decode.counts(), self.counters
         scheduler = self.scheduler
-        return Load(
+        return LoadReport(
             waiting=len(scheduler.waiting) + len(self.external.loads),
             running=len(scheduler.running),
             blocks=scheduler.kv.pool.counts(),
@@ -486,13 +472,13 @@ class EngineCore:
                 counters.computed, counters.recomputed, counters.local_hit, counters.remote, counters.store
             ),
             preemptions=scheduler.num_preemptions,
-            load_failures=base.load_failures,
-            bytes_received=base.bytes_received,
+            load_failures=loads.num_failures,
+            bytes_received=loads.bytes_received,
             dropped_messages=counters.dropped_messages + self.external.num_unknown_results,
-            transfer_seconds=base.transfer_seconds,
+            transfer_seconds=loads.transfer_seconds,
             steps=counters.steps,
             damaged_values=self.external.num_damaged,
-            partial_loads=base.partial_loads,
+            partial_loads=loads.num_partial,
             non_finite_requests=counters.non_finite,
             connectors=self.external.get_stats(self.card.connector),
         )

@@ -7,12 +7,13 @@ blocks that a transfer reads (I/O holds).
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from pdkv.connectors.base import (
     NO_MATCH,
     BlockHold,
     ConfirmedRange,
-    Finished,
+    FinishDecision,
     KVConnectorMetadata,
     MatchedTokens,
     ScheduledRange,
@@ -33,7 +34,7 @@ NUM_PREFETCH_REQUESTS = 8
 
 
 @dataclass(slots=True)
-class Load:
+class KVLoad:
     """Tokens [start, stop) of a request that come from outside."""
 
     request: Request
@@ -43,6 +44,30 @@ class Load:
     layerwise_step: int | None = None  # scheduled at once in this step; None: the request waits outside the batch
     started: bool = False  # the connector has the blocks: somebody may write them
     done: bool = False
+
+
+class EndedLoad(NamedTuple):
+    """A load whose transfer is over."""
+
+    load: KVLoad
+    ok: bool
+    outcome: TransferOutcome
+
+
+class EndedSend(NamedTuple):
+    """A transfer from here that is over."""
+
+    key: TransferKey
+    ok: bool
+    outcome: TransferOutcome
+
+
+class Settled(NamedTuple):
+    """What the results of one step ended."""
+
+    loads: list[EndedLoad]
+    sends: list[EndedSend]
+    freed: bool  # blocks may have come free
 
 
 @dataclass(slots=True)
@@ -63,7 +88,7 @@ class ExternalKV:
 
     def __init__(self, connector: SchedulerConnector | None, pool: BlockPool, *, block_size: int) -> None:
         self.connector = connector
-        self.loads: dict[TransferKey, Load] = {}
+        self.loads: dict[TransferKey, KVLoad] = {}
         self.num_unknown_results = 0
         self.num_damaged = 0  # stored values that loads took as misses
         self.worker_stats: Stats = {}  # as the ranks said last
@@ -101,12 +126,12 @@ class ExternalKV:
             return NO_MATCH  # its earlier load has not let go yet
         return self.connector.get_num_new_matched_tokens(request.view(), num_computed)
 
-    def add_load(self, load: Load) -> None:
+    def add_load(self, load: KVLoad) -> None:
         """The request waits for [start, stop); its blocks are allocated."""
         assert load.request.transfer_key not in self.loads
         self.loads[load.request.transfer_key] = load
 
-    def start(self, load: Load) -> bytes | None:
+    def start(self, load: KVLoad) -> bytes | None:
         """Hand the blocks to the connector; returns the ticket for the peer, if any."""
         assert self.connector is not None
         load.started = load.stop > load.start
@@ -123,7 +148,7 @@ class ExternalKV:
             self._quarantine[key] = exposed
             self._cancels.append(key)
 
-    def confirm(self, request: Request, *, last: bool = False, again: bool = False) -> None:
+    def report_confirmed(self, request: Request, *, last: bool = False, again: bool = False) -> None:
         """Tell the connector what is in the request's blocks for good since it was told last."""
         connector = self.connector
         if connector is None or not connector.observes_steps:
@@ -137,7 +162,7 @@ class ExternalKV:
         block_ids = list(request.block_ids)
         self._news.confirmed.append(ConfirmedRange(request.view(), start, stop, block_ids, last))
 
-    def reconfirm(self, request: Request, block_ids: Sequence[int]) -> None:
+    def report_leased(self, request: Request, block_ids: Sequence[int]) -> None:
         """A handed-off request's ticket came after its end: show its blocks once more."""
         self._news.confirmed.append(ConfirmedRange(request.view(), 0, request.num_confirmed, list(block_ids), True))
 
@@ -148,10 +173,10 @@ class ExternalKV:
         self._retract(request.transfer_key)
         self._news.preempted.append(request.transfer_key)
 
-    def finished(self, request: Request) -> Finished:
+    def finished(self, request: Request) -> FinishDecision:
         """The request is over; asks the connector about its blocks."""
         if self.connector is None:
-            return Finished(hold_blocks=False)
+            return FinishDecision(hold_blocks=False)
         self._news.finished.append(request.transfer_key)
         if self.connector.observes_steps:
             self._pool.hold(request.block_ids, Holder.ACTIVE)  # until the connector has heard what is in them
@@ -211,11 +236,35 @@ class ExternalKV:
         self._pool.hold(hold.block_ids, Holder.ACTIVE)
         self._holds[hold.key] = hold
 
-    def resolve(self, results: TransferResults) -> TransferResults:
-        """What the engine acts on, from what its ranks reported."""
+    def settle(self, results: TransferResults) -> Settled:
+        """Results of a step as its ranks reported them: holds and quarantines that they end are released.
+
+        The connector says first what the engine shall act on, and hears of that before the engine does.
+        """
         for outcomes in (results.finished_receiving, results.failed_receiving):
             self.num_damaged += sum(outcome.num_damaged for outcome in outcomes.values())
-        return results if self.connector is None else self.connector.resolve_results(results)
+        if self.connector is not None:
+            results = self.connector.resolve_results(results)
+        if self.connector is None or not results:
+            return Settled([], [], False)
+        self.connector.update_connector_output(results)
+        settled = Settled([], [], True)
+        for ok, outcomes in ((True, results.finished_sending), (False, results.failed_sending)):
+            for key, outcome in outcomes.items():
+                hold = self._holds.pop(key, None)
+                if hold is not None:
+                    self._pool.release(hold.block_ids, Holder.ACTIVE)
+                settled.sends.append(EndedSend(key, ok, outcome))
+        for ok, outcomes in ((True, results.finished_receiving), (False, results.failed_receiving)):
+            for key, outcome in outcomes.items():
+                exposed, load = self._quarantine.pop(key, None), self.loads.get(key)
+                if exposed is not None:
+                    self._pool.release(exposed, Holder.QUARANTINE)
+                elif load is None:
+                    self.num_unknown_results += 1
+                if load is not None:
+                    settled.loads.append(EndedLoad(load, ok, outcome))
+        return settled
 
     def get_stats(self, name: str) -> dict[str, ConnectorStats]:
         """The connector's counts, of both sides and all ranks, by its name or NAME/PART."""
@@ -223,25 +272,3 @@ class ExternalKV:
             return {}
         stats = stats_under(name, sum_stats([self.worker_stats, self.connector.get_stats()]))
         return dict(islice(stats.items(), MAX_CONNECTOR_PARTS))
-
-    def apply(self, results: TransferResults) -> None:
-        """Results of a step: the connector hears of them; I/O holds and quarantines that ended are released."""
-        if self.connector is None or not results:
-            return
-        self.connector.update_connector_output(results)
-        for key in (*results.finished_sending, *results.failed_sending):
-            hold = self._holds.pop(key, None)
-            if hold is not None:
-                self._pool.release(hold.block_ids, Holder.ACTIVE)
-        for key in (*results.finished_receiving, *results.failed_receiving):
-            exposed = self._quarantine.pop(key, None)
-            if exposed is not None:
-                self._pool.release(exposed, Holder.QUARANTINE)
-            elif key not in self.loads:
-                self.num_unknown_results += 1
-
-    def received(self, results: TransferResults) -> list[tuple[Load, bool, TransferOutcome]]:
-        """Loads that these results end: (load, ok, outcome)."""
-        ended = [(key, True, outcome) for key, outcome in results.finished_receiving.items()]
-        ended += [(key, False, outcome) for key, outcome in results.failed_receiving.items()]
-        return [(self.loads[key], ok, outcome) for key, ok, outcome in ended if key in self.loads]

@@ -1,46 +1,30 @@
-"""The hook protocol through which roles plug into an engine; the engine knows nothing else about them."""
+"""The hooks through which the two roles plug into an engine; the engine knows nothing else about them.
+
+Hooks run on the step thread and never block.
+"""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from pdkv.connectors.base import Finished, TransferKey, TransferOutcome
+from pdkv.connectors.base import FinishDecision, TransferKey, TransferOutcome
 from pdkv.engine.request import Request
 from pdkv.wire.messages import EngineToRouter, RouterToEngine
 
 
-class Outbox(Protocol):
+class SendToRouter(Protocol):
     """Where messages to a router go; they leave after the step."""
 
     def __call__(self, router_id: str, message: EngineToRouter) -> None: ...
 
 
-class RoleHooks(Protocol):
-    """What a role adds to an engine. Hooks run on the step thread and never block."""
+class PrefillHooks(Protocol):
+    """What prefill adds to an engine: hand-offs, and leases on their blocks."""
 
     def may_start(self, request: Request, num_blocks: int) -> bool:
         """Whether a waiting request that will need `num_blocks` blocks may be admitted now."""
         ...
 
-    def may_load(self, request: Request, num_blocks: int, num_others: int) -> bool:
-        """Whether a remote load may take `num_blocks` now, hits that nobody holds yet among them.
-
-        `num_others` requests run or load already.
-        """
-        ...
-
-    def declines(self, request: Request, num_missing: int) -> bool:
-        """Whether a conditional request is better computed here than loaded. True: the peer has been told."""
-        ...
-
-    def load_allocated(self, request: Request, start: int, stop: int, ticket: bytes | None) -> None:
-        """The request's blocks for a remote load of tokens [start, stop) are reserved."""
-        ...
-
-    def load_ended(self, request: Request, ok: bool, outcome: TransferOutcome) -> bool:
-        """A load ended. False: the request must fail instead of being computed here."""
-        ...
-
-    def handed_off(self, request: Request, block_ids: Sequence[int], finished: Finished, now: float) -> None:
+    def handed_off(self, request: Request, block_ids: Sequence[int], decision: FinishDecision, now: float) -> None:
         """A request with kv="handoff" is done; the role takes its blocks over (they are still held)."""
         ...
 
@@ -61,9 +45,45 @@ class RoleHooks(Protocol):
         ...
 
     def expire(self, now: float) -> None:
-        """Deadlines of this role."""
+        """End what is past its deadline."""
         ...
 
     def next_deadline(self) -> float | None:
-        """The earliest of them."""
+        """The earliest deadline of this role."""
+        ...
+
+
+class LoadCounts(NamedTuple):
+    """Loads of one engine since its start."""
+
+    num_failures: int
+    num_partial: int  # a store had less than it said: what came is used
+    bytes_received: int
+    transfer_seconds: float
+
+
+class DecodeHooks(Protocol):
+    """What decode adds to an engine: who may load KV from outside, and what happens when a load ends."""
+
+    def may_load(self, request: Request, num_blocks: int, num_others: int) -> bool:
+        """Whether a remote load may take `num_blocks` now, hits that nobody holds yet among them.
+
+        `num_others` requests run or load already.
+        """
+        ...
+
+    def declines(self, request: Request, num_missing: int) -> bool:
+        """Whether a conditional request is better computed here than loaded. True: the peer has been told."""
+        ...
+
+    def load_allocated(self, request: Request, start: int, stop: int, ticket: bytes | None) -> None:
+        """The request's blocks for a remote load of tokens [start, stop) are reserved."""
+        ...
+
+    def load_ended(self, request: Request, ok: bool, outcome: TransferOutcome) -> bool:
+        """A load ended. False: the request must fail instead of being computed here."""
+        ...
+
+    def counts(self) -> LoadCounts:
+        """What the loads so far came to."""
         ...

@@ -100,13 +100,18 @@ class KVCacheManager:
             if self.pool.has_content(block_id):
                 self.pool.withdraw(block_id)
 
-    def free(self, request: Request, *, step_in_flight: bool) -> None:
+    def free(self, request: Request) -> None:
         """The request gives up its blocks; a step in flight that names them holds them until its update."""
-        if step_in_flight:
-            self._step_blocks.setdefault(request.last_step_id, []).append(request.block_ids)
+        leaving = self._step_blocks.get(request.last_step_id)
+        if leaving is not None:
+            leaving.append(request.block_ids)
         else:
             self.pool.release(request.block_ids, Holder.ACTIVE)
         request.block_ids = []
+
+    def begin_step(self, step_id: int) -> None:
+        """The step is in flight: it touches the blocks of requests whose `last_step_id` it is."""
+        self._step_blocks[step_id] = []
 
     def end_step(self, step_id: int) -> None:
         """The step touches no block any more."""

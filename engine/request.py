@@ -5,6 +5,7 @@ from math import inf
 
 from pdkv.block_keys import extend_keys
 from pdkv.connectors.base import RequestView, TransferKey
+from pdkv.engine.plan import NewRequest
 from pdkv.wire.messages import RequestKey, SourceCounts, Submit
 
 
@@ -50,14 +51,14 @@ class Request:
         self.deadline = arrival + submit.timeout_s
         self.prompt_token_ids = submit.prompt_token_ids
         self.output_token_ids = list(submit.output_token_ids)
-        self.kv = submit.kv  # becomes "local" when the peer's part is over, one way or the other
+        self.kv = submit.kv  # becomes "local" with `compute_here`
         self.handoff = submit.handoff
         self.ticket = submit.ticket
         self.kv_ready: bool | None = None
         self.hash_root = hash_root
         self.hash_keys: list[bytes] = []  # one per full hash block of prompt + output
         self.load_failed = False  # nothing more is asked from outside
-        self.restarts = 0  # computing state that older steps know nothing of
+        self.restarts = 0  # times it was reset; results of a step planned under another value are dropped
         self.preempted = False  # what is computed from now on is computed again
         self.computed_before: list[tuple[int, int, bool]] = []  # prompt ranges of earlier lives; whether again then
         self._reset()
@@ -95,6 +96,12 @@ class Request:
         self.num_reported = self.num_worker_blocks = 0
         self.sampling_in_flight = False
 
+    def compute_here(self) -> None:
+        """The peer's part is over, one way or the other."""
+        self.handoff = None
+        if self.kv == "await_peer":
+            self.kv = "local"
+
     @property
     def key(self) -> RequestKey:
         """(request_id, attempt)."""
@@ -129,6 +136,12 @@ class Request:
             if num_tokens > len(tokens):
                 tokens = self.all_token_ids
             extend_keys(self.hash_keys, self.hash_root, tokens[:num_tokens], hash_block_size=hash_block_size)
+
+    def introduce(self) -> NewRequest:
+        """Its full state, for workers that do not know it."""
+        submit = self.submit
+        output_token_ids, block_ids = list(self.output_token_ids), list(self.block_ids)
+        return NewRequest(self.key, submit.choice, self.prompt_token_ids, output_token_ids, submit.params, block_ids)
 
     def view(self) -> RequestView:
         """What a connector may see."""

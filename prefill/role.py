@@ -4,9 +4,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from pdkv.connectors.base import Finished, TransferKey, TransferOutcome
+from pdkv.connectors.base import FinishDecision, TransferKey, TransferOutcome
 from pdkv.engine.external import ExternalKV
-from pdkv.engine.hooks import Outbox
+from pdkv.engine.hooks import PrefillHooks, SendToRouter
 from pdkv.engine.request import Request
 from pdkv.prefill.leases import LeaseTable
 from pdkv.wire.messages import HandedOff, KVHandoff, KVReady, KVTicket, Release, RouterToEngine
@@ -17,7 +17,7 @@ MAX_EARLY_FAILURES = 1024
 """Failed pushes of prompts still in the making that are remembered."""
 
 
-class PrefillRole:
+class PrefillRole(PrefillHooks):
     """Hand-offs and leases of one engine.
 
     Args:
@@ -33,7 +33,7 @@ class PrefillRole:
         epoch: str,
         leases: LeaseTable,
         external: ExternalKV,
-        send: Outbox,
+        send: SendToRouter,
         max_leased_blocks: int,
         lease_timeout_s: float,
         num_promised_blocks: Callable[[], int],
@@ -56,10 +56,10 @@ class PrefillRole:
         taken = self.leases.num_blocks + self._num_promised_blocks()
         return taken == 0 or taken + num_blocks <= self._max_leased_blocks
 
-    def handed_off(self, request: Request, block_ids: Sequence[int], finished: Finished, now: float) -> None:
+    def handed_off(self, request: Request, block_ids: Sequence[int], decision: FinishDecision, now: float) -> None:
         """Lease the blocks and send the hand-off."""
-        leased = block_ids if finished.hold_blocks else []
-        self.leases.grant(request, leased, now + self._lease_timeout_s, until_release=finished.until_release)
+        leased = block_ids if decision.hold_blocks else []
+        self.leases.grant(request, leased, now + self._lease_timeout_s, until_release=decision.until_release)
         submit = request.submit
         handoff = KVHandoff(
             request_id=submit.request_id,
@@ -68,7 +68,7 @@ class PrefillRole:
             engine=self._engine,
             epoch=self._epoch,
             num_tokens=request.num_confirmed,
-            payload=finished.payload or b"",
+            payload=decision.payload or b"",
         )
         message = HandedOff(submit.request_id, submit.attempt, request.sources(), handoff)
         self._send(request.router_id, message)
@@ -142,5 +142,5 @@ class PrefillRole:
         if lease is None or lease.request.router_id != router_id:
             return False
         lease.request.ticket = ticket
-        self._external.reconfirm(lease.request, lease.block_ids)
+        self._external.report_leased(lease.request, lease.block_ids)
         return True

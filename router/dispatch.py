@@ -38,8 +38,8 @@ from pdkv.wire.messages import (
     HandedOff,
     KVEvents,
     KVReady,
-    Load,
     Loaded,
+    LoadReport,
     Order,
     Peers,
     Release,
@@ -167,7 +167,6 @@ class Dispatcher:
                 load=e.load,
                 in_flight=e.in_flight,
                 num_deaths=e.num_deaths,
-                num_cached_keys=self.index.num_keys_of(e.name),
             )
             for e in self.fleet.engines.values()
         ]
@@ -266,7 +265,7 @@ class Dispatcher:
                 self._handle(self._generations.get(message.request_id), name, message, now)
             case Release():
                 self._handle(self._transfers.get(message.transfer_id), name, message, now)
-            case Load():
+            case LoadReport():
                 self.fleet.engines[name].load = message
             case Beat():
                 self.fleet.engines[name].busy_s = message.busy_s

@@ -9,7 +9,7 @@ import msgspec
 
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.policies import EngineView
-from pdkv.wire.messages import BlockCounts, EngineCard, Load, Order
+from pdkv.wire.messages import BlockCounts, EngineCard, LoadReport, Order
 from pdkv.wire.refusal_note import RefusalNote
 
 EngineLife = Literal["starting", "ready", "dead"]
@@ -44,7 +44,7 @@ class EngineState:
     role: str  # as configured; its card repeats it
     life: EngineLife = "starting"
     card: EngineCard | None = None  # of the last incarnation
-    load: Load | None = None  # the last report of this incarnation
+    load: LoadReport | None = None  # the last report of this incarnation
     in_flight: int = 0  # requests of this router that it has, or will get
     num_deaths: int = 0
     num_quiet_ticks: int = 0  # since it was heard last
@@ -154,10 +154,9 @@ class EngineSnapshot(NamedTuple):
     role: str
     state: str  # "starting", "ready", "dead"
     pid: int | None
-    load: Load | None  # the last report
+    load: LoadReport | None  # the last report
     in_flight: int  # requests of this router
     num_deaths: int
-    num_cached_keys: int
 
 
 class Counters:

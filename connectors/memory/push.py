@@ -181,7 +181,6 @@ class MemoryPushConnector(MemoryMode):
 
     kind: ClassVar[ConnectorKind] = "push"
     concurrent = True
-    needs_peer_first = False
 
     def make_scheduler_side(self) -> MemoryPushScheduler:
         return MemoryPushScheduler(self)

@@ -15,7 +15,7 @@ from pdkv.connectors.base import (
     ASK_AGAIN,
     NO_MATCH,
     ConfirmedRange,
-    Finished,
+    FinishDecision,
     KVConnectorMetadata,
     LoadMode,
     MatchedTokens,
@@ -116,9 +116,9 @@ class MemoryStoreScheduler(MemoryScheduler):
             drops=list(view.aborted),
         )
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
         """The store has its own copy: no block is held. Tells the reader which tail is its own."""
-        return Finished(hold_blocks=False)
+        return FinishDecision(hold_blocks=False)
 
     def _names(self, request: RequestView, start: int) -> list[StoreName]:
         """Names of the blocks that hold tokens [start, num_wanted): full ones by key, then the tail of a hand-off."""

@@ -142,7 +142,6 @@ class MultiConnector(KVConnector):
             "legal_orders": orders_of(specs),
             "content_addressed": all(c.content_addressed for c in connectors),
             "concurrent": any(c.concurrent for c in connectors),
-            "needs_peer_first": any(c.needs_peer_first for c in connectors),
             "one_process": any(c.one_process for c in connectors),
         }
         return type(cls.__name__, (cls,), flags)

@@ -13,7 +13,7 @@ from pdkv.connectors.base import (
     NO_MATCH,
     BlockHold,
     ConnectorConfig,
-    Finished,
+    FinishDecision,
     KVConnectorMetadata,
     MatchedTokens,
     RequestView,
@@ -206,7 +206,7 @@ class MultiScheduler(SchedulerConnector):
             for index, scheduler in enumerate(self._schedulers)
         ]
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
         """Blocks stay while one child needs them. A pulling child that keeps none, or one whose payload is too long for
         the common bound, has no part in the hand-off.
         """
@@ -217,7 +217,7 @@ class MultiScheduler(SchedulerConnector):
             for index, scheduler in enumerate(self._schedulers)
         ]
         if request.kv != "handoff":
-            return Finished(hold_blocks=any(answer.hold_blocks for answer in answers))
+            return FinishDecision(hold_blocks=any(answer.hold_blocks for answer in answers))
         kinds = [child.connector.kind for child in self._children]
         payloads = bound_handoff(
             [
@@ -230,7 +230,7 @@ class MultiScheduler(SchedulerConnector):
         senders = {i for i, kind in enumerate(kinds) if kind == "store" or (kind == "push" and i in holding)}
         if self.observes_steps:
             self.sending.begin(key, senders, tells_failure=not is_leased)
-        return Finished(bool(holding), encode_handoff(payloads), until_release=is_leased)
+        return FinishDecision(bool(holding), encode_handoff(payloads), until_release=is_leased)
 
     # --- results --------------------------------------------------------------------------------------------------
 

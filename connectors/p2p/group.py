@@ -46,11 +46,6 @@ class Group:
         self._posted: deque[tuple[Any, torch.Tensor]] = deque()
         self._waiter = None if on_cuda else _GlooWaiter(timeout_s)
 
-    @property
-    def num_posted(self) -> int:
-        """Messages that nobody has waited for."""
-        return len(self._posted)
-
     def send(self, tensor: "torch.Tensor") -> None:
         """Post a message; the tensor must stay as it is until it is waited for."""
         self._post(self._backend.send, tensor)

@@ -13,7 +13,7 @@ from pdkv.connectors.base import (
     ASK_AGAIN,
     NO_MATCH,
     ConnectorConfig,
-    Finished,
+    FinishDecision,
     KVConnectorMetadata,
     MatchedTokens,
     RequestView,
@@ -142,14 +142,14 @@ class PullScheduler(SchedulerConnector):
         loads, self._queued = list(self._queued.values()), {}
         return PullMetadata(step_id=view.step_id, loads=loads)
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
         self._found.pop(request.transfer_key, None)
         if request.kv != "handoff":
-            return Finished(hold_blocks=False)
+            return FinishDecision(hold_blocks=False)
         payload = encode_blocks(block_ids, [self._table.generation(block_id) for block_id in block_ids])
         if len(payload) > MAX_BLOB_BYTES:  # too scattered to be named: decode computes it by itself, loudly
-            return Finished(hold_blocks=False, payload=b"")
-        return Finished(hold_blocks=True, payload=payload)
+            return FinishDecision(hold_blocks=False, payload=b"")
+        return FinishDecision(hold_blocks=True, payload=payload)
 
     def update_connector_output(self, results: TransferResults) -> None:
         self._loading.difference_update(results.finished_receiving, results.failed_receiving)

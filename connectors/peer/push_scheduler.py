@@ -13,7 +13,7 @@ from pdkv.connectors.base import (
     BlockHold,
     ConfirmedRange,
     ConnectorConfig,
-    Finished,
+    FinishDecision,
     KVConnectorMetadata,
     MatchedTokens,
     RequestView,
@@ -168,8 +168,8 @@ class PushScheduler(SchedulerConnector):
             holds=[BlockHold(send.batch, send.block_ids, send.key) for send in sends],
         )
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
-        return Finished(hold_blocks=request.kv == "handoff")
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
+        return FinishDecision(hold_blocks=request.kv == "handoff")
 
     def update_connector_output(self, results: TransferResults) -> None:
         for key in results.finished_sending:

@@ -15,7 +15,7 @@ from pdkv.connectors.base import (
     BlockHold,
     ConfirmedRange,
     ConnectorConfig,
-    Finished,
+    FinishDecision,
     KVConnectorMetadata,
     LoadMode,
     MatchedTokens,
@@ -283,9 +283,9 @@ class StoreScheduler(SchedulerConnector):
             self._seen.popitem(last=False)
         return True
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> Finished:
+    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
         """The store has a copy, or will have: no block is leased. The payload says how it is cut."""
-        return Finished(hold_blocks=False, payload=self._payload if request.kv == "handoff" else None)
+        return FinishDecision(hold_blocks=False, payload=self._payload if request.kv == "handoff" else None)
 
     # --- news -----------------------------------------------------------------------------------------------------
 

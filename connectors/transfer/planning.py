@@ -137,15 +137,6 @@ class HeadPart(NamedTuple):
     num_heads: int
 
 
-class LayerPart(NamedTuple):
-    """Layers that this pipeline stage exchanges with one stage of a peer."""
-
-    peer_stage: int
-    first: int  # counted in this stage's pool
-    peer_first: int  # counted in the peer stage's pool
-    num_layers: int
-
-
 def rank_heads(rank: int, tp: int, num_heads: int) -> range:
     """The KV heads that a rank holds. With more ranks than heads, tp / num_heads neighbours hold the same one.
 
@@ -208,35 +199,6 @@ def sender_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> list[HeadP
         for part in reader_parts(peer_rank, peer_tp, tp, num_heads)
         if part.peer_rank == rank
     ]
-
-
-def stage_layers(stage: int, pp: int, num_layers: int) -> range:
-    """The layers of a pipeline stage; where they cannot be cut evenly, the first stages have one more.
-
-    Raises:
-        IncompatiblePeers: more stages than layers.
-    """
-    if not 0 < pp <= num_layers:
-        raise IncompatiblePeers(f"{num_layers} layers cannot be cut for {pp} pipeline stages")
-    each, rest = divmod(num_layers, pp)
-    first = stage * each + min(stage, rest)
-    return range(first, first + each + (stage < rest))
-
-
-def layer_parts(stage: int, pp: int, peer_pp: int, num_layers: int) -> list[LayerPart]:
-    """What a stage exchanges with the stages of a peer; any two numbers of stages work.
-
-    Raises:
-        IncompatiblePeers: see `stage_layers`.
-    """
-    own = stage_layers(stage, pp, num_layers)
-    parts = []
-    for peer_stage in range(peer_pp):
-        peer = stage_layers(peer_stage, peer_pp, num_layers)
-        first, stop = max(own.start, peer.start), min(own.stop, peer.stop)
-        if first < stop:
-            parts.append(LayerPart(peer_stage, first - own.start, first - peer.start, stop - first))
-    return parts
 
 
 # --- pieces -------------------------------------------------------------------------------------------------------

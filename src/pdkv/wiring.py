@@ -16,8 +16,7 @@ from pdkv.engine.scheduler import Scheduler, SchedulerLimits
 from pdkv.engine.stopping import StopRules
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
-from pdkv.roles import Roles
-from pdkv.wire.messages import BlockCounts, EngineCard, Load
+from pdkv.wire.messages import EngineCard
 
 LOCAL_PREFILL_TOKENS = 64
 """Decode first: with fewer prompt tokens missing than this, decode prefills by itself."""
@@ -73,20 +72,7 @@ def wire_core(
         local_prefill_tokens=local_prefill_tokens,
     )
 
-    def load_report() -> Load:
-        """What the roles count."""
-        return Load(
-            waiting=0,
-            running=0,
-            blocks=BlockCounts(0, 0, 0, 0, 0, 0),
-            load_failures=decode.num_load_failures,
-            bytes_received=decode.bytes_received,
-            transfer_seconds=decode.transfer_seconds,
-            partial_loads=decode.num_partial_loads,
-        )
-
-    roles = Roles(prefill, decode)
-    scheduler = Scheduler(kv, external, roles, limits)
+    scheduler = Scheduler(kv, external, prefill, decode, limits)
     stop_rules = StopRules(
         eos_token_ids=eos_token_ids,
         max_model_len=card.max_model_len,
@@ -96,9 +82,9 @@ def wire_core(
         card=card,
         scheduler=scheduler,
         executor=executor,
-        roles=roles,
+        prefill=prefill,
+        decode=decode,
         outbox=outbox,
         stop_rules=stop_rules,
-        load_report=load_report,
         shutdown=shutdown,
     )

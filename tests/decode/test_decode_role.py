@@ -282,6 +282,6 @@ def test_a_cache_that_fails_a_request_whose_load_is_long_over_does_not_end_it() 
     (request,) = pair.decode.requests.values()
     assert request.kv == "local"
     pair.decode.take_messages(pair.now)
-    assert pair.decode.roles.load_ended(request, False, TransferOutcome("stale_generation"))
+    assert pair.decode.decode.load_ended(request, False, TransferOutcome("stale_generation"))
     assert of_type([m for _, sent in pair.decode.take_messages(pair.now) for m in sent], Release) == []
     MemoryFabric.unbind("decode-late-miss")

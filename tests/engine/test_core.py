@@ -19,7 +19,7 @@ from pdkv.wire.messages import (
     Finished,
     KVEvents,
     KVReady,
-    Load,
+    LoadReport,
     Peers,
     Release,
     Resync,
@@ -177,7 +177,7 @@ def test_resync_sends_the_whole_cache_again_under_the_same_numbers() -> None:
 def test_an_idle_engine_reports_its_load() -> None:
     core = make_core()
     core.handle("r", submit(PROMPT, max_tokens=1), 0.0)
-    loads = [m for m in run(core) if isinstance(m, Load)]
+    loads = [m for m in run(core) if isinstance(m, LoadReport)]
     assert (loads[-1].waiting, loads[-1].running, loads[-1].sources.computed) == (0, 0, len(PROMPT))
 
 

@@ -59,7 +59,7 @@ def test_what_lies_before_the_gap_is_used_and_the_rest_is_computed(load: str, lo
     report = here._make_load()
     assert (report.partial_loads, report.load_failures) == (1, 0)
     assert at_rest(here)
-    assert here.scheduler._num_worker_requests == 0
+    assert here.scheduler.queues._num_places_taken == 0
     here.handle("r", submit(PROMPT, request_id="b", max_tokens=3), 0.0)  # what came in part is in the cache as whole
     again = run(here)
     assert output_of(again, "b") == expected_tokens(PROMPT, 3)
@@ -79,7 +79,7 @@ def test_who_goes_on_behind_a_gap_keeps_its_place_before_who_is_less_urgent(load
     here.finish_step(here.executor.execute(plan), 0.0)
     while len(here.scheduler.running) < 2:
         here.step(0.0)
-        here.scheduler.check_integrity()
+        here.scheduler.queues.check_integrity()
     assert [request.submit.request_id for request in here.scheduler.running] == ["a", "later"]
     run(here)
     assert at_rest(here)

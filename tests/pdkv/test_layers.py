@@ -32,7 +32,6 @@ LAYERS = (
     "pdkv.text",
     "pdkv.prefill",
     "pdkv.decode",
-    "pdkv.roles",
     "pdkv.wiring",
     "pdkv.assemble",
     "pdkv.llm",

@@ -9,7 +9,7 @@ from pdkv.connectors.peer.push_scheduler import PushScheduler, PushTicket
 from pdkv.connectors.transfer.block_runs import decode_blocks, make_runs
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.roles import Roles
+from pdkv.prefill.role import PrefillRole
 from pdkv.wire.messages import Finished, HandedOff, KVReady, Release, Submit, Tokens
 
 PROMPT = list(range(100, 110))
@@ -20,8 +20,8 @@ def hand_off(prompt: list[int], request_id: str = "a", max_tokens: int = 4) -> S
 
 
 def leases(core: EngineCore) -> int:
-    assert isinstance(core.roles, Roles)
-    return len(core.roles.prefill.leases)
+    assert isinstance(core.prefill, PrefillRole)
+    return len(core.prefill.leases)
 
 
 def test_the_first_token_and_the_hand_off_leave_together_and_the_blocks_are_leased() -> None:

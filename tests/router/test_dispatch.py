@@ -26,8 +26,8 @@ from pdkv.wire.messages import (
     Finished,
     KVEvents,
     KVTicket,
-    Load,
     Loaded,
+    LoadReport,
     Order,
     Peers,
     Release,
@@ -294,7 +294,7 @@ def test_incompatible_engine_is_never_asked(caplog: pytest.LogCaptureFixture) ->
             await system.dispatcher.wait_ready()
         with pytest.raises(EngineUnavailable):
             system.dispatcher.start(make_request())
-        system.backends["decode-0"].say(Load(1, 1, BLOCKS))
+        system.backends["decode-0"].say(LoadReport(1, 1, BLOCKS))
         system.backends["decode-0"].die()
         assert system.backends["decode-0"].engine.received == []
 
@@ -360,7 +360,7 @@ def test_load_balances_over_engines_by_what_is_in_flight() -> None:
 
 def test_topology_and_snapshots_show_what_engines_said_last() -> None:
     async def body(system: System) -> None:
-        system.backends["decode-0"].say(Load(1, 2, BlockCounts(100, 60, 10, 20, 5, 5)))
+        system.backends["decode-0"].say(LoadReport(1, 2, BlockCounts(100, 60, 10, 20, 5, 5)))
         assert system.dispatcher.topology()["engines"][1] == {
             "name": "decode-0",
             "role": "decode",

@@ -8,7 +8,17 @@ from scripted_engine import make_request
 
 from pdkv.errors import EngineDied, InvalidRequest, RequestFailed, UnsendableMessage
 from pdkv.router.state import STUCK_STEP_S, SUSPECT_TICKS, TICK_S
-from pdkv.wire.messages import Beat, EngineToRouter, Failed, Finished, Load, SourceCounts, Submit, TokenLogprob, Tokens
+from pdkv.wire.messages import (
+    Beat,
+    EngineToRouter,
+    Failed,
+    Finished,
+    LoadReport,
+    SourceCounts,
+    Submit,
+    TokenLogprob,
+    Tokens,
+)
 
 
 def held_system(num: int) -> System:
@@ -156,7 +166,7 @@ def test_an_engine_that_is_silent_is_a_suspect_until_it_speaks(role: str) -> Non
         assert dispatcher.fault == f"no {role} engine is live: {silent} has been silent for 3.0 s"
         suspects = {e["name"]: e["suspect"] for e in dispatcher.topology()["engines"]}
         assert [name for name, suspect in suspects.items() if suspect] == [silent]
-        system.backends[silent].say(Load(0, 0, system.dispatcher.fleet.engines[silent].blocks))
+        system.backends[silent].say(LoadReport(0, 0, system.dispatcher.fleet.engines[silent].blocks))
         assert dispatcher.fault == ""
 
     run(System(1, 1), body, start=False)

@@ -8,7 +8,7 @@ from scripted_engine import make_card
 
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.state import BREAKER_FAILURES, BREAKER_OPEN_S, ORDERS, PAIR_MARK_S, Fleet
-from pdkv.wire.messages import BlockCounts, KVLayout, Load
+from pdkv.wire.messages import BlockCounts, KVLayout, LoadReport
 from pdkv.wire.refusal_note import RefusalNote
 
 BLOCKS = BlockCounts(total=10, free=4, cached=3, active=2, leased=1, quarantined=0)
@@ -32,9 +32,9 @@ def test_load_score_counts_waiting_four_times_and_what_is_on_its_way() -> None:
     assert engine.load_score == 0
     engine.in_flight = 2
     assert engine.load_score == 8  # the engine has not told of them yet
-    engine.load = Load(waiting=0, running=7, blocks=BLOCKS)
+    engine.load = LoadReport(waiting=0, running=7, blocks=BLOCKS)
     assert engine.load_score == 7
-    engine.load = Load(waiting=2, running=0, blocks=BLOCKS)
+    engine.load = LoadReport(waiting=2, running=0, blocks=BLOCKS)
     assert engine.load_score == 8
 
 
@@ -44,7 +44,7 @@ def test_description_is_the_topology_entry() -> None:
     assert engine.describe()["blocks"] == {
         "total": 100, "free": 100, "cached": 0, "active": 0, "leased": 0, "quarantined": 0,
     }  # fmt: skip
-    engine.load = Load(waiting=1, running=2, blocks=BLOCKS)
+    engine.load = LoadReport(waiting=1, running=2, blocks=BLOCKS)
     assert engine.describe() == {
         "name": "decode-0",
         "role": "decode",

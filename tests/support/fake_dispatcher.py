@@ -8,7 +8,7 @@ from typing import Any
 from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.router.dispatch import EngineSnapshot
 from pdkv.router.request import Delta, GenerateRequest
-from pdkv.wire.messages import BlockCounts, ConnectorStats, Load, SourceCounts, TokenLogprob
+from pdkv.wire.messages import BlockCounts, ConnectorStats, LoadReport, SourceCounts, TokenLogprob
 
 Answer = Callable[[GenerateRequest], Sequence[Delta | Exception]]
 
@@ -95,7 +95,7 @@ class FakeDispatcher:
         return {"engines": [{"name": "decode-1", "role": "decode", "state": "ready"}]}
 
     def engines(self) -> list[EngineSnapshot]:
-        load = Load(
+        load = LoadReport(
             waiting=1,
             running=2,
             blocks=BlockCounts(total=10, free=4, cached=3, active=2, leased=1, quarantined=0),
@@ -111,8 +111,8 @@ class FakeDispatcher:
             },
         )
         return [
-            EngineSnapshot("decode-1", "decode", "ready", 17, load, 0, 0, 0),
-            EngineSnapshot("prefill-0", "prefill", "dead", None, None, 0, 1, 0),
+            EngineSnapshot("decode-1", "decode", "ready", 17, load, 0, 0),
+            EngineSnapshot("prefill-0", "prefill", "dead", None, None, 0, 1),
         ]
 
 

@@ -34,8 +34,8 @@ from pdkv.wire.messages import (
     KVLayout,
     KVReady,
     KVTicket,
-    Load,
     Loaded,
+    LoadReport,
     Peers,
     Ready,
     Release,
@@ -80,7 +80,7 @@ TO_ROUTER: Sequence[EngineToRouter] = (
     Failed("q", 0, "internal_error", "text", retryable=True), Allocated("q", 0, 0, 3, b"ticket"),
     Loaded("q", 0, ok=True, num_bytes=5, seconds=0.1), KVReady("q", 0, ok=True), Release("t", 0),
     KVEvents(1, [CacheCleared(), BlockStored([b"k" * 16], None), BlockRemoved([b"k" * 16])]),
-    Load(1, 2, BlockCounts(10, 4, 3, 2, 1, 0)), Ready(CARD), Beat("f0", 0.1), Disconnect("fuzz"),
+    LoadReport(1, 2, BlockCounts(10, 4, 3, 2, 1, 0)), Ready(CARD), Beat("f0", 0.1), Disconnect("fuzz"),
 )  # fmt: skip
 
 GREETINGS: Sequence[Any] = (

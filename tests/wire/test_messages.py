@@ -143,7 +143,7 @@ def test_a_value_out_of_its_range_is_its_message_s_fault_and_no_other_s(message:
         {"type": "KVEvents", "number": 1, "events": [{"type": "BlockStored", "keys": [b"k" * 65], "parent": None}]},
         {"type": "KVEvents", "number": -1, "events": []},
         {"type": "Hello", "router_id": "r" * 1000, "epoch": "1"},
-        {"type": "Load", "waiting": -1, "running": 0, "blocks": [0] * 6},
+        {"type": "LoadReport", "waiting": -1, "running": 0, "blocks": [0] * 6},
         CARD | {"card": CARD["card"] | {"tp": 10**9}},
         CARD | {"card": CARD["card"] | {"layout": CARD["card"]["layout"] | {"num_layers": 0}}},
         CARD | {"card": CARD["card"] | {"layout": CARD["card"]["layout"] | {"block_size": 2**62}}},

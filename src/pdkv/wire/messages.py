@@ -375,7 +375,7 @@ class ConnectorStats(msgspec.Struct, frozen=True):
         return ConnectorStats(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
 
 
-class Load(Message, frozen=True):
+class LoadReport(Message, frozen=True):
     """How busy the engine is, and its counters since start."""
 
     waiting: Count
@@ -413,7 +413,7 @@ EngineToRouter = (
     | KVReady
     | Release
     | KVEvents
-    | Load
+    | LoadReport
     | Disconnect
     | Beat
 )

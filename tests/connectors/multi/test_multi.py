@@ -38,7 +38,7 @@ from pdkv.engine.core import EngineCore
 from pdkv.errors import ConfigError, UnknownConnector
 from pdkv.launch.engine_process import _check_connector
 from pdkv.launch.specs import EngineSpec
-from pdkv.roles import Roles
+from pdkv.prefill.role import PrefillRole
 from pdkv.wire.messages import MAX_BLOB_BYTES, Finished, HandedOff, KVLayout, KVReady, Loaded, Peers, Release
 
 LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
@@ -302,8 +302,8 @@ def test_a_hold_ends_with_its_own_result_and_the_hand_off_later() -> None:
 
 
 def leases(core: EngineCore) -> int:
-    assert isinstance(core.roles, Roles)
-    return len(core.roles.prefill.leases)
+    assert isinstance(core.prefill, PrefillRole)
+    return len(core.prefill.leases)
 
 
 def test_beside_a_pull_the_stores_end_is_told_and_the_lease_stays() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from shared_memory_rig import Engines, Gate, chain, closing_engines, make_layout, view
 
-from pdkv.connectors.base import ASK_AGAIN, NO_MATCH, Finished
+from pdkv.connectors.base import ASK_AGAIN, NO_MATCH, FinishDecision
 from pdkv.connectors.transfer.block_runs import decode_blocks, encode_blocks
 from pdkv.wire.messages import MAX_BLOB_BYTES
 
@@ -199,11 +199,11 @@ def test_a_payload_is_short_for_adjacent_blocks_and_bounded_for_scattered_ones(m
     engine = make_engine("p")
     request = view("t", kv="handoff", num_tokens=10)
     finished = engine.scheduler.request_finished(request, [0, 2] * (MAX_BLOB_BYTES // 8))
-    assert finished == Finished(hold_blocks=False, payload=b"")
+    assert finished == FinishDecision(hold_blocks=False, payload=b"")
 
 
 def test_a_request_that_is_not_handed_off_keeps_nothing(make_engine: Engines) -> None:
-    assert make_engine("p").scheduler.request_finished(view("t", kv="local", num_tokens=10), [1]) == Finished(
+    assert make_engine("p").scheduler.request_finished(view("t", kv="local", num_tokens=10), [1]) == FinishDecision(
         hold_blocks=False
     )
 

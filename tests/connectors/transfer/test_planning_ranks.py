@@ -9,15 +9,12 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.cards import check_compatible
 from pdkv.connectors.transfer.planning import (
     HeadPart,
-    LayerPart,
     blocks_of,
     check_ranks,
-    layer_parts,
     rank_heads,
     reader_parts,
     sender_parts,
     split_runs,
-    stage_layers,
 )
 from pdkv.errors import IncompatiblePeers
 from pdkv.wire.messages import EngineCard, KVLayout
@@ -111,28 +108,6 @@ def test_every_head_of_every_reader_comes_once_and_from_who_holds_it(tp: int, pe
 def test_what_cannot_be_resharded_is_refused_with_both_values(tp: int, peer_tp: int, num_heads: int, text: str) -> None:
     with pytest.raises(IncompatiblePeers, match=text):
         check_ranks(tp, peer_tp, num_heads)
-
-
-def test_pipeline_slices() -> None:
-    """64 layers, ratio 2: 0-31 and 32-63."""
-    assert [stage_layers(stage, 2, 64) for stage in (0, 1)] == [range(32), range(32, 64)]
-    assert layer_parts(1, 2, 1, 64) == [LayerPart(0, 0, 32, 32)]
-    assert layer_parts(0, 1, 2, 64) == [LayerPart(0, 0, 0, 32), LayerPart(1, 32, 0, 32)]
-    with pytest.raises(IncompatiblePeers, match="2 layers cannot be cut for 3"):
-        stage_layers(0, 3, 2)
-
-
-@given(pp=st.integers(1, 5), peer_pp=st.integers(1, 5), num_layers=st.integers(5, 40))
-def test_every_layer_of_every_stage_comes_once(pp: int, peer_pp: int, num_layers: int) -> None:
-    assert [layer for stage in range(pp) for layer in stage_layers(stage, pp, num_layers)] == list(range(num_layers))
-    for stage in range(pp):
-        own = stage_layers(stage, pp, num_layers)
-        got = []
-        for part in layer_parts(stage, pp, peer_pp, num_layers):
-            theirs = stage_layers(part.peer_stage, peer_pp, num_layers)
-            assert own[part.first] == theirs[part.peer_first]
-            got += own[part.first : part.first + part.num_layers]
-        assert got == list(own)
 
 
 def test_published_sizes() -> None:

@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
-from pdkv.connectors.base import Finished, RequestView, TransferKey, TransferOutcome
+from pdkv.connectors.base import FinishDecision, RequestView, TransferKey, TransferOutcome
 from pdkv.connectors.memory.fabric import Endpoint, MemoryFabric
 from pdkv.connectors.memory.pull import MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushWorker
 from pdkv.connectors.memory.store import MemoryStoreMetadata, MemoryStoreScheduler, MemoryStoreWorker
 from pdkv.engine.block_pool import Holder
 from pdkv.engine.external import ExternalKV
+from pdkv.engine.loads import Loads
+from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Scheduler
 from pdkv.errors import PeerGone
@@ -159,7 +161,7 @@ def decode_writes_into_its_own_hit(patch: Patch) -> None:
 
 def block_cached_before_it_is_filled(patch: Patch) -> None:
     """Content enters the cache when it is scheduled."""
-    name_shares = Scheduler._name_shares
+    begin_shares = Scheduler._begin_shares
 
     def broken(self: Scheduler, step_id: int, batch: Sequence[tuple[Request, int]]) -> Any:
         for request, num_tokens in batch:
@@ -167,9 +169,9 @@ def block_cached_before_it_is_filled(patch: Patch) -> None:
             request.num_confirmed = request.num_computed + num_tokens
             self.kv.commit(request)
             request.num_confirmed = confirmed
-        return name_shares(self, step_id, batch)
+        return begin_shares(self, step_id, batch)
 
-    patch.setattr(Scheduler, "_name_shares", broken)
+    patch.setattr(Scheduler, "_begin_shares", broken)
 
 
 def preempted_blocks_handed_off(patch: Patch) -> None:
@@ -181,7 +183,7 @@ def preempted_blocks_handed_off(patch: Patch) -> None:
         lost[request.key] = list(request.block_ids)
         preempt(self, request)
 
-    def broken(self: ExternalKV, request: Request) -> Finished:
+    def broken(self: ExternalKV, request: Request) -> FinishDecision:
         actual = request.block_ids
         stale = lost.pop(request.key, [])[: len(actual)]
         request.block_ids = stale + actual[len(stale) :]
@@ -196,28 +198,28 @@ def preempted_blocks_handed_off(patch: Patch) -> None:
 def preempted_passes_the_urgent(patch: Patch) -> None:
     """What was preempted, or sent back, goes to the head of the queue whatever its priority."""
 
-    def broken(self: Scheduler, request: Request) -> None:
+    def broken(self: Queues, request: Request) -> None:
         self._give_back(request)
         request.restart()
         self.waiting.appendleft(request)
         self.needs_step = True
 
-    patch.setattr(Scheduler, "_send_back", broken)
+    patch.setattr(Queues, "send_back", broken)
 
 
 def victims_by_age_alone(patch: Patch) -> None:
     """Requests run, and give way, in the order in which they began, whatever their priority."""
-    patch.setattr(Scheduler, "_run", lambda self, request: self.running.append(request))
+    patch.setattr(Queues, "run", lambda self, request: self.running.append(request))
 
 
 def part_of_a_load_counted_as_more(patch: Patch) -> None:
     """A load that came in part is believed to have brought one block more."""
-    fall_back = Scheduler._fall_back
+    fall_back = Loads._fall_back
 
-    def broken(self: Scheduler, request: Request, outcome: TransferOutcome, num_loaded: int = 0) -> None:
-        fall_back(self, request, outcome, num_loaded and num_loaded + self.kv.block_size)
+    def broken(self: Loads, request: Request, outcome: TransferOutcome, num_loaded: int = 0) -> None:
+        fall_back(self, request, outcome, num_loaded and num_loaded + self._kv.block_size)
 
-    patch.setattr(Scheduler, "_fall_back", broken)
+    patch.setattr(Loads, "_fall_back", broken)
 
 
 def part_of_a_load_with_its_step(patch: Patch) -> None:

@@ -22,7 +22,7 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.prefill.leases import LeaseTable
-from pdkv.roles import Roles
+from pdkv.prefill.role import PrefillRole
 from pdkv.router.flow import RequestFlow, Sends
 from pdkv.router.request import GenerateRequest, Route
 from pdkv.sampling_params import SamplingParams
@@ -218,14 +218,14 @@ class World:
         num_before = len(engine.outbox)
         self.collect(engine)
         core.scheduler.kv.pool.check_integrity()
-        core.scheduler.check_integrity()
+        core.scheduler.queues.check_integrity()
         self.check_loads(list(engine.outbox)[num_before:])
 
     def leases(self, name: str) -> LeaseTable:
         """The leases of an engine."""
-        roles = self.engines[name].core.roles
-        assert isinstance(roles, Roles)
-        return roles.prefill.leases
+        role = self.engines[name].core.prefill
+        assert isinstance(role, PrefillRole)
+        return role.leases
 
     def check_loads(self, messages: Sequence[EngineToRouter]) -> None:
         """A load may find its source reused only when the lease on it has ended."""
