@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from pdkv.config import HttpLimits
 from pdkv.models.config import load_model_config
-from pdkv.models.generation_config import log_ignored_defaults
+from pdkv.models.generation_config import Source, log_sampling_defaults, read_sampling_defaults
 from pdkv.router.budget import ByteBudget
 from pdkv.router.dispatch import Dispatcher
 from pdkv.router.engine_client import EngineClient
@@ -65,6 +65,7 @@ def run_router(
     orders: Sequence[Order] = ORDERS,
     await_all: bool = True,
     limits: HttpLimits | None = None,
+    generation_config: Source = "auto",
     identity: str = "",
     lifeline_fd: int | None = None,
     on_ready: Callable[[], None] | None = None,
@@ -87,11 +88,20 @@ def run_router(
         client = EngineClient(engine.name, engine.endpoint, router_id=router_id, context=context)
         dispatcher.add_backend(client, engine.role, engine.refusal)
     config = load_model_config(model)
-    log_ignored_defaults(model)
+    sampling_defaults = read_sampling_defaults(model, generation_config)
+    log_sampling_defaults(model, sampling_defaults)
     limits = limits or HttpLimits()
     max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(engines))
     bodies = body_budget(limits)
-    app = create_app(dispatcher, Tokenizer.from_dir(model), config, served_model_name, limits=limits, bodies=bodies)
+    app = create_app(
+        dispatcher,
+        Tokenizer.from_dir(model),
+        config,
+        served_model_name,
+        limits=limits,
+        bodies=bodies,
+        sampling_defaults=sampling_defaults,
+    )
     server = _Server(server_config(app, limits, bodies, max_connections))
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,6 +38,7 @@ def create_app(
     request_timeout_s: float = 600.0,
     limits: HttpLimits | None = None,
     bodies: ByteBudget | None = None,
+    sampling_defaults: Mapping[str, Any] | None = None,
 ) -> Starlette:
     """The ASGI application in front of a dispatcher, which the caller connects and closes.
 
@@ -45,13 +46,22 @@ def create_app(
         max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
         request_timeout_s: deadline of every request; a client may shorten its own by the header x-pd-timeout-s.
         limits: bounds of bodies (default: the options').
+        sampling_defaults: fields of SamplingParams that requests get where they say nothing (`read_sampling_defaults`).
         bodies: the budget of bodies' bytes, where others take of it, too.
     """
     limits = limits or HttpLimits()
     bodies = bodies or body_budget(limits)
     _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
     metrics = Metrics(dispatcher)
-    model = _model_provider(dispatcher, tokenizer, model_config, served_model_name, max_model_len)
+    served = ServedModel(
+        name=served_model_name,
+        tokenizer=tokenizer,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        max_model_len=model_config.num_positions if max_model_len is None else max_model_len,
+        sampling_defaults=sampling_defaults or {},
+    )
+    model = _model_provider(dispatcher, served)
     created = int(time.time())
 
     async def health(request: Request) -> Response:
@@ -122,18 +132,9 @@ def _prepare_chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancel
     return prepare_chat(decode_chat(body), model, cancelled)
 
 
-def _model_provider(
-    dispatcher: "Dispatcher", tokenizer: Tokenizer, config: ModelConfig, name: str, max_model_len: int | None
-) -> Callable[[], ServedModel]:
+def _model_provider(dispatcher: "Dispatcher", model: ServedModel) -> Callable[[], ServedModel]:
     """The model as it is served now: engines that come up may allow less than was asked for."""
-    limit = config.num_positions if max_model_len is None else max_model_len
-    model = ServedModel(
-        name=name,
-        tokenizer=tokenizer,
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
-        max_model_len=limit,
-    )
+    limit = model.max_model_len
     by_limit = {limit: model}
 
     def current() -> ServedModel:

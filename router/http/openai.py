@@ -4,8 +4,8 @@ Nothing here awaits: small bodies are prepared on the event loop, others on a th
 and lengths are checked before anything is done per choice, prompt, message or character.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -54,6 +54,9 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int  # tokens, prompt and output together
+    sampling_defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of SamplingParams, where a request says nothing
 
     @property
     def max_prompt_chars(self) -> int:
@@ -106,6 +109,7 @@ def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Canc
         num_prompt_logprobs = max(body.logprobs, body.prompt_logprobs or 0)
     params = _sampling_params(
         body,
+        model,
         max_tokens=1 if prompt_only else 16 if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=num_prompt_logprobs,
@@ -133,7 +137,8 @@ def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lamb
         )
     params = _sampling_params(
         body,
-        max_tokens=max_tokens,
+        model,
+        max_tokens=model.sampling_defaults.get("max_tokens") if max_tokens is None else max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
@@ -199,10 +204,16 @@ def unknown_model(name: str, model: ServedModel) -> InvalidRequest:
 
 
 def _sampling_params(
-    body: CompletionBody | ChatBody, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    body: CompletionBody | ChatBody,
+    model: ServedModel,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Sampling parameters as the client gave them, in their ranges."""
-    given: dict[str, Any] = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    """Sampling parameters as the client gave them, else the model's defaults, in their ranges."""
+    given: dict[str, Any] = {name: value for name, value in model.sampling_defaults.items() if name in _SAMPLING_FIELDS}
+    given |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     stop = body.stop
     if stop is not None:
         given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)

@@ -51,6 +51,9 @@ class EngineConfig:
     """One engine."""
 
     model: Path = option(DEFAULT_MODEL, "Hugging Face model directory (absent: the embedded default model)")
+    generation_config: Literal["auto", "none"] = option(
+        "auto", "sampling defaults of requests: those of the model's generation_config.json, or none of them"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "computation and KV dtype; auto: the model's"
     )

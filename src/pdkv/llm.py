@@ -16,7 +16,7 @@ from pdkv.assemble import build_engine
 from pdkv.config import DEFAULT_MODEL, EngineConfig
 from pdkv.errors import InvalidRequest, RequestFailed
 from pdkv.models.config import load_model_config
-from pdkv.models.generation_config import log_ignored_defaults
+from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import StopAutomaton, TextStream, Tokenizer
 from pdkv.wire.messages import (
@@ -130,7 +130,8 @@ class LLM:
     def _start(self, config: EngineConfig) -> None:
         self.config = config
         self._eos_token_ids = load_model_config(config.model).eos_token_ids
-        log_ignored_defaults(config.model)
+        self._sampling_defaults = read_sampling_defaults(config.model, config.generation_config)
+        log_sampling_defaults(config.model, self._sampling_defaults)
         self.tokenizer = Tokenizer.from_dir(config.model)
         self._core = build_engine(config, name="local", epoch=secrets.token_hex(8))
         self._core.router_joined(_ROUTER_ID, self._core.card.epoch)
@@ -146,6 +147,10 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` takes where it is given none: the model's, of its generation_config.json, else vLLM's."""
+        return SamplingParams(**self._sampling_defaults)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -157,7 +162,7 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            params: for all prompts, or one per prompt.
+            params: for all prompts, or one per prompt; None: `get_default_sampling_params`.
             progress: whether a bar is shown on stderr.
 
         Raises:
@@ -165,7 +170,8 @@ class LLM:
             RequestFailed: the engine failed on one of them; the others are given up.
         """
         prompt_list = _as_list(prompts)
-        params_list = _as_params(params, len(prompt_list))
+        given = self.get_default_sampling_params() if params is None else params
+        params_list = _as_params(given, len(prompt_list))
         requests = [self._make_choices(prompt, p) for prompt, p in zip(prompt_list, params_list, strict=True)]
         try:
             with tqdm(total=sum(map(len, requests)), desc="generate", unit="seq", disable=not progress) as bar:
@@ -268,9 +274,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items  # type: ignore[return-value]
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
+def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

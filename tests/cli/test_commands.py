@@ -163,3 +163,25 @@ def test_generate_prints_a_completion_per_prompt(
     monkeypatch.setattr("sys.stdin", ["hello\n", "world\n"])
     assert run(*flags, "--max-tokens", "5", "--ignore-eos") == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+
+
+def test_generate_takes_the_models_sampling_defaults(
+    text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in text_model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3}')
+
+    def num_tokens(*flags: str) -> int:
+        common = ["--model", str(tmp_path), "--kv-cache-memory", "4MiB", "--json", "--ignore-eos"]
+        assert run("generate", *common, *flags, "hello") == 0
+        (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+        return len(row["outputs"][0]["token_ids"])
+
+    assert num_tokens() == 3
+    assert num_tokens("--max-tokens", "5") == 5
+    assert num_tokens("--generation-config", "none") == 16
+    monkeypatch.setenv("PDKV_GENERATION_CONFIG", "none")
+    assert num_tokens() == 16
+    assert num_tokens("--generation-config", "auto") == 3

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_models import make_hf_config
@@ -93,3 +94,21 @@ def test_lengths_that_give_prefill_and_decode_other_rope_frequencies_are_refused
     check(100, 128, num_prefill=0)
     with pytest.raises(ConfigError, match=r"dynamic.*prefill engines \(100\).*decode engines \(the default\)"):
         check(100, None)
+
+
+def test_sampling_defaults_are_checked_before_anything_starts_and_are_the_routers(
+    tmp_path: Path, run_dir: RunDirectory
+) -> None:
+    model = make_hf_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
+
+    def deployment(**fields: Any) -> Deployment:
+        config = EngineConfig(model=model, **fields)
+        return Deployment(launch=LaunchConfig(), handoff=HandoffConfig(), prefill=config, decode=config)
+
+    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p must be in \(0, 1\], got 7"):
+        check_deployment(deployment())
+    check_deployment(deployment(generation_config="none"))
+    for source in ("auto", "none"):
+        fleet = plan_fleet(deployment(generation_config=source), run_dir)
+        assert fleet.router.generation_config == source

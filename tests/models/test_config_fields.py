@@ -1,7 +1,6 @@
 """Fields of config.json: published models load, what would change the mathematics is refused by name and value."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import transformers
 
 from pdkv.errors import ModelError
 from pdkv.models.config import ModelConfig, load_model_config
-from pdkv.models.generation_config import log_ignored_defaults
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -200,17 +198,3 @@ def test_biases_that_a_family_cannot_have_are_refused(
     ((name, value),) = change.items()
     with pytest.raises(ModelError, match=f"{name} {value}"):
         load(tmp_path, {**_SIZES, "architectures": [architecture], **change})
-
-
-def test_sampling_defaults_that_requests_do_not_get_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "generation_config.json"
-    with caplog.at_level(logging.WARNING):
-        log_ignored_defaults(tmp_path)
-        path.write_text(json.dumps({"do_sample": True, "temperature": 1.0, "top_k": 50, "eos_token_id": 3}))
-        log_ignored_defaults(tmp_path)
-        assert not caplog.records
-        path.write_text(json.dumps({"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.05}))
-        log_ignored_defaults(tmp_path)
-    (record,) = caplog.records
-    for said in ("temperature=0.6", "top_p=0.95", "repetition_penalty=1.05", str(path)):
-        assert said in record.getMessage()

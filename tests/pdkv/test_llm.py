@@ -147,3 +147,20 @@ def test_what_can_never_work_is_refused_and_leaves_nothing(
 def test_a_wrong_field_is_a_config_error(model: Path) -> None:
     with pytest.raises(ConfigError, match="max_num_seqs must be at least 1, got 0"):
         LLM(model, max_num_seqs=0)
+
+
+def test_without_parameters_a_generation_has_the_models_defaults(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": 0.0, "repetition_penalty": 1.5, "max_new_tokens": 9}'
+    )
+    said = SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=9)
+    with LLM(tmp_path, kv_cache_memory=8 << 20, threads=1) as llm:
+        assert llm.get_default_sampling_params() == said
+        by_default = llm.generate("The quick brown fox", progress=False)
+        assert by_default[0].outputs == llm.generate("The quick brown fox", said, progress=False)[0].outputs
+        assert by_default[0].outputs != llm.generate("The quick brown fox", GREEDY, progress=False)[0].outputs
+    with LLM(tmp_path, kv_cache_memory=8 << 20, threads=1, generation_config="none") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()

@@ -10,6 +10,7 @@ from typing import Any
 from pdkv.cli.options import Option, add_options, build, collect, options_of
 from pdkv.config import EngineConfig
 from pdkv.errors import ConfigError
+from pdkv.models.generation_config import SAMPLING_DEFAULTS, read_sampling_defaults
 from pdkv.sampling_params import SamplingParams
 
 _SAMPLING_HELP = {
@@ -36,9 +37,13 @@ def sampling_options() -> list[Option]:
     for name, help_text in _SAMPLING_HELP.items():
         kinds = [kind for kind in typing.get_args(hints[name]) if kind is not types.NoneType] or [hints[name]]
         default = getattr(defaults, name)
-        shown = help_text if default is None else f"{help_text} (default: {default})"
+        shown = help_text if default is None else f"{help_text} (default: {_default_of_model(name)}{default})"
         options.append(Option(name=name, field=name, kind=kinds[0], optional=len(kinds) < 2, size=False, help=shown))
     return options
+
+
+def _default_of_model(name: str) -> str:
+    return "the model's, else " if name in SAMPLING_DEFAULTS else ""
 
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -59,16 +64,15 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.set_defaults(run=run)
 
 
-def read_params(arguments: argparse.Namespace) -> SamplingParams:
-    """The sampling parameters that the flags ask for. Raises ConfigError or InvalidRequest."""
+def read_params(arguments: argparse.Namespace, config: EngineConfig) -> SamplingParams:
+    """The sampling parameters that the flags ask for, else the model's. Raises ConfigError or InvalidRequest."""
     values = collect(sampling_options(), vars(arguments), environment={})
     try:
         stop_token_ids = tuple(int(text) for text in arguments.stop_token_ids)
     except ValueError:
         raise ConfigError(f"--stop-token-ids: whole numbers were expected, got {arguments.stop_token_ids!r}") from None
-    params = SamplingParams(
-        **values, stop=tuple(arguments.stop), stop_token_ids=stop_token_ids, ignore_eos=arguments.ignore_eos
-    )
+    values |= {"stop": tuple(arguments.stop), "stop_token_ids": stop_token_ids, "ignore_eos": arguments.ignore_eos}
+    params = SamplingParams(**{**read_sampling_defaults(config.model, config.generation_config), **values})
     params.validate()
     return params
 
@@ -77,9 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run `pd generate`."""
     from pdkv.cli.launch import launch_variables
 
-    params = read_params(arguments)
     values = collect(options_of(EngineConfig), vars(arguments), known_variables=launch_variables())
     config = build(EngineConfig, values)
+    params = read_params(arguments, config)
     prompts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]
     if not prompts:
         raise ConfigError("a prompt was expected, as an argument or on stdin")

@@ -22,7 +22,7 @@ def option_groups() -> dict[str, list[Option]]:
         "HTTP": options_of(HttpLimits),
     }
     for role in ROLES:
-        groups[f"{role} engines only"] = options_of(EngineConfig, role=role, exclude=("model",))
+        groups[f"{role} engines only"] = options_of(EngineConfig, role=role, exclude=("model", "generation_config"))
     return groups
 
 

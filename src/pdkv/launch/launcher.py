@@ -19,6 +19,7 @@ from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.specs import EngineAddress, EngineSpec, Role, RouterSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.models.config import load_model_config
+from pdkv.models.generation_config import read_sampling_defaults
 from pdkv.router.policies import find_policy
 
 _BACKLOG = 4096
@@ -72,6 +73,7 @@ def check_models(deployment: Deployment) -> None:
     KV is of no use to an engine that rotates queries by other frequencies than its keys were rotated by.
     """
     prefill, decode = deployment.prefill, deployment.decode
+    read_sampling_defaults(prefill.model, prefill.generation_config)
     rope = load_model_config(decode.model, decode.max_model_len).rope_scaling
     other = load_model_config(prefill.model, prefill.max_model_len).rope_scaling
     if deployment.launch.prefill and prefill.model == decode.model and rope != other and rope is not None:
@@ -131,6 +133,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         served_model_name=launch.served_model_name
         or (_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name),
         policy=launch.policy,
+        generation_config=deployment.prefill.generation_config,
         run_dir=run_dir.path,
         orders=launch.orders,
         log_level=launch.log_level,

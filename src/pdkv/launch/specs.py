@@ -61,6 +61,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
     log_level: str = "info"
     limits: HttpLimits = HttpLimits()
+    generation_config: Literal["auto", "none"] = "auto"
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -300,3 +300,40 @@ def test_parts_of_a_message_are_joined() -> None:
     history = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "function_call": None}
     chat(dispatcher, messages=[{"role": "system", "content": parts}, history])
     assert tokenizer().decode(dispatcher.requests[0].prompt_token_ids) == "system: one\ntwo\nassistant: a\n"
+
+
+DEFAULTS = {"temperature": 0.25, "top_k": 20, "repetition_penalty": 1.05, "max_tokens": 40}
+
+
+def with_defaults(path: str, **fields: Any) -> SamplingParams:
+    """What reaches the engines of a model whose generation_config.json says DEFAULTS."""
+    dispatcher = FakeDispatcher(say([*ids("ok"), eos()]))
+    body = {"model": MODEL, **fields}
+    reply = run(call(make_app(dispatcher, sampling_defaults=DEFAULTS), "POST", path, body))
+    assert reply.status == 200, reply.json()
+    [request] = dispatcher.requests
+    return request.params
+
+
+def test_requests_get_the_models_sampling_defaults_where_they_say_nothing() -> None:
+    params = with_defaults("/v1/completions", prompt="Hello", temperature=None)
+    assert (params.temperature, params.top_k, params.repetition_penalty) == (0.25, 20, 1.05)
+    assert params.max_tokens == 16, "OpenAI's and vLLM's default of completions"
+    params = with_defaults("/v1/chat/completions", messages=[{"role": "user", "content": "Hello"}])
+    assert (params.temperature, params.max_tokens) == (0.25, 40)
+
+
+def test_what_a_request_says_goes_before_the_models_sampling_defaults() -> None:
+    said: dict[str, Any] = {"temperature": 0, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 50}
+    chat_fields = {"messages": [{"role": "user", "content": "Hello"}]}
+    for path, fields in (("/v1/completions", {"prompt": "Hello"}), ("/v1/chat/completions", chat_fields)):
+        params = with_defaults(path, **fields, **said)
+        assert {name: getattr(params, name) for name in said} == said
+    assert with_defaults("/v1/chat/completions", **chat_fields, max_completion_tokens=7).max_tokens == 7
+
+
+def test_a_default_of_more_tokens_than_there_is_room_for_is_no_error() -> None:
+    prompt = "x" * (MAX_MODEL_LEN - 20)
+    params = with_defaults("/v1/chat/completions", messages=[{"role": "user", "content": prompt}])
+    assert params.max_tokens is not None
+    assert params.max_tokens < 20
