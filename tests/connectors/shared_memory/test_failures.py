@@ -263,7 +263,7 @@ for make in (lambda: Engine("p"), lambda: RingWriter([])):
 
 
 def test_memory_that_cannot_be_had_is_a_configuration_error() -> None:
-    support = Path(__file__).parents[1] / "support"
+    support = Path(__file__).parents[2] / "support"
     found = subprocess.run(
         [sys.executable, "-c", _ALLOCATE_UNDER_A_LIMIT], cwd=support, capture_output=True, text=True, check=True
     )

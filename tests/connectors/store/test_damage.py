@@ -17,7 +17,7 @@ from pdkv.errors import KVNotFound
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.registry import open_store
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_connector"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_connector"
 KINDS = ("memory", "file", "redis", "lmcache", "tiers", "shared_storage", "sqlite")
 NUM_TOKENS = 256
 NUM_VALUES = 4

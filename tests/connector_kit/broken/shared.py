@@ -1,12 +1,20 @@
 """Defects of `shared_memory`: between processes, on I/O threads."""
 
 import threading
+from collections import deque
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from pdkv.connectors.base import KVConnectorMetadata, MatchedTokens, RequestView, TransferKey, TransferResults
+from pdkv.connectors.base import (
+    NO_TRANSFERS,
+    KVConnectorMetadata,
+    MatchedTokens,
+    RequestView,
+    TransferKey,
+    TransferResults,
+)
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.peer.pull_worker import PullPiece
 from pdkv.connectors.shared_memory.arena import PeerArena
@@ -17,6 +25,7 @@ from pdkv.connectors.transfer.planning import HeadPart, as_ids
 from pdkv.connectors.transfer.worker import Job, Task
 
 LEAKED_BYTES = 8 << 20
+LATE_POLLS = 4
 BLOCKED_S = 0.3
 
 
@@ -110,6 +119,14 @@ class _LeakingWorker(SharedMemoryWorker):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._buffers: list[Any] = []
+        self._late = deque([NO_TRANSFERS] * LATE_POLLS)
+
+    def get_finished(self) -> TransferResults:
+        """What ended some calls ago: an abort finds loads under way, however fast the machine is."""
+        self._late.append(super().get_finished())
+        if any(self._late):
+            self._notify()
+        return self._late.popleft()
 
     def cancel(self, key: TransferKey) -> None:
         self._buffers.append(np.ones(LEAKED_BYTES, dtype=np.uint8))
