@@ -4,18 +4,9 @@
  * or numpy form elsewhere: where no compiler was at hand when the package was built, those serve.
  */
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_CPU
-#endif
-#define INLINE static inline __attribute__((always_inline))
-
-enum { FLOAT32, BFLOAT16 };
+#include "vectors.h"
 
 /* One layer of a step. Strides count elements, of the pool's dtype. */
 typedef struct {
@@ -33,20 +24,8 @@ typedef struct {
     double scale;
 } attention;
 
-typedef float vec16 __attribute__((vector_size(64)));
 typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
-typedef uint32_t words16 __attribute__((vector_size(64)));
-typedef uint16_t halves16 __attribute__((vector_size(32)));
-
-INLINE void load_float32(vec16 *to, const float *from) { memcpy(to, from, sizeof *to); }
-
-INLINE void load_bfloat16(vec16 *to, const uint16_t *from) {
-    halves16 bits;
-    memcpy(&bits, from, sizeof bits);
-    words16 words = __builtin_convertvector(bits, words16) << 16;
-    memcpy(to, &words, sizeof *to);
-}
 
 INLINE void store_float32(float *to, float number) { *to = number; }
 
@@ -55,6 +34,8 @@ INLINE void store_bfloat16(uint16_t *to, float number) { /* to nearest, ties to 
     memcpy(&bits, &number, sizeof bits);
     *to = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+
+INLINE void store_float16(uint16_t *to, float number) { *to = half_of(number); }
 
 /* to[i] = sum of rows[i]'s lanes, i < 4 */
 INLINE void add_lanes(float *to, const vec16 *rows) {
@@ -196,6 +177,7 @@ INLINE void prefetch(const char *from, int64_t bytes) { /* paged KV jumps about:
 
 DEFINE_ATTEND(float32, float)
 DEFINE_ATTEND(bfloat16, uint16_t)
+DEFINE_ATTEND(float16, uint16_t)
 
 /* Returns 0; 1: no memory for scores, out is undefined; 2: a head size that is no multiple of 16 or above 256. */
 int pdkv_attend(const attention *a) {
@@ -219,6 +201,8 @@ int pdkv_attend(const attention *a) {
             if (scratch == NULL) continue;
             if (a->dtype == BFLOAT16)
                 attend_bfloat16(a, item / parts, first, first + each, scratch);
+            else if (a->dtype == FLOAT16)
+                attend_float16(a, item / parts, first, first + each, scratch);
             else
                 attend_float32(a, item / parts, first, first + each, scratch);
         }

@@ -1,6 +1,7 @@
-"""The compiled kernels for KV in host memory (host.c), where a compiler was at hand when the package was built.
+"""The compiled kernels for host memory: KV (host.c) and the draw of tokens (sampler.c).
 
-`available()` says so; callers have a torch or numpy form beside. Calls release the GIL.
+They are there where a compiler was at hand when the package was built: `available()` and `can_draw()` say so, callers
+have a torch or numpy form beside. Calls release the GIL.
 """
 
 import ctypes
@@ -15,9 +16,8 @@ import numpy.typing as npt
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": 0, "bfloat16": 1}
-"""Dtypes that `attend` takes, by torch's name, with their numbers in host.c."""
-
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""Dtypes that the kernels take, by torch's name, with their numbers in vectors.h."""
 
 MAX_HEAD_SIZE = 256
 
@@ -34,6 +34,16 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class DrawArgs(ctypes.Structure):
+    """sampler.c's `draws`: what its comments say."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_k", "top_p", "floor", "uniforms")),
+        ("tokens", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("n", "vocab_size", "row_stride", "dtype", "num_threads")),
+    )
+
+
 class Rows(NamedTuple):
     """What one piece of a copy is, on both sides: `outer` x `inner` rows; strides and sizes in bytes."""
 
@@ -46,26 +56,56 @@ class Rows(NamedTuple):
     row_bytes: int
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    for path in sorted(Path(__file__).parent.glob("_host.*")):
+def _load(name: str) -> ctypes.CDLL | None:
+    for path in sorted(Path(__file__).parent.glob(f"{name}.*.so")):
         try:
-            library = ctypes.CDLL(str(path))
+            return ctypes.CDLL(str(path))
         except OSError as error:  # built for another machine, or without its libraries here
             logger.info("compiled kernels cannot be loaded: %s", error)
-            continue
+    return None
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = _load("_host")
+    if library is not None:
         library.pdkv_attend.argtypes = [ctypes.POINTER(AttentionArgs)]
         library.pdkv_attend.restype = ctypes.c_int
         pointers, numbers = [ctypes.c_void_p] * 4, [ctypes.c_int64] * 8
         library.pdkv_copy.argtypes = [*pointers, *numbers]
         library.pdkv_copy.restype = None
-        return library
-    return None
+    return library
+
+
+@cache
+def _sampler() -> ctypes.CDLL | None:
+    library = _load("_sampler")
+    if library is not None:
+        library.pdkv_draw.argtypes = [ctypes.POINTER(DrawArgs)]
+        library.pdkv_draw.restype = ctypes.c_int
+    return library
 
 
 def available() -> bool:
-    """Whether the compiled kernels are there. Import torch first: they share its OpenMP threads."""
+    """Whether the kernels for KV are there. Import torch first: they share its OpenMP threads."""
     return _library() is not None
+
+
+def can_draw() -> bool:
+    """Whether the draw is there. Import torch first: it shares its OpenMP threads."""
+    return _sampler() is not None
+
+
+def draw(args: DrawArgs) -> None:
+    """Draw a token from each row of logits, as engine/sampling/draw.py says; pointers must stay valid meanwhile.
+
+    Raises:
+        MemoryError: no room for the rows that are worked on.
+    """
+    library = _sampler()
+    assert library is not None, "ask can_draw() first"
+    if library.pdkv_draw(ctypes.byref(args)):
+        raise MemoryError("no memory to draw tokens")
 
 
 def attend(args: AttentionArgs) -> None:

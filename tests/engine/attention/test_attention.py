@@ -23,7 +23,7 @@ needs_compiled_kernel = pytest.mark.skipif(not host.available(), reason="no comp
 
 @needs_compiled_kernel
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_size"), [(6, 2, 16), (4, 4, 32), (8, 2, 64), (3, 1, 128), (2, 2, 80)]
 )
@@ -43,6 +43,20 @@ def test_single_queries_equal_attention_written_out(
 
 
 @needs_compiled_kernel
+def test_every_half_is_read_and_the_means_of_two_are_rounded_as_torch_rounds() -> None:
+    """With queries of 0 a result is the mean of the values: of one alone, what it was; of two, rounded to a half."""
+    halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    halves = halves[halves.isfinite()].view(-1, 16)
+    others = halves.roll(5, 0).flip(1)
+    for earlier, own, expected in ((0, halves, halves), (1, others, ((halves.float() + others.float()) / 2).half())):
+        case = Case([(earlier, 1)] * len(halves), torch.float16, shape=Shape(1, 1, 16))
+        case.pool[[case.blocks(slot)[0] for slot in range(len(halves))], 0, 1, 0, 0] = halves
+        case.qkv.zero_()
+        case.qkv[:, -1] = own
+        assert torch.equal(case.run(CpuAttention(case.pool, 1), 0), expected)
+
+
+@needs_compiled_kernel
 def test_large_scores_do_not_overflow() -> None:
     case = Case([(100, 1), (0, 1)])
     case.qkv[:, : SHAPE.heads] *= 1000
@@ -54,7 +68,7 @@ def test_large_scores_do_not_overflow() -> None:
 @needs_compiled_kernel
 def test_head_sizes_that_the_kernel_does_not_take_are_left_to_torch() -> None:
     assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 8), 1)._singles is None
-    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 16, dtype=torch.float16), 1)._singles is None
+    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 16, dtype=torch.float64), 1)._singles is None
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=len)

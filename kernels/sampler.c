@@ -1,0 +1,239 @@
+/* The draw of a token from each row of logits, called through ctypes (kernels/host.py).
+ *
+ * It gives the tokens of engine/sampling/draw.py to the bit: every number is made by the same float64 operations, and
+ * every sum is exact, so that no order of adding can be seen. Compiled with -ffp-contract=off: a fused multiply-add
+ * would round once where torch rounds twice.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "vectors.h"
+
+#define NUM_BINS 1024
+#define CDF_BLOCK 256  /* tokens per block of the two-level search */
+#define LOWEST -64.0   /* scaled logits below have weight 0 */
+
+/* Rows of logits, and their parameters. */
+typedef struct {
+    const void *logits;         /* (n, row_stride), of which vocab_size are a row's */
+    const double *temperature;  /* (n,) each from here on */
+    const int64_t *top_k;       /* 0: off */
+    const double *top_p;        /* 1: off */
+    const double *floor;        /* log(min_p); -inf: off */
+    const double *uniforms;
+    int64_t *tokens;            /* out */
+    int64_t n, vocab_size, row_stride, dtype, num_threads;
+} draws;
+
+/* What a row is worked on in. All have room for whole blocks. */
+typedef struct {
+    double *scaled, *weights, *some_scaled, *some_weights;
+    int64_t *sums;
+} scratch;
+
+/* Weights are split into a multiple of 2**(bits - 53) and one of 2**(2 * bits - 106): both add up exactly. */
+typedef struct {
+    double high, low;
+} mass;
+
+typedef struct {
+    double high_magic, low_magic;
+} splitter;
+
+INLINE splitter splitter_of(int64_t vocab_size) {
+    int bits = 0;
+    while (vocab_size >> bits) bits++;
+    return (splitter){1.5 * ldexp(1.0, bits - 1), 1.5 * ldexp(1.0, 2 * bits - 54)};
+}
+
+INLINE mass split(double weight, splitter by) {
+    const double high = (weight + by.high_magic) - by.high_magic;
+    return (mass){high, ((weight - high) + by.low_magic) - by.low_magic};
+}
+
+/* exp of what is <= 0; 0 below LOWEST. Cephes' rational function; draw.py has the same operations. */
+INLINE double exp_of(double number) {
+    const double round = 6755399441055744.0; /* 1.5 * 2**52: adding it rounds to an integer */
+    const double x = number >= LOWEST ? number : LOWEST;
+    const double shifted = x * 1.4426950408889634074 + round, n = shifted - round;
+    const double r = (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
+    const double rr = r * r;
+    const double p = ((1.26177193074810590878e-4 * rr + 3.02994407707441961300e-2) * rr + 9.99999999999999999910e-1) * r;
+    const double q =
+        ((3.00198505138664455042e-6 * rr + 2.52448340349684104192e-3) * rr + 2.27265548208155028766e-1) * rr + 2.0;
+    union { double number; uint64_t bits; } power = {shifted};
+    power.bits = (power.bits << 52) + ((uint64_t)1023 << 52); /* 2**n: the lowest bits of the rounded sum are n's */
+    return number >= LOWEST ? (p / (q - p) * 2.0 + 1.0) * power.number : 0.0;
+}
+
+INLINE double logit_float32(float from) { return from; }
+
+INLINE double logit_bfloat16(uint16_t from) {
+    union { uint32_t bits; float number; } to = {(uint32_t)from << 16};
+    return to.number;
+}
+
+INLINE double logit_float16(uint16_t from) { return float_of(from); }
+
+/* Bins of equal width: falling values, rising bins. What is beyond the last one is in it, too. */
+typedef struct {
+    double top, lift, scale;
+} bins_of;
+
+INLINE bins_of bins_between(double top, double bottom) {
+    const double lift = top - bottom < 0x1p-700 ? 0x1p700 : 1.0; /* at a temperature of 1e300 all is subnormal */
+    return (bins_of){top, lift, (NUM_BINS - 1) / ((top - bottom) * lift)};
+}
+
+INLINE int64_t bin_of(double value, bins_of bins) {
+    const double place = (bins.top - value) * bins.lift * bins.scale;
+    return (int64_t)(place < NUM_BINS - 1 ? place : NUM_BINS - 1);
+}
+
+/* The smallest of `values` such that what is strictly above it weighs less than `wanted`, where each value v >= floor
+ * weighs weights[i], or 1 if weights is NULL. `share`: wanted is that part of all the weight.
+ *
+ * Bins find the neighbourhood, which becomes the whole of the next round, until one value is left. */
+INLINE double select_floor(const double *values, const double *weights, int64_t count, double floor, double span,
+                           double wanted, int is_share, splitter by, scratch to) {
+    mass above = {0, 0};
+    bins_of places = bins_between(0.0, -span);
+    for (;;) {
+        mass bins[NUM_BINS] = {{0, 0}};
+        unsigned char is_used[NUM_BINS] = {0};
+        for (int64_t i = 0; i < count; i++) {
+            if (!(values[i] >= floor)) continue;
+            const int64_t b = bin_of(values[i], places);
+            const mass own = weights == NULL ? (mass){1.0, 0.0} : split(weights[i], by);
+            bins[b].high += own.high;
+            bins[b].low += own.low;
+            is_used[b] = 1;
+        }
+        if (is_share) {
+            mass all = {0, 0};
+            for (int b = 0; b < NUM_BINS; b++) all.high += bins[b].high, all.low += bins[b].low;
+            wanted *= all.high + all.low;
+            is_share = 0;
+        }
+        mass before = above, sum = above;
+        int64_t chosen = -1, kept = 0;
+        for (int64_t b = 0; b < NUM_BINS; b++) {
+            if (!is_used[b]) continue;
+            if (chosen >= 0 && !(sum.high + sum.low < wanted)) break;
+            chosen = b, before = sum;
+            sum.high += bins[b].high, sum.low += bins[b].low;
+        }
+        if (chosen < 0) return floor;
+        double low = INFINITY, high = -INFINITY;
+        for (int64_t i = 0; i < count; i++) {
+            const double value = values[i];
+            if (!(value >= floor) || bin_of(value, places) != chosen) continue;
+            to.some_scaled[kept] = value;
+            if (weights != NULL) to.some_weights[kept] = weights[i];
+            kept++;
+            low = value < low ? value : low;
+            high = value > high ? value : high;
+        }
+        if (low == high) return low;
+        values = to.some_scaled, weights = weights == NULL ? NULL : to.some_weights;
+        count = kept, above = before, places = bins_between(high, low);
+    }
+}
+
+/* The first token, in id order, at which the cumulated units exceed uniform * total; weights become units in place. */
+INLINE int64_t invert(double *weights, int64_t vocab_size, double uniform, scratch to) {
+    int bits = 0;
+    while (vocab_size >> bits) bits++;
+    const double scale = ldexp(1.0, 62 - bits);
+    int64_t total = 0, block = 0;
+    for (int64_t i = 0; i < vocab_size; i += CDF_BLOCK) {
+        int64_t sum = 0;
+        for (int64_t j = 0; j < CDF_BLOCK; j++) sum += (int64_t)(weights[i + j] * scale);
+        to.sums[i / CDF_BLOCK] = sum;
+        total += sum;
+    }
+    int64_t target = (int64_t)(uniform * (double)total);
+    while (target >= to.sums[block]) target -= to.sums[block++];
+    for (int64_t i = block * CDF_BLOCK; i < vocab_size; i++)
+        if ((target -= (int64_t)(weights[i] * scale)) < 0) return i;
+    return vocab_size - 1; /* not reached: target < total */
+}
+
+/* One token from `to.scaled`, which holds the logits less their maximum, by the temperature. */
+FOR_EACH_CPU static int64_t draw_scaled(const draws *a, int64_t i, scratch to) {
+    const int64_t vocab_size = a->vocab_size, top_k = a->top_k[i];
+    const splitter by = splitter_of(vocab_size);
+    const double span = a->temperature[i] > 1.0 ? 32.0 / a->temperature[i] : 32.0;
+    double floor = a->floor[i] > LOWEST ? a->floor[i] : LOWEST;
+    if (top_k > 0 && top_k < vocab_size)
+        floor = select_floor(to.scaled, NULL, vocab_size, floor, span, (double)top_k, 0, by, to);
+    const int64_t room = (vocab_size + CDF_BLOCK - 1) / CDF_BLOCK * CDF_BLOCK;
+    for (int64_t t = vocab_size; t < room; t++) to.scaled[t] = -INFINITY;
+    for (int64_t first = 0; first < room; first += CDF_BLOCK) {
+        double *const weights = to.weights + first, *const scaled = to.scaled + first;
+        double top = -INFINITY;
+#pragma omp simd reduction(max : top)
+        for (int64_t t = 0; t < CDF_BLOCK; t++) top = scaled[t] > top ? scaled[t] : top;
+        if (top >= floor)
+            for (int64_t t = 0; t < CDF_BLOCK; t++) weights[t] = scaled[t] >= floor ? exp_of(scaled[t]) : 0.0;
+        else
+            memset(weights, 0, CDF_BLOCK * sizeof *weights);
+    }
+    if (a->top_p[i] < 1.0) {
+        floor = select_floor(to.scaled, to.weights, vocab_size, floor, span, a->top_p[i], 1, by, to);
+        for (int64_t t = 0; t < vocab_size; t++) to.weights[t] = to.scaled[t] >= floor ? to.weights[t] : 0.0;
+    }
+    return invert(to.weights, vocab_size, a->uniforms[i], to);
+}
+
+/* Fill `to.scaled`, and return -1; or the row's token where its largest logit is not finite: the first that is NaN, else
+ * the first that is infinite, else all are masked. */
+#define DEFINE_SCALE(NAME, T)                                                                                         \
+    FOR_EACH_CPU static int64_t scale_##NAME(const draws *a, int64_t i, scratch to) {                                 \
+        const T *row = (const T *)a->logits + i * a->row_stride;                                                      \
+        const double temperature = a->temperature[i];                                                                 \
+        double best = -INFINITY;                                                                                      \
+        int is_nan = 0;                                                                                               \
+        _Pragma("omp simd reduction(max : best) reduction(| : is_nan)")                                               \
+        for (int64_t t = 0; t < a->vocab_size; t++) {                                                                 \
+            const double x = logit_##NAME(row[t]);                                                                    \
+            to.scaled[t] = x;                                                                                         \
+            best = x > best ? x : best;                                                                               \
+            is_nan |= x != x;                                                                                         \
+        }                                                                                                             \
+        if (is_nan || !isfinite(best))                                                                                \
+            for (int64_t t = 0;; t++)                                                                                 \
+                if (is_nan ? isnan(to.scaled[t]) : to.scaled[t] == best) return t;                                    \
+        for (int64_t t = 0; t < a->vocab_size; t++) to.scaled[t] = (to.scaled[t] - best) / temperature;               \
+        return -1;                                                                                                    \
+    }
+
+DEFINE_SCALE(float32, float)
+DEFINE_SCALE(bfloat16, uint16_t)
+DEFINE_SCALE(float16, uint16_t)
+
+/* Returns 0; 1: no memory, tokens are undefined. */
+int pdkv_draw(const draws *a) {
+    const int64_t room = (a->vocab_size + CDF_BLOCK - 1) / CDF_BLOCK * CDF_BLOCK;
+    const int num_threads = (int)(a->num_threads < a->n ? a->num_threads : a->n);
+    int failed = 0;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        double *memory = aligned_alloc(64, (size_t)(4 * room + room / CDF_BLOCK + 8) / 8 * 64);
+        const scratch to = {memory, memory + room, memory + 2 * room, memory + 3 * room, (int64_t *)(memory + 4 * room)};
+        if (memory == NULL) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < a->n; i++) {
+            if (memory == NULL) continue;
+            const int64_t token = a->dtype == FLOAT32    ? scale_float32(a, i, to)
+                                  : a->dtype == BFLOAT16 ? scale_bfloat16(a, i, to)
+                                                         : scale_float16(a, i, to);
+            a->tokens[i] = token >= 0 ? token : draw_scaled(a, i, to);
+        }
+        free(memory);
+    }
+    return failed;
+}
