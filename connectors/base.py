@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import msgspec
 
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
+from pdkv.connectors.step_done import StepDone
 from pdkv.wire.messages import ConnectorKind, ConnectorStats, EngineCard, KVHandoff, KVLayout, Order
 
 if TYPE_CHECKING:
@@ -119,6 +120,9 @@ class KVConnectorMetadata(msgspec.Struct, kw_only=True):
     step_id: int
     needs_layer_hooks: bool = False  # False: no wait_for_layer_load / save_kv_layer in this step
     holds: list[BlockHold] = []  # saves that begin here and read blocks beyond this step
+    # Put in by the runner; never on the wire. None: what a step computes is in its blocks when it returns.
+    earlier_steps: StepDone | None = None  # to be waited for before what is confirmed is read
+    this_step: StepDone | None = None  # before what this step computes is read
 
 
 class FinishDecision(NamedTuple):
@@ -233,7 +237,8 @@ class WorkerConnector(ABC):
     """The side beside one rank's KV cache.
 
     Calls of one step, in order: start_load_kv, per layer wait_for_layer_load and save_kv_layer, wait_for_save,
-    get_finished. No call posts a transfer or waits for the transport on the step thread.
+    get_finished. No call posts a transfer or waits for the transport on the step thread. Whoever reads KV that was
+    computed here, to save or to send it, first waits for `meta.earlier_steps` or `meta.this_step` on its own stream.
     """
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
+from pdkv.connectors.step_done import ON_HOST, StepDone, make_step_done
 from pdkv.engine.attention.backend import pad, to_tensor
 from pdkv.engine.attention.select import make_backend
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
@@ -60,6 +61,7 @@ class ModelRunner:
         """
         self._check_finite = check_finite
         self._draws = draws
+        self._last_step: StepDone = ON_HOST  # that the connector was told of
         self._undrawn: tuple[IntArray, IntArray] | None = None  # slots and positions of the last step's tokens
         self._model = model
         self._kv_pool = kv_pool
@@ -101,8 +103,13 @@ class ModelRunner:
                 worker.cancel(key)
         self._update_batch(plan)
         if worker is not None and meta is not None:
+            this_step = make_step_done(self._kv_pool.device)
+            meta.earlier_steps, meta.this_step = self._last_step, this_step
+            self._last_step = this_step
             worker.start_load_kv(meta)
         computed = self._compute(plan.scheduled, self._attend(meta)) if plan.scheduled else _NOTHING
+        if meta is not None and meta.this_step is not None:
+            meta.this_step.record()
         if worker is not None and meta is not None:
             worker.wait_for_save()
         transfers = NO_TRANSFERS if worker is None else worker.get_finished()

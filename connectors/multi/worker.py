@@ -44,6 +44,7 @@ class MultiWorker(WorkerConnector):
             for child, part in zip(self._children, meta.parts, strict=True)
         ]
         for worker, part in zip(self.workers, self._parts, strict=True):
+            part.earlier_steps, part.this_step = meta.earlier_steps, meta.this_step
             worker.start_load_kv(part)
         for child, key in meta.cancels:
             self.workers[child].cancel(key)

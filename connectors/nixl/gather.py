@@ -11,13 +11,17 @@ from typing import NamedTuple
 
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.wire import Dropped, Freed, Gather, Gathered, RankBlob, Refused, Reset
+from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.transfer.block_runs import expand_runs
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
-from pdkv.errors import KVNotFound
+from pdkv.errors import KVNotFound, TransferTimeout
 
 MAX_UNITS = 2048
 """Units of one request: scattered ones must fit into a message."""
+
+STEP_TIMEOUT_S = 1.0
+"""A hand-off leaves with its first token: the step that computed what it names has ended, or is about to."""
 
 MAX_OPEN_REQUESTS = 256
 """Of one peer, on the source's side; more are refused."""
@@ -82,6 +86,7 @@ class GatherSource:
         self, endpoint: NixlEndpoint, units: UnitPool, guard: Callable[[int], AbstractContextManager[None]]
     ) -> None:
         self.num_gathered_bytes = 0
+        self.after: StepDone = ON_HOST  # of what has been handed off; what is offered has been waited for
         self._endpoint = endpoint
         self._pool = units
         self._guard = guard
@@ -182,8 +187,8 @@ class GatherSource:
         try:
             with self._guard(message.offer):
                 memory, generation = self._endpoint.slots.begin(slot)
-                self._pool.gather(units, part, memory[:size])
-        except KVNotFound as error:  # the offer is over; the reader may still be at an earlier slot
+                self._pool.gather(units, part, memory[:size], after=self.after, timeout_s=STEP_TIMEOUT_S)
+        except (KVNotFound, TransferTimeout) as error:  # the offer is over; the reader may still be at an earlier slot
             request.chunks.clear()
             self._endpoint.try_send(request.blob, Refused(message.request, error.code))
             return

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.fetch import Wanted
 from pdkv.connectors.nixl.gather import no_offer
@@ -12,6 +12,7 @@ from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
+from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import KVNotFound
@@ -37,12 +38,21 @@ class NixlPullWorker(PullWorker):
         self.rank = NixlRank(endpoint, options)
         self._ranks = peers
         self._table = table
+        self._this_step = ON_HOST
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         """Register the pool with NIXL. Raises ConfigError."""
         self.rank.open(kv_cache, self._table if self.config.rank == 0 else None, no_offer, self.wake_if_late)
         self.rank.endpoint.start()
         self.start_threads()
+
+    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+        super().start_load_kv(meta)
+        self._this_step = meta.this_step or ON_HOST
+
+    def wait_for_save(self) -> None:
+        """The step's kernels are queued: what peers have gathered from now on comes behind them."""
+        self.rank.source.after = self._this_step
 
     def handshake(self) -> bytes:
         return self.rank.endpoint.blob()

@@ -12,6 +12,7 @@ import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.p2p.wire import Offer
+from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.block_copy import STAGING_BYTES, Bytes, copy_blocks
 from pdkv.connectors.transfer.planning import Ids, as_ids, blocks_of, split_runs, unit_index
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
@@ -167,7 +168,7 @@ class PiecePool:
 
     def _gather_units(self, units: Ids, part: UnitPart, image: "torch.Tensor") -> None:
         if self._rows is not None:
-            self._units.gather(units, part, image.numpy())
+            self._units.gather(units, part, image.numpy(), after=ON_HOST, timeout_s=0.0)  # run_job has waited
             return
         row_bytes, row_ids = self._units.row_ids(units, part)
         self._gather_rows(self._flat.view(-1, row_bytes), row_ids, image)

@@ -18,6 +18,7 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushSend, PushTicket
 from pdkv.connectors.peer.worker import PeerWorker
+from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.transfer.planning import HeadPart, sender_parts
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.connectors.transfer.worker import Job, Task
@@ -46,6 +47,7 @@ class PushPiece(NamedTuple):
     card: EngineCard  # the receiver's
     heads: HeadPart
     layers: range
+    after: StepDone  # the last step that wrote it
 
     @property
     def part(self) -> UnitPart:
@@ -152,7 +154,10 @@ class PushWorker(PeerWorker):
 
     @abstractmethod
     def send(self, job: Job, piece: PushPiece, scratch: Any) -> int | None:
-        """Deliver a piece, on an I/O thread. Returns the bytes, or None: posted; raises a TransferError."""
+        """Deliver a piece, on an I/O thread. Returns the bytes, or None: posted; raises a TransferError.
+
+        What it sends is in the blocks: `run_job` has waited for `piece.after`.
+        """
 
     def register(self, job: Job, incoming: Incoming) -> None:
         """A receive is registered: what the peer sends for it may land from now on."""
@@ -174,7 +179,7 @@ class PushWorker(PeerWorker):
             self._receive(ticket)
         self._begin_sending(self.config.layout.num_layers)  # of the last step, if its device has computed them only now
         for send in meta.sends:
-            self._send(send)
+            self._send(send, (meta.this_step if send.during_step else meta.earlier_steps) or ON_HOST)
         for key in meta.completed:
             self.submit(key, "send", [])
 
@@ -192,6 +197,7 @@ class PushWorker(PeerWorker):
     def run_job(self, job: Job, scratch: Any) -> int | None:
         piece: PushPiece = job.order
         self.peers.card(piece.card.engine, piece.card.epoch)  # it may have gone while the job waited
+        piece.after.wait(job.remaining_s())  # the peer, or another stream, reads
         return self.send(job, piece, scratch)
 
     # --- what comes in --------------------------------------------------------------------------------------------
@@ -224,9 +230,9 @@ class PushWorker(PeerWorker):
         for job in self.submit(ticket.key, "receive", [Task(incoming, posted=True, timeout_s=RECEIVE_TIMEOUT_S)]):
             self.register(job, incoming)
 
-    def _send(self, send: PushSend) -> None:
+    def _send(self, send: PushSend, after: StepDone) -> None:
         try:
-            tasks = list(self._pieces(send))
+            tasks = list(self._pieces(send, after))
         except PdkvError as error:
             self.refuse(send.key, "send", error.code, batch=send.batch)
             return
@@ -241,7 +247,7 @@ class PushWorker(PeerWorker):
             self._in_step = [job for job in self._in_step if job.order.layers.stop > num_layers]
             self.start_jobs(ready)
 
-    def _pieces(self, send: PushSend) -> Iterable[Task]:
+    def _pieces(self, send: PushSend, after: StepDone) -> Iterable[Task]:
         """One job per rank of the receiver that takes something from this one, and per layer group.
 
         All of a step's jobs are there from its beginning, so that its batch ends, and lets go of its blocks, with the
@@ -258,7 +264,7 @@ class PushWorker(PeerWorker):
         for layers in groups if in_step else [range(layout.num_layers)]:
             for part in parts:
                 lane = self.lane_of(card.engine, card.epoch, part.peer_rank)
-                order = PushPiece(send, card, part, layers)
+                order = PushPiece(send, card, part, layers, after)
                 yield Task(order, lane=lane, posted=in_step, timeout_s=STEP_TIMEOUT_S if in_step else None)
 
 

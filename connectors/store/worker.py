@@ -13,6 +13,7 @@ import msgspec
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, Stats, TransferKey, TransferOutcome
 from pdkv.connectors.stats import stats_of_tiers
+from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.store.options import TransferOptions
 from pdkv.connectors.store.pieces import Piece, Slot, buffer_bytes, lay_out, pack
 from pdkv.connectors.store.plan import StoreCut, StoreLoad, StoreMetadata, StoreSave, Value, ValuePart
@@ -45,6 +46,7 @@ class _Write(NamedTuple):
     save: StoreSave
     values: Sequence[Value]
     check: bool
+    after: StepDone
 
 
 class _Delete(NamedTuple):
@@ -118,7 +120,7 @@ class StoreWorker(TransferWorker):
         for load in meta.loads:
             self._start_load(load)
         for save in meta.saves:
-            self._start_save(save)
+            self._start_save(save, meta.earlier_steps or ON_HOST)
         for drop in meta.drops:
             self.drop(drop.key)
             if drop.tail is not None:
@@ -138,20 +140,21 @@ class StoreWorker(TransferWorker):
             self._step_loads.append(load.key)
         self.submit(load.key, "receive", [Task(order) for order in orders])
 
-    def _start_save(self, save: StoreSave) -> None:
+    def _start_save(self, save: StoreSave, after: StepDone) -> None:
         tasks: list[Task] = []
         if any(part.owned for part in self._cut.parts):
             whole = [value for value in save.values if value.num_tokens == self._cut.tokens_per_value]
             per_job = max(self._capacity // max(self._value_bytes, 1), 1)
             chunks = [whole[i : i + per_job] for i in range(0, len(whole), per_job)]
             tasks = [
-                Task(_Write(save, chunk, False), self._save_lane((save.batch[0], i))) for i, chunk in enumerate(chunks)
+                Task(_Write(save, chunk, False, after), self._save_lane((save.batch[0], i)))
+                for i, chunk in enumerate(chunks)
             ]
             if save.check:
-                tasks.append(Task(_Write(save, save.check, True), self._save_lane(save.batch)))
+                tasks.append(Task(_Write(save, save.check, True, after), self._save_lane(save.batch)))
             tails = save.values[len(whole) :]
             if tails:  # in the lane in which it will be deleted
-                tasks.append(Task(_Write(save, tails, False), self._save_lane(save.key)))
+                tasks.append(Task(_Write(save, tails, False, after), self._save_lane(save.key)))
         is_handoff = save.key != save.batch
         self.submit(save.key, "send", tasks, batch=save.batch if is_handoff else None, last=save.last or not is_handoff)
 
@@ -279,7 +282,7 @@ class StoreWorker(TransferWorker):
             with self._staging.take(job.remaining_s()) as buffer:
                 slots = lay_out(pieces, buffer)
                 for slot in slots:
-                    self._gather(order.save, slot)
+                    self._gather(job, order, slot)
                 job.check()
                 if replaced := [slot.key for slot in slots if slot.value.key in order.save.replaced]:
                     self._values.store.delete(replaced)
@@ -287,9 +290,10 @@ class StoreWorker(TransferWorker):
                 num_bytes += sum(slot.data.nbytes for slot in slots)
         return num_bytes
 
-    def _gather(self, save: StoreSave, slot: Slot) -> None:
+    def _gather(self, job: Job, order: _Write, slot: Slot) -> None:
         body, part = slot.body, slot.part.part
-        self._pool.gather(self._units(save, slot.value), part, body)
+        units = self._units(order.save, slot.value)
+        self._pool.gather(units, part, body, after=order.after, timeout_s=job.remaining_s())
         num_used = slot.value.num_tokens % HASH_BLOCK_SIZE
         if num_used:  # what earlier owners of the block left behind the tail stays here
             last = body[-self._pool.unit_bytes(part) :]

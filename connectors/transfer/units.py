@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.planning import Ids, as_ids
 
 if TYPE_CHECKING:
@@ -82,19 +83,23 @@ class UnitPool:
         """Bytes of the image of one unit."""
         return part.num_layers * 2 * part.num_heads * self._piece_bytes
 
-    def gather(self, units: Ids, part: UnitPart, out: Bytes) -> None:
+    def gather(self, units: Ids, part: UnitPart, out: Bytes, *, after: StepDone, timeout_s: float) -> None:
         """Copy units out of the pool.
 
         Args:
             out: (len(units) * unit_bytes(part),), contiguous; written.
+            after: the last step that wrote them.
+            timeout_s: so long that step may take.
 
         Raises:
             ValueError: a unit or a part that the pool does not have, or a buffer of another size.
+            TransferTimeout: the step does not end.
         """
         self._check(units, part, out)
         if self._flat is None:
-            self._gather_from_device(units, part, out)
+            self._gather_from_device(units, part, out, after, timeout_s)
             return
+        after.wait(timeout_s)
         rows = self._rows(part)
         # One call that lets go of the GIL, however the blocks lie.
         pool, image = self._flat.reshape(-1, rows.row_bytes), out.reshape(-1, rows.row_bytes)
@@ -156,12 +161,13 @@ class UnitPool:
 
     # --- device memory --------------------------------------------------------------------------------------------
 
-    def _gather_from_device(self, units: Ids, part: UnitPart, out: Bytes) -> None:
+    def _gather_from_device(self, units: Ids, part: UnitPart, out: Bytes, after: StepDone, timeout_s: float) -> None:
         import torch
 
         from pdkv.kernels import gather_blocks
 
         with torch.cuda.stream(self._stream()):
+            after.wait_on_stream(timeout_s)
             if self._in_blocks(part):
                 block_ids = torch.from_numpy(units).to(self.kv_cache.device)
                 shape = (units.size, part.num_layers, *self.kv_cache.shape[2:])
@@ -200,7 +206,7 @@ class UnitPool:
         return self.kv_cache.view(-1, rows.row_bytes // self.kv_cache.element_size())
 
     def _stream(self) -> "torch.cuda.Stream":
-        """This thread's own stream: a copy waits for no kernel of a step."""
+        """This thread's own stream: a copy waits for no kernel but those of the step that it comes after."""
         import torch
 
         if not hasattr(self._streams, "stream"):

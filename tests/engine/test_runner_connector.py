@@ -7,6 +7,7 @@ import torch
 
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutcome, TransferResults, WorkerConnector
+from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.kv_cache import num_blocks_that_fit
 from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
@@ -83,6 +84,40 @@ def test_chunks_in_mid_prompt_call_every_layer_too(tiny_model_dir: Path) -> None
     output = driver.step({key: 20}, KVConnectorMetadata(step_id=1, needs_layer_hooks=True))
     assert output.sampled == {}
     assert "save 2 True" in worker.calls
+
+
+def test_a_step_s_end_is_recorded_behind_its_kernels_and_told_to_its_readers(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that draws no token returns while a device computes: what reads its KV waits for the event."""
+
+    class Step(StepDone):
+        def record(self) -> None:
+            worker.calls.append("recorded")
+
+    class Watching(Recorder):
+        def start_load_kv(self, meta: KVConnectorMetadata) -> None:
+            super().start_load_kv(meta)
+            told.append((meta.earlier_steps, meta.this_step))
+
+    told: list[tuple[StepDone | None, StepDone | None]] = []
+    made: list[str] = []
+    monkeypatch.setattr("pdkv.engine.runner.make_step_done", lambda device: made.append(device.type) or Step())
+    worker = Watching()
+    driver = StepDriver(tiny_model_dir, worker=worker)
+    key = driver.add("a", list(range(2, 40)))
+    driver.step({key: 20}, KVConnectorMetadata(step_id=1, needs_layer_hooks=True))
+    driver.step({}, KVConnectorMetadata(step_id=2))
+    assert made == ["cpu", "cpu"]
+    layers = [call for layer in range(3) for call in (f"wait {layer}", f"save {layer} True")]
+    assert worker.calls == [
+        "start 1", *layers, "recorded", "saved", "finished", "start 2", "recorded", "saved", "finished"
+    ]  # fmt: skip
+    (before, first), (earlier, second) = told
+    assert before is ON_HOST
+    assert isinstance(first, Step)
+    assert earlier is first
+    assert isinstance(second, Step)
 
 
 @pytest.mark.parametrize("chunk", [2048, 30])

@@ -19,6 +19,7 @@ LAYERS = (
     "pdkv.kv_store",
     "pdkv.models",
     "pdkv.connectors.block_table",
+    "pdkv.connectors.step_done",
     "pdkv.connectors.base",
     "pdkv.connectors.stats",
     "pdkv.connectors.transfer",

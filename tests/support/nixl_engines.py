@@ -32,6 +32,7 @@ from pdkv.connectors.base import (
     TransferResults,
 )
 from pdkv.connectors.registry import make_connector
+from pdkv.connectors.step_done import StepDone
 from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
@@ -143,6 +144,7 @@ class Engine:
         self.ranks = [Rank(name, epoch=epoch, layout=layout, rank=r, tp=tp, **arguments) for r in range(tp)]
         self.name, self.epoch, self.layout = name, epoch, layout
         self.step_id = 0
+        self.earlier_steps: StepDone | None = None  # of the next steps
         first = self.ranks[0]
         self.card = EngineCard(
             engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="nixl", kind=first.connector.kind,
@@ -175,6 +177,7 @@ class Engine:
         self.step_id += 1
         view = SchedulerView(self.step_id, [], confirmed, [], [], aborted, [])
         meta = self.scheduler.build_connector_meta(view)
+        meta.earlier_steps = self.earlier_steps
         for rank in self.ranks:
             rank.worker.start_load_kv(meta)
         return meta

@@ -25,6 +25,7 @@ from pdkv.connectors.base import (
     TransferResults,
     WorkerConnector,
 )
+from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.planning import rank_heads
 from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
 
@@ -71,6 +72,7 @@ class RankedEngine:
         self.layout = layout or make_layout(tp)
         self.tp = tp
         self.step_id = 0
+        self.earlier_steps: StepDone | None = None  # of the next steps
         self.woken = threading.Semaphore(0)
         config = ConnectorConfig(
             engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, options=options, model=model, tp=tp
@@ -125,7 +127,9 @@ class RankedEngine:
         )
         encoded = msgspec.msgpack.encode(meta)
         for connector, worker in zip(self.connectors, self.workers, strict=True):
-            worker.start_load_kv(msgspec.msgpack.decode(encoded, type=connector.metadata_type))
+            orders = msgspec.msgpack.decode(encoded, type=connector.metadata_type)
+            orders.earlier_steps = self.earlier_steps
+            worker.start_load_kv(orders)
         return meta.holds
 
     def cancel(self, key: TransferKey) -> None:

@@ -20,6 +20,7 @@ from pdkv.connectors.base import (
     TransferOutcome,
     TransferResults,
 )
+from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.connectors.store.plan import StoreMetadata
 from pdkv.connectors.store.scheduler import StoreScheduler
@@ -131,6 +132,7 @@ class Engine:
         self.block_size = block_size
         self.woken = threading.Semaphore(0)
         self.step_id = 0
+        self.earlier_steps: StepDone | None = None  # of the next steps
         RigConnector.current = store
         self.connectors = [
             RigConnector(
@@ -197,7 +199,9 @@ class Engine:
         empty: dict[str, Any] = dict.fromkeys(SchedulerView.__struct_fields__[1:], ())
         meta = self.scheduler.build_connector_meta(SchedulerView(self.step_id, **(empty | news)))
         for worker in self.workers:
-            worker.start_load_kv(msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=StoreMetadata))
+            orders = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=StoreMetadata)
+            orders.earlier_steps = self.earlier_steps
+            worker.start_load_kv(orders)
         assert isinstance(meta, StoreMetadata)
         return meta
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import as_ids, unit_index
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 
@@ -59,7 +60,7 @@ def test_units_survive_the_way_between_pools_of_unequal_blocks(data: st.DataObje
     source, target = UnitPool(here), UnitPool(there)
     units = unit_index(ids[0], here_size, start, num_tokens)
     buffer = np.zeros(units.size * source.unit_bytes(part), dtype=np.uint8)
-    source.gather(units, part, buffer)
+    source.gather(units, part, buffer, after=ON_HOST, timeout_s=0.0)
     written = unit_index(ids[1], there_size, start, num_tokens)
     target.scatter(written, part, buffer)
 
@@ -75,7 +76,7 @@ def test_an_image_is_layers_kv_heads_tokens() -> None:
     part = UnitPart(1, 3, 1, 3)
     units = UnitPool(pool)
     buffer = np.zeros(2 * units.unit_bytes(part), dtype=np.uint8)
-    units.gather(as_ids([3, 0]), part, buffer)
+    units.gather(as_ids([3, 0]), part, buffer, after=ON_HOST, timeout_s=0.0)
     images = torch.from_numpy(buffer).view(torch.float32).view(2, 2, 2, 2, HASH_BLOCK_SIZE, 2)
     assert torch.equal(images[0], pool[1, 1:3, :, 1:3, 16:])
     assert torch.equal(images[1], pool[0, 1:3, :, 1:3, :16])
@@ -95,9 +96,10 @@ def test_what_the_pool_does_not_have_is_refused(units: list[int], part: Any, siz
     pool = UnitPool(make_pool(2, 32))
     part = UnitPart(*part)
     buffer = np.zeros(pool.unit_bytes(part) if size is None else size, dtype=np.uint8)
-    for copy in (pool.gather, pool.scatter):
-        with pytest.raises(ValueError):
-            copy(as_ids(units), part, buffer)
+    with pytest.raises(ValueError):
+        pool.gather(as_ids(units), part, buffer, after=ON_HOST, timeout_s=0.0)
+    with pytest.raises(ValueError):
+        pool.scatter(as_ids(units), part, buffer)
 
 
 def test_pools_that_are_not_whole_units_are_refused() -> None:
@@ -118,8 +120,8 @@ def test_device_pools_give_the_same_images(block_size: int, part: tuple[int, int
     host, device = UnitPool(pool), UnitPool(pool.cuda())
     chosen = UnitPart(*part)
     images = [np.zeros(units.size * host.unit_bytes(chosen), dtype=np.uint8) for _ in range(2)]
-    host.gather(units, chosen, images[0])
-    device.gather(units, chosen, images[1])
+    host.gather(units, chosen, images[0], after=ON_HOST, timeout_s=0.0)
+    device.gather(units, chosen, images[1], after=ON_HOST, timeout_s=0.0)
     assert np.array_equal(*images)
     empty = torch.zeros_like(pool)
     back = UnitPool(empty.cuda())
