@@ -27,7 +27,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/typecheck .
+	CC=false $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy -p pdkv
 
 # Between two commits: lint, and every test that starts no process, with a tenth of the random schedules.

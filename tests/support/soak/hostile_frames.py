@@ -53,14 +53,14 @@ def attack(deployment: Running, num_frames: int, seed: int) -> str:
     Raises:
         AssertionError: a process ended or took too much memory, or an answer is another one than before.
     """
-    answers = _answers(deployment)
+    doors = [door for pid in deployment.pids().values() for door in listeners(pid) if door.family == socket.AF_INET]
+    answers = _answers(deployment)  # which makes links, with listeners of Gloo's that come and go
     pids = {**deployment.pids(), "router": deployment.child_pid("pd router")}
     before = {name: psutil.Process(pid).memory_info().rss for name, pid in pids.items()}
     (run_dir,) = deployment.directory.glob("pdkv-*")
     with zmq.Context() as context:
         for index, name in enumerate(deployment.pids()):
             attack_engine(context, f"ipc://{run_dir / name}", num_frames // 2, seed + index)
-    doors = [door for pid in deployment.pids().values() for door in listeners(pid) if door.family == socket.AF_INET]
     for index, door in enumerate(doors):
         assert isinstance(door.address, tuple)
         attack_door(door.address, num_frames // len(doors), seed + index)
