@@ -9,12 +9,13 @@ This module owns every type that crosses the interface, so that a connector impo
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import msgspec
 
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.step_done import StepDone
+from pdkv.options import Options
 from pdkv.wire.messages import ConnectorKind, ConnectorStats, EngineCard, KVHandoff, KVLayout, Order
 
 if TYPE_CHECKING:
@@ -292,14 +293,24 @@ class KVConnector(ABC):
     one_process: ClassVar[bool] = False  # its engines share a process: `pd launch` refuses it for several
     metadata_type: ClassVar[type[KVConnectorMetadata]] = KVConnectorMetadata  # how other ranks decode a step's orders
 
+    options_type: ClassVar[type[Options]] = Options  # what --connector-config may say: its fields
+    options: Options
+
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         """`notify` is thread-safe and wakes the engine's loop. Raises ConfigError for an unknown option."""
         self.config = config
         self.notify = notify
+        self.options = self.parse_options(config.options)
+
+    @classmethod
+    def parse_options(cls, options: Mapping[str, str]) -> Options:
+        """The values of its options. Raises ConfigError for an unknown name or a value out of its range."""
+        return cls.options_type.parse(options)
 
     @classmethod
     def for_options(cls, options: Mapping[str, str]) -> "type[KVConnector]":
         """The class whose flags hold with these options. Raises ConfigError for options that cannot be."""
+        cls.parse_options(options)
         return cls
 
     @classmethod
@@ -328,22 +339,3 @@ class KVConnector(ABC):
     @abstractmethod
     def make_worker_side(self, rank: int) -> WorkerConnector:
         """The side beside one rank's KV cache; called once per rank."""
-
-
-def parse_options(options: Mapping[str, str], known: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
-    """Convert --connector-config values by the table of known options.
-
-    Raises:
-        ConfigError: an unknown name or a value that its converter refuses.
-    """
-    from pdkv.errors import ConfigError
-
-    values: dict[str, Any] = {}
-    for name, text in options.items():
-        if name not in known:
-            raise ConfigError(f"unknown connector option {name!r}; known: {', '.join(sorted(known)) or 'none'}")
-        try:
-            values[name] = known[name](text)
-        except ValueError as error:
-            raise ConfigError(f"connector option {name}={text!r}: {error}") from None
-    return values

@@ -4,7 +4,10 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdkv.errors import ConfigError, UnknownConnector
+from pdkv.options import OptionTexts
 
 if TYPE_CHECKING:
     from pdkv.connectors.base import ConnectorConfig, KVConnector
@@ -72,7 +75,8 @@ def load_connector(name: str) -> "type[KVConnector]":
 
 def make_connector(name: str, config: "ConnectorConfig", notify: Callable[[], None]) -> "KVConnector":
     """One rank's connector: of the class that the options choose. Raises what `load_connector` and the class raise."""
-    return load_connector(name).for_options(config.options)(config, notify)
+    options = OptionTexts(config.options, f"connector {name}")
+    return load_connector(name).for_options(options)(msgspec.structs.replace(config, options=options), notify)
 
 
 def _is_about(error: ModuleNotFoundError, module: str) -> bool:

@@ -1,26 +1,60 @@
 """Stores by URL. A scheme's module is imported when it is used."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pdkv.errors import ConfigError
 from pdkv.kv_store.base import KVStore
-from pdkv.kv_store.options import CONVERTERS, StoreOptions, convert_options
+from pdkv.kv_store.options import StoreOptions
+from pdkv.options import OptionTexts
 from pdkv.secret_options import without_secrets
 
 _NEXT_URL = re.compile(r",(?=[a-z+]+://)")  # a path may have commas of its own
 _TIER_OPTIONS = frozenset({"retry_after_s"})
 _SERVER_OPTIONS = frozenset({"connect_timeout_s", "operation_timeout_s", "max_bytes_in_flight", "pipeline"})
-
-
 _TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"})
 
 
 class _Scheme(NamedTuple):
     open: Callable[[SplitResult, StoreOptions], KVStore]
     options: frozenset[str]
+
+
+class _Part(NamedTuple):
+    """One URL, split, with its scheme and options."""
+
+    scheme: _Scheme
+    parts: SplitResult
+    options: StoreOptions
+
+
+class StorePlan(NamedTuple):
+    """Stores that can be opened: their URLs and options are right."""
+
+    parts: Sequence[_Part]
+    retry_after_s: float
+
+    def open(self) -> KVStore:
+        """The store; several URLs make a TieredStore.
+
+        Raises:
+            ConfigError: an address that is none, or a package that is not installed.
+        """
+        stores: list[KVStore] = []
+        try:
+            for part in self.parts:
+                stores.append(part.scheme.open(part.parts, part.options))
+        except BaseException:
+            for store in stores:
+                store.close()
+            raise
+        if len(stores) == 1:
+            return stores[0]
+        from pdkv.kv_store.tiers import TieredStore
+
+        return TieredStore(stores, self.retry_after_s)
 
 
 def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
@@ -32,45 +66,29 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
     Raises:
         ConfigError: an unknown scheme or option, a value that is none, or a package that is not installed.
     """
-    common = dict(options or {})
+    return plan_store(url, options or {}).open()
+
+
+def plan_store(url: str, options: Mapping[str, str]) -> StorePlan:
+    """What `open_store` would open. Raises ConfigError for an unknown scheme or option, or a value that is none."""
     urls = _NEXT_URL.split(url)
     schemes = [_scheme_of(part) for part in urls]
     known = frozenset[str]().union(*(scheme.options for scheme in schemes), _TIER_OPTIONS if len(urls) > 1 else ())
-    for name in common:
-        if name not in known:
-            raise ConfigError(f"unknown option {name!r} of {without_secrets(url)}; known: {', '.join(sorted(known))}")
-    tier_options = StoreOptions(
-        **convert_options({k: v for k, v in common.items() if k in _TIER_OPTIONS}, without_secrets(url))
-    )
-    stores: list[KVStore] = []
-    try:
-        for part, scheme in zip(urls, schemes, strict=True):
-            stores.append(_open_one(part, scheme, common))
-    except BaseException:
-        for store in stores:
-            store.close()
-        raise
-    if len(stores) == 1:
-        return stores[0]
-    from pdkv.kv_store.tiers import TieredStore
-
-    return TieredStore(stores, tier_options.retry_after_s)
+    common = StoreOptions.parse(OptionTexts(options, without_secrets(url)), only=known)
+    parts = [_read_url(part, scheme, options) for part, scheme in zip(urls, schemes, strict=True)]
+    return StorePlan(parts, common.retry_after_s)
 
 
-def _open_one(url: str, scheme: _Scheme, common: Mapping[str, str]) -> KVStore:
+def _read_url(url: str, scheme: _Scheme, common: Mapping[str, str]) -> _Part:
     where = without_secrets(url)
     parts = urlsplit(url)
-    texts = {name: text for name, text in common.items() if name in scheme.options}
     try:
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         parts.port  # noqa: B018  raises ValueError
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    for name, text in query:
-        if name not in scheme.options:
-            raise ConfigError(f"{where}: unknown option {name!r}; known: {', '.join(sorted(scheme.options))}")
-        texts[name] = text
-    return scheme.open(parts, StoreOptions(**convert_options(texts, where)))
+    texts = {name: text for name, text in common.items() if name in scheme.options} | dict(query)
+    return _Part(scheme, parts, StoreOptions.parse(OptionTexts(texts, where), only=scheme.options))
 
 
 def _scheme_of(url: str) -> _Scheme:
@@ -125,4 +143,4 @@ _SCHEMES: Mapping[str, _Scheme] = {
     "unix": _Scheme(_open_redis_socket, _SERVER_OPTIONS | {"ttl_s"}),
     "lmcache": _Scheme(_open_lmcache, _SERVER_OPTIONS),
 }
-assert all(scheme.options <= CONVERTERS.keys() for scheme in _SCHEMES.values())
+assert all(scheme.options <= StoreOptions.names() for scheme in _SCHEMES.values())

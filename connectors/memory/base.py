@@ -1,67 +1,47 @@
 """What the modes of the `memory` connector share: options, the fabric, peers, and how results are reported."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
-
-import msgspec
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Literal
 
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
+    LoadMode,
     SchedulerConnector,
     Stats,
     TransferKey,
     TransferOutcome,
     TransferResults,
     WorkerConnector,
-    parse_options,
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory.fabric import Content, MemoryFabric
 from pdkv.connectors.stats import stats_of_transfer
 from pdkv.errors import ConfigError, IncompatiblePeers
+from pdkv.options import Options, option, seconds
 from pdkv.wire.messages import ConnectorStats, EngineCard
 
 
-def _mode(text: str) -> str:
-    if text not in ("pull", "push", "store"):
-        raise ValueError("expected pull, push or store")
-    return text
-
-
-def _load_mode(text: str) -> str:
-    if text not in ("async", "layerwise"):
-        raise ValueError("expected async or layerwise")
-    return text
-
-
-class MemoryOptions(msgspec.Struct, frozen=True):
+class MemoryOptions(Options):
     """--connector-config of the memory connector."""
 
-    mode: str = "pull"
-    fabric: str = "default"
-    load: str = "async"
-    transfer_timeout_s: float = 30.0
-
-    @classmethod
-    def parse(cls, options: Mapping[str, str]) -> "MemoryOptions":
-        """Raises ConfigError for an unknown option or value."""
-        known: dict[str, Callable[[str], Any]] = {
-            "mode": _mode, "fabric": str, "load": _load_mode, "transfer_timeout_s": float,
-        }  # fmt: skip
-        return cls(**parse_options(options, known))
+    mode: Literal["pull", "push", "store"] = option("pull", "how KV travels")
+    fabric: str = option("default", "engines with the same name exchange KV")
+    load: LoadMode = option("async", "mode=store: wait outside the batch, or compute while layers come in")
+    transfer_timeout_s: float = seconds(30.0, "deadline of one transfer")
 
 
 class MemoryMode(KVConnector):
     """One mode of the connector, for engines of one rank in one process."""
 
     one_process: ClassVar[bool] = True
+    options_type = MemoryOptions
+    options: MemoryOptions
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
         if config.tp > 1:
             raise ConfigError(f"connector memory serves engines of one rank, this one has {config.tp}")
-        self.options = MemoryOptions.parse(config.options)
         self.fabric = MemoryFabric.named(self.options.fabric)
         self._table = super().make_block_table()
 

@@ -1,7 +1,6 @@
 """The `memory` connector: engines of one process exchange KV over a MemoryFabric, by pull, push or through a store.
 
 Product code for engines side by side in one process, and the reference implementation of base.py's contracts.
-Options: mode (pull, push, store), fabric (name), load (async, layerwise: store only), transfer_timeout_s.
 """
 
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ class MemoryConnector(KVConnector):
 
     kind: ClassVar[ConnectorKind] = "pull"
     one_process: ClassVar[bool] = True
+    options_type = MemoryOptions
 
     @classmethod
     def for_options(cls, options: Mapping[str, str]) -> type[MemoryMode]:

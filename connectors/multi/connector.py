@@ -1,7 +1,6 @@
 """The `multi` connector: several connectors at once; the longest match loads, all save and hand off.
 
-Options: connectors=NAME,NAME,… in order of preference; a child's own options are prefixed by its name or its number
-(store.url=…, 1.url=…). What kinds go together, and what comes of it:
+What kinds of children go together, and what comes of it:
 
 - stores only: kind store;
 - any number of pulling connectors, with stores or without: kind pull;
@@ -27,6 +26,7 @@ from pdkv.connectors.multi.wire import Child, MultiMetadata
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.registry import load_connector
 from pdkv.errors import ConfigError
+from pdkv.options import Options, OptionTexts, option
 from pdkv.wire.messages import ConnectorKind, Order
 
 if TYPE_CHECKING:
@@ -45,23 +45,30 @@ def parse_children(options: Mapping[str, str]) -> list[ChildSpec]:
     """The children that --connector-config names, each with its options.
 
     Raises:
-        ConfigError: none is named, an option is nobody's or could be several children's; UnknownConnector for a name.
+        ConfigError: none is named, an option is nobody's or could be several children's, or its child refuses it;
+            UnknownConnector for a name.
     """
     names = [name.strip() for name in options.get("connectors", "").split(",") if name.strip()]
     if not names:
-        raise ConfigError("connector multi needs the option connectors=NAME,NAME,…")
+        raise ConfigError("connector multi: needs the option connectors=NAME,NAME,…: in order of preference")
     own: list[dict[str, str]] = [{} for _ in names]
-    for option, value in options.items():
-        if option != "connectors":
-            index, name = _owner(option, names)
-            own[index][name] = value
+    prefixes = [f"{name}." if names.count(name) == 1 else f"{i}." for i, name in enumerate(names)]
+    for typed, value in options.items():
+        if typed == "connectors":
+            continue
+        index, name = _owner(typed, names)
+        if name in own[index]:
+            raise ConfigError(f"connector multi: option {name!r} of child {names[index]!r} is given twice")
+        own[index][name] = value
+        prefixes[index] = typed.removesuffix(name)
     classes = [load_connector(name) for name in names]
     for name, connector in zip(names, classes, strict=True):
         if issubclass(connector, MultiConnector):
             raise ConfigError(f"connector multi cannot hold another multi ({name!r})")
+    texts = [OptionTexts(own[i], "connector multi", prefix=prefixes[i]) for i in range(len(names))]
     return [
         ChildSpec(name, connector.for_options(values), values)
-        for name, connector, values in zip(names, classes, own, strict=True)
+        for name, connector, values in zip(names, classes, texts, strict=True)
     ]
 
 
@@ -113,11 +120,23 @@ def orders_of(children: Sequence[ChildSpec]) -> list[Order]:
     return orders
 
 
+class MultiOptions(Options):
+    """Those of `multi` itself; the others are its children's, behind a prefix."""
+
+    connectors: str = option(
+        help="the children, in order of preference; their options begin with NAME. or with the child's number from 0, "
+        "such as store.url=… or 1.url=…",
+        metavar="NAME[,NAME…]",
+    )
+
+
 class MultiConnector(KVConnector):
     """Several connectors as one. Its flags follow from its children: each combination is a subclass."""
 
     kind: ClassVar[ConnectorKind] = "pull"
     metadata_type: ClassVar[type[KVConnectorMetadata]] = MultiMetadata
+    options_type = MultiOptions
+    options: MultiOptions
     specs: ClassVar[Sequence[ChildSpec]] = ()
     legal_orders: ClassVar[Sequence[Order]] = ("prefill_first", "decode_first")
 
@@ -131,6 +150,10 @@ class MultiConnector(KVConnector):
         except BaseException:
             self.shutdown()
             raise
+
+    @classmethod
+    def parse_options(cls, options: Mapping[str, str]) -> MultiOptions:
+        return MultiOptions(connectors=options.get("connectors", ""))  # the others are the children's
 
     @classmethod
     def for_options(cls, options: Mapping[str, str]) -> "type[MultiConnector]":

@@ -29,10 +29,11 @@ class NixlConnector(KVConnector):
     """Its option `mode` chooses the subclass, by `for_options`."""
 
     kind: ClassVar[ConnectorKind] = "pull"
+    options_type = NixlOptions
+    options: NixlOptions
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
-        self.options = NixlOptions.parse(config.options)
         self._table = GenerationTable(config.num_blocks)
         self._peers = NixlPeers(config, self.options.mode)
 

@@ -1,7 +1,6 @@
 """The `p2p` connector: prefill ranks push KV to decode ranks over torch.distributed groups of two, made on demand.
 
-NCCL between GPUs, Gloo between CPUs, by the same code. Peers find each other by the addresses in their cards. Options:
-host (the address at which peers reach this host), timeout_s, handshake_timeout_s, idle_s, max_groups.
+NCCL between GPUs, Gloo between CPUs, by the same code. Peers find each other by the addresses in their cards.
 """
 
 from collections.abc import Callable
@@ -28,11 +27,12 @@ class P2PConnector(KVConnector):
     kind: ClassVar[ConnectorKind] = "push"
     concurrent: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata
+    options_type = P2POptions
+    options: P2POptions
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         """Raises ConfigError for wrong options or block sizes, or a torch without torch.distributed."""
         super().__init__(config, notify)
-        self.options = P2POptions.parse(config.options)
         if config.layout.block_size % HASH_BLOCK_SIZE:
             raise ConfigError(f"block_size must be a multiple of {HASH_BLOCK_SIZE}, got {config.layout.block_size}")
         import torch.distributed

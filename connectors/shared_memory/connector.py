@@ -14,7 +14,6 @@ from pdkv.connectors.base import (
     KVConnectorMetadata,
     SchedulerConnector,
     WorkerConnector,
-    parse_options,
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.pull_scheduler import PullMetadata
@@ -24,19 +23,10 @@ from pdkv.connectors.shared_memory.peers import PeerArenas
 from pdkv.connectors.shared_memory.scheduler import SharedMemoryOptions, SharedMemoryScheduler
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
 from pdkv.errors import ConfigError
-from pdkv.option_types import parse_bool, parse_count, parse_seconds
 from pdkv.wire.messages import ConnectorKind
 
 if TYPE_CHECKING:
     import torch
-
-
-_CONVERTERS: dict[str, Callable[[str], object]] = {
-    "io_threads": parse_count,
-    "min_hit_tokens": parse_count,
-    "load_timeout_s": parse_seconds,
-    "content_lookup": parse_bool,
-}
 
 
 class SharedMemoryConnector(KVConnector):
@@ -45,10 +35,11 @@ class SharedMemoryConnector(KVConnector):
     kind: ClassVar[ConnectorKind] = "pull"
     content_addressed: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
+    options_type = SharedMemoryOptions
+    options: SharedMemoryOptions
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
-        self.options = SharedMemoryOptions(**parse_options(config.options, _CONVERTERS))
         if config.layout.block_size % HASH_BLOCK_SIZE:
             raise ConfigError(f"block_size must be a multiple of {HASH_BLOCK_SIZE}, got {config.layout.block_size}")
         self._arena = Arena(

@@ -1,7 +1,6 @@
 """The scheduler side of `shared_memory`: finds KV in peers' arenas, and names blocks and generations for hand-offs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, RequestView
@@ -11,17 +10,17 @@ from pdkv.connectors.shared_memory.block_table import SharedBlockTable, Words, k
 from pdkv.connectors.shared_memory.peers import PeerArenas
 from pdkv.connectors.transfer.planning import whole_blocks
 from pdkv.errors import PdkvError
+from pdkv.options import MAX_THREADS, Options, option, seconds
 from pdkv.wire.messages import EngineCard
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedMemoryOptions:
+class SharedMemoryOptions(Options):
     """--connector-config of this connector."""
 
-    io_threads: int = 1  # threads that copy
-    min_hit_tokens: int = 64  # a shorter find in another engine's cache is computed rather than copied
-    load_timeout_s: float = 10.0  # deadline of one copy, from its start on
-    content_lookup: bool = True  # whether other engines' caches are looked through at all
+    io_threads: int = option(1, "threads that copy", ge=1, le=MAX_THREADS)
+    min_hit_tokens: int = option(64, "a shorter find in another engine's cache is computed, not copied", ge=1)
+    load_timeout_s: float = seconds(10.0, "deadline of one copy, from its start")
+    content_lookup: bool = option(True, "whether the caches of other engines are searched at all")
 
 
 class SharedMemoryScheduler(PullScheduler):

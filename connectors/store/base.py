@@ -6,8 +6,8 @@ store gives back is verified before it reaches a block (envelope.py): a store ne
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 from pdkv.connectors.base import (
     ConnectorConfig,
@@ -15,42 +15,40 @@ from pdkv.connectors.base import (
     KVConnectorMetadata,
     SchedulerConnector,
     WorkerConnector,
-    parse_options,
 )
 from pdkv.connectors.store.lookup import KeyLookups
-from pdkv.connectors.store.options import CONVERTERS, TransferOptions
+from pdkv.connectors.store.options import TransferOptions
 from pdkv.connectors.store.plan import StoreCut, StoreMetadata
 from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.connectors.store.sign_key import make_sealer
 from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.store.worker import StoreWorker
-from pdkv.errors import ConfigError
+from pdkv.errors import StoreUnavailable
 from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.options import option
 from pdkv.wire.messages import ConnectorKind
 
 LAYERWISE_GROUPS = 4
 
-__all__ = ["Buffer", "KVStore", "StoreConnector", "TransferOptions"]
+__all__ = ["Buffer", "KVStore", "StoreConnector", "StoreUnavailable", "TransferOptions", "option"]
+"""All that a subclass needs."""
 
 
 class StoreConnector(KVConnector):
     """Public base class of connectors over a KVStore.
 
-    `option_names` are the subclass's own --connector-config options, beside those of TransferOptions; None: whatever is
-    left over. Their texts are in `store_options` when `open_store` is called.
+    Options of its own are the fields of a subclass of TransferOptions, which `options_type` names; `options` has their
+    values.
     """
 
     kind: ClassVar[ConnectorKind] = "store"
     content_addressed: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = StoreMetadata
-    option_names: ClassVar[Sequence[str] | None] = ()
+    options_type: ClassVar[type[TransferOptions]] = TransferOptions
+    options: TransferOptions
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
-        options = parse_options(config.options, self._known_options())
-        common = {name: options.pop(name) for name in list(options) if name in CONVERTERS}
-        self.options = TransferOptions(**common)
-        self.store_options: Mapping[str, str] = options
         groups = self.options.layer_groups
         if not groups:
             groups = min(LAYERWISE_GROUPS, config.layout.num_layers) if self.options.load == "layerwise" else 1
@@ -71,16 +69,6 @@ class StoreConnector(KVConnector):
             ConfigError: a wrong option, or a package that is missing.
             StoreError: it cannot be opened.
         """
-
-    def required_option(self, name: str) -> str:
-        """The value of an own option.
-
-        Raises:
-            ConfigError: it was not given.
-        """
-        if name not in self.store_options:
-            raise ConfigError(f"{type(self).__name__} needs the option --connector-config {name}=…")
-        return self.store_options[name]
 
     @property
     def store(self) -> KVStore:
@@ -107,7 +95,3 @@ class StoreConnector(KVConnector):
         store, self._store = self._store, None
         if store is not None:
             store.close()
-
-    def _known_options(self) -> Mapping[str, Callable[[str], Any]]:
-        own = self.config.options if self.option_names is None else self.option_names
-        return {**dict.fromkeys(own, str), **CONVERTERS}

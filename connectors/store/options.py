@@ -1,48 +1,34 @@
 """--connector-config that all store connectors have."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
-
-import msgspec
-
 from pdkv.connectors.base import LoadMode
-from pdkv.option_types import parse_bool, parse_choice, parse_count, parse_natural, parse_seconds
+from pdkv.options import MAX_THREADS, Options, option, seconds
 
 
-class TransferOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a store connector cuts, finds, loads and saves."""
+class TransferOptions(Options):
+    """How a store connector cuts, finds, loads and saves. A subclass adds the options of one connector."""
 
-    tokens_per_value: int = 64  # stored together; a multiple of 16, equal on all engines that share
-    layer_groups: int = 0  # parts by layers of what is stored, equal on all engines; 0: 1, or 4 for layerwise loads
-    load: Literal["async", "layerwise"] = "async"  # wait outside the batch, or compute while layers come in
-    min_hit_tokens: int = 64  # a shorter find is computed rather than loaded; hand-offs are always loaded
-    lookup_timeout_s: float = 1.0  # after it what was asked for is a miss
-    transfer_timeout_s: float = 10.0  # deadline of a load or a save, from its start on
-    layer_timeout_s: float = 2.0  # a forward pass waits so long for layerwise loads, all layers together
-    io_threads: int = 2  # that load
-    save_threads: int = 1
-    staging_bytes: int = 4 << 20  # of each thread's buffer; at least one value
-    max_save_bytes: int = 256 << 20  # KV under way to the store, at most a quarter of the pool; beyond it only
-    # hand-offs are saved
-    known_for_s: float = 30.0  # so long a value is believed to be stored: it may have been evicted since
-    sign: bool = False  # values are signed, and read only where the signature is right; equal on all engines
-    sign_key_file: str = ""  # of the secret; empty: it is in PDKV_STORE_SIGN_KEY
-
-
-CONVERTERS: Mapping[str, Callable[[str], Any]] = {
-    "tokens_per_value": parse_count,
-    "layer_groups": parse_natural,
-    "load": parse_choice(*get_args(LoadMode)),
-    "min_hit_tokens": parse_natural,
-    "lookup_timeout_s": parse_seconds,
-    "transfer_timeout_s": parse_seconds,
-    "layer_timeout_s": parse_seconds,
-    "io_threads": parse_count,
-    "save_threads": parse_count,
-    "staging_bytes": parse_count,
-    "max_save_bytes": parse_count,
-    "known_for_s": parse_seconds,
-    "sign": parse_bool,
-    "sign_key_file": str,
-}
-assert set(CONVERTERS) == set(TransferOptions.__struct_fields__)
+    tokens_per_value: int = option(
+        64, "tokens stored together, a multiple of 16; the same on all engines that share the store", ge=1
+    )
+    layer_groups: int = option(
+        0, "parts by layers of what is stored, the same on all engines; 0: 1, or 4 for load=layerwise", ge=0
+    )
+    load: LoadMode = option("async", "async: wait outside the batch; layerwise: compute while layers come in")
+    min_hit_tokens: int = option(64, "a shorter find is computed rather than loaded; hand-offs are always loaded", ge=0)
+    lookup_timeout_s: float = seconds(1.0, "a lookup that takes longer counts as a miss")
+    transfer_timeout_s: float = seconds(10.0, "deadline of a load or a save, from its start")
+    layer_timeout_s: float = seconds(2.0, "how long a forward pass waits for layerwise loads, all layers together")
+    io_threads: int = option(2, "threads that load", ge=1, le=MAX_THREADS)
+    save_threads: int = option(1, "threads that save", ge=1, le=MAX_THREADS)
+    staging_bytes: int = option(4 << 20, "size of each thread's buffer; at least one value", ge=1, size=True)
+    max_save_bytes: int = option(
+        256 << 20,
+        "KV on its way to the store, at most a quarter of the pool; beyond it only hand-offs are saved",
+        ge=1,
+        size=True,
+    )
+    known_for_s: float = seconds(30.0, "how long a value is believed to be stored: the store may evict it")
+    sign: bool = option(False, "sign values, and read only those with the right signature; the same on all engines")
+    sign_key_file: str = option(
+        "", "file of the secret; empty: the variable PDKV_STORE_SIGN_KEY has it", metavar="FILE"
+    )

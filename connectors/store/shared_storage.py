@@ -1,23 +1,31 @@
 """The `shared_storage` connector: safetensors files in a directory that all engines see."""
 
-from collections.abc import Sequence
-from typing import ClassVar
-from urllib.parse import quote
+from pdkv.connectors.store.base import KVStore, StoreConnector, TransferOptions
+from pdkv.options import option
 
-from pdkv.connectors.store.base import KVStore, StoreConnector
-from pdkv.errors import ConfigError
+
+def _absolute(path: str) -> str:
+    if not path.startswith("/"):
+        raise ValueError("an absolute path")
+    return path
+
+
+class SharedStorageOptions(TransferOptions):
+    """Those of every store connector, and where the files are."""
+
+    path: str = option(help="directory of the files, an absolute path", convert=_absolute, metavar="DIRECTORY")
+    capacity: int | None = option(None, "most bytes of files, such as 10GiB; absent: no bound", size=True)
 
 
 class SharedStorageConnector(StoreConnector):
-    """Options: path=DIRECTORY, capacity=SIZE (such as 10GiB; none: no bound), and those of TransferOptions."""
+    """Opens a FileStore."""
 
-    option_names: ClassVar[Sequence[str] | None] = ("path", "capacity")
+    options_type = SharedStorageOptions
+    options: SharedStorageOptions
 
     def open_store(self) -> KVStore:
-        """Raises ConfigError without an absolute path that can be read and written."""
-        from pdkv.kv_store.registry import open_store
+        """Raises ConfigError for a path that cannot be read and written."""
+        from pdkv.kv_store.file_store import FileStore
+        from pdkv.kv_store.options import StoreOptions
 
-        path = self.required_option("path")
-        if not path.startswith("/"):
-            raise ConfigError(f"connector shared_storage needs an absolute path, got {path!r}")
-        return open_store(f"file://{quote(path)}", {k: v for k, v in self.store_options.items() if k != "path"})
+        return FileStore(self.options.path, StoreOptions(capacity=self.options.capacity))

@@ -1,19 +1,40 @@
 """The `store` connector: KV in any store that kv_store/ opens by URL; several URLs make tiers, fastest first."""
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping
 
-from pdkv.connectors.store.base import KVStore, StoreConnector
+from pdkv.connectors.base import KVConnector
+from pdkv.connectors.store.base import KVStore, StoreConnector, TransferOptions
+from pdkv.kv_store.options import StoreOptions
+from pdkv.kv_store.registry import StorePlan, plan_store
+from pdkv.options import option
+
+
+class StoreUrlOptions(TransferOptions, StoreOptions):
+    """Those of every store connector, and those of the stores, which the URLs must know."""
+
+    url: str = option(
+        help="redis://host:port/db, rediss://…, unix:///socket, lmcache://host:port, file:///directory, memory://; "
+        "several, separated by commas, are tiers, the fastest first",
+        metavar="URL[,URL…]",
+    )
 
 
 class StoreUrlConnector(StoreConnector):
-    """Options: url=URL[,URL…], those of TransferOptions, and those of the stores, which are passed on."""
+    """Its option `url` says which store."""
 
-    option_names: ClassVar[Sequence[str] | None] = None
+    options_type = StoreUrlOptions
+    options: StoreUrlOptions
+
+    @classmethod
+    def for_options(cls, options: Mapping[str, str]) -> type[KVConnector]:
+        """Raises ConfigError without a URL, for one that no store has, and for an option that no URL knows."""
+        connector = super().for_options(options)
+        cls._plan(options)
+        return connector
+
+    @staticmethod
+    def _plan(options: Mapping[str, str]) -> StorePlan:
+        return plan_store(options["url"], {k: v for k, v in options.items() if k in StoreOptions.names()})
 
     def open_store(self) -> KVStore:
-        """Raises ConfigError without a URL, and for one that no store has."""
-        from pdkv.kv_store.registry import open_store
-
-        url = self.required_option("url")
-        return open_store(url, {name: text for name, text in self.store_options.items() if name != "url"})
+        return self._plan(self.config.options).open()

@@ -1,15 +1,12 @@
-"""A KV connector of one's own: all engines share one SQLite file. Two classes, and nothing about blocks or requests.
-
-pip install ./examples/custom_connector && pd launch --connector sqlite --connector-config path=/tmp/kv.db
-"""
+"""A KV connector of one's own: all engines share one SQLite file. Nothing in it is about blocks or requests."""
+# pip install ./examples/custom_connector && pd launch --connector sqlite --connector-config path=$HOME/kv.db
 
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pdkv.connectors.store.base import Buffer, KVStore, StoreConnector
-from pdkv.errors import StoreUnavailable
+from pdkv.connectors.store.base import Buffer, KVStore, StoreConnector, StoreUnavailable, TransferOptions, option
 
 
 class SQLiteStore(KVStore):
@@ -33,11 +30,12 @@ class SQLiteStore(KVStore):
         return [bool(rows) for rows in self._run("SELECT 1 FROM kv WHERE key = ?", [[key] for key in keys])]
 
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
-        wanted = [[key, len(buffer)] for key, buffer in zip(keys, out, strict=True)]
-        results = self._run("SELECT value FROM kv WHERE key = ? AND length(value) = ?", wanted)
-        for rows, buffer in zip(results, out, strict=True):
+        found = self._run(
+            "SELECT value FROM kv WHERE key = ? AND length(value) = ?", zip(keys, map(len, out), strict=True)
+        )
+        for rows, buffer in zip(found, out, strict=True):
             buffer[:] = rows[0][0] if rows else buffer
-        return [bool(rows) for rows in results]
+        return [bool(rows) for rows in found]
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         self._run("INSERT OR IGNORE INTO kv VALUES (?, ?)", items)
@@ -49,10 +47,13 @@ class SQLiteStore(KVStore):
         self._db.close()
 
 
-class SQLiteConnector(StoreConnector):
-    """The connector: its options, and how each process opens the store. pyproject.toml names it `sqlite`."""
+class SQLiteOptions(TransferOptions):
+    path: str = option(help="database file that all engines share", metavar="FILE")
 
-    option_names = ("path",)
+
+class SQLiteConnector(StoreConnector):
+    options_type = SQLiteOptions
+    options: SQLiteOptions
 
     def open_store(self) -> KVStore:
-        return SQLiteStore(self.required_option("path"))
+        return SQLiteStore(self.options.path)

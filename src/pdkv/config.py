@@ -2,48 +2,19 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import has_cuda_device
+from pdkv.options import option
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
 """The embedded model: what is served when no --model is given."""
 
 DEFAULT_HOST_KV_BYTES = 256 << 20
 """KV pool of an engine that computes on the CPU and was told no size."""
-
-
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with help text (and, for the command line, argparse's `choices` or `metavar`)."""
-    if isinstance(default, dict):
-        return field(default_factory=dict, repr=False, metadata={"help": help, **metadata})  # it may hold a password
-    return field(default=default, metadata={"help": help, **metadata})
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as "512MiB", "2GiB" or "1000000".
-
-    Raises:
-        ConfigError: no such size.
-    """
-    units = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-    number = text.strip()
-    for unit in sorted(units, key=len, reverse=True):
-        if unit and number.lower().endswith(unit.lower()):
-            number, factor = number[: -len(unit)].strip(), units[unit]
-            break
-    else:
-        factor = 1
-    try:
-        size = int(float(number) * factor)
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise ConfigError(f"a size such as 512MiB was expected, got {text!r}")
-    return size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import pytest
 
-from pdkv.cli.options import Parser, add_options, build, collect, options_of
-from pdkv.config import option
+from pdkv.cli.options import Parser, add_flags, build, collect, flags_of
 from pdkv.errors import ConfigError
+from pdkv.options import option
 
 HERE = Path("here")
 
@@ -34,7 +34,7 @@ class Sample:
             raise ConfigError(f"count must be 0 or more, got {self.count}")
 
 
-OPTIONS = options_of(Sample)
+FLAGS = flags_of(Sample)
 GIVEN_ON_THE_COMMAND_LINE = (
     "--count 3 --share 0.25 --name x --memory 2KiB --mode fast --place there --loud --extra a=1 b=c=d --extra e="
 )
@@ -46,12 +46,12 @@ EXPECTED = Sample(
 
 def parse(line: str) -> dict[str, Any]:
     parser = Parser()
-    add_options(parser, OPTIONS)
+    add_flags(parser, FLAGS)
     return vars(parser.parse_args(line.split()))
 
 
 def values(line: str = "", environment: Mapping[str, str] | None = None, file: Path | None = None) -> dict[str, Any]:
-    return collect(OPTIONS, parse(line), environment=environment or {}, file=file)
+    return collect(FLAGS, parse(line), environment=environment or {}, file=file)
 
 
 def write(path: Path, text: str) -> Path:
@@ -102,10 +102,10 @@ def test_the_command_line_beats_the_environment_which_beats_the_file(tmp_path: P
 
 
 def test_a_role_comes_before_the_common_value() -> None:
-    options = [*OPTIONS, *options_of(Sample, role="prefill", exclude=["name"])]
+    options = [*FLAGS, *flags_of(Sample, role="prefill", exclude=["name"])]
     assert "prefill_name" not in {option.name for option in options}
     parser = Parser()
-    add_options(parser, options)
+    add_flags(parser, options)
     given = collect(
         options, vars(parser.parse_args(["--count", "1", "--mode", "fast", "--prefill-count", "2"])), environment={}
     )
@@ -161,7 +161,7 @@ def test_a_file_that_is_missing_or_holds_no_table_is_refused(tmp_path: Path) -> 
 def test_an_unknown_variable_is_refused_and_a_known_one_of_another_command_is_not() -> None:
     with pytest.raises(ConfigError, match="unknown environment variable PDKV_COUMT; did you mean 'PDKV_COUNT'"):
         values(environment={"PDKV_COUMT": "1"})
-    assert collect(OPTIONS, {}, environment={"PDKV_ELSEWHERE": "1"}, known_variables={"PDKV_ELSEWHERE"}) == {}
+    assert collect(FLAGS, {}, environment={"PDKV_ELSEWHERE": "1"}, known_variables={"PDKV_ELSEWHERE"}) == {}
 
 
 def test_the_dataclass_has_the_last_word() -> None:
@@ -178,7 +178,7 @@ def test_flags_cannot_be_abbreviated(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_help_shows_help_text_and_default() -> None:
     parser = argparse.ArgumentParser(prog="x")
-    add_options(parser, OPTIONS)
+    add_flags(parser, FLAGS)
     text = " ".join(parser.format_help().split())
     assert "--share X a share of 100 % (default: 0.5)" in text
     assert "--memory SIZE a size" in text

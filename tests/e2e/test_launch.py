@@ -13,17 +13,20 @@ from deployments import Launch
 from traffic import stop_process
 
 GATED_CONNECTOR = """
-from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
+from pdkv.connectors.shared_memory.connector import SharedMemoryConnector, SharedMemoryOptions
+from pdkv.options import option
+
+class GatedOptions(SharedMemoryOptions):
+    gate: str = option(help="a FIFO")
 
 class Gated(SharedMemoryConnector):
     '''Starts when somebody has written to the FIFO that the option `gate` names.'''
+    options_type = GatedOptions
+
     def __init__(self, config, notify):
-        options = dict(config.options)
-        with open(options.pop("gate")) as gate:
+        super().__init__(config, notify)
+        with open(self.options.gate) as gate:
             gate.read()
-        super().__init__(type(config)(
-            engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks,
-            options=options), notify)
 """
 
 
@@ -163,7 +166,10 @@ def test_a_port_in_use_is_named(launch: Launch) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--connector-config", "no_such_option=1"], r"unknown connector option 'no_such_option'; known: .*"),
+        (
+            ["--connector-config", "no_such_option=1"],
+            r"connector shared_memory: unknown option 'no_such_option'; .*",
+        ),
         (["--connector", "no_such_module:Class"], r"connector 'no_such_module:Class' .* cannot be imported: .*"),
         (["--connector", "memory"], r"connector 'memory' joins engines of one process only, .*"),
         (["--kv-cache-memory", "1"], r"kv_cache_memory of 1 bytes holds no block .*"),

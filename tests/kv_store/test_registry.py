@@ -54,13 +54,16 @@ def test_a_directory_may_have_blanks_and_commas(tmp_path: Path, open_: Open) -> 
         ("", "no store ''; known"),
         ("memory://,nope://x", "no store 'nope://x'"),
         ("memory://?size=1MiB", "unknown option 'size'; known: capacity"),
-        ("memory://?capacity=lots", "option capacity='lots': a size such as 512MiB"),
+        ("memory://?capacity=lots", "option capacity: a size such as 512MiB was expected, got 'lots'"),
         ("memory://?capacity", "bad query field"),
         ("memory://?ttl_s=5", "unknown option 'ttl_s'"),
-        ("redis://localhost:1?ttl_s=0", "option ttl_s='0': a number of seconds above 0"),
-        ("redis://localhost:1?ttl_s=nan", "option ttl_s='nan': a number of seconds above 0"),
-        ("redis://localhost:1?pipeline=0", "option pipeline='0': at least 1"),
-        ("redis://localhost:1?pipeline=x", "option pipeline='x': invalid literal"),
+        (
+            "redis://localhost:1?ttl_s=0",
+            "option ttl_s: a number of seconds above 0 .* got '0'",
+        ),
+        ("redis://localhost:1?ttl_s=nan", "option ttl_s: a number of seconds above 0 .* got 'nan'"),
+        ("redis://localhost:1?pipeline=0", "option pipeline: a whole number of at least 1 was expected, got '0'"),
+        ("redis://localhost:1?pipeline=x", "option pipeline: a whole number of at least 1 was expected, got 'x'"),
         ("redis://localhost:1/x", "redis://host:port/db was expected"),
         ("redis://localhost:hundred/0", "Port could not be cast"),
         ("lmcache://localhost", "lmcache://host:port was expected"),
@@ -83,7 +86,7 @@ def test_options_are_for_every_url_that_knows_them(tmp_path: Path, open_: Open) 
 
 
 def test_an_option_that_no_url_knows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown option 'ttl_s' of memory://; known: capacity"):
+    with pytest.raises(ConfigError, match="memory://: unknown option 'ttl_s'; known: capacity"):
         open_store("memory://", {"ttl_s": "5"})
     with pytest.raises(ConfigError, match="unknown option 'retry_after_s'"):
         open_store("redis://localhost:1", {"retry_after_s": "5"})

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from pdkv.config import EngineConfig, HandoffConfig, parse_size
+from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.config import LaunchConfig
+from pdkv.options import parse_size
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 import argparse
 import json
 import sys
-import types
 import typing
 from typing import Any
 
-from pdkv.cli.options import Option, add_options, build, collect, options_of
+from pdkv.cli.options import Flag, add_flags, build, collect, flags_of
 from pdkv.config import EngineConfig
 from pdkv.errors import ConfigError
 from pdkv.models.generation_config import SAMPLING_DEFAULTS, read_sampling_defaults
+from pdkv.options import Option
 from pdkv.sampling_params import SamplingParams
 
 _SAMPLING_HELP = {
@@ -29,17 +29,17 @@ _SAMPLING_HELP = {
 }
 
 
-def sampling_options() -> list[Option]:
+def sampling_flags() -> list[Flag]:
     """The scalar fields of SamplingParams."""
     hints = typing.get_type_hints(SamplingParams)
     defaults = SamplingParams()
-    options = []
+    flags = []
     for name, help_text in _SAMPLING_HELP.items():
-        kinds = [kind for kind in typing.get_args(hints[name]) if kind is not types.NoneType] or [hints[name]]
         default = getattr(defaults, name)
+        item = Option.of_hint(name, hints[name], default)
         shown = help_text if default is None else f"{help_text} (default: {_default_of_model(name)}{default})"
-        options.append(Option(name=name, field=name, kind=kinds[0], optional=len(kinds) < 2, size=False, help=shown))
-    return options
+        flags.append(Flag(name=name, option=item, help=shown))
+    return flags
 
 
 def _default_of_model(name: str) -> str:
@@ -54,19 +54,19 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar on stderr")
     sampling = parser.add_argument_group("sampling")
-    add_options(sampling, sampling_options())
+    add_flags(sampling, sampling_flags())
     sampling.add_argument("--stop", nargs="+", action="extend", metavar="TEXT", default=[], help="texts that end it")
     sampling.add_argument(
         "--stop-token-ids", nargs="+", action="extend", metavar="ID", default=[], help="ids that end it"
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on behind the end-of-sequence token")
-    add_options(parser.add_argument_group("engine"), options_of(EngineConfig))
+    add_flags(parser.add_argument_group("engine"), flags_of(EngineConfig))
     parser.set_defaults(run=run)
 
 
 def read_params(arguments: argparse.Namespace, config: EngineConfig) -> SamplingParams:
     """The sampling parameters that the flags ask for, else the model's. Raises ConfigError or InvalidRequest."""
-    values = collect(sampling_options(), vars(arguments), environment={})
+    values = collect(sampling_flags(), vars(arguments), environment={})
     try:
         stop_token_ids = tuple(int(text) for text in arguments.stop_token_ids)
     except ValueError:
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run `pd generate`."""
     from pdkv.cli.launch import launch_variables
 
-    values = collect(options_of(EngineConfig), vars(arguments), known_variables=launch_variables())
+    values = collect(flags_of(EngineConfig), vars(arguments), known_variables=launch_variables())
     config = build(EngineConfig, values)
     params = read_params(arguments, config)
     prompts = arguments.prompts or [line.rstrip("\n") for line in sys.stdin]

@@ -5,49 +5,74 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdkv.cli.options import Option, add_options, build, collect, options_of, warn_of_secrets
+from pdkv.cli.options import Flag, add_flags, build, collect, flags_of, warn_of_secrets
 from pdkv.config import EngineConfig, HandoffConfig, HttpLimits
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
 
 ROLES = ("prefill", "decode")
 
+_GROUPS = {
+    "engines": "All but --model and --generation-config can be set for one role: --prefill-tp 2, --decode-threads 4.",
+}
+_EXAMPLES = """\
+examples:
+  pd launch                                             1 prefill and 1 decode engine, the embedded model
+  pd launch --model DIR --prefill 2 --decode 4          a Hugging Face model directory
+  pd launch --prefill 0 --decode 2                      2 engines that do both
+  pd launch --connector nixl --connector-config mode=push
+  pd launch --connector store --connector-config url=redis://127.0.0.1:6379/0
+  pd launch --config FILE                               options from a TOML or JSON file: prefill = 2
 
-def option_groups() -> dict[str, list[Option]]:
-    """The options of `pd launch` by the heading that they stand under."""
+Every option is also an environment variable: PDKV_PREFILL=2, PDKV_DECODE_THREADS=4. `pd connector list` names the
+connectors, `pd connector show NAME` the options of one.
+"""
+
+
+def flag_groups() -> dict[str, list[Flag]]:
+    """The flags of `pd launch` by the heading that they stand under."""
     groups = {
-        "topology": options_of(LaunchConfig),
-        "engines": options_of(EngineConfig),
-        "hand-off": options_of(HandoffConfig),
-        "HTTP": options_of(HttpLimits),
+        "topology": flags_of(LaunchConfig),
+        "engines": flags_of(EngineConfig),
+        "hand-off": flags_of(HandoffConfig),
+        "HTTP": flags_of(HttpLimits),
     }
     for role in ROLES:
-        groups[f"{role} engines only"] = options_of(EngineConfig, role=role, exclude=("model", "generation_config"))
+        groups[f"{role} engines only"] = flags_of(EngineConfig, role=role, exclude=("model", "generation_config"))
     return groups
 
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `launch` to the `pd` parser."""
     summary = "start a router, prefill engines and decode engines"
-    parser = commands.add_parser("launch", help=summary, description=f"{summary.capitalize()}.")
+    parser = commands.add_parser(
+        "launch",
+        help=summary,
+        usage="pd launch [--model DIR] [--prefill N] [--decode M] [--connector NAME] [OPTION …]",
+        description=f"{summary.capitalize()}. Ctrl-C stops them.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML or JSON file of option names and values")
-    for title, options in option_groups().items():
-        add_options(parser.add_argument_group(title), options)
+    for title, flags in flag_groups().items():
+        shown = any(flag.help is not None for flag in flags)
+        group = parser.add_argument_group(title, _GROUPS.get(title)) if shown else parser
+        add_flags(group, flags)
     parser.set_defaults(run=run)
 
 
 def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Deployment:
     """The deployment from flags, environment and file. Raises ConfigError."""
-    options = [option for group in option_groups().values() for option in group]
+    flags = [flag for group in flag_groups().values() for flag in group]
     values = collect(
-        options,
+        flags,
         vars(arguments),
         environment=environment,
         file=arguments.config,
     )
     launch = build(LaunchConfig, values)
     if launch.prefill == 0:
-        _check_no_prefill_options(options, values)
+        _check_no_prefill_options(flags, values)
     return Deployment(
         launch=launch,
         handoff=build(HandoffConfig, values),
@@ -57,19 +82,19 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     )
 
 
-def _check_no_prefill_options(options: Sequence[Option], values: Mapping[str, Any]) -> None:
+def _check_no_prefill_options(flags: Sequence[Flag], values: Mapping[str, Any]) -> None:
     """Raise ConfigError where options of prefill engines are given that nobody would follow."""
-    for option in options:
-        if option.name in values and option.name == f"prefill_{option.field}":
+    for flag in flags:
+        if flag.name in values and flag.name == f"prefill_{flag.option.name}":
             raise ConfigError(
-                f"{option.flag} is given, but prefill = 0 launches no prefill engines: "
-                f"aggregated ones follow --{option.field.replace('_', '-')}"
+                f"{flag.flag} is given, but prefill = 0 launches no prefill engines: "
+                f"aggregated ones follow --{flag.option.name.replace('_', '-')}"
             )
 
 
 def launch_variables() -> set[str]:
     """The PDKV_* variables of `pd launch`, which are no mistake for other commands either."""
-    return {option.variable for group in option_groups().values() for option in group}
+    return {flag.variable for group in flag_groups().values() for flag in group}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,21 +5,18 @@ Precedence: command line, then PDKV_* variables, then the file of --config, then
 
 import argparse
 import dataclasses
-import difflib
 import json
 import logging
 import os
 import tomllib
-import types
-import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from pdkv.config import parse_size
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
+from pdkv.options import Option, did_you_mean, options_of
 from pdkv.secret_options import STORE_SIGN_KEY, has_secret, read_option, without_secrets
 
 ENVIRONMENT_PREFIX = "PDKV_"
@@ -30,10 +27,26 @@ logger = logging.getLogger(__name__)
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line and whose flags cannot be abbreviated."""
+    """An ArgumentParser whose errors are one line that suggests the nearest name; flags cannot be abbreviated."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:  # a subcommand's arguments, too, come this way
+        """As ever, but nothing may be left over."""
+        namespace, rest = super().parse_known_args(*args, **kwargs)
+        if rest:
+            name = rest[0].partition("=")[0]
+            meant = did_you_mean(name, self._option_string_actions) if name.startswith("-") else ""
+            self.error(f"unrecognized argument {' '.join(rest)}{meant}")
+        return namespace, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            kind = "command" if isinstance(action, argparse._SubParsersAction) else "value"
+            meant = did_you_mean(str(value), choices) or f"; known: {', '.join(choices)}"
+            raise argparse.ArgumentError(None if kind == "command" else action, f"unknown {kind} {value!r}{meant}")
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with 2."""
@@ -41,16 +54,12 @@ class Parser(argparse.ArgumentParser):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
-    """One option: the field `field` of a configuration dataclass under the name `name`."""
+class Flag:
+    """An option of a configuration dataclass under the name `name`."""
 
     name: str  # such as "threads" or "prefill_threads"
-    field: str
-    kind: Any  # the field's type, without `| None`
-    optional: bool  # whether None is a value
-    size: bool  # bytes, written such as 512MiB
-    help: str
-    metavar: str | None = None
+    option: Option
+    help: str | None  # None: not shown
 
     @property
     def flag(self) -> str:
@@ -58,76 +67,42 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
     @property
-    def is_map(self) -> bool:
-        """Whether its value is a list of KEY=VALUE."""
-        return typing.get_origin(self.kind) is Mapping
-
-    @property
     def variable(self) -> str:
         """The environment's form."""
         return ENVIRONMENT_PREFIX + self.name.upper()
 
 
-def options_of(config: type, *, role: str = "", exclude: Sequence[str] = ()) -> list[Option]:
-    """The options of a configuration dataclass; with `role` its per-role forms."""
-    hints = typing.get_type_hints(config)
-    options = []
-    for item in dataclasses.fields(config):
-        if item.name in exclude:
-            continue
-        kind, optional = _without_none(hints[item.name])
-        help_text = f"{item.name.replace('_', ' ')} of the {role} engines" if role else item.metadata["help"]
-        if not role and item.default is not dataclasses.MISSING and item.default is not None and kind is not Path:
-            shown = format_bytes(item.default).replace(" ", "") if item.metadata.get("size") else item.default
-            help_text += f" (default: {shown})"
-        options.append(
-            Option(
-                name=f"{role}_{item.name}" if role else item.name,
-                field=item.name,
-                kind=kind,
-                optional=optional,
-                size=bool(item.metadata.get("size")),
-                help=help_text,
-                metavar=item.metadata.get("metavar"),
-            )
-        )
-    return options
+def flags_of(config: type, *, role: str = "", exclude: Sequence[str] = ()) -> list[Flag]:
+    """The flags of a configuration dataclass; with `role` its per-role forms."""
+    return [
+        Flag(name=f"{role}_{name}" if role else name, option=item, help=None if role else _help(item))
+        for name, item in options_of(config).items()
+        if name not in exclude
+    ]
 
 
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-        assert len(kinds) == 1, hint
-        return kinds[0], True
-    return hint, False
+def _help(item: Option) -> str:
+    """Its help text with its default."""
+    if item.default in (None, dataclasses.MISSING) or item.kind is Path:
+        return item.help
+    shown = format_bytes(item.default).replace(" ", "") if item.is_size else item.default
+    return f"{item.help} (default: {shown})"
 
 
-def add_options(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
+def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag]) -> None:
     """Add flags to an argparse parser. Their values stay text: `collect` is the one that checks."""
-    for option in options:
-        shown = option.help.replace("%", "%%")
-        if option.kind is bool:
-            parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=None, help=shown)
-        elif option.is_map:
-            parser.add_argument(option.flag, nargs="+", action="extend", help=shown, metavar=_metavar(option))
+    for flag in flags:
+        shown = argparse.SUPPRESS if flag.help is None else flag.help.replace("%", "%%")
+        if flag.option.kind is bool:
+            parser.add_argument(flag.flag, action=argparse.BooleanOptionalAction, default=None, help=shown)
+        elif flag.option.is_map:
+            parser.add_argument(flag.flag, nargs="+", action="extend", help=shown, metavar=flag.option.metavar)
         else:
-            parser.add_argument(option.flag, help=shown, metavar=_metavar(option))
-
-
-def _metavar(option: Option) -> str:
-    if option.metavar is not None:
-        return option.metavar
-    if typing.get_origin(option.kind) is Literal:
-        return "{" + ",".join(typing.get_args(option.kind)) + "}"
-    if option.size:
-        return "SIZE"
-    if option.kind is float and option.name.endswith("_s"):
-        return "SECONDS"
-    return {int: "N", float: "X", Path: "DIR"}.get(option.kind, "TEXT")
+            parser.add_argument(flag.flag, help=shown, metavar=flag.option.metavar)
 
 
 def collect(
-    options: Sequence[Option],
+    flags: Sequence[Flag],
     arguments: Mapping[str, Any],
     *,
     environment: Mapping[str, str] | None = None,
@@ -146,31 +121,26 @@ def collect(
         ConfigError: an unknown key, an unknown PDKV_* variable, a value of the wrong kind, or an unreadable file.
     """
     values: dict[str, Any] = {}
-    by_name = {option.name: option for option in options}
+    by_name = {flag.name: flag for flag in flags}
     if file is not None:
         for key, value in read_config_file(file).items():
             name = key.replace("-", "_")
             if name not in by_name:
-                raise ConfigError(f"{file}: unknown key {key!r}{_suggestion(name, by_name)}")
+                raise ConfigError(f"{file}: unknown key {key!r}{did_you_mean(name, by_name)}")
             values[name] = _convert(by_name[name], value, f"{file}: {key}")
-    by_variable = {option.variable: option for option in options}
+    by_variable = {flag.variable: flag for flag in flags}
     for variable, text in (os.environ if environment is None else environment).items():
         if variable in by_variable:
-            option = by_variable[variable]
-            given = text.split(",") if option.is_map else text
-            values[option.name] = _convert(option, given, variable)
+            flag = by_variable[variable]
+            given = text.split(",") if flag.option.is_map else text
+            values[flag.name] = _convert(flag, given, variable)
         elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in (*known_variables, STORE_SIGN_KEY):
-            raise ConfigError(f"unknown environment variable {variable}{_suggestion(variable, by_variable)}")
-    for option in options:
-        value = arguments.get(option.name)
+            raise ConfigError(f"unknown environment variable {variable}{did_you_mean(variable, by_variable)}")
+    for flag in flags:
+        value = arguments.get(flag.name)
         if value is not None:
-            values[option.name] = _convert(option, value, option.flag)
+            values[flag.name] = _convert(flag, value, flag.flag)
     return values
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -191,40 +161,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return table
 
 
-def _convert(option: Option, value: Any, where: str) -> Any:
+def _convert(flag: Flag, value: Any, where: str) -> Any:
     """A value of the option's kind from text (command line, environment) or from a file's own types."""
-    kind = option.kind
-    if value is None and option.optional:
-        return None
-    if option.is_map:
+    if flag.option.is_map:
         return convert_map(value, where)
-    if option.size and isinstance(value, str):
-        try:
-            return parse_size(value)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if value not in choices:
-            raise ConfigError(f"{where}: one of {', '.join(choices)} was expected, got {value!r}")
-        return value
-    if kind is bool and isinstance(value, str):
-        value = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
-    if kind in (int, float) and isinstance(value, str):
-        try:
-            return kind(value)
-        except ValueError:
-            raise ConfigError(f"{where}: {_WORDS[kind]} was expected, got {value!r}") from None
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind is Path and isinstance(value, str):
-        return Path(value).expanduser()
-    if type(value) is not kind:
-        raise ConfigError(f"{where}: {_WORDS.get(kind, 'text')} was expected, got {value!r}")
-    return value
-
-
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+    try:
+        return flag.option.convert(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def convert_map(value: Any, where: str) -> dict[str, str]:

@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdkv.config import EngineConfig, HandoffConfig, HttpLimits, option
+from pdkv.config import EngineConfig, HandoffConfig, HttpLimits
 from pdkv.errors import ConfigError
+from pdkv.options import option
 from pdkv.wire.messages import Order
 
 

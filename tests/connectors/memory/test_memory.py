@@ -37,7 +37,17 @@ def test_a_mode_has_its_kind_and_its_legal_orders(mode: str, kind: type, orders:
     assert connector.orders() == orders
 
 
-@pytest.mark.parametrize("options", [{"mode": "telepathy"}, {"load": "sideways"}, {"colour": "red"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "telepathy"},
+        {"load": "sideways"},
+        {"colour": "red"},
+        {"transfer_timeout_s": "-1"},
+        {"transfer_timeout_s": "nan"},
+        {"transfer_timeout_s": "0"},
+    ],
+)
 def test_a_wrong_option_is_refused_by_name_and_value(options: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         make(options)

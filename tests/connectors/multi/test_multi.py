@@ -1,5 +1,6 @@
 """`multi`: what its children make together, whose match is loaded, and when a hand-off has been sent."""
 
+import itertools
 import logging
 import os
 
@@ -101,7 +102,10 @@ def test_options_go_to_the_child_that_their_prefix_names() -> None:
             {"connectors": "memory,memory", "memory.mode": "pull"},
             "is several children's; .* 0. or memory., 1. or memory.",
         ),
-        ({"connectors": "memory", "memory.colour": "red"}, "unknown connector option 'colour'"),
+        (
+            {"connectors": "memory", "memory.colour": "red"},
+            "connector multi: unknown option 'memory.colour'; known: fabric, load",
+        ),
         ({"connectors": "memory,multi"}, "cannot hold another multi"),
     ],
 )
@@ -182,7 +186,7 @@ def test_every_childs_table_hears_of_reuse() -> None:
 
 def test_a_child_that_cannot_be_built_takes_the_others_down() -> None:
     with pytest.raises(ConfigError, match="tokens_per_value"):
-        make("shared_memory,store", SHAREABLE, _1_tokens_per_value="17")
+        make("shared_memory,store", SHAREABLE, _1_tokens_per_value="17", _1_url="memory://")
     targets = [os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if os.path.islink(fd.path)]
     assert not [target for target in targets if target.startswith("/memfd:pdkv:e")]
 
@@ -323,9 +327,10 @@ def test_beside_a_pull_the_stores_end_is_told_and_the_lease_stays() -> None:
 
 def test_a_store_that_fails_beside_a_pull_does_not_end_the_lease() -> None:
     """The reader hears that no more will come, and pulls."""
-    fabric = MemoryFabric(manual=True)
+    looks = itertools.count(step=10)
+    fabric = MemoryFabric(manual=True, clock=lambda: float(next(looks)))  # each look at it finds the deadline passed
     MemoryFabric.bind("multi-fails", fabric)
-    options = modes("pull", "store") | {f"{i}.fabric": "multi-fails" for i in (0, 1)} | {"1.transfer_timeout_s": "0"}
+    options = modes("pull", "store") | {f"{i}.fabric": "multi-fails" for i in (0, 1)} | {"1.transfer_timeout_s": "1"}
     core = make_core(options=options, connector="multi")
     core.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
     messages = run(core)

@@ -207,7 +207,7 @@ def test_peers_that_do_not_fit_are_refused_from_their_cards(make_engine: Engines
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"port": "1"}, "unknown connector option 'port'; known: handshake_timeout_s, host, idle_s"),
+        ({"port": "1"}, "unknown option 'port'; known: handshake_timeout_s, host, idle_s"),
         ({"idle_s": "0"}, "number of seconds"),
         ({"max_groups": "0"}, "at least 1"),
     ],

@@ -215,7 +215,10 @@ def test_incompatible_peers_are_named_once_and_not_used(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"threads": "1"}, "unknown connector option 'threads'; known: content_lookup, io_threads"),
+        (
+            {"threads": "1"},
+            "unknown option 'threads' \\(did you mean 'io_threads'\\?\\); known: content_lookup",
+        ),
         ({"io_threads": "0"}, "at least 1"),
         ({"load_timeout_s": "nan"}, "number of seconds"),
         ({"content_lookup": "maybe"}, "true or false"),

@@ -254,10 +254,10 @@ def config(**options: str) -> ConnectorConfig:
     [
         ({"tokens_per_value": "40"}, "multiple of 16, got 40"),
         ({"layer_groups": "4"}, r"1 to 3 .* got 4"),
-        ({"load": "eager"}, "async or layerwise"),
+        ({"load": "eager"}, "one of async, layerwise was expected, got 'eager'"),
         ({"io_threads": "0"}, "at least 1"),
         ({"transfer_timeout_s": "inf"}, "above 0"),
-        ({"nonsense": "1"}, "unknown connector option 'nonsense'"),
+        ({"nonsense": "1"}, "unknown option 'nonsense'"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
@@ -286,7 +286,7 @@ def test_store_and_shared_storage_need_a_place() -> None:
         StoreUrlConnector(config(), lambda: None).open_store()
     with pytest.raises(ConfigError, match="path="):
         SharedStorageConnector(config(), lambda: None).open_store()
-    with pytest.raises(ConfigError, match="absolute path, got 'relative'"):
+    with pytest.raises(ConfigError, match="an absolute path was expected, got 'relative'"):
         SharedStorageConnector(config(path="relative"), lambda: None).open_store()
 
 

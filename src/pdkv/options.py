@@ -1,0 +1,293 @@
+"""Options as fields of dataclasses: kind, default, help text and bounds stand in one place.
+
+A subclass of `Options` is what a connector or a store takes as KEY=VALUE texts: `Options.parse` reads
+`--connector-config` and a store's URL, and `pd connector show` prints what `options_of` finds. The configuration behind
+the command line's flags has the same fields (config.py).
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, dataclass_transform
+
+from pdkv.errors import ConfigError
+
+MAX_SECONDS = 1e6
+"""Longest duration that an option may ask for by default: what every timeout of the operating system can hold."""
+
+MAX_THREADS = 256
+"""Most threads that one option may ask for."""
+
+_REQUIRED: Any = dataclasses.MISSING
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def option(default: Any = _REQUIRED, help: str = "", **details: Any) -> Any:
+    """A dataclass field that is an option.
+
+    Args:
+        default: absent: the option must be given.
+        help: one line for people.
+        details: any of ge, gt, le (bounds of a number), multiple_of, size=True (bytes, written such as 512MiB),
+            convert (a function from text to value that raises ValueError with what was expected), metavar, and
+            aliases (other projects' names for it, which are suggested and not accepted).
+    """
+    metadata = {"help": help, **details}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=dict, repr=False, metadata=metadata)  # it may hold a password
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "512MiB", "2GiB" or "1000000".
+
+    Raises:
+        ConfigError: no such size.
+    """
+    number = text.strip()
+    factor = 1
+    for unit in sorted(filter(None, _UNITS), key=len, reverse=True):
+        if number.lower().endswith(unit.lower()):
+            number, factor = number[: -len(unit)].strip(), _UNITS[unit]
+            break
+    try:
+        size = int(float(number) * factor)
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ConfigError(f"a size such as 512MiB was expected, got {text!r}")
+    return size
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant, or None."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return close[0]
+    within = [other for other in names if len(name) > 2 and name in other]
+    return within[0] if len(within) == 1 else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the nearest known one, or nothing."""
+    close = nearest(name, known)
+    return f"; did you mean {close!r}?" if close else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option, as its field describes it."""
+
+    name: str
+    kind: Any  # the field's type, without `| None`
+    optional: bool  # whether None is a value
+    default: Any  # dataclasses.MISSING: it must be given
+    details: Mapping[str, Any]  # help, ge, gt, le, multiple_of, size, convert, metavar, aliases
+
+    @classmethod
+    def of_hint(cls, name: str, hint: Any, default: Any, details: Mapping[str, Any] | None = None) -> Self:
+        """The option whose resolved type is `hint`."""
+        kinds = [hint]
+        if typing.get_origin(hint) in (types.UnionType, typing.Union):
+            kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        assert len(kinds) == 1, hint
+        return cls(name=name, kind=kinds[0], optional=kinds[0] is not hint, default=default, details=details or {})
+
+    @property
+    def required(self) -> bool:
+        """Whether it must be given."""
+        return self.default is dataclasses.MISSING and not self.is_map
+
+    @property
+    def help(self) -> str:
+        """One line for people."""
+        return str(self.details.get("help", ""))
+
+    @property
+    def is_map(self) -> bool:
+        """Whether its value is a table of KEY=VALUE."""
+        return typing.get_origin(self.kind) is Mapping
+
+    @property
+    def is_size(self) -> bool:
+        """Whether it is a number of bytes, written such as 512MiB."""
+        return bool(self.details.get("size"))
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The only values that are accepted; empty: there is no such list."""
+        return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in help texts."""
+        if "metavar" in self.details:
+            return str(self.details["metavar"])
+        if self.choices:
+            return "{" + ",".join(self.choices) + "}"
+        if self.is_size:
+            return "SIZE"
+        if self.kind is float and self.name.endswith("_s"):
+            return "SECONDS"
+        return {int: "N", float: "X", Path: "DIR", bool: "{true,false}"}.get(self.kind, "TEXT")
+
+    @property
+    def expected(self) -> str:
+        """The values that are accepted, in words that "was expected" follows."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.is_size:
+            return "a size such as 512MiB"
+        seconds = self.kind is float and self.name.endswith("_s")
+        words = "a number of seconds" if seconds else _WORDS.get(self.kind, "text")
+        if "multiple_of" in self.details:
+            words = f"a multiple of {self.details['multiple_of']}"
+        bounds = [f"{word} {self.details[key]:,.10g}" for key, word in _BOUNDS.items() if key in self.details]
+        return f"{words} {' and '.join(bounds)}" if bounds else words
+
+    def convert(self, value: Any) -> Any:
+        """A value from text, or from a file's own types.
+
+        Raises:
+            ConfigError: it is none of this option's; the message says what was expected and what there is.
+        """
+        if value is None and self.optional:
+            return None
+        try:
+            converted = self._convert(value)
+        except (ValueError, OverflowError, ConfigError) as error:
+            words = f"{error}" if "convert" in self.details else self.expected
+            raise ConfigError(f"{words} was expected, got {value!r}") from None
+        if not self._within_bounds(converted):
+            raise ConfigError(f"{self.expected} was expected, got {value!r}")
+        return converted
+
+    def _convert(self, value: Any) -> Any:
+        if "convert" in self.details:
+            return self.details["convert"](value)
+        if self.is_size and isinstance(value, str):
+            return parse_size(value)
+        if self.choices:
+            if value not in self.choices:
+                raise ValueError
+            return value
+        if isinstance(value, str):
+            return _FROM_TEXT.get(self.kind, str)(value)
+        if self.kind is float and type(value) is int:
+            return float(value)
+        if self.kind is Path and isinstance(value, Path):
+            return value
+        if type(value) is not self.kind:
+            raise ValueError
+        return value
+
+    def _within_bounds(self, value: Any) -> bool:
+        details = self.details
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        return (
+            value >= details.get("ge", value)
+            and ("gt" not in details or value > details["gt"])
+            and value <= details.get("le", value)
+            and ("multiple_of" not in details or value % details["multiple_of"] == 0)
+        )
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+_BOUNDS = {"ge": "of at least", "gt": "above", "le": "up to"}
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in _BOOLEANS:
+        raise ValueError
+    return _BOOLEANS[text.lower()]
+
+
+_FROM_TEXT: Mapping[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    bool: _parse_bool,
+    Path: lambda text: Path(text).expanduser(),
+}
+
+
+def options_of(config: type) -> dict[str, Option]:
+    """The options that are fields of a dataclass, by name."""
+    hints = typing.get_type_hints(config)
+    return {
+        item.name: Option.of_hint(item.name, hints[item.name], item.default, item.metadata)
+        for item in dataclasses.fields(config)
+    }
+
+
+class OptionTexts(dict[str, str]):
+    """Options as they were typed, and whose they are: what errors say.
+
+    A plain mapping does wherever one is expected; its errors then name no owner.
+    """
+
+    def __init__(self, texts: Mapping[str, str], owner: str, *, prefix: str = "") -> None:
+        """`owner`: such as "connector nixl"; `prefix`: what stood before each name where it was typed."""
+        super().__init__(texts)
+        self.owner = owner
+        self.prefix = prefix
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of classes whose fields are options. Every subclass is a frozen dataclass with keyword arguments."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """The options' names."""
+        return frozenset(item.name for item in dataclasses.fields(cls))
+
+    @classmethod
+    def parse(cls, texts: Mapping[str, str], *, only: Collection[str] | None = None) -> Self:
+        """The options that texts say.
+
+        Args:
+            texts: by name, perhaps OptionTexts.
+            only: names that may be given; None: all.
+
+        Raises:
+            ConfigError: an unknown name, a value out of its range, or an option that is missing; the message names the
+                option as it was typed, and the nearest known one.
+        """
+        owner = f"{texts.owner}: " if isinstance(texts, OptionTexts) else ""
+        prefix = texts.prefix if isinstance(texts, OptionTexts) else ""
+        known = {name: item for name, item in options_of(cls).items() if only is None or name in only}
+        values: dict[str, Any] = {}
+        for name, text in texts.items():
+            if name not in known:
+                raise ConfigError(f"{owner}unknown option {prefix + name!r}{_hint(name, known, prefix)}")
+            try:
+                values[name] = known[name].convert(text)
+            except ConfigError as error:
+                raise ConfigError(f"{owner}option {prefix}{name}: {error}") from None
+        for name, item in known.items():
+            if item.required and not values.get(name):
+                raise ConfigError(f"{owner}needs the option {prefix}{name}={item.metavar}: {item.help}")
+        return cls(**values)
+
+
+def _hint(name: str, known: Collection[str], prefix: str) -> str:
+    close = nearest(name, known)
+    meant = f" (did you mean {prefix + close!r}?)" if close else ""
+    return f"{meant}; known: {', '.join(sorted(known)) or 'none'}"
+
+
+def seconds(default: float | None, help: str, *, le: float = MAX_SECONDS) -> Any:
+    """An option that is a duration above 0."""
+    return option(default, help, gt=0, le=le)
