@@ -2,7 +2,6 @@
 
 import functools
 import subprocess
-import sys
 
 import pytest
 from no_processes import EVENTS, ProcessGuard, starts
@@ -28,6 +27,12 @@ class Derived(Starter):
     pass
 
 
+def imports_what_starts_one() -> None:
+    from pdkv.launch.launcher import launch
+
+    launch(None)  # type: ignore[arg-type]
+
+
 def makes_an_object() -> None:
     Derived().run()
 
@@ -41,7 +46,9 @@ def calls_itself(depth: int) -> int:
     return calls_itself(depth - 1) if depth else len(EVENTS)
 
 
-@pytest.mark.parametrize("function", [starts_one, starts_one_through_a_helper, makes_an_object, wrapper])
+@pytest.mark.parametrize(
+    "function", [starts_one, starts_one_through_a_helper, imports_what_starts_one, makes_an_object, wrapper]
+)
 def test_what_starts_a_process_is_found_through_helpers_and_classes(function: object) -> None:
     assert starts(function)
 
@@ -53,13 +60,13 @@ def test_what_starts_none_is_kept(function: object) -> None:
 
 def test_a_test_that_starts_a_process_all_the_same_fails_and_others_do_not() -> None:
     guard = ProcessGuard()
-    sys.audit("subprocess.Popen", "true")  # not in a test
+    guard.audit("subprocess.Popen", ("true",))  # not in a test
     run = guard.pytest_runtest_call()
     next(run)
     try:
         with pytest.raises(AssertionError, match=r"os\.fork.*this test starts a process"):
-            sys.audit("os.fork")
-        sys.audit("open", "file", "r", 0)
+            guard.audit("os.fork", ())
+        guard.audit("open", ("file", "r", 0))
     finally:
         run.close()
-    sys.audit("os.fork")
+    guard.audit("os.fork", ())

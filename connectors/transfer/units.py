@@ -5,6 +5,7 @@ heads that are asked for; a buffer holds images one after the other.
 """
 
 import threading
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,6 +84,17 @@ class UnitPool:
         """Bytes of the image of one unit."""
         return part.num_layers * 2 * part.num_heads * self._piece_bytes
 
+    def cut(self, units: Ids, part: UnitPart, max_bytes: int) -> Iterator[Ids]:
+        """Pieces of `units`, in order, whose images have at most `max_bytes`; a unit that has more is one by itself.
+
+        Raises:
+            ValueError: a part that the pool does not have, when the first piece is asked for.
+        """
+        self._check_part(part)
+        count = max(max_bytes // self.unit_bytes(part), 1)
+        for first in range(0, units.size, count):
+            yield units[first : first + count]
+
     def gather(self, units: Ids, part: UnitPart, out: Bytes, *, after: StepDone, timeout_s: float) -> None:
         """Copy units out of the pool.
 
@@ -125,12 +137,15 @@ class UnitPool:
 
     # --- rows of the pool -----------------------------------------------------------------------------------------
 
-    def _check(self, units: Ids, part: UnitPart, buffer: Bytes) -> None:
+    def _check_part(self, part: UnitPart) -> None:
         if not (
             0 <= part.head_start < part.head_stop <= self.num_heads
             and 0 <= part.layer_start < part.layer_stop <= self.num_layers
         ):
             raise ValueError(f"{part} is no part of {self.num_heads} heads and {self.num_layers} layers")
+
+    def _check(self, units: Ids, part: UnitPart, buffer: Bytes) -> None:
+        self._check_part(part)
         if units.size and not 0 <= units.min() <= units.max() < self.num_units:
             raise ValueError(f"units {units.min()} to {units.max()} of a pool of {self.num_units}")
         if buffer.size != units.size * self.unit_bytes(part):

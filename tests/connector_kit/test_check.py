@@ -17,7 +17,7 @@ from pdkv.connector_kit.check.report import Report, all_cases, check
 from pdkv.connector_kit.rig.processes import Zygote
 
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parents[1] / "examples" / "custom_connector"
+EXAMPLES = HERE.parents[1] / "examples"
 
 SHIPPED: Sequence[tuple[str, dict[str, str]]] = [
     ("memory", {"mode": "pull"}),
@@ -33,6 +33,7 @@ SHIPPED: Sequence[tuple[str, dict[str, str]]] = [
     ("multi", {}),
     ("multi", {"connectors": "shared_memory,p2p"}),
     ("pdkv_sqlite:SQLiteConnector", {"path": "{directory}/kv.db"}),
+    ("pdkv_sockets:SocketConnector", {"timeout_s": "0.8"}),
 ]
 
 IN_MAKE_TEST = ("content_identity", "attempts", "replay", "aborts", "restarted_peer", "step_thread")
@@ -67,10 +68,11 @@ def assert_passed(report: Report) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def importable() -> Iterator[None]:
-    """The broken connectors and the example, here and in the kit's processes."""
+    """The broken connectors and the examples, here and in the kit's processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(HERE)
-        patch.syspath_prepend(EXAMPLE)
+        for name in ("custom_connector", "socket_connector"):
+            patch.syspath_prepend(EXAMPLES / name)
         yield
 
 

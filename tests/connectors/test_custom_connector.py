@@ -7,31 +7,18 @@ from pathlib import Path
 
 import pytest
 from equality import check_decode_computed_nothing, deployed, greedy_workload, run_all
-
-from pdkv.connectors.registry import SHIPPED
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_connector"
+from example_packages import EXAMPLES, check_wraps_no_shipped_connector, install_example
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package, installed into a directory of its own; built from a copy, so that the checkout stays clean."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "pdkv_sqlite.py"):
-        (source / name).write_bytes((EXAMPLE / name).read_bytes())
-    target = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--target", str(target), str(source)], check=True, timeout=300)
-    return target
+    return install_example("custom_connector", tmp_path_factory)
 
 
 def test_the_connector_is_short_and_wraps_none_of_the_shipped_ones() -> None:
-    text = (EXAMPLE / "pdkv_sqlite.py").read_text()
+    text = (EXAMPLES / "custom_connector/pdkv_sqlite.py").read_text()
     assert len(text.splitlines()) <= 59
-    for target in SHIPPED.values():
-        module, _, name = target.partition(":")
-        assert f"{module} import" not in text
-        assert name not in text
+    check_wraps_no_shipped_connector(text)
 
 
 def test_its_entry_point_serves_engines_and_unknown_options_are_refused(

@@ -14,7 +14,8 @@ from pdkv.kv_store.registry import open_store
 Open = Callable[..., KVStore]
 """open_(url, **options) -> store, closed at the end of the test."""
 
-KINDS = ("memory", "file", "redis", "redis_tcp", "redis_tls", "lmcache", "tiers")
+SERVERS = ("redis", "redis_tcp", "redis_tls", "lmcache")
+KINDS = ("memory", "file", "tiers", *(pytest.param(name, marks=pytest.mark.processes) for name in SERVERS))
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+FOLLOWED = [Path(__file__).parents[1], Path(__file__).parents[2] / "benchmarks"]
+"""Folders whose code is looked into; what lies elsewhere is judged by its module."""
 
 STARTERS = (
     "subprocess",
@@ -26,6 +27,7 @@ STARTERS = (
     "pdkv.launch.fork_server",
     "pdkv.launch.launcher",
     "pdkv.launch.supervisor",
+    "triton",  # its compiler
 )
 """Modules whose functions and classes start processes, or may: to name one of them is enough."""
 
@@ -37,10 +39,17 @@ EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn
 
 
 def starts_processes(item: pytest.Function) -> bool:
-    """Whether a test or one of its fixtures names what starts a process."""
+    """Whether a test or one of its fixtures names what starts a process, or it is marked so."""
+    if item.get_closest_marker("processes") is not None:
+        return True
     definitions = item._fixtureinfo.name2fixturedefs.values()
     functions = [item.function, *(fixture.func for chain in definitions for fixture in chain)]
-    return any(starts(inspect.unwrap(function)) for function in functions)
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any(map(starts, [*functions, *(value for value in parameters if callable(value))]))
+
+
+class StartsProcess(AssertionError):
+    """Raised where a test does that was not known to."""
 
 
 class ProcessGuard:
@@ -48,21 +57,27 @@ class ProcessGuard:
 
     def __init__(self) -> None:
         self._in_test = False
-        sys.addaudithook(self._audit)  # for good: it asks whether a test runs
+        sys.addaudithook(self.audit)  # for good: it asks whether a test runs
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self) -> Iterator[None]:
+        return (yield from self._watched())
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Iterator[None]:
+        return (yield from self._watched())
+
+    def _watched(self) -> Iterator[None]:
         self._in_test = True
         try:
             return (yield)
         finally:
             self._in_test = False
 
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Python calls it at every event."""
         if self._in_test and event in EVENTS:
-            raise AssertionError(
-                f"{event}{arguments[:1]}: this test starts a process; STARTERS in {__file__} misses why"
-            )
+            raise StartsProcess(f"{event}{arguments[:1]}: this test starts a process; see STARTERS in {__file__}")
 
 
 @cache
@@ -72,7 +87,7 @@ def starts(target: object) -> bool:
 
 
 def _search(target: Any, seen: set[int]) -> bool:
-    """Follow names through code of tests/; what lies elsewhere is judged by its module."""
+    """Follow names through code of FOLLOWED."""
     if id(target) in seen:
         return False
     seen.add(id(target))
@@ -92,7 +107,9 @@ def _search(target: Any, seen: set[int]) -> bool:
 
 def _named(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
     """What code refers to: globals, attributes of modules among them, and the same of functions inside."""
-    for name in code.co_names:
+    for name in code.co_names:  # modules that it imports among them
+        if _is_starter(name):
+            yield sys.modules["subprocess"]
         if name not in names:
             continue
         yield (found := names[name])
@@ -117,4 +134,5 @@ def _is_starter(module: str) -> bool:
 
 def _is_ours(target: Any) -> bool:
     module = target if isinstance(target, ModuleType) else sys.modules.get(target.__module__)
-    return TESTS in Path(getattr(module, "__file__", None) or "/").parents
+    parents = Path(getattr(module, "__file__", None) or "/").parents
+    return any(folder in parents for folder in FOLLOWED)

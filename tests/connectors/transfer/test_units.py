@@ -128,3 +128,14 @@ def test_device_pools_give_the_same_images(block_size: int, part: tuple[int, int
     back.scatter(units, chosen, images[1])
     UnitPool(empty).scatter(units, chosen, images[0])
     assert torch.equal(back.kv_cache.cpu(), empty)
+
+
+def test_units_are_cut_by_the_bytes_of_their_images() -> None:
+    pool = UnitPool(make_pool(8, 16))
+    units, part = as_ids([5, 1, 7, 2, 0]), UnitPart(1, 3, 0, 3)
+    size = pool.unit_bytes(part)
+    assert [piece.tolist() for piece in pool.cut(units, part, 2 * size + 1)] == [[5, 1], [7, 2], [0]]
+    assert [piece.tolist() for piece in pool.cut(units, part, 1)] == [[5], [1], [7], [2], [0]]
+    assert not list(pool.cut(as_ids([]), part, size))
+    with pytest.raises(ValueError, match="is no part of 4 heads"):
+        next(pool.cut(units, UnitPart(2, 2, 0, 3), size))
