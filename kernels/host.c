@@ -16,7 +16,8 @@ typedef struct {
     void *out;                    /* (rows, heads * head_size) */
     const int64_t *q_rows;        /* (n,) row of each query in qkv */
     const int64_t *out_rows;      /* (n,) row of each query's result in out */
-    const int64_t *seq_lens;      /* (n,) keys that each query sees */
+    const int64_t *seq_lens;      /* (n,) keys from each query's first block on, up to the last one that it sees */
+    const int64_t *hidden;        /* (n,) the first so many of them it does not see: less than a block, not all */
     const int64_t *first_blocks;  /* (n,) where each query's block table begins in block_tables */
     const int64_t *block_tables;
     int64_t n, heads, kv_heads, head_size, block_size, block_stride, row_stride;
@@ -120,6 +121,7 @@ INLINE void prefetch(const char *from, int64_t bytes) { /* paged KV jumps about:
                                       const int SIZE) {                                                               \
         const int64_t count = a->seq_lens[i], columns = ((count + 3) & ~3) + 1, group = a->heads / a->kv_heads;       \
         const int64_t *table = a->block_tables + a->first_blocks[i], head_stride = a->block_size * SIZE;              \
+        const int64_t hidden = a->hidden[i];                                                                          \
         const int64_t part = first * head_stride, head_bytes = head_stride * (int64_t)sizeof(T);                          \
         const int64_t heads = (last - first) * group, blocks = (count + a->block_size - 1) / a->block_size;           \
         const T *q = (const T *)a->qkv + a->q_rows[i] * a->row_stride + first * group * SIZE;                         \
@@ -146,11 +148,11 @@ INLINE void prefetch(const char *from, int64_t bytes) { /* paged KV jumps about:
                     scores_##NAME(query + h * SIZE / 16, own, tokens, to, columns, SIZE, 1);                          \
             }                                                                                                         \
         }                                                                                                             \
-        for (int64_t h = 0; h < heads; h++) softmax(scores + h * columns, count);                                     \
+        for (int64_t h = 0; h < heads; h++) softmax(scores + h * columns + hidden, count - hidden);                   \
         for (int64_t b = 0; b < blocks; b++) {                                                                        \
-            const T *values = (const T *)a->values + table[b] * a->block_stride + part;                               \
-            const int64_t start = b * a->block_size, rest = count - start;                                            \
-            const int64_t tokens = rest < a->block_size ? rest : a->block_size;                                       \
+            const int64_t skip = b ? 0 : hidden, start = b * a->block_size + skip, rest = count - start;              \
+            const T *values = (const T *)a->values + table[b] * a->block_stride + part + skip * SIZE;                 \
+            const int64_t tokens = rest < a->block_size - skip ? rest : a->block_size - skip;                         \
             const T *next = (const T *)a->values + table[b + 1 < blocks ? b + 1 : b] * a->block_stride + part;        \
             for (int64_t h = 0; h < heads; h++) {                                                                     \
                 prefetch((const char *)(next + h / group * head_stride), head_bytes);                                 \

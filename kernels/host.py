@@ -27,7 +27,8 @@ class AttentionArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "qkv", "out")),
-        *((name, ctypes.c_void_p) for name in ("q_rows", "out_rows", "seq_lens", "first_blocks", "block_tables")),
+        *((name, ctypes.c_void_p) for name in ("q_rows", "out_rows", "seq_lens", "hidden", "first_blocks")),
+        ("block_tables", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("n", "heads", "kv_heads", "head_size", "block_size")),
         *((name, ctypes.c_int64) for name in ("block_stride", "row_stride", "dtype", "num_threads")),
         ("scale", ctypes.c_double),

@@ -11,8 +11,10 @@ def paged_attention(
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     scale: float,
+    *,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Attend from the last tokens of each sequence to all of its tokens up to each one's own position.
+    """Attend from the last tokens of each sequence to its tokens up to each one's own position.
 
     Args:
         q: (T, num_heads, head_size), the sequences' queries one after another.
@@ -23,20 +25,23 @@ def paged_attention(
         seq_lens: (R,) int32, tokens of each sequence, this step's included.
         cu_seqlens_q: (R + 1,) int32, sequence i's queries are [cu_seqlens_q[i], cu_seqlens_q[i + 1]); may be empty.
         scale: factor of the logits.
+        window: how many tokens each query sees, its own included; None: all up to its own.
 
     Returns:
         (T, num_heads, head_size) in q's dtype; zeros in rows behind cu_seqlens_q[R] (padding). What is not finite in
         K and V reaches the queries that may see it, and no others.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices that do not fit, or a window that hides even a query's own token.
     """
     _check(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q)
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
     if q.is_cuda:
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
-        return paged_attention_triton(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q, scale)
-    return paged_attention_reference(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q, scale)
+        return paged_attention_triton(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q, scale, window=window)
+    return paged_attention_reference(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q, scale, window=window)
 
 
 def paged_attention_reference(
@@ -47,6 +52,8 @@ def paged_attention_reference(
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     scale: float,
+    *,
+    window: int | None = None,
 ) -> torch.Tensor:
     """What `paged_attention` computes, sequence by sequence in torch; float32 inside, or float64 for float64 inputs."""
     precision = torch.promote_types(q.dtype, torch.float32)
@@ -63,7 +70,10 @@ def paged_attention_reference(
         queries = q[start:stop].to(precision).transpose(0, 1)  # (num_heads, queries, head_size)
         logits = queries @ kv[0].transpose(1, 2) * scale
         positions = torch.arange(seq_len, device=q.device)
-        hidden = positions > positions[seq_len - (stop - start) :, None]  # (queries, tokens)
+        own = positions[seq_len - (stop - start) :, None]
+        hidden = positions > own  # (queries, tokens)
+        if window is not None:
+            hidden |= positions <= own - window
         logits.masked_fill_(hidden, -torch.inf)
         bad = ~kv[1].isfinite()  # even a weight of 0 would bring them to queries that do not see them
         result = logits.softmax(dim=-1) @ kv[1].masked_fill(bad, 0.0)

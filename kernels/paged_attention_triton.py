@@ -30,7 +30,7 @@ def _find_sequence(
     return low - 1
 
 
-@jit(do_not_specialize=["num_seqs"])
+@jit(do_not_specialize=["num_seqs", "window"])
 def _paged_attention_kernel(
     out: tl.tensor,
     q: tl.tensor,
@@ -41,6 +41,7 @@ def _paged_attention_kernel(
     cu_seqlens_q: tl.tensor,
     scale: tl.tensor,
     num_seqs: tl.tensor,
+    window: tl.tensor,  # tokens that a query sees, its own included; of any size without HAS_WINDOW
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
     stride_out_token: tl.tensor,
@@ -56,6 +57,7 @@ def _paged_attention_kernel(
     TILE_QUERIES: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # at least TILE_QUERIES * GROUP_SIZE
     TILE_KV: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -86,7 +88,10 @@ def _paged_attention_kernel(
     result = tl.zeros([TILE_ROWS, HEAD_SIZE_PADDED], tl.float32)
     spoiled = tl.zeros([TILE_ROWS], tl.float32)  # above 0: the row sees a value that is not finite
     kv_stop = tl.minimum(first_position + first_query + TILE_QUERIES, seq_len)  # causal: nothing behind is seen
-    for kv_start in range(0, kv_stop, TILE_KV):
+    kv_begin = 0
+    if HAS_WINDOW:  # from the tile on in which the first query's window begins
+        kv_begin = tl.maximum(first_position + first_query + 1 - window, 0) // TILE_KV * TILE_KV
+    for kv_start in range(kv_begin, kv_stop, TILE_KV):
         kv_positions = kv_start + tl.arange(0, TILE_KV)
         kv_mask = kv_positions < kv_stop
         blocks = tl.load(block_tables + seq.to(tl.int64) * stride_table + kv_positions // BLOCK_SIZE, kv_mask, other=0)
@@ -99,13 +104,22 @@ def _paged_attention_kernel(
         key_tile = tl.load(keys + offsets[:, None] + dims[None, :], mask=load_mask, other=0.0)
         logits = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee") * scale
         seen = kv_mask[None, :] & (kv_positions[None, :] <= positions[:, None])
+        if HAS_WINDOW:
+            seen = seen & (kv_positions[None, :] > positions[:, None] - window)
         logits = tl.where(seen, logits, float("-inf"))
-        # Every row sees position 0 in its first tile, so `new_best` is finite from then on.
+        # Without a window every row sees position 0 in its first tile, so `new_best` is finite from then on.
         new_best = tl.maximum(best, tl.max(logits, axis=1))
-        weights = tl.exp(logits - new_best[:, None])
-        correction = tl.exp(best - new_best)
+        top = new_best
+        if HAS_WINDOW:  # a row whose window begins further on has seen nothing yet
+            top = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp(logits - top[:, None])
+        correction = tl.exp(best - top)
         value_tile = tl.load(values + offsets[:, None] + dims[None, :], mask=load_mask, other=0.0)
-        if kv_start + TILE_KV > first_position + first_query + 1:  # some row may not see all of the tile
+        # Whether some row may not see all of the tile.
+        partial = kv_start + TILE_KV > first_position + first_query + 1
+        if HAS_WINDOW:
+            partial = partial | (kv_start + window < kv_stop)
+        if partial:
             # A weight of 0 does not keep NaN or infinity from a row: they go to those that may see them by hand.
             finite = tl.abs(value_tile.to(tl.float32)) < float("inf")
             bad = tl.max(tl.where(finite, 0.0, 1.0), axis=1)
@@ -115,6 +129,8 @@ def _paged_attention_kernel(
         result = result * correction[:, None]
         result += tl.dot(weights.to(value_tile.dtype), value_tile, input_precision="ieee")
         best = new_best
+    if HAS_WINDOW:
+        total = tl.where(total == 0.0, 1.0, total)  # rows of the tile behind the last query, which nobody stores
     result = tl.where(spoiled[:, None] > 0.0, float("nan"), result / total[:, None])
     tl.store(
         out + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head + dims[None, :],
@@ -131,6 +147,8 @@ def paged_attention_triton(
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     scale: float,
+    *,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Launch the kernel; arguments as `paged_attention` has checked them. The innermost dimensions are contiguous."""
     num_tokens, num_heads, head_size = q.shape
@@ -157,6 +175,7 @@ def paged_attention_triton(
         cu_seqlens_q,
         scale,
         num_seqs,
+        window or 0,
         q.stride(0),
         q.stride(1),
         out.stride(0),
@@ -172,6 +191,7 @@ def paged_attention_triton(
         TILE_QUERIES=tile_queries,
         TILE_ROWS=tile_rows,
         TILE_KV=64 if head_size <= 128 else 32,
+        HAS_WINDOW=window is not None,
         **LAUNCH_OPTIONS,
     )
     return out

@@ -10,6 +10,7 @@ scratch, so that nothing foreign, finite or not, reaches a result. What is not f
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +22,6 @@ from pdkv.engine.attention.singles import SingleQueries
 from pdkv.engine.attention.tiles import AttentionLimits, Bucket, Singles, plan_tiles
 from pdkv.engine.batch import IntArray, StepInputs
 
-_NOTHING: IntArray = np.empty(0, dtype=np.int64)
-
 
 class _Work(NamedTuple):
     """A bucket's tensors: B tiles of Q queries over K blocks."""
@@ -30,7 +29,7 @@ class _Work(NamedTuple):
     bucket: Bucket
     kv_index: torch.Tensor  # (2 * B * kv_heads * K,) rows of one block, one head, of layer 0
     unowned: torch.Tensor | None  # rows of one token, one head, of what is gathered, that hold nothing of the tile's
-    mask: torch.Tensor | None  # (B, 1, Q, masked columns), added to the scores' last columns
+    mask: torch.Tensor | None  # (B, 1, Q, masked columns), added to the scores' last columns; all where a window hides
 
 
 class _Plan(NamedTuple):
@@ -46,7 +45,8 @@ class _Plan(NamedTuple):
 class CpuAttention(AttentionBackend):
     """The backend of pools in host memory."""
 
-    def __init__(self, kv_pool: torch.Tensor, num_heads: int) -> None:
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int, windows: Sequence[int | None] = ()) -> None:
+        """`windows` as in `make_backend`."""
         _, num_layers, _, kv_heads, block_size, head_size = kv_pool.shape
         self._num_heads, self._kv_heads, self._head_size = num_heads, kv_heads, head_size
         self._num_layers, self._block_size = num_layers, block_size
@@ -61,22 +61,26 @@ class CpuAttention(AttentionBackend):
         self._scratch = _Scratch(kv_pool.dtype)
         self._slots = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
         self._singles = SingleQueries.of(kv_pool, num_heads)
-        self._inner = self._last = _Plan(self._slots[0], self._slots[0], [], Singles(*[_NOTHING] * 4), 0)
+        self._windows = list(windows) or [None] * num_layers
+        self._plans: list[_Plan] = []  # of this step, by layer
 
     def prepare(self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None) -> None:
         self._slots = (torch.from_numpy(inputs.block_ids), torch.from_numpy(inputs.offsets))
         if self._singles is not None:
             self._singles.prepare(block_tables)
-        self._inner = self._last = self._plan(inputs, None, block_tables)
-        if rows is not None:
-            self._last = self._plan(inputs, rows, block_tables)
+        longest = int(inputs.seq_lens.max())  # a window that hides nothing of this step is none
+        windows = [None if window is None or window >= longest else window for window in self._windows]
+        plans = {window: self._plan(inputs, None, block_tables, window) for window in set(windows[:-1])}
+        self._plans = [plans[window] for window in windows[:-1]]
+        last = plans.get(windows[-1]) if rows is None else None
+        self._plans.append(last or self._plan(inputs, rows, block_tables, windows[-1]))
 
     def padded(self, num_rows: int) -> int:
         return round_rows(num_rows)
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         self._token_kv[layer].index_put_(self._slots, qkv[: len(self._slots[0]), self._num_heads :])
-        plan = self._last if layer == self._num_layers - 1 else self._inner
+        plan = self._plans[layer]
         result = self._attend_buckets(layer, qkv, plan)
         if self._singles is not None and len(plan.singles.slots):
             self._singles.attend(layer, qkv, plan.singles, result)
@@ -135,10 +139,10 @@ class CpuAttention(AttentionBackend):
         torch.bmm(weights, values.masked_fill(bad, 0.0), out=out)
         out.masked_fill_(torch.bmm((~hidden).float(), bad.float()) > 0, float("nan"))
 
-    def _plan(self, inputs: StepInputs, rows: IntArray | None, block_tables: IntArray) -> _Plan:
-        """The tensors of a tile plan; shared by all layers, since a layer only shifts where rows begin."""
+    def _plan(self, inputs: StepInputs, rows: IntArray | None, block_tables: IntArray, window: int | None) -> _Plan:
+        """The tensors of a tile plan; shared by all layers of a window, since a layer only shifts where rows begin."""
         apart = self._singles is not None
-        tiles = plan_tiles(inputs, rows, self._block_size, self._limits, singles_apart=apart)
+        tiles = plan_tiles(inputs, rows, self._block_size, self._limits, window=window, singles_apart=apart)
         heads, kv_heads = self._num_heads, self._kv_heads
         head = np.arange(heads)[None, :, None]
         q_parts, work, start = [], [], 0
@@ -149,7 +153,7 @@ class CpuAttention(AttentionBackend):
             stop = start + bucket.num_queries * heads
             places = np.arange(start, stop).reshape(len(bucket.slots), heads, bucket.tile_size).transpose(0, 2, 1)
             out_index[bucket.out_rows[bucket.real]] = places[bucket.real]
-            kv_index, mask = self._kv_index(bucket, block_tables), self._mask(bucket)
+            kv_index, mask = self._kv_index(bucket, block_tables), self._mask(bucket, window)
             work.append(_Work(bucket, kv_index, None if mask is None else self._unowned(bucket), mask))
             start = stop
         q_index = np.concatenate(q_parts) if q_parts else np.empty(0, dtype=np.int64)
@@ -158,11 +162,11 @@ class CpuAttention(AttentionBackend):
     def _kv_index(self, bucket: Bucket, block_tables: IntArray) -> torch.Tensor:
         """(2, B, kv_heads, K) flattened: rows of `_block_rows`.
 
-        Behind its end a shorter request reads its own first block again, which is full unless it is its last, too.
+        Behind its end a shorter tile reads its own first block again, which is full unless it is its last, too.
         """
         blocks = np.arange(bucket.num_blocks)
         own = blocks * self._block_size < bucket.seq_lens[:, None]
-        tables = block_tables[bucket.slots[:, None], np.where(own, blocks, 0)]
+        tables = block_tables[bucket.slots[:, None], bucket.first_blocks[:, None] + np.where(own, blocks, 0)]
         sides = np.arange(2)[:, None, None, None] * self._kv_heads + np.arange(self._kv_heads)[None, None, :, None]
         rows: IntArray = tables[None, :, None, :] * (self._num_layers * 2 * self._kv_heads) + sides
         return torch.from_numpy(rows.ravel())
@@ -185,14 +189,20 @@ class CpuAttention(AttentionBackend):
         rows: IntArray = (heads + tile * self._kv_heads) * width + column
         return torch.from_numpy(rows.ravel())
 
-    def _mask(self, bucket: Bucket) -> torch.Tensor | None:
-        """0 where a query may look, -inf where not, for the columns that some query may not see."""
+    def _mask(self, bucket: Bucket, window: int | None) -> torch.Tensor | None:
+        """0 where a query may look, -inf where not, for the columns from the first that some query may not see."""
         first_masked = int(bucket.positions.min()) + 1
+        if window is not None and int(bucket.positions.max()) >= window:
+            first_masked = 0
         if first_masked == bucket.num_blocks * self._block_size:
             return None
         # From a block's boundary on: unaligned columns add 3x slower.
         columns = np.arange(first_masked - first_masked % self._block_size, bucket.num_blocks * self._block_size)
-        hidden = torch.from_numpy(columns > bucket.positions[:, None, :, None])
+        positions = bucket.positions[:, None, :, None]
+        unseen = columns > positions
+        if window is not None:
+            unseen |= columns <= positions - window
+        hidden = torch.from_numpy(unseen)
         mask = torch.zeros(hidden.shape, dtype=self._scratch.dtype)
         return mask.masked_fill_(hidden, float("-inf"))
 

@@ -1,5 +1,7 @@
 """Paged attention on CUDA: the Triton kernels over the whole step in one launch per layer."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -12,7 +14,9 @@ from pdkv.kernels.paged_attention import paged_attention
 class CudaAttention(AttentionBackend):
     """The backend of pools in device memory. What a step needs is copied to the device once, not per layer."""
 
-    def __init__(self, kv_pool: torch.Tensor, num_heads: int) -> None:
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int, windows: Sequence[int | None] = ()) -> None:
+        """`windows` as in `make_backend`."""
+        self._windows = list(windows) or [None] * kv_pool.shape[1]
         self._pool = kv_pool
         self._num_heads = num_heads
         self._kv_heads = kv_pool.shape[3]
@@ -36,7 +40,14 @@ class CudaAttention(AttentionBackend):
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         write_kv(self._pool, layer, k, v, self._slot_mapping)
         out = paged_attention(
-            q, self._pool, layer, self._block_tables, self._seq_lens, self._cu_seqlens_q, self._scale
+            q,
+            self._pool,
+            layer,
+            self._block_tables,
+            self._seq_lens,
+            self._cu_seqlens_q,
+            self._scale,
+            window=self._windows[layer],
         ).flatten(1)
         if layer == self._last_layer and self._rows is not None:
             return out.index_select(0, self._rows)

@@ -1,11 +1,21 @@
 """Attention of single queries by the compiled kernel: paged KV is read where it lies."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from pdkv.engine.attention.tiles import Singles
 from pdkv.engine.batch import IntArray
 from pdkv.kernels import host
+
+
+class _Taken(NamedTuple):
+    """What the kernel reads of Singles; the vectors are kept alive for it."""
+
+    singles: Singles
+    vectors: list[IntArray]
+    pointers: list[int]
 
 
 class SingleQueries:
@@ -18,8 +28,7 @@ class SingleQueries:
         side = kv_heads * block_size * head_size
         self._side_bytes = side * kv_pool.element_size()
         self._block_tables: IntArray = np.empty((0, 0), dtype=np.int64)
-        self._taken: Singles | None = None  # whose vectors these are; the kernel reads them, so they are kept alive
-        self._vectors: list[IntArray] = []
+        self._taken: dict[int, _Taken] = {}  # of this step, by the identity of their Singles
         self._args = host.AttentionArgs(
             heads=num_heads,
             kv_heads=kv_heads,
@@ -43,7 +52,8 @@ class SingleQueries:
     def prepare(self, block_tables: IntArray) -> None:
         """Take in a step's block tables, (max_num_seqs, max_blocks) int64 by slot."""
         self._block_tables = block_tables
-        self._taken = None
+        self._taken.clear()
+        self._args.num_threads = torch.get_num_threads()
 
     def attend(self, layer: int, qkv: torch.Tensor, singles: Singles, out: torch.Tensor) -> None:
         """Write each query's attention into its row of `out` (rows, heads * head_size).
@@ -55,19 +65,18 @@ class SingleQueries:
         first = self._pool.data_ptr() + 2 * layer * self._side_bytes
         args.keys, args.values = first, first + self._side_bytes
         args.qkv, args.out = qkv.data_ptr(), out.data_ptr()
-        if self._taken is not singles:
-            self._take(singles)
+        taken = self._taken.get(id(singles)) or self._take(singles)
+        args.q_rows, args.out_rows, args.seq_lens, args.hidden, args.first_blocks, args.block_tables = taken.pointers
+        args.n = len(singles.slots)
         host.attend(args)
 
-    def _take(self, singles: Singles) -> None:
-        args, tables = self._args, self._block_tables
-        columns = (singles.qkv_rows, singles.out_rows, singles.seq_lens, singles.slots * tables.shape[1], tables)
-        self._vectors = [np.ascontiguousarray(column, dtype=np.int64) for column in columns]
-        pointers = (vector.ctypes.data for vector in self._vectors)
-        args.q_rows, args.out_rows, args.seq_lens, args.first_blocks, args.block_tables = pointers
-        args.n = len(singles.slots)
-        args.num_threads = torch.get_num_threads()
-        self._taken = singles
+    def _take(self, singles: Singles) -> "_Taken":
+        tables = self._block_tables
+        first_blocks = singles.slots * tables.shape[1] + singles.first_blocks
+        columns = (singles.qkv_rows, singles.out_rows, singles.seq_lens, singles.hidden, first_blocks, tables)
+        vectors = [np.ascontiguousarray(column, dtype=np.int64) for column in columns]
+        taken = self._taken[id(singles)] = _Taken(singles, vectors, [vector.ctypes.data for vector in vectors])
+        return taken
 
 
 def _name(dtype: torch.dtype) -> str:

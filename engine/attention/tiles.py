@@ -44,11 +44,15 @@ class AttentionLimits:
 
 
 class Bucket(NamedTuple):
-    """B tiles of Q queries and K blocks. Padding repeats: queries their tile's last one, tiles the last one."""
+    """B tiles of Q queries and K blocks. Padding repeats: queries their tile's last one, tiles the last one.
+
+    Positions and lengths count from a tile's first block: with a window it may be a later one than its request's.
+    """
 
     slots: IntArray  # (B,)
-    seq_lens: IntArray  # (B,) keys that the tile's last query sees
-    positions: IntArray  # (B, Q) of each query in its request
+    first_blocks: IntArray  # (B,) blocks of the request that no query of the tile sees
+    seq_lens: IntArray  # (B,) up to the last key that the tile's last query sees
+    positions: IntArray  # (B, Q) of each query
     qkv_rows: IntArray  # (B, Q) of each query in the step
     out_rows: IntArray  # (B, Q) where its output goes
     real: npt.NDArray[np.bool_]  # (B, Q) not padding
@@ -71,7 +75,9 @@ class Singles(NamedTuple):
     slots: IntArray
     qkv_rows: IntArray  # of each query in the step
     out_rows: IntArray  # where its output goes
-    seq_lens: IntArray  # keys that it sees
+    first_blocks: IntArray  # blocks of the request that it does not see
+    seq_lens: IntArray  # keys from there on, up to its own
+    hidden: IntArray  # the first so many of them it does not see, either; less than a block
 
 
 class TilePlan(NamedTuple):
@@ -91,18 +97,34 @@ class _Tiles(NamedTuple):
     positions: IntArray  # first query's position
     counts: IntArray  # queries
     padded: IntArray  # queries after padding
+    skipped: IntArray  # blocks that no query sees; positions count from behind them
     blocks: IntArray  # blocks that hold the keys
 
 
 def plan_tiles(
-    inputs: StepInputs, rows: IntArray | None, block_size: int, limits: AttentionLimits, *, singles_apart: bool = False
+    inputs: StepInputs,
+    rows: IntArray | None,
+    block_size: int,
+    limits: AttentionLimits,
+    *,
+    window: int | None = None,
+    singles_apart: bool = False,
 ) -> TilePlan:
-    """Tiles for all of the step's tokens, or for the tokens `rows` (ascending) only; single queries apart if asked."""
+    """Tiles for all of the step's tokens, or for the tokens `rows` (ascending) only.
+
+    Args:
+        window: keys that each query sees, its own included; None: all up to its own.
+        singles_apart: whether single queries are left out of the buckets.
+    """
     num_rows = len(inputs.positions) if rows is None else len(rows)
-    tiles = _cut(inputs, limits) if rows is None else _single(inputs, rows)
+    tiles = _cut(inputs, limits, window) if rows is None else _single(inputs, rows)
+    if window is not None:
+        skipped = np.maximum(tiles.positions + 1 - window, 0) // block_size
+        tiles = tiles._replace(skipped=skipped, positions=tiles.positions - skipped * block_size)
     single = (tiles.counts == 1) & singles_apart
     apart = _Tiles(*(column[single] for column in tiles))
-    singles = Singles(apart.slots, apart.starts, apart.outs, apart.positions + 1)
+    hidden = np.zeros_like(apart.positions) if window is None else np.maximum(apart.positions + 1 - window, 0)
+    singles = Singles(apart.slots, apart.starts, apart.outs, apart.skipped, apart.positions + 1, hidden)
     tiles = _Tiles(*(column[~single] for column in tiles))
     padded = _PADDED_QUERIES[tiles.counts]
     blocks = -(-(tiles.positions + tiles.counts) // block_size)
@@ -117,10 +139,11 @@ def plan_tiles(
     return TilePlan(buckets, singles, num_rows)
 
 
-def _cut(inputs: StepInputs, limits: AttentionLimits) -> _Tiles:
+def _cut(inputs: StepInputs, limits: AttentionLimits, window: int | None) -> _Tiles:
     """Every request's tokens in tiles of equal size, the last one shorter."""
     scheduled = np.diff(inputs.cu_seqlens_q)
-    sizes = limits.tile_sizes(inputs.seq_lens)
+    most_keys = None if window is None else window + int(_FULL_TILES[-1])
+    sizes = limits.tile_sizes(np.minimum(inputs.seq_lens, most_keys) if most_keys is not None else inputs.seq_lens)
     per_request = -(-scheduled // sizes)
     request = np.repeat(np.arange(len(scheduled)), per_request)
     number = np.arange(len(request)) - np.repeat(np.cumsum(per_request) - per_request, per_request)
@@ -128,14 +151,15 @@ def _cut(inputs: StepInputs, limits: AttentionLimits) -> _Tiles:
     starts = inputs.cu_seqlens_q[:-1][request] + skipped
     counts = np.minimum(sizes[request], scheduled[request] - skipped)
     positions = (inputs.seq_lens - scheduled)[request] + skipped
-    return _Tiles(inputs.slots[request], starts, starts, positions, counts, counts, counts)
+    return _Tiles(inputs.slots[request], starts, starts, positions, counts, counts, np.zeros_like(counts), counts)
 
 
 def _single(inputs: StepInputs, rows: IntArray) -> _Tiles:
     """A tile for each run of adjacent rows would be rare: single rows are the last tokens of requests."""
     request = np.searchsorted(inputs.cu_seqlens_q, rows, side="right") - 1
     ones = np.ones(len(rows), dtype=np.int64)
-    return _Tiles(inputs.slots[request], rows, np.arange(len(rows)), inputs.positions[rows], ones, ones, ones)
+    positions, outs = inputs.positions[rows], np.arange(len(rows))
+    return _Tiles(inputs.slots[request], rows, outs, positions, ones, ones, np.zeros_like(ones), ones)
 
 
 def _bucket_size(
@@ -165,6 +189,7 @@ def _bucket(tiles: _Tiles, index: IntArray, count: int, num_blocks: int) -> Buck
     steps = np.minimum(queries, counts - 1)
     return Bucket(
         slots=tiles.slots[index],
+        first_blocks=tiles.skipped[index],
         seq_lens=tiles.positions[index] + tiles.counts[index],
         positions=tiles.positions[index][:, None] + steps,
         qkv_rows=tiles.starts[index][:, None] + steps,

@@ -67,6 +67,43 @@ def test_paged_attention(
     torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("window", [1, 7, 64, 65, 100])
+@pytest.mark.parametrize(("heads", "head_size", "block_size"), [((4, 2), 32, 16), ((32, 1), 16, 32)], ids=str)
+def test_windows(
+    heads: tuple[int, int], head_size: int, block_size: int, window: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    q, pool, *index = attention_inputs([*MIXED, (70, 200)], heads, head_size, block_size, padding=3)
+    q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
+    result = paged_attention_triton(q, pool, 1, *index, scale=head_size**-0.5, window=window)
+    expected = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=head_size**-0.5, window=window)
+    torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    whole = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=head_size**-0.5)
+    assert not torch.allclose(expected, whole)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter computes in numpy
+@pytest.mark.parametrize("attention", [paged_attention_triton, paged_attention_reference])
+@pytest.mark.parametrize("poison", ["nan", "inf"])
+@pytest.mark.parametrize(("window", "num_bad"), [(5, 40), (20, 64), (64, 3)])
+def test_what_is_not_finite_reaches_no_token_behind_its_window(
+    attention: Callable[..., torch.Tensor],
+    poison: str,
+    window: int,
+    num_bad: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    q, pool, *index = attention_inputs([(20, 80), (4, 70)], (4, 2), 32, 16, padding=0)
+    q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
+    clean = attention(q, pool, 0, *index, scale=0.2, window=window)
+    for position in range(num_bad):
+        pool[index[0][0, position // 16].item(), 0, :, :, position % 16] = float(poison)
+    result = attention(q, pool, 0, *index, scale=0.2, window=window)
+    sees = torch.cat((torch.arange(60, 80) - window + 1 < num_bad, torch.zeros(4, dtype=torch.bool)))
+    assert torch.equal(result[~sees], clean[~sees])
+    assert result[sees].isnan().all()
+
+
 POISONS = ["nan", "inf", "-inf", "largest"]
 
 
@@ -125,8 +162,9 @@ def test_the_backend_equals_attention_written_out(
     mix: list[tuple[int, int]], shape: Shape, device: torch.device
 ) -> None:
     case = Case(mix, shape=shape).to(device)
-    expected = [case.expected(layer) for layer in range(shape.layers)]
-    backend = CudaAttention(case.pool, shape.heads)
+    windows = [None, 20]
+    expected = [case.expected(layer, windows[layer]) for layer in range(shape.layers)]
+    backend = CudaAttention(case.pool, shape.heads, windows)
     for layer in range(shape.layers):
         torch.testing.assert_close(case.run(backend, layer).double(), expected[layer], rtol=1e-5, atol=1e-5)
     some = case.run(backend, shape.layers - 1, last_only=True)

@@ -10,20 +10,22 @@ from pdkv.kernels import paged_attention, write_kv
 BLOCK_SIZE = 16
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
     """Causal attention of the last len(q) of len(k) tokens, one query and head at a time."""
     out = torch.empty_like(q)
     group_size = q.shape[1] // k.shape[1]
     for i in range(len(q)):
         seen = len(k) - len(q) + i + 1
+        first = 0 if window is None else max(0, seen - window)
         for head in range(q.shape[1]):
-            weights = (k[:seen, head // group_size] @ q[i, head] * scale).softmax(0)
-            out[i, head] = weights @ v[:seen, head // group_size]
+            weights = (k[first:seen, head // group_size] @ q[i, head] * scale).softmax(0)
+            out[i, head] = weights @ v[first:seen, head // group_size]
     return out
 
 
+@pytest.mark.parametrize("window", [None, 1, 18, 200])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=str)
-def test_equals_dense_attention(heads: tuple[int, int]) -> None:
+def test_equals_dense_attention(heads: tuple[int, int], window: int | None) -> None:
     """A prefill from nothing, a later chunk, decode rows, a sequence without queries; write_kv fills the pool."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
@@ -40,7 +42,7 @@ def test_equals_dense_attention(heads: tuple[int, int]) -> None:
         positions = torch.arange(seq_len)
         write_kv(pool, 1, k, v, blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE)
         queries.append(q)
-        expected.append(dense(q, k, v, 0.3))
+        expected.append(dense(q, k, v, 0.3, window))
     result = paged_attention(
         torch.cat(queries),
         pool,
@@ -49,6 +51,7 @@ def test_equals_dense_attention(heads: tuple[int, int]) -> None:
         torch.tensor([s for _, s in lengths], dtype=torch.int32),
         torch.tensor([0, *(q for q, _ in lengths)]).cumsum(0).int(),
         0.3,
+        window=window,
     )
     torch.testing.assert_close(result, torch.cat(expected))
 
@@ -64,6 +67,7 @@ def test_equals_dense_attention(heads: tuple[int, int]) -> None:
         ("block_tables", torch.zeros(2, 4, dtype=torch.int64), "int32"),
         ("block_tables", torch.zeros(3, 4, dtype=torch.int32), "does not fit seq_lens"),
         ("cu_seqlens_q", torch.zeros(2, dtype=torch.int32), r"\(3,\)"),
+        ("window", 0, "window must be at least 1, got 0"),
     ],
 )
 def test_refuses_what_does_not_fit(argument: str, value: Any, message: str) -> None:

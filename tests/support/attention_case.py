@@ -99,7 +99,7 @@ class Case:
         assert len(out) == backend.padded(wanted)
         return out[:wanted]
 
-    def expected(self, layer: int) -> torch.Tensor:
+    def expected(self, layer: int, window: int | None = None) -> torch.Tensor:
         """In float64, request by request, with the step's own K and V taken from qkv."""
         heads, kv_heads, head_size = self.shape.heads, self.shape.kv_heads, self.shape.head_size
         out = []
@@ -109,13 +109,15 @@ class Case:
             fresh = own[heads:].view(2, kv_heads, count, head_size)
             k, v = torch.cat((kv, fresh), dim=2).repeat_interleave(heads // kv_heads, dim=1)
             visible = torch.ones(count, computed + count, device=k.device).tril(computed).bool()
+            if window is not None:
+                visible = visible.triu(computed - window + 1)
             attended = torch.nn.functional.scaled_dot_product_attention(own[:heads], k, v, attn_mask=visible)
             out.append(attended.transpose(0, 1).flatten(1))
         return torch.cat(out)
 
 
-def without_compiled_kernel(kv_pool: torch.Tensor, num_heads: int) -> CpuAttention:
+def without_compiled_kernel(kv_pool: torch.Tensor, num_heads: int, windows: Sequence[int | None] = ()) -> CpuAttention:
     """The CPU backend of a machine without a compiler."""
-    backend = CpuAttention(kv_pool, num_heads)
+    backend = CpuAttention(kv_pool, num_heads, windows)
     backend._singles = None
     return backend

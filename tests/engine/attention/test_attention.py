@@ -86,6 +86,49 @@ def test_backends_equal_attention_written_out(
             torch.testing.assert_close(some.double(), expected[case.last_rows], rtol=1e-4, atol=1e-5)
 
 
+WINDOWS = [1, 5, 16, 17, 40, 150, 5000]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("mix", MIXES, ids=len)
+@pytest.mark.parametrize("make", [CpuAttention, without_compiled_kernel], ids=["cpu", "cpu-torch"])
+def test_windows_equal_attention_written_out(
+    mix: list[tuple[int, int]], make: Callable[..., AttentionBackend], window: int
+) -> None:
+    """In both layers, in one or the other, and another one in each."""
+    for windows in ([window, window], [None, window], [window, None], [window, 20]):
+        case = Case(mix)
+        expected = [case.expected(layer, windows[layer]) for layer in range(2)]
+        backend = make(case.pool, SHAPE.heads, windows)
+        for layer in range(2):
+            torch.testing.assert_close(case.run(backend, layer).double(), expected[layer], rtol=1e-4, atol=1e-5)
+        some = case.run(backend, 1, last_only=True)
+        torch.testing.assert_close(some.double(), expected[1][case.last_rows], rtol=1e-4, atol=1e-5)
+
+
+@needs_compiled_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 4, 32), (8, 2, 64), (3, 1, 128), (2, 2, 80)])
+def test_windows_of_single_queries(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for window in WINDOWS:
+        case = Case(MIXES[4], dtype, shape=Shape(heads, kv_heads, head_size))
+        result = case.run(CpuAttention(case.pool, heads, [window, window]), 1)
+        torch.testing.assert_close(result.double(), case.expected(1, window), **close)
+
+
+def test_a_window_gathers_no_more_than_it_needs() -> None:
+    """A chunk far into a prompt, and a decode: the blocks before their windows are not looked at."""
+    case = Case([(2000, 40), (3000, 1)])
+    limits = AttentionLimits(SHAPE.heads, SHAPE.kv_heads, SHAPE.head_size, 4)
+    plan = plan_tiles(case.inputs, None, SHAPE.block_size, limits, window=64)
+    for bucket in plan.buckets:
+        assert bucket.num_blocks <= (64 + 40) // SHAPE.block_size + 2
+    apart = plan_tiles(case.inputs, None, SHAPE.block_size, limits, window=64, singles_apart=True).singles
+    assert apart.first_blocks.tolist() == [(3000 + 1 - 64) // 16]
+    assert apart.seq_lens[0] - apart.hidden[0] == 64
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(dtype: torch.dtype) -> None:
     case = Case(MIXES[3], dtype)
@@ -98,11 +141,11 @@ def test_low_precision(dtype: torch.dtype) -> None:
 def test_small_buckets_and_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_tiles, "_BUCKET_BYTES", 20_000)
     monkeypatch.setattr(attention_tiles, "_WASTE_BYTES", 0)
-    case = Case(MIXES[3])
-    expected = case.expected(0)
-    torch.testing.assert_close(
-        case.run(CpuAttention(case.pool, SHAPE.heads), 0).double(), expected, rtol=1e-4, atol=1e-5
-    )
+    for window in (None, 30):
+        case = Case(MIXES[3])
+        expected = case.expected(0, window)
+        backend = CpuAttention(case.pool, SHAPE.heads, [window] * SHAPE.layers)
+        torch.testing.assert_close(case.run(backend, 0).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_scheduled_slots_are_written() -> None:

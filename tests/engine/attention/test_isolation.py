@@ -14,7 +14,8 @@ from pdkv.engine.attention.cpu import CpuAttention
 
 torch.set_num_threads(1)
 
-Make = Callable[[torch.Tensor, int], AttentionBackend]
+Make = Callable[..., AttentionBackend]
+Windows = list[int | None]
 
 PATHS = pytest.mark.parametrize("make", [CpuAttention, without_compiled_kernel], ids=["compiled", "torch"])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,6 +29,8 @@ shapes = st.builds(
     st.sampled_from([8, 16, 32, 64, 80, 128]),
     st.sampled_from([16, 32, 48]),
 )
+windows = st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=2, max_size=2)
+"""Of both layers."""
 
 
 def poisons(dtype: torch.dtype) -> list[float]:
@@ -35,11 +38,20 @@ def poisons(dtype: torch.dtype) -> list[float]:
     return [float("nan"), float("inf"), float("-inf"), torch.finfo(dtype).max]
 
 
-def check(make: Make, requests: list[tuple[int, int]], dtype: torch.dtype, shape: Shape, poison: float) -> None:
+def check(
+    make: Make,
+    requests: list[tuple[int, int]],
+    dtype: torch.dtype,
+    shape: Shape,
+    poison: float,
+    windows: Windows | None = None,
+) -> None:
     """Poison what is nobody's, then one request after the other: the others' results are those of a clean pool."""
 
+    windows = windows or [None, None]
+
     def attend(case: Case) -> list[torch.Tensor]:
-        backend = make(case.pool, shape.heads)
+        backend = make(case.pool, shape.heads, windows)
         last = shape.layers - 1
         return [case.run(backend, 0), case.run(backend, last), case.run(backend, last, last_only=True)]
 
@@ -49,7 +61,8 @@ def check(make: Make, requests: list[tuple[int, int]], dtype: torch.dtype, shape
     clean = attend(case())
     close = 1e-4 if dtype is torch.float32 else 0.05
     for layer in (0, shape.layers - 1):
-        torch.testing.assert_close(clean[layer].double(), case().expected(layer), rtol=close, atol=close)
+        expected = case().expected(layer, windows[layer])
+        torch.testing.assert_close(clean[layer].double(), expected, rtol=close, atol=close)
     poisoned = case()
     poisoned.fill_foreign(poison)
     for result, expected in zip(attend(poisoned), clean, strict=True):
@@ -67,11 +80,16 @@ def check(make: Make, requests: list[tuple[int, int]], dtype: torch.dtype, shape
 
 @PATHS
 @settings(max_examples=40)
-@given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES))
+@given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES), windows=windows)
 def test_only_owned_kv_counts(
-    make: Make, data: st.DataObject, requests: list[tuple[int, int]], shape: Shape, dtype: torch.dtype
+    make: Make,
+    data: st.DataObject,
+    requests: list[tuple[int, int]],
+    shape: Shape,
+    dtype: torch.dtype,
+    windows: Windows,
 ) -> None:
-    check(make, requests, dtype, shape, data.draw(st.sampled_from(poisons(dtype))))
+    check(make, requests, dtype, shape, data.draw(st.sampled_from(poisons(dtype))), windows)
 
 
 @PATHS
@@ -106,9 +124,14 @@ def test_a_block_whose_owner_overflowed(make: Make) -> None:
 
 @PATHS
 @settings(max_examples=40)
-@given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES))
+@given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES), windows=windows)
 def test_no_token_gets_anything_of_a_later_one(
-    make: Make, data: st.DataObject, requests: list[tuple[int, int]], shape: Shape, dtype: torch.dtype
+    make: Make,
+    data: st.DataObject,
+    requests: list[tuple[int, int]],
+    shape: Shape,
+    dtype: torch.dtype,
+    windows: Windows,
 ) -> None:
     """Else KV of a prompt's first tokens, which other prompts find by those tokens, depends on what came behind."""
     clean, poisoned = (Case(requests, dtype, shape=shape) for _ in range(2))
@@ -120,5 +143,27 @@ def test_no_token_gets_anything_of_a_later_one(
         poisoned.qkv[first : rows.stop] = poison
         before[first : rows.stop] = False
     for layer in (0, shape.layers - 1):
-        results = [case.run(make(case.pool, shape.heads), layer) for case in (clean, poisoned)]
+        results = [case.run(make(case.pool, shape.heads, windows), layer) for case in (clean, poisoned)]
         assert torch.equal(results[0][before], results[1][before])
+
+
+@PATHS
+@settings(max_examples=40)
+@given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES), window=st.integers(1, 60))
+def test_no_token_gets_anything_from_before_its_window(
+    make: Make, data: st.DataObject, requests: list[tuple[int, int]], shape: Shape, dtype: torch.dtype, window: int
+) -> None:
+    """What was computed up to some position is poisoned, and with it those that see some of it; no one else."""
+    clean, poisoned = (Case(requests, dtype, shape=shape) for _ in range(2))
+    poison = data.draw(st.sampled_from(poisons(dtype)))
+    apart = torch.ones(len(clean.qkv), dtype=torch.bool)
+    for i, (computed, _) in enumerate(requests):
+        stop = data.draw(st.integers(0, computed))  # positions [0, stop) are bad
+        for j, block in enumerate(poisoned.blocks(i)):
+            poisoned.pool[block, :, :, :, : max(0, stop - j * shape.block_size)] = poison
+        rows = clean.rows(i)
+        positions = torch.from_numpy(clean.inputs.positions[rows.start : rows.stop])
+        apart[rows] = positions - window + 1 >= stop
+    for layer in (0, shape.layers - 1):
+        results = [case.run(make(case.pool, shape.heads, [window] * 2), layer) for case in (clean, poisoned)]
+        assert torch.equal(results[0][apart], results[1][apart])
