@@ -68,8 +68,8 @@ class ModelRunner:
         self._worker = worker
         self._max_num_seqs = max_num_seqs
         self._batch = PersistentBatch(max_num_seqs, max_model_len, kv_pool.shape[4])
-        self._attention = make_backend(kv_pool, model.num_heads)
         config = model.config
+        self._attention = make_backend(kv_pool, model.num_heads, config.windows)
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, model.device, config.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=draws)
 

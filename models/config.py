@@ -1,6 +1,5 @@
 """What a Hugging Face model directory says about its model: a checked `ModelConfig`. No torch."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +9,7 @@ from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config_fields import check_fields
 from pdkv.models.json_fields import Fields, read_json
 from pdkv.models.rope_config import RopeScaling, read_rope
-
-logger = logging.getLogger(__name__)
+from pdkv.models.window_config import read_windows
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -43,7 +41,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: Dtype
-    sliding_window: int | None
+    windows: tuple[int | None, ...]  # by layer, how many tokens a query sees, its own included; None: all up to its own
 
     @property
     def num_positions(self) -> int:
@@ -88,6 +86,7 @@ class _Family(NamedTuple):
 _FAMILIES: Mapping[str, _Family] = {
     "LlamaForCausalLM": _Family(None, None, mlp_bias=None, reads_window=False),
     "MistralForCausalLM": _Family(False, False),
+    "MinistralForCausalLM": _Family(False, False),
     "Qwen2ForCausalLM": _Family(True, False),
     "Qwen3ForCausalLM": _Family(None, None, qk_norm=True),
     "Phi3ForCausalLM": _Family(False, False, fused_weights=True),
@@ -108,7 +107,7 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
     file = path / "config.json"
     fields = Fields(file, read_json(file))
     architecture, family = _architecture(fields)
-    num_heads = fields.count("num_attention_heads")
+    num_layers, num_heads = fields.count("num_hidden_layers"), fields.count("num_attention_heads")
     hidden_size = fields.count("hidden_size")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -125,7 +124,7 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=fields.count("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
@@ -144,7 +143,7 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
         eos_token_ids=_eos_token_ids(path, fields),
         bos_token_id=bos[0] if bos else None,
         dtype=_dtype(fields),
-        sliding_window=_sliding_window(fields, architecture),
+        windows=read_windows(fields, architecture, num_layers),
     )
     return config.for_length(max_model_len)
 
@@ -191,29 +190,12 @@ def _dtype(fields: Fields) -> Dtype:
     return cast(Dtype, name)
 
 
-def _sliding_window(fields: Fields, architecture: str) -> int | None:
-    """The window in tokens where the model uses one: Mistral's default is 4096, Qwen's is off, Llama has none."""
-    if architecture == "MistralForCausalLM":
-        in_use = fields.values.get("sliding_window", 4096) is not None
-        return fields.count("sliding_window", 4096) if in_use else None
-    in_use = architecture == "Phi3ForCausalLM" or fields.flag("use_sliding_window")
-    if in_use and fields.values.get("sliding_window") is not None:
-        return fields.count("sliding_window")
-    return None
-
-
 def resolve_max_model_len(model: ModelConfig, requested: int | None) -> int:
-    """The longest prompt + output in tokens. A shorter sliding window caps it: windows are not computed.
+    """The longest prompt + output in tokens.
 
     Raises:
         ConfigError: more was requested than the model has positions for.
     """
     if requested is not None and requested > model.num_positions:
         raise ConfigError(f"max_model_len {requested} exceeds the model's {model.num_positions} positions")
-    length = requested or model.default_max_model_len
-    if model.sliding_window is not None and model.sliding_window < length:
-        logger.warning(
-            "max_model_len is capped from %d to the sliding window of %d tokens", length, model.sliding_window
-        )
-        return model.sliding_window
-    return length
+    return requested or model.default_max_model_len

@@ -56,7 +56,6 @@ HARMLESS = _names(
 )
 """They describe the file, training, initialisation, generation defaults or the way to compute, not what is computed."""
 
-_LAYER_TYPES_OF_WINDOWS = frozenset({"full_attention", "sliding_attention"})
 _ROPE_READ = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"})
 _ROPE_KIND_READS: Mapping[str, frozenset[str]] = {
     "linear": frozenset({"factor"}),
@@ -65,6 +64,7 @@ _ROPE_KIND_READS: Mapping[str, frozenset[str]] = {
     "yarn": _names("factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
     "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor"}),
 }
+_WINDOW_FIELDS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 _MULTIPLIER = re.compile(r"(?:^|_)(?:multiplier|scale|scaling|factor)(?:_|$)|^(?:rotary_pct|rope_percent)$|^mup_")
 _SHOWN_CHARS = 80
 
@@ -115,7 +115,7 @@ def check_fields(path: Path, architecture: str, values: Mapping[str, Any], *, re
 
     Args:
         path: of the config.json, for the message.
-        reads_window: whether the family has sliding windows, which cap the length.
+        reads_window: whether the family has sliding windows (`read_windows`).
 
     Raises:
         ModelError: names the first such field and its value.
@@ -123,7 +123,7 @@ def check_fields(path: Path, architecture: str, values: Mapping[str, Any], *, re
     for name, value in values.items():
         if name in READ or name in HARMLESS or _is_neutral(name, value, values):
             continue
-        if reads_window and _is_window(name, value, values):
+        if reads_window and name in _WINDOW_FIELDS:
             continue
         raise ModelError(
             f"{path}: field {_shown(name, value)} is not supported for {architecture}: its effect on the model "
@@ -155,15 +155,6 @@ def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return value == (1 if _MULTIPLIER.search(name) else 0)
-
-
-def _is_window(name: str, value: Any, values: Mapping[str, Any]) -> bool:
-    """Fields of sliding windows, where the family has them: `sliding_window` itself caps the length."""
-    if name == "layer_types":
-        types = set(map(str, value)) if isinstance(value, list) else {""}
-        in_use = values.get("use_sliding_window", True) and values.get("sliding_window") is not None
-        return types <= _LAYER_TYPES_OF_WINDOWS and bool(in_use)
-    return name in ("sliding_window", "use_sliding_window", "max_window_layers")
 
 
 def _shown(name: str, value: Any) -> str:

@@ -15,14 +15,14 @@ from equality import (
     greedy_workload,
     run_all,
 )
+from small_models import FEATURES
 
 
 @pytest.fixture(scope="module", params=["mistral", "qwen2", "qwen3", "phi3"])
 def workload(
     request: pytest.FixtureRequest, hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Workload:
-    overrides = {"partial_rotary_factor": 0.75} if request.param == "phi3" else {}
-    model = hf_model(request.param, initializer_range=0.2, **overrides)
+    model = hf_model(request.param, initializer_range=0.2, **FEATURES[request.param])
     return greedy_workload(model, tmp_path_factory.mktemp(request.param))
 
 

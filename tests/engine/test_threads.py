@@ -24,7 +24,7 @@ def make_config(hidden_size: int) -> ModelConfig:
         rms_norm_eps=1e-5, rope_theta=1e4, rotary_size=32, rope_scaling=None, tie_word_embeddings=True,
         attention_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False, fused_weights=False,
         eos_token_ids=(), bos_token_id=None,
-        dtype="bfloat16", sliding_window=None,
+        dtype="bfloat16", windows=(None,),
     )  # fmt: skip
 
 

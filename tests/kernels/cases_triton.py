@@ -67,7 +67,7 @@ def test_paged_attention(
     torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("window", [1, 7, 64, 65, 100])
+@pytest.mark.parametrize("window", [1, 65, 100])
 @pytest.mark.parametrize(("heads", "head_size", "block_size"), [((4, 2), 32, 16), ((32, 1), 16, 32)], ids=str)
 def test_windows(
     heads: tuple[int, int], head_size: int, block_size: int, window: int, dtype: torch.dtype, device: torch.device

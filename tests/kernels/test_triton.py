@@ -48,8 +48,10 @@ def compile_for_gpu(kernel: Any, pointers: dict[str, str], constants: dict[str, 
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True}).asm
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_attention_compiles_for_a_gpu(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "has_window"), [("bf16", False), ("bf16", True), ("fp32", True)])
+def test_attention_compiles_for_a_gpu(
+    dtype: str, has_window: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The interpreter accepts programs that the compiler refuses."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from pdkv.kernels.paged_attention_triton import _paged_attention_kernel
@@ -57,7 +59,7 @@ def test_attention_compiles_for_a_gpu(dtype: str, tmp_path: Path, monkeypatch: p
     pointers = dict.fromkeys(("out", "q", "keys", "values"), f"*{dtype}")
     pointers |= {"block_tables": "*i32", "seq_lens": "*i32", "cu_seqlens_q": "*i32", "scale": "fp32"}
     constants = {"BLOCK_SIZE": 16, "HEAD_SIZE": 80, "HEAD_SIZE_PADDED": 128, "GROUP_SIZE": 4}
-    constants |= {"TILE_QUERIES": 4, "TILE_ROWS": 16, "TILE_KV": 64}
+    constants |= {"TILE_QUERIES": 4, "TILE_ROWS": 16, "TILE_KV": 64, "HAS_WINDOW": has_window}
     assert compile_for_gpu(_paged_attention_kernel, pointers, constants)["cubin"]
 
 

@@ -1,7 +1,6 @@
 """Model directories: what is read, what is refused by name, what the identity covers."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def test_what_transformers_writes_is_read(hf_model: HFModel, family: str) -> Non
     assert (config.num_layers, config.num_kv_heads, config.vocab_size, config.dtype) == (3, 2, 384, "float32")
     assert config.attention_bias == (family == "qwen2")
     assert config.qk_norm == (family == "qwen3")
-    assert config.sliding_window is None
+    assert config.windows == (None,) * 3
 
 
 def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
@@ -119,17 +118,14 @@ def test_a_missing_directory_and_broken_files_are_named(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
-def test_max_model_len(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_max_model_len(tmp_path: Path) -> None:
     config = load_model_config(write(tmp_path))
     assert resolve_max_model_len(config, None) == 512
     assert resolve_max_model_len(config, 100) == 100
     with pytest.raises(ConfigError, match="513"):
         resolve_max_model_len(config, 513)
     windowed = load_model_config(write(tmp_path, architectures=["MistralForCausalLM"], sliding_window=128))
-    with caplog.at_level(logging.WARNING):
-        assert resolve_max_model_len(windowed, None) == 128
-    assert "sliding window of 128" in caplog.text
-    assert resolve_max_model_len(windowed, 64) == 64
+    assert resolve_max_model_len(windowed, None) == 512
 
 
 def test_linear_scaling_stretches_the_models_length(tmp_path: Path) -> None:
@@ -187,20 +183,54 @@ def test_phi3_names_longrope_as_its_first_checkpoints_did(tmp_path: Path, name: 
     assert config == load_model_config(write(tmp_path, rope_scaling=LONGROPE, **changes))
 
 
-def test_phi3_has_the_window_that_its_file_names(tmp_path: Path) -> None:
-    phi = {"architectures": ["Phi3ForCausalLM"]}
-    assert load_model_config(write(tmp_path, **phi)).sliding_window is None
-    assert load_model_config(write(tmp_path, **phi, sliding_window=2047)).sliding_window == 2047
-    assert resolve_max_model_len(load_model_config(write(tmp_path, **phi, sliding_window=262144)), None) == 512
-
-
 @pytest.mark.parametrize("factor", [0.5, 0.0, float("inf"), float("nan")])
 def test_a_factor_that_stretches_nothing_is_refused(tmp_path: Path, factor: float) -> None:
     with pytest.raises(ModelError, match=f"factor of the RoPE parameters must be at least 1, got {factor}"):
         load_model_config(write(tmp_path, rope_scaling={"type": "linear", "factor": factor}))
 
 
-def test_qwen_uses_its_window_only_when_told(tmp_path: Path) -> None:
-    changes = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128}
-    assert load_model_config(write(tmp_path, **changes)).sliding_window is None
-    assert load_model_config(write(tmp_path, **changes, use_sliding_window=True)).sliding_window == 128
+WINDOWS: list[tuple[str, dict[str, Any], list[int | None]]] = [
+    ("Llama", {}, [None, None]),
+    ("Mistral", {}, [4096, 4096]),
+    ("Mistral", {"sliding_window": None}, [None, None]),
+    ("Mistral", {"sliding_window": 128}, [128, 128]),
+    ("Ministral", {"sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]}, [None, 128]),
+    ("Phi3", {}, [None, None]),
+    ("Phi3", {"sliding_window": 2047}, [2047, 2047]),
+    *(
+        row
+        for name in ("Qwen2", "Qwen3")
+        for row in (
+            (name, {"sliding_window": 128, "max_window_layers": 0}, [None, None]),
+            (name, {"use_sliding_window": True, "sliding_window": 128}, [None, None]),  # from layer 28 on
+            (name, {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1}, [None, 128]),
+            (name, {"use_sliding_window": True, "max_window_layers": 0}, [4096, 4096]),
+            (name, {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, [4096, None]),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "windows"), WINDOWS, ids=lambda value: str(value)[:60])
+def test_windows_of_layers(tmp_path: Path, family: str, changes: dict[str, Any], windows: list[int | None]) -> None:
+    config = load_model_config(write(tmp_path, architectures=[f"{family}ForCausalLM"], **changes))
+    assert list(config.windows) == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["sliding_attention"]}, r"layer_types.*each of the 2 layers, got \['sliding_attention'\]"),
+        ({"layer_types": ["sliding_attention", "chunked_attention"]}, "layer_types.*chunked_attention"),
+        ({"layer_types": "sliding_attention"}, "layer_types"),
+        ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False}, "layer_types.*use_sliding_window"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"sliding_window": "all"}, "sliding_window"),
+        ({"max_window_layers": -1}, "max_window_layers.*got -1"),
+        ({"max_window_layers": 1.5}, "max_window_layers.*got 1.5"),
+    ],
+)
+def test_windows_that_make_no_sense_are_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    values = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 64, **changes}
+    with pytest.raises(ModelError, match=named):
+        load_model_config(write(tmp_path, **values))

@@ -14,7 +14,14 @@ _SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 512,
 }  # fmt: skip
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}
+ARCHITECTURES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "phi3": "Phi3",
+    "ministral": "Ministral",
+}
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0,
@@ -106,7 +113,7 @@ def test_all_that_transformers_writes_of_a_family_loads(tmp_path: Path, family: 
     if every_field:
         (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
     loaded = load_model_config(tmp_path)
-    assert loaded.sliding_window == (4096 if family == "mistral" else None)
+    assert set(loaded.windows) == {4096 if family in ("mistral", "ministral") else None}
 
 
 CHANGES_THE_MATHEMATICS: list[dict[str, Any]] = [
@@ -170,17 +177,6 @@ NEUTRAL: list[dict[str, Any]] = [
 @pytest.mark.parametrize("change", NEUTRAL, ids=lambda change: "-".join(change))
 def test_values_that_switch_a_feature_off_are_accepted(tmp_path: Path, change: dict[str, Any]) -> None:
     load(tmp_path, {**_SIZES, "architectures": ["LlamaForCausalLM"], **change})
-
-
-def test_a_family_with_windows_may_name_their_layers(tmp_path: Path) -> None:
-    windows = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 128}
-    mistral = {**_SIZES, "architectures": ["MistralForCausalLM"]}
-    qwen = {**_SIZES, "architectures": ["Qwen3ForCausalLM"], "max_window_layers": 1}
-    assert load(tmp_path, {**mistral, **windows}).sliding_window == 128
-    assert load(tmp_path, {**qwen, **windows, "use_sliding_window": True}).sliding_window == 128
-    for values in ({**qwen, **windows, "use_sliding_window": False}, {**mistral, **windows, "sliding_window": None}):
-        with pytest.raises(ModelError, match="layer_types"):
-            load(tmp_path, values)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from equality import AMPLE_POOL_BLOCKS, NUM_OUTPUT, SMALL_POOL_BLOCKS, Workload, greedy_workload
 from oracle import Oracle, oracle
+from small_models import FEATURES
 
 from pdkv import LLM, SamplingParams
 from tests.conftest import FAMILIES
@@ -46,7 +47,7 @@ class Family:
 def family(
     request: pytest.FixtureRequest, hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Family:
-    directory = hf_model(request.param, initializer_range=0.2)
+    directory = hf_model(request.param, initializer_range=0.2, **FEATURES.get(request.param, {}))
     return Family(greedy_workload(directory, tmp_path_factory.mktemp(request.param)), oracle(directory))
 
 

@@ -64,7 +64,7 @@ def model_config() -> ModelConfig:
         eos_token_ids=(eos(),),
         bos_token_id=None,
         dtype="float32",
-        sliding_window=None,
+        windows=(None,),
     )
 
 

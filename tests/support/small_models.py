@@ -20,6 +20,17 @@ _FAMILY_VALUES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "phi3": {"pad_token_id": 1, "original_max_position_embeddings": 1024},  # as its defaults fit no small model
 }
+FEATURES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 100},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 61, "max_window_layers": 2},
+    "qwen3": {
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "phi3": {"partial_rotary_factor": 0.75, "sliding_window": 200},
+}
+"""What a family can do beside what all do: for tests of whole models."""
 
 
 def make_hf_model(path: Path, family: str, dtype: str, **overrides: Any) -> Path:

@@ -1,0 +1,59 @@
+"""Which layers see only a window of tokens, as config.json says it. No torch."""
+
+from typing import Any
+
+from pdkv.errors import ModelError
+from pdkv.limits import clip
+from pdkv.models.json_fields import Fields
+
+_QWEN = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_DEFAULT_WINDOW, _DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
+_SHOWN_CHARS = 80
+
+
+def read_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """By layer, how many tokens a query sees, its own included; None: all up to its own.
+
+    Qwen's windows begin with layer `max_window_layers`, those of others with the first, unless `layer_types` says which
+    layers have one.
+
+    Raises:
+        ModelError: a wrong value; names the field.
+    """
+    window = _window(fields, architecture)
+    types = fields.values.get("layer_types")
+    if types:
+        return _by_type(fields, types, window, num_layers)
+    first = 0
+    if architecture in _QWEN and window is not None:
+        value = fields.number("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+        if value < 0 or value != value // 1:
+            raise ModelError(
+                f"{fields.path}: field 'max_window_layers' must be a whole number from 0 on, got {value!r}"
+            )
+        first = int(value)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _window(fields: Fields, architecture: str) -> int | None:
+    """Mistral's default is 4096, Qwen's is off, Phi-3 has the one of its file, Llama has none."""
+    if architecture == "LlamaForCausalLM" or (architecture in _QWEN and not fields.flag("use_sliding_window")):
+        return None
+    if "sliding_window" not in fields.values and architecture != "Phi3ForCausalLM":
+        return _DEFAULT_WINDOW
+    return None if fields.values.get("sliding_window") is None else fields.count("sliding_window")
+
+
+def _by_type(fields: Fields, types: Any, window: int | None, num_layers: int) -> tuple[int | None, ...]:
+    by_type = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != num_layers or not set(map(str, types)) <= by_type.keys():
+        raise ModelError(
+            f"{fields.path}: field 'layer_types' must be a list of 'full_attention' and 'sliding_attention', one for "
+            f"each of the {num_layers} layers, got {clip(repr(types), _SHOWN_CHARS)}"
+        )
+    if window is None and "sliding_attention" in types:
+        raise ModelError(
+            f"{fields.path}: field 'layer_types' has layers with a sliding window, but sliding_window or "
+            "use_sliding_window says that there is none"
+        )
+    return tuple(by_type[kind] for kind in types)

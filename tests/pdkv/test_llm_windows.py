@@ -1,0 +1,47 @@
+"""Sliding windows against transformers: prompts and outputs around the window's edge, in chunks of odd sizes."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployments import write_tokenizer
+from oracle import oracle
+
+from pdkv import LLM, SamplingParams
+
+WINDOW, NUM_OUTPUT = 24, 12
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("mistral", {}),
+        ("ministral", {"layer_types": ALTERNATING, "head_dim": 16}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("phi3", {}),
+    ],
+    ids=["all", "alternating", "from-a-layer-on", "phi3"],
+)
+def test_tokens_beyond_the_window_are_those_of_transformers(
+    hf_model: Callable[..., Path], tmp_path: Path, family: str, overrides: dict[str, Any]
+) -> None:
+    made = hf_model(family, sliding_window=WINDOW, initializer_range=0.2, max_position_embeddings=512, **overrides)
+    for file in made.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    write_tokenizer(tmp_path)
+    rng = random.Random(5)
+    lengths = (3, WINDOW - NUM_OUTPUT, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 300)
+    expected = [
+        oracle(made).expect(lambda size=size: [rng.randrange(2, 258) for _ in range(size)], NUM_OUTPUT)
+        for size in lengths
+    ]
+    for fields in ({}, {"long_prefill_token_threshold": 7, "max_num_batched_tokens": 40}):
+        with LLM(tmp_path, kv_cache_memory=4 << 20, threads=1, **fields) as llm:
+            assert llm._core.card.max_model_len == 512
+            for _ in range(2):  # the second time from the cache
+                outputs = llm.generate([one.prompt for one in expected], PARAMS, progress=False)
+                assert [output.outputs[0].token_ids for output in outputs] == [one.output for one in expected]
