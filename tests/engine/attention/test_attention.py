@@ -107,7 +107,7 @@ def test_windows_equal_attention_written_out(
 
 
 @needs_compiled_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 4, 32), (8, 2, 64), (3, 1, 128), (2, 2, 80)])
 def test_windows_of_single_queries(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
     close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
