@@ -23,6 +23,7 @@ from benchmarks import (
     pd_vs_vllm,
     peers,
     startup,
+    step_thread,
     ttft,
 )
 from benchmarks.report import Claim, Context, Outcome, load_average, save, show
@@ -39,6 +40,7 @@ def _of(module_run: Callable[[Context, str], list[Claim]], size: str) -> Benchma
 
 BENCHMARKS: dict[str, Benchmark] = {
     "startup": startup.run,
+    "step_thread": step_thread.run,
     "identity_mid": _of(identity.run, "mid"),
     "identity_large": _of(identity.run, "large"),
     "ttft_tiny": _of(ttft.run, "tiny"),

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import median, quantiles
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import msgspec
 import torch
@@ -43,6 +43,7 @@ from pdkv.wire.messages import (
 from pdkv.wiring import wire_core
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 BLOCK_SIZE = 16
 LAYOUT = KVLayout(1, 1, 8, BLOCK_SIZE, "bfloat16", 2)
@@ -114,13 +115,14 @@ def engine(
             pool = made.allocate_kv_cache()
             worker = made.make_worker_side(0)
             worker.register_kv_caches(torch.zeros(shape, dtype=torch.bfloat16) if pool is None else pool)
+        blobs = [worker.handshake()] if worker else []
         executor = DrawsOnly(worker)
         stack.callback(executor.shutdown)
         card = EngineCard(
             engine=name, epoch=f"{name}.0", role="any", pid=0, connector=connector[0] if connector else "",
             kind=made.kind if made else "pull", content_addressed=False, orders=made.orders() if made else [],
             model="none", layout=LAYOUT, hash_block_size=BLOCK_SIZE, num_blocks=num_blocks,
-            max_model_len=num_blocks * BLOCK_SIZE, max_num_seqs=batch, rank_blobs=[worker.handshake()] if worker else [],
+            max_model_len=num_blocks * BLOCK_SIZE, max_num_seqs=batch, rank_blobs=blobs,
         )  # fmt: skip
         scheduler = made.make_scheduler_side() if made else None
         if scheduler is not None:
@@ -146,16 +148,16 @@ def submit(name: str, prompt: list[int], max_tokens: int) -> Submit:
     return Submit(request_id=name, transfer_id=f"t-{name}", attempt=0, prompt_token_ids=prompt, params=params)
 
 
-def cpu_ms(work: Callable[[], object]) -> float:
+def cpu_ms(work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> float:
     """Milliseconds of this thread's CPU time."""
     before = time.thread_time_ns()
-    work()
+    work(*args, **kwargs)
     return (time.thread_time_ns() - before) / 1e6
 
 
 def run(context: Context) -> list[Claim]:
     """One claim per connector, and one for the long request."""
-    return [*decode_steps(context.quick), long_request(context.quick)]
+    return [*decode_steps(context.quick), *long_request(context.quick)]
 
 
 # --- a decode engine's steps --------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def decode_steps(quick: bool) -> list[Claim]:
         for _ in range(rounds):
             for name, core in cores.items():
                 for _ in range(steps):
-                    took[name].append(cpu_ms(lambda core=core: _step(core)))  # type: ignore[misc]
+                    took[name].append(cpu_ms(_step, core))
         for core in cores.values():
             assert len(core.scheduler.running) == num_requests, "all of them decode until the last step"
     return [_ratio(name, took) for name in names if name != "none"]
@@ -245,9 +247,9 @@ class _Timed:
         """A new round."""
         self.rounds.append({})
 
-    def __call__(self, name: str, work: Callable[[], T]) -> T:
+    def __call__(self, name: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         before = time.thread_time_ns()
-        result = work()
+        result = work(*args, **kwargs)
         took = (time.thread_time_ns() - before) / 1e6
         self.rounds[-1][name] = max(self.rounds[-1].get(name, 0.0), took)
         return result
@@ -284,7 +286,7 @@ def long_request(quick: bool) -> list[Claim]:
     longest = max(figures, key=figures.__getitem__)
     return [
         Claim(
-            f"a request of {num_tokens} tokens: its longest part on a step thread ({longest.removesuffix(' ms')}) / 2 ms",
+            f"a request of {num_tokens} tokens, its longest part on the step thread: {longest[:-3]} / 2 ms",
             figures[longest] / LIMIT_MS, 1.0, "lower", figures,
         )
     ]  # fmt: skip
@@ -308,21 +310,21 @@ def _hand_over(timed: _Timed, prefill: EngineCore, decode: EngineCore, name: str
     asked = msgspec.structs.replace(request, kv="await_peer", output_token_ids=token_ids, handoff=handoff)
     messages = _steps(timed, "pulled", decode, asked)
     assert [m.ok for m in messages if isinstance(m, Loaded)] == [True]
-    timed("released", lambda: prefill.handle("r", Release(request.transfer_id, 0), time.monotonic()))
+    timed("released", prefill.handle, "r", Release(request.transfer_id, 0), time.monotonic())
 
 
 def _steps(timed: _Timed, name: str, core: EngineCore, asked: Submit) -> list[EngineToRouter]:
     """Run one request to its end."""
     took: list[EngineToRouter] = []
-    timed(f"{name}: submit", lambda: core.handle("r", asked, time.monotonic()))
+    timed(f"{name}: submit", core.handle, "r", asked, time.monotonic())
     deadline = time.monotonic() + WAIT_S
     while core.requests:
         now = time.monotonic()
         assert now < deadline, f"request {asked.request_id} does not end"
         core.expire(now)
-        plan = timed(f"{name}: schedule", lambda: core.scheduler.schedule(now))
-        output = timed(f"{name}: connector", lambda: core.executor.execute(plan))
-        timed(f"{name}: update", lambda: core.finish_step(output, now))
-        for _, messages in timed(f"{name}: messages", lambda: core.take_messages(now)):
+        plan = timed(f"{name}: schedule", core.scheduler.schedule, now)
+        output = timed(f"{name}: connector", core.executor.execute, plan)
+        timed(f"{name}: update", core.finish_step, output, now)
+        for _, messages in timed(f"{name}: messages", core.take_messages, now):
             took += messages
     return took

@@ -8,8 +8,10 @@ This module owns every type that crosses the interface, so that a connector impo
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Flag, auto
+from itertools import islice
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, overload
 
 import msgspec
 
@@ -51,6 +53,41 @@ class RequestView(msgspec.Struct, frozen=True):
         return (self.transfer_id, self.attempt)
 
 
+class BlockIds(Sequence[int]):
+    """The first blocks of a block table that only ever grows: a snapshot that copies nothing but what is taken."""
+
+    __slots__ = ("_block_ids", "_length")
+
+    def __init__(self, block_ids: list[int]) -> None:
+        """`block_ids` may be appended to, and is not changed otherwise."""
+        self._block_ids = block_ids
+        self._length = len(block_ids)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            span = range(self._length)[index]
+            if span.step == 1:
+                return self._block_ids[span.start : span.stop]
+            return [self._block_ids[i] for i in span]
+        return self._block_ids[range(self._length)[index]]
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self._block_ids, self._length)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 class ScheduledRange(msgspec.Struct, frozen=True):
     """A request's tokens [start, stop) are computed in this step into `block_ids` (its whole block table)."""
 
@@ -76,8 +113,37 @@ class ConfirmedRange(msgspec.Struct, frozen=True):
     last: bool
 
 
+class Shown(Flag):
+    """Of which requests a connector is shown what happens to their tokens."""
+
+    NONE = 0
+    HANDOFFS = auto()  # those that will be handed off
+    LAYERWISE_LOADS = auto()  # those for which a layerwise load begins in the step
+    OTHERS = auto()
+    ALL = HANDOFFS | LAYERWISE_LOADS | OTHERS
+
+
+class Observed(NamedTuple):
+    """What a connector needs to be shown each step. Nothing else is gathered: a step of many requests stays cheap."""
+
+    scheduled: Shown = Shown.ALL
+    confirmed: Shown = Shown.ALL
+    waiting_keys: bool = True
+
+    def __or__(self, other: "Observed") -> "Observed":
+        """What either needs."""
+        waiting_keys = self.waiting_keys or other.waiting_keys
+        return Observed(self.scheduled | other.scheduled, self.confirmed | other.confirmed, waiting_keys)
+
+
+OBSERVES_NOTHING = Observed(Shown.NONE, Shown.NONE, waiting_keys=False)
+
+
 class SchedulerView(msgspec.Struct, frozen=True):
-    """What happened since the last step, and what this one does. A connector changes nothing in it."""
+    """What happened since the last step, and what this one does; of tokens, what the connector observes.
+
+    A connector changes nothing in it.
+    """
 
     step_id: int
     scheduled: Sequence[ScheduledRange]
@@ -182,8 +248,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConnector(ABC):
     """The side in the scheduler's process. Idempotent, without tensors; no method blocks."""
 
-    observes_steps: ClassVar[bool] = True
-    """False: `scheduled`, `confirmed` and `waiting_keys` of the view stay empty, which keeps big steps cheap."""
+    observes: Observed = Observed()
+    """What of `scheduled`, `confirmed` and `waiting_keys` the view has. Constant: the engine looks once."""
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         """How many tokens behind the local hit can come from outside. Mutates nothing; may be asked often."""

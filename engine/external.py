@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from pdkv.connectors.base import (
     NO_MATCH,
+    OBSERVES_NOTHING,
     BlockHold,
+    BlockIds,
     ConfirmedRange,
     FinishDecision,
     KVConnectorMetadata,
@@ -19,6 +21,7 @@ from pdkv.connectors.base import (
     ScheduledRange,
     SchedulerConnector,
     SchedulerView,
+    Shown,
     Stats,
     TransferKey,
     TransferOutcome,
@@ -27,7 +30,7 @@ from pdkv.connectors.base import (
 from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.request import Request
-from pdkv.wire.messages import MAX_CONNECTOR_PARTS, ConnectorStats
+from pdkv.wire.messages import MAX_CONNECTOR_PARTS, ConnectorStats, RequestKey
 
 NUM_PREFETCH_REQUESTS = 8
 """Waiting requests whose block keys the connector is shown."""
@@ -92,6 +95,7 @@ class ExternalKV:
         self.num_unknown_results = 0
         self.num_damaged = 0  # stored values that loads took as misses
         self.worker_stats: Stats = {}  # as the ranks said last
+        self._observes = OBSERVES_NOTHING if connector is None else connector.observes
         self._pool = pool
         self._block_size = block_size
         self._quarantine: dict[TransferKey, Sequence[int]] = {}
@@ -126,6 +130,25 @@ class ExternalKV:
             return NO_MATCH  # its earlier load has not let go yet
         return self.connector.get_num_new_matched_tokens(request.view(), num_computed)
 
+    def show_scheduled(self, step_id: int, batch: Sequence[tuple[Request, int]]) -> list[ScheduledRange]:
+        """What the connector observes of a step that computes so many tokens more of each request."""
+        shown = self._observes.scheduled
+        if not shown:
+            return []
+        handoffs, others = Shown.HANDOFFS in shown, Shown.OTHERS in shown
+        layerwise: set[RequestKey] = set()
+        if Shown.LAYERWISE_LOADS in shown:
+            layerwise = {load.request.key for load in self.loads.values() if load.layerwise_step == step_id}
+        return [
+            ScheduledRange(r.view(), r.num_computed, r.num_computed + num_tokens, BlockIds(r.block_ids))
+            for r, num_tokens in batch
+            if (handoffs if r.kv == "handoff" else others) or (layerwise and r.key in layerwise)
+        ]
+
+    def _shows_confirmed(self, request: Request) -> bool:
+        """Whether the connector observes what is confirmed of a request."""
+        return (Shown.HANDOFFS if request.kv == "handoff" else Shown.OTHERS) in self._observes.confirmed
+
     def add_load(self, load: KVLoad) -> None:
         """The request waits for [start, stop); its blocks are allocated."""
         assert load.request.transfer_key not in self.loads
@@ -151,15 +174,15 @@ class ExternalKV:
     def report_confirmed(self, request: Request, *, last: bool = False, again: bool = False) -> None:
         """Tell the connector what is in the request's blocks for good since it was told last."""
         connector = self.connector
-        if connector is None or not connector.observes_steps:
+        if connector is None:
             return
         start = 0 if again else request.num_reported
         stop = request.num_confirmed
         new_block = stop // self._block_size > start // self._block_size
-        if not (last or again or new_block):
+        if not (last or again or new_block) or not self._shows_confirmed(request):
             return
         request.num_reported = stop
-        block_ids = list(request.block_ids)
+        block_ids = BlockIds(request.block_ids)
         self._news.confirmed.append(ConfirmedRange(request.view(), start, stop, block_ids, last))
 
     def report_leased(self, request: Request, block_ids: Sequence[int]) -> None:
@@ -178,7 +201,7 @@ class ExternalKV:
         if self.connector is None:
             return FinishDecision(hold_blocks=False)
         self._news.finished.append(request.transfer_key)
-        if self.connector.observes_steps:
+        if self._shows_confirmed(request):
             self._pool.hold(request.block_ids, Holder.ACTIVE)  # until the connector has heard what is in them
             self._kept.append(request.block_ids)
         return self.connector.request_finished(request.view(), request.block_ids)
@@ -219,7 +242,7 @@ class ExternalKV:
             preempted=news.preempted,
             finished=news.finished,
             aborted=news.aborted,
-            waiting_keys=[r.hash_keys for r in waiting] if self.connector.observes_steps else [],
+            waiting_keys=[r.hash_keys for r in waiting] if self._observes.waiting_keys else [],
             cancelled=cancels,
         )
         meta = self.connector.build_connector_meta(view)

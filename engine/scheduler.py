@@ -10,7 +10,7 @@ from itertools import islice
 from math import inf
 from typing import Literal, NamedTuple
 
-from pdkv.connectors.base import MatchedTokens, ScheduledRange
+from pdkv.connectors.base import MatchedTokens
 from pdkv.engine.external import NUM_PREFETCH_REQUESTS, EndedSend, ExternalKV
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.kv_cache_manager import KVCacheManager
@@ -90,7 +90,8 @@ class Scheduler:
         budget = self._schedule_running(self.limits.max_num_batched_tokens, batch)
         if self.num_preemptions == num_preempted:
             self._schedule_waiting(budget, batch, step_id, now)
-        new, scheduled, ranges = self._begin_shares(step_id, batch)
+        ranges = self.external.show_scheduled(step_id, batch)
+        new, scheduled = self._begin_shares(step_id, batch)
         waiting = list(islice(self.waiting, NUM_PREFETCH_REQUESTS))
         meta, cancels, freed = self.external.build_meta(step_id, ranges, waiting)
         if freed and (self.waiting or self.running):
@@ -270,13 +271,10 @@ class Scheduler:
 
     def _begin_shares(
         self, step_id: int, batch: Sequence[tuple[Request, int]]
-    ) -> tuple[list[NewRequest], list[ScheduledRequest], list[ScheduledRange]]:
+    ) -> tuple[list[NewRequest], list[ScheduledRequest]]:
         """Turn the batch into plain data and advance its counters."""
-        connector = self.external.connector
-        observed = connector is not None and connector.observes_steps
         new: list[NewRequest] = []
         scheduled: list[ScheduledRequest] = []
-        ranges: list[ScheduledRange] = []
         shares: list[_Share] = []
         for request, num_tokens in batch:
             start, stop = request.num_computed, request.num_computed + num_tokens
@@ -289,12 +287,10 @@ class Scheduler:
                 new_block_ids = block_ids[request.num_worker_blocks :]
             request.num_worker_blocks = len(block_ids)
             scheduled.append(ScheduledRequest(key, start, num_tokens, new_block_ids, samples))
-            if observed:
-                ranges.append(ScheduledRange(request.view(), start, stop, list(block_ids)))
             shares.append(_Share(request, request.restarts, stop, samples))
             request.num_computed = stop
             request.last_step_id = step_id
             request.sampling_in_flight = samples
         self._in_flight[step_id] = shares
         self.kv.begin_step(step_id)
-        return new, scheduled, ranges
+        return new, scheduled

@@ -21,7 +21,7 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 from pdkv.connectors.block_table import BlockTable
-from pdkv.connectors.multi.scheduler import BlindMultiScheduler, MultiScheduler
+from pdkv.connectors.multi.scheduler import MultiScheduler
 from pdkv.connectors.multi.wire import Child, MultiMetadata
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.registry import load_connector
@@ -201,8 +201,7 @@ class MultiConnector(KVConnector):
 
     def make_scheduler_side(self) -> SchedulerConnector:
         schedulers = [child.connector.make_scheduler_side() for child in self.children]
-        side = MultiScheduler if any(s.observes_steps for s in schedulers) else BlindMultiScheduler
-        return side(self.config, self.kind, self.children, schedulers)
+        return MultiScheduler(self.config, self.kind, self.children, schedulers)
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
         return MultiWorker(self.children, [child.connector.make_worker_side(rank) for child in self.children])

@@ -4,13 +4,16 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
 
 import msgspec
 
 from pdkv.connectors.base import (
     ASK_AGAIN,
     NO_MATCH,
+    OBSERVES_NOTHING,
     BlockHold,
     ConnectorConfig,
     FinishDecision,
@@ -76,6 +79,7 @@ class MultiScheduler(SchedulerConnector):
         children: Sequence[Child],
         schedulers: Sequence[SchedulerConnector],
     ) -> None:
+        self.observes = reduce(or_, (scheduler.observes for scheduler in schedulers), OBSERVES_NOTHING)
         self._num_fallbacks: Counter[int] = Counter()  # loads that another child took over, by who failed
         self.views = ChildViews(kind, [child.connector.kind for child in children])
         self.sending = SendingTable()
@@ -200,9 +204,8 @@ class MultiScheduler(SchedulerConnector):
         return cancels
 
     def _parts(self, view: SchedulerView) -> list[KVConnectorMetadata]:
-        blind = msgspec.structs.replace(view, scheduled=(), confirmed=(), waiting_keys=())
         return [
-            scheduler.build_connector_meta(self.views.step(view, index) if scheduler.observes_steps else blind)
+            scheduler.build_connector_meta(self.views.step(view, index, scheduler.observes))
             for index, scheduler in enumerate(self._schedulers)
         ]
 
@@ -228,7 +231,7 @@ class MultiScheduler(SchedulerConnector):
         holding = [i for i, answer in enumerate(answers) if answer.hold_blocks and payloads[i] is not None]
         is_leased = any(kinds[i] == "pull" for i in holding)  # until its reader releases it
         senders = {i for i, kind in enumerate(kinds) if kind == "store" or (kind == "push" and i in holding)}
-        if self.observes_steps:
+        if self.observes != OBSERVES_NOTHING:
             self.sending.begin(key, senders, tells_failure=not is_leased)
         return FinishDecision(bool(holding), encode_handoff(payloads), until_release=is_leased)
 
@@ -320,12 +323,6 @@ class MultiScheduler(SchedulerConnector):
     def shutdown(self) -> None:
         for scheduler in self._schedulers:
             scheduler.shutdown()
-
-
-class BlindMultiScheduler(MultiScheduler):
-    """Where no child observes steps, the engine need not show them."""
-
-    observes_steps: ClassVar[bool] = False
 
 
 _Maps = tuple[dict[TransferKey, TransferOutcome], ...]

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pdkv.connectors.base import ConfirmedRange, RequestView, ScheduledRange, SchedulerView
+from pdkv.connectors.base import ConfirmedRange, Observed, RequestView, ScheduledRange, SchedulerView, Shown
 from pdkv.connectors.multi.wire import decode_handoff, decode_ticket
 from pdkv.wire.messages import ConnectorKind
 
@@ -42,13 +42,18 @@ class ChildViews:
             view = msgspec.structs.replace(view, handoff=msgspec.structs.replace(request.handoff, payload=payload))
         return view
 
-    def step(self, view: SchedulerView, child: int) -> SchedulerView:
-        """A step as a child that observes steps sees it. Only a push is shown a hand-off again, for a late ticket."""
-        confirmed = view.confirmed
+    def step(self, view: SchedulerView, child: int, observes: Observed) -> SchedulerView:
+        """A step as one child sees it. Only a push is shown a hand-off again, for a late ticket."""
+        confirmed = view.confirmed if observes.confirmed else ()
         if self._kinds[child] != "push":
             confirmed = [c for c in confirmed if not c.last or c.request.transfer_key in view.finished]
+        elif not observes.confirmed & Shown.OTHERS:
+            confirmed = [c for c in confirmed if c.request.kv == "handoff"]
         return msgspec.structs.replace(
-            view, scheduled=self._ranges(view.scheduled, child), confirmed=self._ranges(confirmed, child)
+            view,
+            scheduled=self._ranges(view.scheduled, child) if observes.scheduled else (),
+            confirmed=self._ranges(confirmed, child),
+            waiting_keys=view.waiting_keys if observes.waiting_keys else (),
         )
 
     def _ranges(self, ranges: Sequence[Range], child: int) -> list[Range]:

@@ -5,13 +5,14 @@ that follows from it for the worker sides (pull_worker.py).
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from pdkv.connectors.base import (
     ASK_AGAIN,
     NO_MATCH,
+    OBSERVES_NOTHING,
     ConnectorConfig,
     FinishDecision,
     KVConnectorMetadata,
@@ -69,7 +70,7 @@ class PullScheduler(SchedulerConnector):
     A subclass may find KV elsewhere, too (`match_content`), and ask more of a peer (`source_block_size`).
     """
 
-    observes_steps: ClassVar[bool] = False
+    observes = OBSERVES_NOTHING
 
     def __init__(self, config: ConnectorConfig, table: BlockTable, peers: PeerCards) -> None:
         self.config = config

@@ -16,10 +16,12 @@ from pdkv.connectors.base import (
     FinishDecision,
     KVConnectorMetadata,
     MatchedTokens,
+    Observed,
     RequestView,
     ScheduledRange,
     SchedulerConnector,
     SchedulerView,
+    Shown,
     TransferKey,
     TransferResults,
 )
@@ -110,6 +112,8 @@ class _Sending:
 
 class PushScheduler(SchedulerConnector):
     """Scheduler side: tickets for what is wanted here, batches of what is wanted elsewhere."""
+
+    observes = Observed(Shown.HANDOFFS, Shown.HANDOFFS, waiting_keys=False)
 
     def __init__(self, config: ConnectorConfig, peers: PeerCards) -> None:
         self.config = config

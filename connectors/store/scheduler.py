@@ -19,9 +19,11 @@ from pdkv.connectors.base import (
     KVConnectorMetadata,
     LoadMode,
     MatchedTokens,
+    Observed,
     RequestView,
     SchedulerConnector,
     SchedulerView,
+    Shown,
     Stats,
     TransferKey,
     TransferOutcome,
@@ -84,6 +86,8 @@ class StorePeers(PeerCards):
 
 class StoreScheduler(SchedulerConnector):
     """Scheduler side. Asks KeyLookups, never the store."""
+
+    observes = Observed(scheduled=Shown.LAYERWISE_LOADS)
 
     def __init__(self, config: ConnectorConfig, options: TransferOptions, cut: StoreCut, lookups: KeyLookups) -> None:
         self.lookups = lookups

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from nixl_rig import needs_nixl
 
-from benchmarks import connectors, identity, layerwise, startup
+from benchmarks import connectors, identity, layerwise, startup, step_thread
 from benchmarks.redis_server import find_binary, redis_server
 from benchmarks.report import Claim, Context
 
@@ -25,6 +25,13 @@ def test_startup_measures_a_launch_of_the_embedded_model(tmp_path: Path) -> None
     [claim] = startup.run(Context(tmp_path, None, quick=True))
     assert claim.figures["ready s"] > 0
     assert claim.ratio == claim.figures["ready s"] / claim.figures["import torch s"]
+
+
+def test_the_step_thread_is_measured_under_each_connector(tmp_path: Path) -> None:
+    claims = step_thread.run(Context(tmp_path, None, quick=True))
+    check(claims)
+    assert len(claims) >= len([name for name in step_thread.CONNECTORS if "nixl" not in name])
+    assert all(ms > 0 for ms in claims[-1].figures.values())
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ class VllmScheduler:
         confirmed = [r for share in scheduled if (r := self._copy_out(share)) is not None]
         self._step_id += 1
         ended, self._finished = self._finished, []
-        shown = confirmed if self._scheduler.observes_steps else []
+        shown = confirmed if self._scheduler.observes.confirmed else []
         meta = self._scheduler.build_connector_meta(SchedulerView(self._step_id, [], shown, [], ended, [], []))
         for hold in meta.holds:
             self.books.hold(hold)

@@ -10,10 +10,12 @@ from engines import at_rest, make_core, of_type, output_of, run, submit
 from state_machine.standin import expected_tokens
 
 from pdkv.connectors.base import (
+    OBSERVES_NOTHING,
     BlockHold,
     ConfirmedRange,
     ConnectorConfig,
     KVConnectorMetadata,
+    Observed,
     RequestView,
     SchedulerView,
     TransferOutcome,
@@ -22,7 +24,7 @@ from pdkv.connectors.base import (
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.multi.connector import MultiConnector, parse_children
-from pdkv.connectors.multi.scheduler import BlindMultiScheduler, MultiScheduler
+from pdkv.connectors.multi.scheduler import MultiScheduler
 from pdkv.connectors.multi.sending import MAX_EARLY_FAILURES, SendingTable
 from pdkv.connectors.multi.wire import (
     MultiMetadata,
@@ -35,6 +37,7 @@ from pdkv.connectors.multi.wire import (
     tag,
     untag,
 )
+from pdkv.connectors.peer.push_scheduler import PushScheduler
 from pdkv.engine.core import EngineCore
 from pdkv.errors import ConfigError, UnknownConnector
 from pdkv.launch.engine_process import _check_connector
@@ -259,8 +262,9 @@ def test_another_rank_decodes_each_childs_orders_by_its_type() -> None:
 
 
 def test_steps_are_observed_only_where_a_child_wants_them() -> None:
-    assert not with_modes("pull", "pull").make_scheduler_side().observes_steps
-    assert with_modes("pull", "store").make_scheduler_side().observes_steps
+    assert with_modes("pull", "pull").make_scheduler_side().observes == OBSERVES_NOTHING
+    assert with_modes("push").make_scheduler_side().observes == PushScheduler.observes
+    assert with_modes("pull", "store").make_scheduler_side().observes == Observed()
 
 
 # --- hand-offs ----------------------------------------------------------------------------------------------------
@@ -489,7 +493,7 @@ def decode_keys(prompt: list[int], core: EngineCore) -> list[bytes]:
 def test_results_of_unknown_transfers_keep_their_childs_key() -> None:
     """F2: the engine counts them."""
     scheduler = with_modes("pull", "pull").make_scheduler_side()
-    assert isinstance(scheduler, BlindMultiScheduler)
+    assert isinstance(scheduler, MultiScheduler)
     stale = {tag(1, ("gone", 0)): TransferOutcome()}
     assert scheduler.resolve_results(TransferResults({}, {}, stale, {})) == TransferResults({}, {}, stale, {})
 
@@ -502,4 +506,5 @@ def test_only_a_push_is_shown_a_hand_off_again() -> None:
     last = ConfirmedRange(request, 0, 10, [0, 1, 2], True)
     for finished, shown in (([("t", 0)], [1, 1]), ([], [0, 1])):
         view = SchedulerView(1, [], [last], [], finished, [], [])
-        assert [len(scheduler.views.step(view, child).confirmed) for child in (0, 1)] == shown
+        children = enumerate((Observed(), PushScheduler.observes))
+        assert [len(scheduler.views.step(view, child, o).confirmed) for child, o in children] == shown

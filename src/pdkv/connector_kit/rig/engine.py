@@ -150,7 +150,7 @@ class Engine:
         if garbage:
             self.reuse(garbage)
         news, self._news = self._news, News()
-        observed = self.built.observes_steps
+        observed = self.built.observes_scheduled
         ranges = [ScheduledRange(r.view(), a, b, list(r.block_ids)) for r, a, b in scheduled if observed]
         planned = self.ask(p.Plan(news.view(step_id, ranges), len(self.hosts) > 1), p.Planned)
         for key, block_ids, owner in planned.holds:
@@ -217,7 +217,7 @@ class Engine:
         blocks = request.take_full_blocks()
         if blocks:
             self.ask(p.Publish(blocks), p.Done)
-        if self.built.observes_steps:
+        if self.built.observes_confirmed:
             start = 0 if again else request.num_reported
             request.num_reported = request.num_confirmed
             range_ = ConfirmedRange(request.view(), start, request.num_confirmed, list(request.block_ids), last)
@@ -227,7 +227,7 @@ class Engine:
         """The prompt is confirmed and ends here: its blocks pass to a lease."""
         self.confirm(request, last=True)
         self._news.finished.append(request.transfer_key)
-        if self.built.observes_steps:
+        if self.built.observes_confirmed:
             self.books.hold(request.block_ids)
             self._news.kept.append(list(request.block_ids))
         ended = self.ask(p.FinishRequest(request.view(), list(request.block_ids)), p.RequestEnded)

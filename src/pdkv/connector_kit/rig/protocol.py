@@ -271,7 +271,8 @@ class Built(Answer, frozen=True):
     orders: list[Order]
     content_addressed: bool
     one_process: bool
-    observes_steps: bool
+    observes_scheduled: bool
+    observes_confirmed: bool
     blob: bytes
     error_codes: list[str]  # of all subclasses of TransferError known there
 

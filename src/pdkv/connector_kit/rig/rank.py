@@ -65,7 +65,8 @@ class HostedRank:
             orders=connector.orders(),
             content_addressed=connector.content_addressed,
             one_process=connector.one_process,
-            observes_steps=self._scheduler is not None and self._scheduler.observes_steps,
+            observes_scheduled=self._scheduler is not None and bool(self._scheduler.observes.scheduled),
+            observes_confirmed=self._scheduler is not None and bool(self._scheduler.observes.confirmed),
             blob=self._blob,
             error_codes=sorted(_codes(TransferError)),
         )
