@@ -10,6 +10,7 @@ This module owns every type that crosses the interface, so that a connector impo
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Flag, auto
+from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, overload
 
@@ -346,6 +347,19 @@ class WorkerConnector(ABC):
         """Stop threads and give everything back. Idempotent."""
 
 
+class Requirement(NamedTuple):
+    """A package that a connector needs and that not every installation has."""
+
+    modules: Sequence[str]  # any of them will do
+    install: str  # the command
+    when: str = ""  # the options that need it; empty: all
+
+    @property
+    def installed(self) -> bool:
+        """Whether one of the modules is there. Imports nothing."""
+        return any(find_spec(module) is not None for module in self.modules)
+
+
 class KVConnector(ABC):
     """The plug point: what a registry name or an entry point resolves to. Makes both sides.
 
@@ -378,6 +392,19 @@ class KVConnector(ABC):
         """The class whose flags hold with these options. Raises ConfigError for options that cannot be."""
         cls.parse_options(options)
         return cls
+
+    @classmethod
+    def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
+        """The packages that it needs with these options; of no options at all: that it may need with some."""
+        return ()
+
+    @classmethod
+    def probe(cls, options: Mapping[str, str]) -> str:
+        """Why what it transfers through cannot be reached now; empty: nothing is known to be wrong.
+
+        May block up to the deadlines that the options set. Raises ConfigError for what waiting would not cure.
+        """
+        return ""
 
     @classmethod
     def orders(cls) -> list[Order]:

@@ -79,6 +79,21 @@ def make_connector(name: str, config: "ConnectorConfig", notify: Callable[[], No
     return load_connector(name).for_options(options)(msgspec.structs.replace(config, options=options), notify)
 
 
+def check_connector(name: str, options: Mapping[str, str]) -> "type[KVConnector]":
+    """The class that the options choose, if it can be built: what can be said before there is a model.
+
+    Raises:
+        ConfigError: an option is unknown or wrong, or a package is not installed; UnknownConnector for the name.
+    """
+    texts = OptionTexts(options, f"connector {name}")
+    connector = load_connector(name).for_options(texts)
+    for requirement in connector.requirements(texts):
+        if not requirement.installed:
+            packages = " or ".join(requirement.modules)
+            raise ConfigError(f"connector {name} needs {packages}, which is not installed: {requirement.install}")
+    return connector
+
+
 def _is_about(error: ModuleNotFoundError, module: str) -> bool:
     """Whether the missing module is `module` itself or a package that it lies in."""
     return error.name is not None and (module == error.name or module.startswith(error.name + "."))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pdkv.errors import ConfigError
@@ -69,7 +69,7 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
     return plan_store(url, options or {}).open()
 
 
-def plan_store(url: str, options: Mapping[str, str]) -> StorePlan:
+def plan_store(url: str, options: Mapping[str, Any]) -> StorePlan:
     """What `open_store` would open. Raises ConfigError for an unknown scheme or option, or a value that is none."""
     urls = _NEXT_URL.split(url)
     schemes = [_scheme_of(part) for part in urls]
@@ -79,7 +79,7 @@ def plan_store(url: str, options: Mapping[str, str]) -> StorePlan:
     return StorePlan(parts, common.retry_after_s)
 
 
-def _read_url(url: str, scheme: _Scheme, common: Mapping[str, str]) -> _Part:
+def _read_url(url: str, scheme: _Scheme, common: Mapping[str, Any]) -> _Part:
     where = without_secrets(url)
     parts = urlsplit(url)
     try:

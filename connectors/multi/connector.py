@@ -17,6 +17,7 @@ from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
     KVConnectorMetadata,
+    Requirement,
     SchedulerConnector,
     WorkerConnector,
 )
@@ -168,6 +169,15 @@ class MultiConnector(KVConnector):
             "one_process": any(c.one_process for c in connectors),
         }
         return type(cls.__name__, (cls,), flags)
+
+    @classmethod
+    def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
+        return [requirement for spec in cls.specs for requirement in spec.connector.requirements(spec.options)]
+
+    @classmethod
+    def probe(cls, options: Mapping[str, str]) -> str:
+        problems = {spec.name: spec.connector.probe(spec.options) for spec in cls.specs}
+        return "; ".join(f"{name}: {problem}" for name, problem in problems.items() if problem)
 
     @classmethod
     def orders(cls) -> list[Order]:

@@ -5,13 +5,14 @@ decode has allocated. Either way small or differently cut pieces are gathered by
 receiver (gather.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
     KVConnectorMetadata,
+    Requirement,
     SchedulerConnector,
     WorkerConnector,
 )
@@ -42,6 +43,10 @@ class NixlConnector(KVConnector):
         if cls is not NixlConnector:
             return cls
         return NixlPushConnector if NixlOptions.parse(options).mode == "push" else NixlPullConnector
+
+    @classmethod
+    def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
+        return [Requirement(("nixl_cu12", "nixl_cu13"), "pip install 'pdkv[nixl]' (with CUDA 13: nixl-cu13)")]
 
     def make_block_table(self) -> BlockTable:
         return self._table

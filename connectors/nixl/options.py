@@ -13,7 +13,7 @@ class NixlOptions(Options):
     gather_below: int = option(4096, "bytes: shorter runs of blocks are gathered with others into one piece", ge=0)
     gather_min_pieces: int = option(64, "runs that are sent one by one where there are fewer of them", ge=1)
     slots: int = option(4, "buffers for gathering; one reader uses at most half of them", ge=1, le=4096)
-    slot_bytes: int = option(4 << 20, "size of such a buffer", ge=4096, le=1 << 30, multiple_of=4096)
+    slot_bytes: int = option(4 << 20, "size of such a buffer", ge=4096, le=1 << 30, multiple_of=4096, size=True)
     readers: int = option(
         2, "threads that read a large transfer together, from peers on this host", ge=1, le=MAX_THREADS
     )

@@ -5,8 +5,7 @@ engine has saved; a hand-off is a lookup whose answer is known. No call of a sto
 store gives back is verified before it reaches a block (envelope.py): a store need not be trusted with its memory.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from pdkv.connectors.base import (
@@ -17,35 +16,37 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 from pdkv.connectors.store.lookup import KeyLookups
-from pdkv.connectors.store.options import TransferOptions
+from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.plan import StoreCut, StoreMetadata
 from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.connectors.store.sign_key import make_sealer
 from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.store.worker import StoreWorker
-from pdkv.errors import StoreUnavailable
+from pdkv.errors import StoreUnavailable, TransferError
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.options import option
 from pdkv.wire.messages import ConnectorKind
 
 LAYERWISE_GROUPS = 4
 
-__all__ = ["Buffer", "KVStore", "StoreConnector", "StoreUnavailable", "TransferOptions", "option"]
+PROBE_KEY = bytes(32)
+"""Nobody's value: a store that says whether it has it can be reached."""
+
+__all__ = ["Buffer", "KVStore", "StoreConnector", "StoreConnectorOptions", "StoreUnavailable", "option"]
 """All that a subclass needs."""
 
 
 class StoreConnector(KVConnector):
     """Public base class of connectors over a KVStore.
 
-    Options of its own are the fields of a subclass of TransferOptions, which `options_type` names; `options` has their
-    values.
+    `options_type`, a subclass of StoreConnectorOptions, has its options as fields and opens the store that they name.
     """
 
     kind: ClassVar[ConnectorKind] = "store"
     content_addressed: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = StoreMetadata
-    options_type: ClassVar[type[TransferOptions]] = TransferOptions
-    options: TransferOptions
+    options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
+    options: StoreConnectorOptions
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
@@ -61,14 +62,21 @@ class StoreConnector(KVConnector):
         )
         self._store: KVStore | None = None
 
-    @abstractmethod
-    def open_store(self) -> KVStore:
-        """The store, whose methods may block: they are called on I/O threads. Called once in each process, at start.
+    @classmethod
+    def probe(cls, options: Mapping[str, str]) -> str:
+        try:
+            store = cls.options_type.parse(options).open_store()
+            try:
+                store.contains([PROBE_KEY])
+            finally:
+                store.close()
+        except TransferError as error:
+            return f"{error}"
+        return ""
 
-        Raises:
-            ConfigError: a wrong option, or a package that is missing.
-            StoreError: it cannot be opened.
-        """
+    def open_store(self) -> KVStore:
+        """The store that the options name."""
+        return self.options.open_store()
 
     @property
     def store(self) -> KVStore:

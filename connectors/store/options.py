@@ -1,11 +1,12 @@
 """--connector-config that all store connectors have."""
 
 from pdkv.connectors.base import LoadMode
+from pdkv.kv_store.base import KVStore
 from pdkv.options import MAX_THREADS, Options, option, seconds
 
 
 class TransferOptions(Options):
-    """How a store connector cuts, finds, loads and saves. A subclass adds the options of one connector."""
+    """How a store connector cuts, finds, loads and saves."""
 
     tokens_per_value: int = option(
         64, "tokens stored together, a multiple of 16; the same on all engines that share the store", ge=1
@@ -32,3 +33,18 @@ class TransferOptions(Options):
     sign_key_file: str = option(
         "", "file of the secret; empty: the variable PDKV_STORE_SIGN_KEY has it", metavar="FILE"
     )
+
+
+class StoreConnectorOptions(TransferOptions):
+    """Base of the options of one store connector: what it adds, and the store that they name."""
+
+    def open_store(self) -> KVStore:
+        """The store, whose methods may block: they are called on I/O threads. Called once in each process, at start.
+
+        Connects on first use: a server that is down now may come up.
+
+        Raises:
+            ConfigError: a wrong option, or a package that is missing.
+            StoreError: it cannot be opened.
+        """
+        raise NotImplementedError

@@ -1,15 +1,16 @@
 """The `store` connector: KV in any store that kv_store/ opens by URL; several URLs make tiers, fastest first."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Self
 
-from pdkv.connectors.base import KVConnector
-from pdkv.connectors.store.base import KVStore, StoreConnector, TransferOptions
+from pdkv.connectors.base import Requirement
+from pdkv.connectors.store.base import KVStore, StoreConnector, StoreConnectorOptions
 from pdkv.kv_store.options import StoreOptions
-from pdkv.kv_store.registry import StorePlan, plan_store
-from pdkv.options import option
+from pdkv.kv_store.registry import plan_store
+from pdkv.options import option, options_of
 
 
-class StoreUrlOptions(TransferOptions, StoreOptions):
+class StoreUrlOptions(StoreConnectorOptions, StoreOptions):
     """Those of every store connector, and those of the stores, which the URLs must know."""
 
     url: str = option(
@@ -17,6 +18,18 @@ class StoreUrlOptions(TransferOptions, StoreOptions):
         "several, separated by commas, are tiers, the fastest first",
         metavar="URL[,URL…]",
     )
+
+    @classmethod
+    def parse(cls, texts: Mapping[str, str], *, only: Collection[str] | None = None) -> Self:
+        """Raises ConfigError without a URL, for one that no store has, and for an option that no URL knows."""
+        options = super().parse(texts, only=only)
+        plan_store(options.url, {name: text for name, text in texts.items() if name in StoreOptions.names()})
+        return options
+
+    def open_store(self) -> KVStore:
+        values = {name: (getattr(self, name), item.default) for name, item in options_of(StoreOptions).items()}
+        given: dict[str, Any] = {name: value for name, (value, default) in values.items() if value != default}
+        return plan_store(self.url, given).open()
 
 
 class StoreUrlConnector(StoreConnector):
@@ -26,15 +39,7 @@ class StoreUrlConnector(StoreConnector):
     options: StoreUrlOptions
 
     @classmethod
-    def for_options(cls, options: Mapping[str, str]) -> type[KVConnector]:
-        """Raises ConfigError without a URL, for one that no store has, and for an option that no URL knows."""
-        connector = super().for_options(options)
-        cls._plan(options)
-        return connector
-
-    @staticmethod
-    def _plan(options: Mapping[str, str]) -> StorePlan:
-        return plan_store(options["url"], {k: v for k, v in options.items() if k in StoreOptions.names()})
-
-    def open_store(self) -> KVStore:
-        return self._plan(self.config.options).open()
+    def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
+        url = options.get("url", "redis://")
+        redis = Requirement(["redis"], "pip install 'pdkv[redis]'", "url=redis://…, rediss://… or unix://…")
+        return [redis] if "redis" in url or "unix://" in url else []

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pdkv.connectors.store.base import Buffer, KVStore, StoreConnector, StoreUnavailable, TransferOptions, option
+from pdkv.connectors.store.base import Buffer, KVStore, StoreConnector, StoreConnectorOptions, StoreUnavailable, option
 
 
 class SQLiteStore(KVStore):
@@ -47,13 +47,12 @@ class SQLiteStore(KVStore):
         self._db.close()
 
 
-class SQLiteOptions(TransferOptions):
+class SQLiteOptions(StoreConnectorOptions):
     path: str = option(help="database file that all engines share", metavar="FILE")
+
+    def open_store(self) -> KVStore:
+        return SQLiteStore(self.path)
 
 
 class SQLiteConnector(StoreConnector):
     options_type = SQLiteOptions
-    options: SQLiteOptions
-
-    def open_store(self) -> KVStore:
-        return SQLiteStore(self.options.path)

@@ -141,7 +141,7 @@ class Option:
         """The values that are accepted, in words that "was expected" follows."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        if self.is_size:
+        if self.is_size and "multiple_of" not in self.details:
             return "a size such as 512MiB"
         seconds = self.kind is float and self.name.endswith("_s")
         words = "a number of seconds" if seconds else _WORDS.get(self.kind, "text")

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pdkv.cli.connector_bench import add_bench
+from pdkv.cli.connector_show import add_show
 from pdkv.cli.options import connector_options
 from pdkv.connectors.registry import connector_targets, load_connector
 from pdkv.errors import ConfigError
@@ -19,6 +20,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     summary = "list the known connectors with their flags"
     listing = subcommands.add_parser("list", help=summary, description=f"{summary.capitalize()}.")
     listing.set_defaults(run=run_list)
+    add_show(subcommands)
     add_check(subcommands)
     add_bench(subcommands)
 

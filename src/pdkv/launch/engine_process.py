@@ -15,7 +15,8 @@ from typing import cast
 import torch
 
 from pdkv.assemble import RankPlace, build_engine, run_rank
-from pdkv.connectors.registry import load_connector
+from pdkv.connectors.base import KVConnector
+from pdkv.connectors.registry import check_connector
 from pdkv.engine.core import EngineCore
 from pdkv.errors import ConfigError, RankError
 from pdkv.host.linux import set_process_name
@@ -28,6 +29,7 @@ from pdkv.wire.messages import RouterToEngine
 
 _LIFELINE_GRACE_S = 2.0
 _MAX_PIPE_BYTES = 64 * 1024
+_PROBE_S = 1.0  # how long a start waits to hear that a store cannot be reached
 
 logger = logging.getLogger(__name__)
 
@@ -210,12 +212,41 @@ def _freeze() -> None:
 
 def _check_connector(spec: EngineSpec) -> None:
     """Refuse a connector that could never join these engines. Raises ConfigError."""
-    connector = load_connector(spec.handoff.connector).for_options(spec.handoff.connector_config)
+    connector = check_connector(spec.handoff.connector, spec.handoff.connector_config)
     if connector.one_process and spec.num_engines > 1:
         raise ConfigError(
             f"connector {spec.handoff.connector!r} joins engines of one process only, and each of these "
             f"{spec.num_engines} has its own"
         )
+    if spec.rank == 0:
+        _probe_connector(spec, connector)
+
+
+def _probe_connector(spec: EngineSpec, connector: type[KVConnector]) -> None:
+    """Warn where what KV travels through cannot be reached; the engine starts all the same, since it may come up.
+
+    Raises:
+        ConfigError: something that waiting would not cure.
+    """
+    failures: list[ConfigError] = []
+
+    def probe() -> None:
+        try:
+            problem = connector.probe(spec.handoff.connector_config)
+        except ConfigError as error:
+            failures.append(error)
+            return
+        if problem:
+            logger.warning(
+                "connector %s: %s; until it can be reached, prompts are computed instead",
+                spec.handoff.connector, problem,
+            )  # fmt: skip
+
+    thread = threading.Thread(target=probe, name="pdkv-probe", daemon=True)  # a server may hang until its deadline
+    thread.start()
+    thread.join(_PROBE_S)
+    if failures:
+        raise failures[0]
 
 
 def serve(core: EngineCore, server: EngineServer, notifier: Notifier) -> None:

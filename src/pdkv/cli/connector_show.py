@@ -1,0 +1,104 @@
+"""`pd connector show`: what one connector is, what it needs, and every option with its help."""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from pdkv.cli.options import connector_options
+from pdkv.connectors.base import KVConnector, Requirement
+from pdkv.connectors.registry import connector_target, load_connector
+from pdkv.errors import ConfigError
+from pdkv.host.memory_limits import format_bytes
+from pdkv.options import Option, OptionTexts, options_of
+
+_WIDTH = 110
+_INDENT = " " * 6
+
+
+def add_show(subcommands: "argparse._SubParsersAction[Any]") -> None:
+    """Add `show` to `pd connector`."""
+    summary = "show what a connector is, what it needs, and its options"
+    parser = subcommands.add_parser("show", help=summary, description=f"{summary.capitalize()}.")
+    parser.add_argument("connector", metavar="NAME|module:Class", help="a name of `pd connector list`")
+    parser.add_argument(
+        "--connector-config", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+        help="show what it is and needs with these options",
+    )  # fmt: skip
+    parser.set_defaults(run=run_show)
+
+
+def run_show(arguments: argparse.Namespace) -> int:
+    """Run `pd connector show`."""
+    name = arguments.connector
+    connector = load_connector(name)
+    options = connector_options(arguments.connector_config)
+    if options:
+        connector = connector.for_options(OptionTexts(options, f"connector {name}"))
+    print_connector(name, connector, options, sys.stdout)
+    return 0
+
+
+def print_connector(name: str, connector: type[KVConnector], options: Mapping[str, str], out: TextIO) -> None:
+    """Everything about a connector, for people."""
+    module = sys.modules[load_connector(name).__module__]
+    title = (module.__doc__ or "").strip().partition("\n")[0].removeprefix(f"The `{name}` connector: ")
+    print(f"{name}: {title}\n" if title else f"{name}\n", file=out)
+    rows = [("class", connector_target(name))]
+    variants = {"": connector} if options else _variants(connector)
+    if "connectors" in connector.options_type.names() and not options:
+        rows.append(("kind, orders", "those of its children: show them with --connector-config connectors=NAME,…"))
+    else:
+        rows.append(("kind", "; ".join(f"{variant.kind}{when}" for when, variant in variants.items())))
+        orders = [f"{', '.join(variant.orders())}{when}" for when, variant in variants.items()]
+        rows.append(("orders", "; ".join(dict.fromkeys(orders))))
+        rows.append(("finds KV by content", "yes" if connector.content_addressed else "no"))
+    if connector.one_process:
+        rows.append(("between", "engines of one process only"))
+    requirements = connector.requirements(options)
+    rows.append(("needs", "nothing more" if not requirements else "; ".join(map(_describe, requirements))))
+    width = max(len(label) for label, _ in rows)
+    for label, text in rows:
+        print(f"{label:<{width}}  {text}", file=out)
+    print("\noptions, each as --connector-config NAME=VALUE:", file=out)
+    for item in sorted(options_of(connector.options_type).values(), key=lambda item: not item.required):
+        _print_option(item, out)
+
+
+def _variants(connector: type[KVConnector]) -> dict[str, type[KVConnector]]:
+    """The classes that one option alone chooses, by " with NAME=VALUE"; the default's under ""."""
+    found = {"": connector}
+    for item in options_of(connector.options_type).values():
+        for choice in item.choices:
+            try:
+                variant = connector.for_options({item.name: choice})
+            except ConfigError:  # other options must be given, too
+                continue
+            if choice == item.default:
+                found[""] = variant
+            elif (variant.kind, variant.orders()) != (found[""].kind, found[""].orders()):
+                found[f" with {item.name}={choice}"] = variant
+    return found
+
+
+def _describe(requirement: Requirement) -> str:
+    packages = " or ".join(requirement.modules)
+    when = f" for {requirement.when}" if requirement.when else ""
+    return f"{packages}{when} ({'installed' if requirement.installed else f'not installed: {requirement.install}'})"
+
+
+def _print_option(item: Option, out: TextIO) -> None:
+    print(f"  {item.name}={item.metavar}", file=out)
+    if item.required:
+        end = " (required)"
+    elif item.default in (None, ""):
+        end = ""
+    elif item.is_size:
+        end = f" (default: {format_bytes(item.default).replace(' ', '')})"
+    else:
+        shown = str(item.default).lower() if isinstance(item.default, bool) else item.default
+        end = f" (default: {shown})"
+    lines: Sequence[str] = textwrap.wrap(item.help + end, _WIDTH - len(_INDENT))
+    for line in lines:
+        print(_INDENT + line, file=out)
