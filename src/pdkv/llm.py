@@ -1,10 +1,12 @@
 """The offline API: `LLM(model).generate(prompts, params)`, one engine in this process and no server."""
 
 import dataclasses
+import logging
 import math
 import secrets
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,22 +15,30 @@ import msgspec
 from tqdm import tqdm
 
 from pdkv.assemble import build_engine
-from pdkv.config import DEFAULT_MODEL, EngineConfig
-from pdkv.errors import InvalidRequest, RequestFailed
+from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
+from pdkv.connectors.registry import load_connector
+from pdkv.errors import ConfigError, InvalidRequest, RequestFailed
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import StopAutomaton, TextStream, Tokenizer
 from pdkv.wire.messages import (
     Abort,
+    EngineCard,
     EngineToRouter,
     Failed,
     Finished,
+    Peers,
     SourceCounts,
     Submit,
     TokenLogprob,
     Tokens,
 )
+
+logger = logging.getLogger(__name__)
+
+SAVE_TIMEOUT_S = 60.0
+"""How long `generate` waits for its saves: far more than a store's own deadlines, for a store that keeps none."""
 
 _ROUTER_ID = "local"
 Prompt = str | list[int]
@@ -51,7 +61,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None  # None where token ids were given
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprob | None] | None
-    num_cached_tokens: int  # prompt tokens that the first choice found cached
+    num_cached_tokens: int  # prompt tokens whose KV the first choice found cached, here or through the connector
     outputs: list[CompletionOutput]
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,28 +122,43 @@ class _Choice:
 class LLM:
     """One engine in this process. Not thread-safe. A context manager; `close` gives its memory back."""
 
-    def __init__(self, model: str | Path = DEFAULT_MODEL, **fields: Any) -> None:
-        """`fields`: those of EngineConfig, such as dtype="float32" or max_num_seqs=64.
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        connector: str | None = None,
+        connector_config: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            connector: a content-addressed one, such as "shared_storage". KV that this LLM computes is saved, and that
+                of a prompt's first tokens that another LLM or an engine has saved is loaded instead of computed.
+            connector_config: the connector's options, such as {"path": "/tmp/kv"}.
+            fields: those of EngineConfig, such as dtype="float32" or max_num_seqs=64.
 
         Raises:
-            ConfigError: a wrong field or model directory.
+            ConfigError: a wrong field, model directory or connector option.
         """
-        self._start(EngineConfig(model=Path(model), **fields))
+        self._start(EngineConfig(model=Path(model), **fields), _handoff_config(connector, connector_config))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """The same from a ready configuration."""
+        """The same from a ready configuration, without a connector."""
         llm = cls.__new__(cls)
-        llm._start(config)
+        llm._start(config, None)
         return llm
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig, handoff: HandoffConfig | None) -> None:
         self.config = config
         self._eos_token_ids = load_model_config(config.model).eos_token_ids
         self._sampling_defaults = read_sampling_defaults(config.model, config.generation_config)
         log_sampling_defaults(config.model, self._sampling_defaults)
         self.tokenizer = Tokenizer.from_dir(config.model)
-        self._core = build_engine(config, name="local", epoch=secrets.token_hex(8))
+        self._wake = threading.Event()  # set by the connector's threads
+        epoch = secrets.token_hex(8)
+        self._core = build_engine(config, handoff, name=f"llm-{epoch}", epoch=epoch, notify=self._wake.set)
         self._core.router_joined(_ROUTER_ID, self._core.card.epoch)
         self._live: dict[str, _Choice] = {}
 
@@ -146,6 +171,15 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def card(self) -> EngineCard:
+        """What other LLMs need to know to read this one's KV, see `set_peers`."""
+        return self._core.card
+
+    def set_peers(self, cards: Sequence[EngineCard]) -> None:
+        """For connectors that read each other's memory (shared_memory): these LLMs are there, and no others."""
+        self._core.handle(_ROUTER_ID, Peers(list(cards)), time.monotonic())
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` takes where it is given none: the model's, of its generation_config.json, else vLLM's."""
@@ -165,6 +199,8 @@ class LLM:
             params: for all prompts, or one per prompt; None: `get_default_sampling_params`.
             progress: whether a bar is shown on stderr.
 
+        With a connector, all KV that was computed is saved when this returns, or its save has failed.
+
         Raises:
             InvalidRequest: a parameter out of its range, or a prompt that can never work.
             RequestFailed: the engine failed on one of them; the others are given up.
@@ -183,6 +219,7 @@ class LLM:
                     bar.update(before + num_new - len(self._live))
         finally:
             self._abandon()
+        self._settle()
         return [
             _request_output(prompt, choices, p)
             for prompt, choices, p in zip(prompt_list, requests, params_list, strict=True)
@@ -223,7 +260,12 @@ class LLM:
         self._core.handle(_ROUTER_ID, choice.submit, time.monotonic())
 
     def _step(self) -> int:
-        """One step of the engine; returns how many choices it made start."""
+        """One step of the engine, as soon as there is something to do; returns how many choices it made start."""
+        if not self._core.has_work and (deadline := self._core.next_deadline()) is not None:
+            self._wake.wait(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
+        if self._wake.is_set():
+            self._wake.clear()
+            self._core.wake()
         self._core.step(time.monotonic())
         num_new = 0
         for _, messages in self._core.take_messages(time.monotonic()):
@@ -255,11 +297,39 @@ class LLM:
                 raise RequestFailed(message.message, request_id=message.request_id, retryable=message.retryable)
         return 0
 
+    def _settle(self) -> None:
+        """Wait for saves."""
+        deadline = time.monotonic() + SAVE_TIMEOUT_S
+        while self._core.has_work or not self._core.external.is_idle:
+            if time.monotonic() >= deadline:
+                logger.warning("the connector's saves have not ended within %g s", SAVE_TIMEOUT_S)
+                return
+            self._step()
+
     def _abandon(self) -> None:
         """Give up what an exception left running."""
         for request_id, choice in self._live.items():
             self._core.handle(_ROUTER_ID, Abort(request_id, choice.submit.attempt), time.monotonic())
         self._live.clear()
+
+
+def _handoff_config(connector: str | None, options: Mapping[str, str] | None) -> HandoffConfig | None:
+    """What an engine's connector is built from; None: an engine without.
+
+    Raises:
+        ConfigError: a connector that is unknown, or that needs a router to bring two engines together.
+    """
+    if connector is None:
+        if options:
+            raise ConfigError(f"connector_config={dict(options)} needs a connector, such as connector='shared_storage'")
+        return None
+    handoff = HandoffConfig(connector=connector, connector_config=dict(options or {}))
+    if not load_connector(connector).for_options(handoff.connector_config).content_addressed:
+        raise ConfigError(
+            f"connector {connector!r} carries KV between two engines that a router brings together (`pd launch`); "
+            "an LLM needs one that finds KV by its content, such as 'shared_storage' or 'store'"
+        )
+    return handoff
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -288,6 +358,6 @@ def _request_output(prompt: Prompt, choices: list[_Choice], params: SamplingPara
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=first.submit.prompt_token_ids,
         prompt_logprobs=first.prompt_logprobs,
-        num_cached_tokens=first.sources.local_hit + first.sources.store,
+        num_cached_tokens=first.sources.local_hit + first.sources.remote + first.sources.store,
         outputs=[choice.output() for choice in choices],
     )

@@ -1,0 +1,20 @@
+"""Answer the prompts whose KV prefill.py has left in a directory. It is loaded; only what is behind it is computed."""
+
+import json
+import sys
+from pathlib import Path
+
+from pdkv import LLM, SamplingParams
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    prompts = json.loads((directory / "prompts.json").read_text())
+    with LLM(connector="shared_storage", connector_config={"path": str(directory / "kv")}) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), progress=False)
+    for output in outputs:
+        print(f"{output.outputs[0].text}  ({output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens loaded)")
+
+
+if __name__ == "__main__":
+    main()
