@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     import torch
 
 TransferKey = tuple[str, int]
-"""(transfer_id, attempt): the name of one transfer."""
+"""(transfer_id, attempt): the name of one transfer.
+
+A hand-off keeps the attempt that computed it. Any later attempt of its request may read it, in a transfer of its own:
+a pull and a store find it by `RequestView.source_key`, a push is sent anew for every ticket until the lease ends.
+"""
 
 LoadMode = Literal["async", "layerwise"]
 
@@ -52,6 +56,11 @@ class RequestView(msgspec.Struct, frozen=True):
     def transfer_key(self) -> TransferKey:
         """(transfer_id, attempt)."""
         return (self.transfer_id, self.attempt)
+
+    @property
+    def source_key(self) -> TransferKey:
+        """What its KV is named by where it lies: the hand-off's attempt stays when a later one reads it."""
+        return (self.transfer_id, self.attempt if self.handoff is None else self.handoff.attempt)
 
 
 class BlockIds(Sequence[int]):

@@ -64,7 +64,7 @@ class DecodeRole(DecodeHooks):
     def load_allocated(self, request: Request, start: int, stop: int, ticket: bytes | None) -> None:
         """Tell the peer what is wanted, where it does not know yet."""
         submit = request.submit
-        if submit.handoff is None:
+        if submit.handoff is None or ticket is not None:
             self._send(request.router_id, Allocated(submit.request_id, submit.attempt, start, stop, ticket))
 
     def load_ended(self, request: Request, ok: bool, outcome: TransferOutcome) -> bool:
@@ -89,8 +89,11 @@ class DecodeRole(DecodeHooks):
             return True  # a cache's miss: what it did not have is computed
         loaded = Loaded(submit.request_id, submit.attempt, ok, outcome.code, outcome.num_bytes, outcome.seconds)
         self._send(request.router_id, loaded)
-        self._send(request.router_id, Release(submit.transfer_id, submit.attempt))
-        return ok or self._policy == "recompute"
+        if ok or self._policy == "recompute":  # else another attempt may read it: the router ends its lease
+            lease = submit.attempt if request.handoff is None else request.handoff.attempt
+            self._send(request.router_id, Release(submit.transfer_id, lease))
+            return True
+        return False
 
     def counts(self) -> LoadCounts:
         """The loads so far."""

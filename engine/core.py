@@ -345,6 +345,9 @@ class EngineCore:
         if submit.handoff is not None and submit.handoff.transfer_id != submit.transfer_id:
             text = f"the hand-off is for transfer {submit.handoff.transfer_id}, not for {submit.transfer_id}"
             raise InvalidRequest(text, param="handoff")
+        if submit.handoff is not None and submit.handoff.attempt > submit.attempt:
+            text = f"the hand-off is of attempt {submit.handoff.attempt}, which comes after attempt {submit.attempt}"
+            raise InvalidRequest(text, param="handoff")
 
     def _on_abort(self, router_id: str, key: RequestKey) -> None:
         request = self.requests.get(key)

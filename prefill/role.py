@@ -83,13 +83,13 @@ class PrefillRole(PrefillHooks):
             if not ok:
                 self._remember_failure(key, outcome)
             return
-        # A store has its own copy, whose tail goes with the Release.
-        if (lease.block_ids and not lease.until_release) or not ok:
-            self.leases.end(key)
         submit = lease.request.submit
         self._send(lease.request.router_id, KVReady(submit.request_id, submit.attempt, ok, outcome.code))
-        if not ok:
-            self._external.aborted(key)
+        # A store has its own copy, whose tail goes with the Release; what was pushed may be wanted once more.
+        if not lease.until_release and (lease.block_ids or not ok):
+            self.leases.end(key)
+            if not ok:
+                self._external.aborted(key)
 
     def handle(self, router_id: str, message: RouterToEngine) -> bool:
         """Release, and a ticket that comes after the prefill's end."""

@@ -289,7 +289,8 @@ class RequestFlow:
         if message.ticket is not None:
             if self._prefill_gone:
                 return self._never()
-            return [(self.route.prefill, KVTicket(self.request_id, self.attempt, message.ticket))]
+            lease = self.attempt if self._handoff is None else self._handoff.attempt
+            return [(self.route.prefill, KVTicket(self.request_id, lease, message.ticket))]
         return _NOTHING
 
     def _on_kv_ready(self, message: KVReady) -> Sends:

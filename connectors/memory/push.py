@@ -114,7 +114,7 @@ class MemoryPushWorker(MemoryWorker):
 
     def land(self, send: PushSend, content: Content) -> bool:
         """Write a batch into the registered blocks. False: the transfer has ended here, the write is refused."""
-        key = send.key
+        key = send.ticket.key
         incoming = self.incoming(key)
         if incoming is None:
             self.fabric.num_refused += 1

@@ -70,6 +70,7 @@ class MemoryStoreScheduler(MemoryScheduler):
         super().__init__(connector)
         self._loads: list[MemoryStoreLoad] = []
         self._staged: dict[tuple[TransferKey, StoreName], int] = {}  # by request -> step that stages it
+        self._tails: set[TransferKey] = set()  # of own hand-offs
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         names = self._names(request, num_computed_tokens)
@@ -105,6 +106,9 @@ class MemoryStoreScheduler(MemoryScheduler):
             for slot, step in self._staged.items()
             if step > view.step_id - STAGED_STEPS and slot[0] not in void
         }
+        drops = [key for key in view.aborted if key in self._tails]  # another one's reader may have the same key
+        handed_off = {confirmed.request.transfer_key for confirmed in view.confirmed if confirmed.last}
+        self._tails.difference_update(drops, set(view.finished) - handed_off)
         loads, self._loads = self._loads, []
         layered = bool(stage) or any(load.layerwise for load in loads)
         return MemoryStoreMetadata(
@@ -113,7 +117,7 @@ class MemoryStoreScheduler(MemoryScheduler):
             loads=loads,
             saves=saves,
             stage=stage,
-            drops=list(view.aborted),
+            drops=drops,
         )
 
     def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
@@ -133,7 +137,7 @@ class MemoryStoreScheduler(MemoryScheduler):
 
     def _tail_name(self, request: RequestView) -> StoreName:
         """A partial tail has no content key: only the transfer's own reader finds it."""
-        return request.transfer_key
+        return request.source_key
 
     def _stage(self, scheduled: ScheduledRange, step_id: int) -> list[tuple[TransferKey, int, StoreName]]:
         """Blocks that become complete with this step; each request's own, since another one's load may fail."""
@@ -144,6 +148,7 @@ class MemoryStoreScheduler(MemoryScheduler):
                 items.append((key, scheduled.block_ids[block], request.block_keys[block]))
         if request.kv == "handoff" and scheduled.stop == request.num_tokens and scheduled.stop % self.block_size:
             items.append((key, scheduled.block_ids[scheduled.stop // self.block_size], self._tail_name(request)))
+            self._tails.add(key)
         self._staged.update(((key, name), step_id) for _, _, name in items)
         return items
 
@@ -154,6 +159,7 @@ class MemoryStoreScheduler(MemoryScheduler):
         named: list[tuple[int, StoreName]] = [(confirmed.block_ids[b], request.block_keys[b]) for b in blocks]
         if confirmed.last and confirmed.stop % self.block_size:
             named.append((confirmed.block_ids[confirmed.stop // self.block_size], self._tail_name(request)))
+            self._tails.add(request.transfer_key)
         key = request.transfer_key
         staged = [(self._staged.pop((key, name)), name) for _, name in named if (key, name) in self._staged]
         done = {name for _, name in staged}

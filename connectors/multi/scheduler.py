@@ -233,7 +233,8 @@ class MultiScheduler(SchedulerConnector):
         senders = {i for i, kind in enumerate(kinds) if kind == "store" or (kind == "push" and i in holding)}
         if self.observes != OBSERVES_NOTHING:
             self.sending.begin(key, senders, tells_failure=not is_leased)
-        return FinishDecision(bool(holding), encode_handoff(payloads), until_release=is_leased)
+        until_release = is_leased or any(answers[i].until_release for i in holding)
+        return FinishDecision(bool(holding), encode_handoff(payloads), until_release=until_release)
 
     # --- results --------------------------------------------------------------------------------------------------
 

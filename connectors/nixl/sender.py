@@ -68,9 +68,9 @@ class PushSender:
         """Write whole blocks. Returns the bytes; raises a TransferError, and then nothing is written any more."""
         num_bytes = sum(int(sizes.sum()) for _, _, sizes in posts)
         send = piece.send
-        notice = Wrote(*send.key, range_of(piece), num_bytes)
-        self._ask(job, blob)
-        with self._writing_for((send.key, blob.agent), blob) as permit:
+        notice = Wrote(*send.ticket.key, range_of(piece), num_bytes)
+        self._ask(job, send.ticket.key, blob)
+        with self._writing_for((send.ticket.key, blob.agent), blob) as permit:
             for number, (ours, theirs, sizes) in enumerate(posts, 1):
                 job.check()
                 self._look_at(permit, job, blob)
@@ -85,15 +85,15 @@ class PushSender:
                 )
         return num_bytes
 
-    def _ask(self, job: Job, blob: RankBlob) -> None:
+    def _ask(self, job: Job, key: TransferKey, blob: RankBlob) -> None:
         """Once per transfer and rank of the receiver: may we write? Raises a TransferError."""
-        route = (job.key, blob.agent)
+        route = (key, blob.agent)
         with self._lock:
             if route in self._permits:
                 return  # `_writing_for` knows the answer
             answers = self._asking[route] = queue.SimpleQueue()
         try:
-            self._endpoint.send(blob, Begin(*job.key))
+            self._endpoint.send(blob, Begin(*key))
             code = self._endpoint.next_answer(job, blob, answers)
         finally:
             with self._lock:
@@ -179,7 +179,7 @@ class PushSender:
         number = next(self._numbers)
         with self._lock:
             self._offers[number] = _Offered(job, blob.agent, num_bytes, permit)
-        message = Offer(*send.key, number, *permit, whole, make_runs(ids), piece.heads.first, range_of(piece))
+        message = Offer(*send.ticket.key, number, *permit, whole, make_runs(ids), piece.heads.first, range_of(piece))
         try:
             self._endpoint.send(blob, message)
         except (PdkvError, ValueError) as error:
@@ -228,4 +228,4 @@ def _units_of(piece: PushPiece, block_size: int) -> Ids:
 
 
 def _is_sent(key: TransferKey, job: Job) -> bool:
-    return job.key == key and isinstance(job.order, PushPiece)
+    return isinstance(job.order, PushPiece) and job.order.send.ticket.key == key

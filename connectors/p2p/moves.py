@@ -63,8 +63,8 @@ def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float) -> MovePla
         skipped = first - send.ticket.start // theirs.block_size
         runs = plan_blocks(send.block_ids, table[skipped : skipped + len(send.block_ids)], first, own.block_bytes)
     offer = Offer(
-        transfer_id=send.key[0],
-        attempt=send.key[1],
+        transfer_id=send.ticket.transfer_id,
+        attempt=send.ticket.attempt,
         piece=range_of(piece),
         form="blocks" if whole else "units",
         runs=runs,

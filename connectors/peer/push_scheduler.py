@@ -3,7 +3,7 @@
 What a step computes goes out while it computes, layer by layer; what was computed before the ticket came, at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,6 +23,7 @@ from pdkv.connectors.base import (
     SchedulerView,
     Shown,
     TransferKey,
+    TransferOutcome,
     TransferResults,
 )
 from pdkv.connectors.peer.cards import PeerCards
@@ -78,7 +79,8 @@ def decode_ticket(data: bytes) -> PushTicket | None:
 class PushSend(msgspec.Struct, frozen=True):
     """One batch of a transfer: tokens [start, stop), which lie in `block_ids`, the first of which holds `start`."""
 
-    key: TransferKey
+    key: TransferKey  # of this sending: the hand-off's for its first ticket, another one for each that comes later
+    source: TransferKey  # the hand-off's
     batch: TransferKey  # names this batch's hold on its source blocks
     ticket: PushTicket
     start: int
@@ -102,12 +104,20 @@ class PushMetadata(KVConnectorMetadata, kw_only=True):
 class _Sending:
     """What of a ticket has been given to the worker."""
 
-    ticket: PushTicket | None  # None: what came was no ticket
+    encoded: bytes
+    ticket: PushTicket | None  # None: what came was no ticket of a reader of this transfer
+    key: TransferKey  # PushSend.key
     num_sent: int = 0  # tokens [ticket.start, num_sent) are under way or delivered
     num_valid: int = 0  # tokens [0, num_valid) are confirmed, or will be with steps in flight
-    num_batches: int = 0
+    num_batches: int = 0  # for earlier tickets, too
     completed: bool = False
     failed: bool = False
+    ended: bool = False  # the worker has reported it
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the worker will report it."""
+        return not self.ended and (self.num_sent > self.ticket.start if self.ticket is not None else self.failed)
 
 
 class PushScheduler(SchedulerConnector):
@@ -123,7 +133,10 @@ class PushScheduler(SchedulerConnector):
         self._refused: list[TransferKey] = []
         self._unsendable: list[TransferKey] = []
         self._completed: list[TransferKey] = []
-        self._sending: dict[TransferKey, _Sending] = {}
+        self._sending: dict[TransferKey, _Sending] = {}  # by hand-off, for the ticket that came last
+        self._superseded: set[TransferKey] = set()  # sendings for earlier tickets, of whose end nobody shall hear
+        self._dropped: list[TransferKey] = []
+        self._num_resent = 0
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         if request.kv != "await_peer" or request.kv_ready is False:
@@ -155,7 +168,12 @@ class PushScheduler(SchedulerConnector):
         batches = [self._confirmed_batch(confirmed) for confirmed in view.confirmed]
         batches += [self._step_batch(scheduled) for scheduled in view.scheduled]
         sends = [send for send in batches if send is not None]
-        dropped = [key for key in view.aborted if self._sending.pop(key, None) is not None]
+        for key in view.aborted:
+            if (sending := self._sending.pop(key, None)) is not None:
+                self._dropped.append(sending.key)
+                if sending.is_open and sending.key != key:
+                    self._superseded.add(sending.key)
+        dropped, self._dropped = self._dropped, []
         receives, self._receives = self._receives, []
         refused, self._refused = self._refused, []
         unsendable, self._unsendable = self._unsendable, []
@@ -169,18 +187,32 @@ class PushScheduler(SchedulerConnector):
             sends=sends,
             completed=completed,
             dropped=dropped,
-            holds=[BlockHold(send.batch, send.block_ids, send.key) for send in sends],
+            holds=[BlockHold(send.batch, send.block_ids, send.source) for send in sends],
         )
 
     def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
-        return FinishDecision(hold_blocks=request.kv == "handoff")
+        return FinishDecision(hold_blocks=request.kv == "handoff", until_release=True)
+
+    def resolve_results(self, results: TransferResults) -> TransferResults:
+        """A hand-off's sending is the one for its last ticket, by whatever name the workers know that."""
+        current = {sending.key: source for source, sending in self._sending.items() if sending.key != source}
+        if not current and not self._superseded:
+            return results
+
+        def resolved(outcomes: Mapping[TransferKey, TransferOutcome]) -> dict[TransferKey, TransferOutcome]:
+            wanted = {key: o for key, o in outcomes.items() if key not in self._superseded}
+            self._superseded.difference_update(outcomes)
+            return {current.get(key, key): outcome for key, outcome in wanted.items()}
+
+        sending = (resolved(results.finished_sending), resolved(results.failed_sending))
+        return results._replace(finished_sending=sending[0], failed_sending=sending[1])
 
     def update_connector_output(self, results: TransferResults) -> None:
-        for key in results.finished_sending:
-            self._sending.pop(key, None)
-        for key in results.failed_sending:
-            if key in self._sending:
-                self._sending[key].failed = True  # nothing more of it is sent; `aborted` forgets it
+        for outcomes, failed in ((results.finished_sending, False), (results.failed_sending, True)):
+            for key in outcomes:
+                if key in self._sending:
+                    self._sending[key].ended = True
+                    self._sending[key].failed |= failed  # nothing more of it is sent; `aborted` forgets it
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
         self.peers.replace(cards)
@@ -197,13 +229,13 @@ class PushScheduler(SchedulerConnector):
         key, ticket = confirmed.request.transfer_key, sending.ticket
         if not sending.failed and (ticket is None or (confirmed.last and confirmed.stop < ticket.stop)):
             sending.failed = True
-            self._unsendable.append(key)  # it wants what will never be here
+            self._unsendable.append(sending.key)  # it wants what will never be here
         sending.num_valid = max(sending.num_valid, confirmed.stop)
         batch = self._next_batch(key, sending, confirmed.stop, confirmed.block_ids, is_all=confirmed.last)
         # Not before the hand-off: what is told of the transfer's end is told of one that exists.
         if confirmed.last and sending.num_batches and not (sending.completed or sending.failed):
             sending.completed = True
-            self._completed.append(key)
+            self._completed.append(sending.key)
         return batch
 
     def _step_batch(self, scheduled: ScheduledRange) -> PushSend | None:
@@ -224,14 +256,28 @@ class PushScheduler(SchedulerConnector):
         return self._next_batch(key, sending, scheduled.stop, block_ids, is_all=is_all, during_step=True)
 
     def _find_sending(self, request: RequestView) -> _Sending | None:
-        """What is known of a request's transfer; None: nobody wants anything of it (yet)."""
+        """What is known of a request's transfer; None: nobody wants anything of it (yet).
+
+        With another ticket it begins anew, and what is still under way for the earlier one is dropped.
+        """
         if request.kv != "handoff" or request.ticket is None:
             return None
-        sending = self._sending.get(request.transfer_key)
-        if sending is None:
-            ticket = decode_ticket(request.ticket)
-            sending = _Sending(ticket, ticket.start if ticket is not None else 0)
-            self._sending[request.transfer_key] = sending
+        key = request.transfer_key
+        last = self._sending.get(key)
+        if last is not None and last.encoded == request.ticket:
+            return last
+        ticket = decode_ticket(request.ticket)
+        if ticket is not None and (ticket.transfer_id != key[0] or ticket.attempt < key[1]):
+            ticket = None  # of another request, or of an attempt that was over when this one began
+        sending = _Sending(request.ticket, ticket, key, ticket.start if ticket is not None else 0)
+        if last is not None:
+            sending.num_batches = last.num_batches
+            self._num_resent += 1
+            sending.key = (f"{key[0]}/again-{self._num_resent}", key[1])
+            if last.is_open:
+                self._superseded.add(last.key)
+                self._dropped.append(last.key)
+        self._sending[key] = sending
         return sending
 
     def _next_batch(
@@ -255,4 +301,5 @@ class PushScheduler(SchedulerConnector):
         sending.num_batches += 1
         batch = (f"{key[0]}/{sending.num_batches}", key[1])
         blocks = blocks_of(start, stop, self.block_size)
-        return PushSend(key, batch, ticket, start, stop, list(block_ids[blocks.start : blocks.stop]), during_step)
+        own = list(block_ids[blocks.start : blocks.stop])
+        return PushSend(sending.key, key, batch, ticket, start, stop, own, during_step)

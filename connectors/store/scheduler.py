@@ -154,7 +154,7 @@ class StoreScheduler(SchedulerConnector):
         values = cut.whole_values(request.block_keys, start, wanted)
         stop = values[-1].stop if values else start
         if request.kv == "await_peer" and handoff is not None:
-            tail = cut.tail(request.transfer_key, handoff.num_tokens)
+            tail = cut.tail(request.source_key, handoff.num_tokens)
             if tail is not None and tail.start <= max(stop, start) < wanted:
                 return _Sources([*values, tail], wanted)
         return _Sources(values, stop)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from engines import at_rest, make_core, of_type, output_of, run, submit
 from state_machine.standin import expected_tokens
@@ -9,6 +10,8 @@ from state_machine.standin import expected_tokens
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import TransferOutcome
 from pdkv.connectors.memory.fabric import MemoryFabric
+from pdkv.connectors.peer.push_scheduler import PushTicket
+from pdkv.connectors.transfer.block_runs import make_runs
 from pdkv.engine.core import EngineCore
 from pdkv.wire.messages import (
     Abort,
@@ -202,10 +205,16 @@ def test_push_starts_decoding_when_both_the_kv_and_the_token_are_in(push: Pair) 
     push.prefill.handle("r", KVTicket("a", 0, allocated.ticket), push.now)  # it comes after the prefill's end
     push.run(push.prefill)
     push.deliver_all()
-    assert output_of(push.run(push.decode), "a") == []
+    messages = push.run(push.decode)
+    assert output_of(messages, "a") == []
     assert KVReady("a", 0, ok=True) in push.run(push.prefill)
     push.decode.handle("r", Continue("a", 0, first), push.now)
-    assert first + output_of(push.run(push.decode), "a") == expected_tokens(PROMPT, 4)
+    messages += push.run(push.decode)
+    assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
+    assert of_type(messages, Release) == [Release("t-a", 0)]
+    assert not at_rest(push.prefill)  # until its reader has it for sure
+    push.prefill.handle("r", Release("t-a", 0), push.now)
+    push.run(push.prefill)
     assert at_rest(push.prefill)
     assert at_rest(push.decode)
 
@@ -285,3 +294,115 @@ def test_a_cache_that_fails_a_request_whose_load_is_long_over_does_not_end_it() 
     assert pair.decode.decode.load_ended(request, False, TransferOutcome("stale_generation"))
     assert of_type([m for _, sent in pair.decode.take_messages(pair.now) for m in sent], Release) == []
     MemoryFabric.unbind("decode-late-miss")
+
+
+# --- later attempts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["pull", "store", "push"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """With a policy that leaves the lease to whoever tries again."""
+    yield Pair(f"decode-again-{request.param}", mode=request.param, policy="fail")
+    MemoryFabric.unbind(f"decode-again-{request.param}")
+
+
+def bring_ticket(pair: Pair, messages: list[EngineToRouter]) -> None:
+    """As the router does: a ticket goes to the lease, by the attempt that it was granted to."""
+    for message in messages:
+        if isinstance(message, Allocated) and message.ticket is not None:
+            pair.prefill.handle("r", KVTicket("a", 0, message.ticket), pair.now)
+            pair.run(pair.prefill)
+
+
+def read_again(pair: Pair, handoff: KVHandoff, first: list[int], attempt: int) -> list[EngineToRouter]:
+    """A later attempt reads the hand-off; returns what decode says."""
+    messages = await_peer(pair, PROMPT, attempt=attempt, output_token_ids=first, handoff=handoff)
+    if pair.decode.external.loads:
+        pair.decode.handle("r", KVReady("a", attempt, True), pair.now)
+    bring_ticket(pair, messages)
+    for _ in range(2):  # what was still on its way to a store is there only then
+        pair.deliver_all()
+        messages += pair.run(pair.decode)
+    return messages
+
+
+def expect_all_of_it(pair: Pair, messages: list[EngineToRouter], first: list[int]) -> None:
+    """The right tokens, none of the prompt computed, and the lease ends."""
+    assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
+    (finished,) = of_type(messages, Finished)
+    assert isinstance(finished, Finished)
+    assert (finished.sources.remote, finished.sources.computed) == (10, 0)
+    assert of_type(messages, Release) == [Release("t-a", 0)]  # by the name that it was granted under
+    pair.prefill.handle("r", Release("t-a", 0), pair.now)
+    pair.run(pair.prefill)
+    pair.deliver_all()
+    pair.run(pair.prefill)
+    assert at_rest(pair.prefill)
+    assert at_rest(pair.decode)
+
+
+def test_a_later_attempt_reads_what_an_earlier_one_computed(pair: Pair) -> None:
+    handoff, first = pair.hand_off(PROMPT)
+    pair.deliver_all()
+    pair.run(pair.prefill)
+    expect_all_of_it(pair, read_again(pair, handoff, first, 2), first)
+
+
+def test_a_reader_that_gives_up_leaves_it_to_the_next_one(pair: Pair) -> None:
+    """Whatever was under way for it: nothing of that counts for the next one, or ends its load or the lease."""
+    handoff, first = pair.hand_off(PROMPT)
+    pair.decode.handle("r", submit(PROMPT, kv="await_peer", output_token_ids=first, handoff=handoff), pair.now)
+    bring_ticket(pair, pair.run(pair.decode))
+    assert pair.fabric.under_way
+    pair.decode.handle("r", Abort("a", 0), pair.now)
+    assert of_type(pair.run(pair.decode), Release) == []
+    expect_all_of_it(pair, read_again(pair, handoff, first, 1), first)
+
+
+def test_a_load_that_fails_leaves_the_lease_to_the_next_attempt(pair: Pair) -> None:
+    handoff, first = pair.hand_off(PROMPT)
+    pair.deliver_all()
+    pair.run(pair.prefill)
+    pair.fabric.num_losses_due = 1
+    messages = await_peer(pair, PROMPT, output_token_ids=first, handoff=handoff)
+    pair.decode.handle("r", KVReady("a", 0, True), pair.now)
+    bring_ticket(pair, messages)
+    if pair.decode.external.loads:
+        pair.deliver_all()
+        pair.now += 6.0  # beyond kv_load_timeout_s
+        pair.decode.expire(pair.now)
+    messages = pair.run(pair.decode)
+    if not of_type(messages, Failed):
+        pytest.skip("this mode lost nothing")
+    assert of_type(messages, Release) == []
+    pair.deliver_all()
+    pair.run(pair.decode)
+    expect_all_of_it(pair, read_again(pair, handoff, first, 1), first)
+
+
+def test_a_push_that_failed_is_sent_again_for_the_next_ticket(push: Pair) -> None:
+    """Its end is told for the reader of the last ticket only, and the same ticket twice is sent once."""
+    handoff, first = push.hand_off(PROMPT)
+    lost = PushTicket("gone", "gone.0", "t-a", 1, 0, 10, make_runs([0, 1, 2]))
+    push.prefill.handle("r", KVTicket("a", 0, msgspec.msgpack.encode(lost)), push.now)
+    push.run(push.prefill)
+    push.deliver_all()
+    assert of_type(push.run(push.prefill), KVReady) == [KVReady("a", 0, False, "peer_gone")]
+    assert not at_rest(push.prefill)
+    messages = await_peer(push, PROMPT, attempt=2, output_token_ids=first, handoff=handoff)
+    bring_ticket(push, messages)
+    bring_ticket(push, messages)
+    push.deliver_all()
+    assert of_type(push.run(push.prefill), KVReady) == [KVReady("a", 0, True)]
+    bring_ticket(push, messages)
+    push.deliver_all()
+    assert of_type(push.run(push.prefill), KVReady) == []
+    expect_all_of_it(push, messages + push.run(push.decode), first)
+
+
+def test_a_hand_off_of_a_later_attempt_is_refused(pull: Pair) -> None:
+    handoff, first = pull.hand_off(PROMPT)
+    later = msgspec.structs.replace(handoff, attempt=3)
+    (failed,) = of_type(await_peer(pull, PROMPT, attempt=2, output_token_ids=first, handoff=later), Failed)
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.param) == ("invalid_request_error", "handoff")

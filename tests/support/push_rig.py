@@ -155,11 +155,12 @@ class RankedEngine:
                 self._note(worker, results)
 
     def _note(self, worker: WorkerConnector, results: TransferResults) -> None:
-        for name, found in results._asdict().items():
+        resolved = self.scheduler.resolve_results(results)
+        for name, found in resolved._asdict().items():
             for key, outcome in found.items():
                 assert bool(outcome.code) == name.startswith("failed")
                 self._reports.setdefault((name.split("_")[1], key), []).append(outcome)
-        self.scheduler.update_connector_output(results)
+        self.scheduler.update_connector_output(resolved)
 
     @property
     def unread(self) -> dict[tuple[str, TransferKey], list[TransferOutcome]]:

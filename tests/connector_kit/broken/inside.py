@@ -8,6 +8,7 @@ import msgspec
 
 from pdkv.connectors.base import (
     KVConnectorMetadata,
+    RequestView,
     ScheduledRange,
     TransferKey,
     TransferResults,
@@ -59,8 +60,11 @@ class KeepsADeadEpochsDescriptors(MemoryPullConnector):
 
 class _AnyAttemptWorker(MemoryPushWorker):
     def land(self, send: PushSend, content: Content) -> bool:
-        live = next((key for key in self._incoming if key[0] == send.key[0]), send.key)
-        return super().land(msgspec.structs.replace(send, key=live), content)
+        ticket = send.ticket
+        live = next((key for key in self._incoming if key[0] == ticket.transfer_id), ticket.key)
+        return super().land(
+            msgspec.structs.replace(send, ticket=msgspec.structs.replace(ticket, attempt=live[1])), content
+        )
 
 
 class IgnoresTheAttempt(MemoryPushConnector):
@@ -96,6 +100,18 @@ class FreesAtTheDeadline(MemoryPushConnector):
 
 
 # --- store --------------------------------------------------------------------------------------------------------
+
+
+class _OwnAttemptScheduler(MemoryStoreScheduler):
+    def _tail_name(self, request: RequestView) -> StoreName:
+        return request.transfer_key
+
+
+class LooksForItsOwnAttempt(MemoryStoreConnector):
+    """A reader looks for the tail under its own attempt, whoever handed it off."""
+
+    def make_scheduler_side(self) -> MemoryStoreScheduler:
+        return _OwnAttemptScheduler(self)
 
 
 class _EagerWorker(MemoryStoreWorker):

@@ -1,5 +1,6 @@
 """Store connectors: what is saved, found, loaded and dropped. Both sides driven by hand over a real memory store."""
 
+import msgspec
 import pytest
 import torch
 from store_rig import (
@@ -152,11 +153,22 @@ def test_a_tail_belongs_to_its_transfer_and_attempt(make: MakeEngine) -> None:
     """F14."""
     _, handoff = prefill(make("p"), 100)
     decode = make("d")
+    later = msgspec.structs.replace(handoff, attempt=2)  # it was computed again
     for wrong in (
-        view("t", kv="await_peer", num_tokens=101, handoff=handoff, kv_ready=True, salt="0", attempt=2),
+        view("t", kv="await_peer", num_tokens=101, handoff=later, kv_ready=True, salt="0", attempt=2),
         view("other", kv="await_peer", num_tokens=101, handoff=handoff, kv_ready=True, salt="0"),
     ):
         assert decode.load(wrong, scattered(100, 16), 100).code == KVNotFound.code
+
+
+def test_a_later_attempt_finds_the_tail_of_the_attempt_that_handed_it_off(make: MakeEngine) -> None:
+    source, decode = make("p"), make("d")
+    kv, handoff = prefill(source, 100)
+    blocks = scattered(100, 16)
+    request = view("t", kv="await_peer", num_tokens=101, salt="0", handoff=handoff, kv_ready=True, attempt=4)
+    assert decode.ask(request) == 100
+    assert not decode.load(request, blocks, 100).code
+    assert torch.equal(decode.tokens(blocks, 100), kv)
 
 
 def test_release_deletes_the_tail_and_leaves_the_content(make: MakeEngine) -> None:

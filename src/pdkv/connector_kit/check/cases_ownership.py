@@ -136,6 +136,23 @@ def _attempts_push(first: Handover, second: Handover) -> None:
     first.release()
 
 
+@case("later_attempts")
+def later_attempts(setting: Setting) -> None:
+    """What one attempt computed is read by later ones: behind a reader that gave up, and one that has all of it."""
+    with World(setting) as world:
+        for gives_up in (True, False):
+            transfer = Handover(world, 52)
+            transfer.take()
+            for _ in range(2):
+                if not gives_up:
+                    require(not transfer.wait().code, f"load of {transfer.describe()} failed")
+                transfer.drop_receiver()
+                transfer.next_reader()
+                transfer.take(transfer.find, transfer.allocate, transfer.start, transfer.bring_ticket)
+            transfer.finish()
+        world.check_rest()
+
+
 @case("replay", covers="F9")
 def replay(setting: Setting) -> None:
     """Blocks of a preempted or finished request are overwritten at once: the next reader gets no poison."""

@@ -284,11 +284,12 @@ class Engine:
         lease = self.leases.get(key)
         if lease is None:
             return
-        if (lease and key not in self._until_release) or not ok:
+        is_over = key not in self._until_release and bool(lease or not ok)
+        if is_over:
             self.books.release(self.leases.pop(key))
         for listener in self.on_sent:
             listener(key, ok)
-        if not ok:
+        if is_over and not ok:
             self.tell_aborted(key)
 
     def reuse(self, block_ids: Sequence[int]) -> None:

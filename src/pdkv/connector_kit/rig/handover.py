@@ -129,12 +129,12 @@ class Handover:
             return TransferOutcome()
         without = ", for which a push connector has given no ticket," if self._lacks_ticket else ""
         self.world.until(lambda: self.ended, f"the load of {self.describe()}{without} ends", timeout_s)
-        return self.consumer.received[self.key]
+        return self.consumer.received[self.receiver.transfer_key]
 
     @property
     def ended(self) -> bool:
         """Whether the load's end was reported."""
-        return self.key in self.consumer.received
+        return self.receiver.transfer_key in self.consumer.received
 
     @property
     def _lacks_ticket(self) -> bool:
@@ -143,7 +143,7 @@ class Handover:
     @property
     def wrong(self) -> str:
         """What is wrong with the content of a load that was reported as finished."""
-        return self.consumer.wrong.get(self.key, "")
+        return self.consumer.wrong.get(self.receiver.transfer_key, "")
 
     def end(self) -> None:
         """The consumer is done: its request ends, and its Release reaches the producer."""
@@ -175,10 +175,21 @@ class Handover:
         if self.receiver.block_ids:
             self.consumer.end_load(self.receiver)
             if self.num_external and not self.ended:
-                self.consumer.tell_aborted(self.key)
+                self.consumer.tell_aborted(self.receiver.transfer_key)
             self.consumer.free(self.receiver)
         self.consumer.books.release(self._hit)
         self._hit = []
+
+    def next_reader(self) -> None:
+        """The next attempt of the consumer's request, which is given the same hand-off; the last one was dropped."""
+        last = self.receiver
+        self.receiver = Request(
+            last.text, self.num_tokens, kv="await_peer", transfer_id=last.transfer_id, attempt=last.attempt + 1,
+            layout=self.consumer.layout,
+        )  # fmt: skip
+        self.receiver.handoff, self.receiver.has_output = last.handoff, True
+        self.receiver.kv_ready = last.kv_ready or None
+        self.num_external, self._ticket = 0, None
 
     def release(self) -> None:
         """Release reaches the producer."""
@@ -291,7 +302,7 @@ class Handover:
             self.consumer.reuse(self._hit)
 
     def _on_sent(self, key: tuple[str, int], ok: bool) -> None:
-        if key == self.key:
+        if key == self.key and (ok or self.receiver.attempt == self.sender.attempt):
             self.receiver.kv_ready = ok
 
 
