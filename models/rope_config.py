@@ -14,6 +14,8 @@ from pdkv.models.config_fields import check_rope_fields
 from pdkv.models.json_fields import Fields
 
 RopeKind = Literal["linear", "llama3", "dynamic", "yarn", "longrope"]
+_BETAS = (("beta_fast", 32.0), ("beta_slow", 1.0))
+_MAX_FACTOR = 1_000_000
 _KINDS = ("linear", "llama3", "dynamic", "yarn", "longrope")
 
 
@@ -104,13 +106,13 @@ def _scaling(kind: RopeKind, rope: Fields, fields: Fields, rotary_size: int) -> 
     if kind == "linear":
         return RopeScaling(kind, _factor(rope))
     if kind == "llama3":
-        return RopeScaling(
-            kind,
-            _factor(rope),
-            rope.number("low_freq_factor"),
-            rope.number("high_freq_factor"),
-            _original_length(rope, fields, default=None),
-        )
+        factor, low, high = _factor(rope), rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if not 0.0 < low < high < math.inf:
+            raise ModelError(
+                f"{rope.path}: low_freq_factor of the RoPE parameters must be above 0 and below high_freq_factor, "
+                f"got {low} and {high}"
+            )
+        return RopeScaling(kind, factor, low, high, _original_length(rope, fields, default=None))
     trained = fields.count("max_position_embeddings")
     if kind == "dynamic":
         if rotary_size < 4:
@@ -134,6 +136,11 @@ def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
             f"got {beta_slow} and beta_fast {beta_fast}"
         )
     mscale, mscale_all_dim = (rope.number(name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    if not (0.0 <= mscale < math.inf and 0.0 <= mscale_all_dim < math.inf):
+        raise ModelError(
+            f"{rope.path}: mscale and mscale_all_dim of the RoPE parameters must be 0 or more and finite, "
+            f"got {mscale} and {mscale_all_dim}"
+        )
     default = _magnitude(factor)
     if mscale and mscale_all_dim:
         default = _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
@@ -146,9 +153,6 @@ def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
         beta_slow=beta_slow,
         truncate=rope.flag("truncate", True),
     )
-
-
-_BETAS = (("beta_fast", 32.0), ("beta_slow", 1.0))
 
 
 def _magnitude(factor: float, mscale: float = 1.0) -> float:
@@ -186,8 +190,10 @@ def _original_length(rope: Fields, fields: Fields, *, default: int | None) -> in
 
 def _factor(rope: Fields, default: float | None = None) -> float:
     factor = rope.number("factor", default)
-    if not 1.0 <= factor < math.inf:
-        raise ModelError(f"{rope.path}: the factor of the RoPE parameters must be at least 1, got {factor}")
+    if not 1.0 <= factor <= _MAX_FACTOR:
+        raise ModelError(
+            f"{rope.path}: the factor of the RoPE parameters must be at least 1 and at most {_MAX_FACTOR}, got {factor}"
+        )
     return factor
 
 

@@ -1,5 +1,6 @@
 """Attention of single queries by the compiled kernel: paged KV is read where it lies."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,8 @@ class _Taken(NamedTuple):
     """What the kernel reads of Singles; the vectors are kept alive for it."""
 
     singles: Singles
-    vectors: list[IntArray]
-    pointers: list[int]
+    vectors: Sequence[IntArray]
+    pointers: Sequence[int]
 
 
 class SingleQueries:

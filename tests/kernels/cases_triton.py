@@ -68,7 +68,7 @@ def test_paged_attention(
 
 
 @pytest.mark.parametrize("window", [1, 65, 100])
-@pytest.mark.parametrize(("heads", "head_size", "block_size"), [((4, 2), 32, 16), ((32, 1), 16, 32)], ids=str)
+@pytest.mark.parametrize(("heads", "head_size", "block_size"), [((4, 2), 32, 16), ((6, 2), 80, 48)], ids=str)
 def test_windows(
     heads: tuple[int, int], head_size: int, block_size: int, window: int, dtype: torch.dtype, device: torch.device
 ) -> None:
