@@ -51,10 +51,9 @@ class ModelConfig:
         scaling = self.rope_scaling
         if scaling is None or scaling.kind in ("llama3", "longrope"):
             return self.max_position_embeddings
-        trained = self.max_position_embeddings
-        if scaling.kind == "yarn":
-            trained = scaling.original_max_position_embeddings
-        return int(trained * scaling.factor)
+        if scaling.kind == "yarn":  # the field may be the stretched number, as vLLM has it, or the one from before
+            return max(self.max_position_embeddings, int(scaling.original_max_position_embeddings * scaling.factor))
+        return int(self.max_position_embeddings * scaling.factor)
 
     @property
     def default_max_model_len(self) -> int:

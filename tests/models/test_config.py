@@ -152,6 +152,7 @@ def test_linear_scaling_stretches_the_models_length(tmp_path: Path) -> None:
         ({"rope_type": "dynamic", "factor": 2.0}, 1024, 1024),
         ({"rope_type": "yarn", "factor": 4.0}, 2048, 2048),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512, 512),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 512, 512),
         (LONGROPE, 512, 128),
     ],
 )
