@@ -16,6 +16,7 @@ from pdkv.models.json_fields import Fields
 RopeKind = Literal["linear", "llama3", "dynamic", "yarn", "longrope"]
 _BETAS = (("beta_fast", 32.0), ("beta_slow", 1.0))
 _MAX_FACTOR = 1_000_000
+_PHI3_LENGTH = 4096  # Phi-3 was trained with so many positions where its file does not say otherwise
 _KINDS = ("linear", "llama3", "dynamic", "yarn", "longrope")
 
 
@@ -72,19 +73,23 @@ def read_rope(fields: Fields, architecture: str, head_size: int) -> Rope:
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     if not 1.0 < theta < math.inf:
         raise ModelError(f"{fields.path}: rope_theta must be above 1 and finite, got {theta}")
-    kind = _kind(rope, architecture)
+    is_phi3 = architecture == "Phi3ForCausalLM"
+    kind = _kind(rope, is_phi3=is_phi3)
     if kind == "default" and any(isinstance(value, dict) for value in values.values()):
         raise ModelError(f"{fields.path}: RoPE parameters per layer type are not supported: {values!r}")
     rotary_size = _rotary_size(rope, fields, head_size)
+    own_length = fields.values.get("original_max_position_embeddings", _PHI3_LENGTH if is_phi3 else None)
+    if own_length is not None:  # as in transformers, this field goes before that of the RoPE parameters
+        rope = Fields(fields.path, {**values, "original_max_position_embeddings": own_length})
     scaling = None if kind == "default" else _scaling(kind, rope, fields, rotary_size)
     check_rope_fields(fields.path, kind, values)
     return Rope(theta, rotary_size, scaling)
 
 
-def _kind(rope: Fields, architecture: str) -> Any:
+def _kind(rope: Fields, *, is_phi3: bool) -> Any:
     """The kind of scaling, by its name of today."""
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
-    if kind == "su" or (kind == "yarn" and architecture == "Phi3ForCausalLM"):
+    if kind == "su" or (kind == "yarn" and is_phi3):
         return "longrope"  # as Phi-3's first checkpoints named it
     if kind != "default" and kind not in _KINDS:
         raise ModelError(f"{rope.path}: RoPE scaling {kind!r} is not supported; known: default, {', '.join(_KINDS)}")
@@ -112,7 +117,7 @@ def _scaling(kind: RopeKind, rope: Fields, fields: Fields, rotary_size: int) -> 
                 f"{rope.path}: low_freq_factor of the RoPE parameters must be above 0 and below high_freq_factor, "
                 f"got {low} and {high}"
             )
-        return RopeScaling(kind, factor, low, high, _original_length(rope, fields, default=None))
+        return RopeScaling(kind, factor, low, high, rope.count("original_max_position_embeddings"))
     trained = fields.count("max_position_embeddings")
     if kind == "dynamic":
         if rotary_size < 4:
@@ -120,11 +125,10 @@ def _scaling(kind: RopeKind, rope: Fields, fields: Fields, rotary_size: int) -> 
                 f"{fields.path}: RoPE scaling 'dynamic' needs 4 rotated values of a head, got {rotary_size}"
             )
         return RopeScaling(kind, _factor(rope), original_max_position_embeddings=trained)
-    original = _original_length(rope, fields, default=trained)
-    factor = _factor(rope, default=trained / original)
+    original = rope.count("original_max_position_embeddings", trained)
     if kind == "yarn":
-        return _yarn(rope, factor, original)
-    return _longrope(rope, factor, original, rotary_size)
+        return _yarn(rope, _factor(rope, default=trained / original), original)
+    return _longrope(rope, _factor(rope, default=max(1.0, trained / original)), original, rotary_size)
 
 
 def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
@@ -179,13 +183,6 @@ def _attention_factor(rope: Fields, default: float) -> float:
             f"{rope.path}: attention_factor of the RoPE parameters must be above 0 and finite, got {value}"
         )
     return value
-
-
-def _original_length(rope: Fields, fields: Fields, *, default: int | None) -> int:
-    """As in transformers, config.json's own field goes before that of the RoPE parameters."""
-    own = fields.values.get("original_max_position_embeddings")
-    source = rope if own is None else fields
-    return source.count("original_max_position_embeddings", default)
 
 
 def _factor(rope: Fields, default: float | None = None) -> float:

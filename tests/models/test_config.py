@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config import RopeScaling, load_model_config, resolve_max_model_len
@@ -181,6 +182,18 @@ def test_the_models_own_original_length_goes_before_that_of_its_rope_parameters(
     """As in transformers and vLLM."""
     config = load_model_config(write(tmp_path, rope_scaling=LONGROPE, original_max_position_embeddings=64))
     assert config.default_max_model_len == 64
+
+
+def test_phi3_was_trained_with_4096_positions_where_its_file_says_nothing(tmp_path: Path) -> None:
+    """As in transformers, whose Phi3Config has the field in any case."""
+    phi = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": LONGROPE, "pad_token_id": 0}
+    path = write(tmp_path, **phi, model_type="phi3", max_position_embeddings=8192)
+    assert load_model_config(path).default_max_model_len == 4096
+    rope = transformers.AutoConfig.from_pretrained(path).rope_parameters
+    assert rope["original_max_position_embeddings"] == 4096
+    config = load_model_config(write(tmp_path, **phi))  # fewer than 4096 positions
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.factor, config.rope_scaling.attention_factor) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("name", ["su", "yarn"])
