@@ -1,1 +1,1 @@
-"""What point-to-point connectors share: cards of peers, the pull and push bases, authentication."""
+"""Shared by transports between two engines: cards of peers, the base classes of pull and push, authentication."""

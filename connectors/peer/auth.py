@@ -1,4 +1,4 @@
-"""How the two ends of a connection come to know each other: challenge and response, then sealed headers.
+"""How the two ends of a connection authenticate each other: challenge and response, then headers with a MAC.
 
 A listener has a secret, which is in its engine's card and nowhere else. Who dials says who it is and whom it means; the
 listener proves that it knows the secret, then the dialer does. The secret itself is never sent: whoever holds the port,
@@ -68,7 +68,7 @@ class Challenge(_Greeting, frozen=True):
 
 
 class Answer(_Greeting, frozen=True):
-    """The dialer's proof."""
+    """The dialer's proof that it knows the secret."""
 
     proof: bytes
 
@@ -90,7 +90,7 @@ class Seal:
         self._number = 0
 
     def make(self, length: int, digest: bytes) -> bytes:
-        """The header of the next message: HEADER_BYTES.
+        """The header of the next message to send, HEADER_BYTES long.
 
         Args:
             digest: 16 bytes that stand for the body, such as `digest_of` it.
@@ -100,7 +100,7 @@ class Seal:
         return fields + self._tag(fields)
 
     def open(self, header: bytes) -> tuple[int, bytes]:
-        """Length and digest of the next message.
+        """Check the header of the next message received; returns the body's length and digest.
 
         Raises:
             Unauthenticated: the peer has not made this header, or not as the next one.
@@ -126,7 +126,7 @@ def digest_of(body: bytes | bytearray | memoryview) -> bytes:
 
 
 class Session(NamedTuple):
-    """What both ends have agreed upon."""
+    """What both ends have agreed upon: who dials, and the seal of each direction (keys and message numbers)."""
 
     hello: Hello
     sending: Seal
@@ -232,7 +232,7 @@ def _session(secret: bytes, hello: Hello, transcript: bytes, *, dials: bool) -> 
 
 
 def _transcript(hello: bytes, nonce: bytes) -> bytes:
-    """Everything that was said before the proofs."""
+    """All greetings before the proofs, which both proofs and all keys cover."""
     return hashlib.sha256(_frame(hello) + nonce).digest()
 
 

@@ -1,4 +1,4 @@
-"""Which peers KV can be exchanged with: cards in, checked once each, and out again by incarnation."""
+"""The peers with which KV can be exchanged. Each card is checked once, when it arrives, and removed by incarnation."""
 
 import logging
 import threading
@@ -60,7 +60,7 @@ class PeerCards:
         self._errors: dict[Incarnation, PdkvError] = {}
 
     def replace(self, cards: Sequence[EngineCard]) -> None:
-        """These peers are known and no others."""
+        """Make these the only known peers."""
         known = {(card.engine, card.epoch): card for card in cards}
         with self._lock:
             gone = [peer for peer in self._cards if peer not in known]
@@ -86,12 +86,12 @@ class PeerCards:
                 logger.warning("no KV from engine %s: %s", card.engine, error)
 
     def remove(self, engine: str, epoch: str) -> None:
-        """A peer's incarnation is gone."""
+        """Forget one incarnation of a peer."""
         with self._lock:
             self._forget((engine, epoch))
 
     def incarnations(self) -> list[Incarnation]:
-        """Peers that may be usable."""
+        """The (engine, epoch) of all peers that have not been found unusable."""
         with self._lock:
             return [peer for peer in self._cards if peer not in self._errors]
 

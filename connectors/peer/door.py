@@ -1,7 +1,8 @@
-"""A socket on which peers connect and strangers may: one thread finds out who is who, and no stranger costs a peer.
+"""A listening socket: one thread authenticates whoever connects, and strangers cannot keep peers out.
 
-Strangers have a small pool of their own: so many, so many of one source, for so long; where it is full the one that
-waits longest makes room. Only who has proven that it knows the secret (auth.py) leaves the pool.
+Connections that are not authenticated yet are kept in a small pool, which bounds their number, their number per source
+and their age; if it is full, the oldest is closed. A connection leaves the pool when it has proven that it knows the
+secret (auth.py).
 """
 
 import contextlib
@@ -44,7 +45,7 @@ class _Stranger:
 
 
 class Door:
-    """Accepts connections and knows their peers.
+    """Accepts connections and authenticates them.
 
     Args:
         listener: TCP or unix; owned from now on. On a unix socket only processes of this user get so far.
@@ -83,7 +84,7 @@ class Door:
 
     @property
     def num_strangers(self) -> int:
-        """Connections whose peer is not known yet."""
+        """Connections that are not authenticated yet."""
         return len(self._strangers)
 
     def close(self, timeout_s: float) -> bool:
@@ -127,7 +128,7 @@ class Door:
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _wait_s(self) -> float | None:
-        """Until something is due."""
+        """Seconds until the next deadline."""
         due = [next(iter(self._strangers.values())).deadline] if self._strangers else []
         due += [self._paused_until] if self._paused_until else []
         return max(min(due) - time.monotonic(), 0.0) if due else None

@@ -1,4 +1,4 @@
-"""The scheduler side of a pull, whatever the transport: prefill keeps blocks under lease, decode is told to read them.
+"""The scheduler side of every pull: prefill keeps blocks under lease, and decode gets orders to read them.
 
 A hand-off's payload is msgpack of the blocks' runs with their generations (block_runs.py). A `BlockLoad` is the order
 that follows from it for the worker sides (pull_worker.py).
@@ -46,7 +46,7 @@ class BlockLoad(msgspec.Struct, frozen=True):
 
 
 class PullMetadata(KVConnectorMetadata, kw_only=True):
-    """The loads that begin with a step."""
+    """The loads that begin with this step, for all ranks."""
 
     loads: Sequence[BlockLoad] = ()
 

@@ -1,4 +1,4 @@
-"""The worker side of a pull above a transport: read the peer's blocks, then compare their generations.
+"""The worker side of every pull: a transport reads the peer's blocks, then their generations are compared.
 
 Each rank reads the heads that it needs from each rank of the peer that holds some of them. The generations are compared
 *after* the data was read: what the peer reused meanwhile is refused, never used.

@@ -1,6 +1,6 @@
-"""The scheduler side of push: tickets for what is wanted here, batches of what is wanted elsewhere.
+"""The scheduler side of every push: tickets for KV that is wanted here, batches of KV that is wanted elsewhere.
 
-What a step computes goes out while it computes, layer by layer; what was computed before the ticket came, at once.
+What a step computes is sent while it runs, layer by layer; what was computed before the ticket arrived is sent at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ _TICKETS = msgspec.msgpack.Decoder(PushTicket)
 
 
 def decode_ticket(data: bytes) -> PushTicket | None:
-    """A ticket; None: it is none."""
+    """Decode a ticket; None if the bytes are not a valid one."""
     try:
         ticket = decode_total(_TICKETS, data)
     except MalformedMessage:

@@ -1,8 +1,7 @@
-"""Push, whatever the transport: decode names the blocks that it has allocated in a ticket, prefill writes into them.
+"""The worker side of every push: decode names allocated blocks in a ticket (push_scheduler.py), prefill fills them.
 
-The scheduler side is in push_scheduler.py. Here is the worker side: each rank of the sender gives each rank of the
-receiver the heads that they share, layer group by layer group while the step that computes them runs; the receiver has
-a transfer when all layers and heads of all its tokens are in.
+Each rank of the sender gives each rank of the receiver the heads that they share, layer group by layer group, while the
+step that computes them runs. A transfer is complete when all layers and heads of all its tokens have arrived.
 """
 
 import math
@@ -51,7 +50,7 @@ class PushPiece(NamedTuple):
 
     @property
     def part(self) -> UnitPart:
-        """Of the sender's units."""
+        """The heads and layers of the piece in the sender's units."""
         heads, layers = self.heads, self.layers
         return UnitPart(heads.first, heads.first + heads.num_heads, layers.start, layers.stop)
 
@@ -68,13 +67,13 @@ class PieceRange(NamedTuple):
 
     @property
     def part(self) -> UnitPart:
-        """Of the receiver's units."""
+        """The heads and layers of the piece in the receiver's units."""
         first_head, first_layer = self.first_head, self.first_layer
         return UnitPart(first_head, first_head + self.num_heads, first_layer, first_layer + self.num_layers)
 
 
 def range_of(piece: PushPiece) -> PieceRange:
-    """What a piece is for its receiver."""
+    """A piece as its receiver counts it."""
     heads, layers, send = piece.heads, piece.layers, piece.send
     return PieceRange(layers.start, len(layers), heads.peer_first, heads.num_heads, send.start, send.stop)
 
@@ -269,5 +268,5 @@ class PushWorker(PeerWorker):
 
 
 def _receiver(job: Job) -> tuple[str, str] | None:
-    """The incarnation that a job sends to."""
+    """The (engine, epoch) that a job sends to; None for a receive."""
     return (job.order.card.engine, job.order.card.epoch) if isinstance(job.order, PushPiece) else None

@@ -1,4 +1,4 @@
-"""The worker side of transports between two engines: which peers there are, and a lane for each of their ranks."""
+"""The worker side of transports between two engines: knows the peers, and has a lane for each of their ranks."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,1 +1,1 @@
-"""What every transport shares: planning, units and block runs, gathering copies, transfer jobs and their worker."""
+"""Shared by all transports: planning, units and block runs, gathering copies, transfer jobs and their worker."""

@@ -1,4 +1,4 @@
-"""Results of transfers from all ranks of an engine as one: a transfer has ended when every rank has let go of it."""
+"""Joins the transfer results of an engine's ranks: a transfer has ended when every rank has let go of its blocks."""
 
 from collections.abc import Iterable, Mapping
 from sys import maxsize
@@ -8,7 +8,7 @@ from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, Tra
 
 
 class _Pending:
-    """One transfer that some ranks have ended."""
+    """A transfer that some ranks have ended and others have not."""
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()
@@ -31,13 +31,13 @@ class _Pending:
 
     @property
     def outcome(self) -> TransferOutcome:
-        """Of all ranks."""
+        """The outcome of all ranks together."""
         num_tokens = self.num_tokens if self.failed else 0
         return TransferOutcome(self.code, self.num_bytes, self.seconds, num_tokens, self.num_damaged)
 
 
 class _Ended(NamedTuple):
-    """Results of one direction."""
+    """Transfers of one direction that all ranks have ended."""
 
     finished: dict[TransferKey, TransferOutcome]
     failed: dict[TransferKey, TransferOutcome]

@@ -1,4 +1,4 @@
-"""Copies between two paged KV pools mapped in this process: few calls that release the GIL, each of a large piece.
+"""Copies between two paged KV pools mapped in this process, in few calls that release the GIL, each with a large piece.
 
 Every return from such a call waits for the GIL, which the step thread holds; a copy of many small blocks therefore
 is one call of the compiled kernel, or without it goes in pieces of at least CALL_BYTES.

@@ -1,4 +1,4 @@
-"""Block ids on the wire: runs of adjacent blocks, which keep tickets and hand-offs small."""
+"""Block ids on the wire. They are sent as runs of adjacent blocks, which keeps tickets and hand-offs small."""
 
 from collections.abc import Sequence
 from itertools import repeat

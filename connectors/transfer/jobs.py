@@ -1,4 +1,4 @@
-"""Transfers as the worker side keeps them: jobs, in batches, with deadlines, and why they have to stop."""
+"""The worker side's records of transfers: their batches and jobs, with deadlines and reasons to stop."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ Direction = Literal["send", "receive"]
 
 
 class Task(NamedTuple):
-    """What a job is made from."""
+    """What `TransferWorker.submit` makes a job from."""
 
     order: Any  # for run_job
     lane: Lane = SHARED_LANE  # jobs of one lane run one after the other
@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """All of one transfer in one direction."""
+    """One transfer in one direction, with all of its batches."""
 
     key: TransferKey
     direction: Direction
@@ -62,11 +62,11 @@ class Job:
 
     @property
     def key(self) -> TransferKey:
-        """The transfer's name."""
+        """(transfer_id, attempt)."""
         return self.transfer.key
 
     def check(self) -> None:
-        """Called between two pieces of work.
+        """Return if the job may go on. To be called between two pieces of work.
 
         Raises:
             TransferCancelled: the transfer was given up.

@@ -1,4 +1,4 @@
-"""Threads for blocking I/O: one lane that several threads share, and lanes of their own for peers, made on demand.
+"""Threads for blocking I/O: a shared lane served by several threads, and private lanes for peers, made on demand.
 
 What is slow or stuck in one lane does not hold up another. A lane of its own has one thread, which ends after a while
 without work; so many of them run at a time, and the others wait.
@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class LaneConfig:
-    """Sizes and times of IOLanes."""
+    """Numbers of threads and times of IOLanes."""
 
     num_shared: int = 1  # threads of the shared lane, started at once
     idle_s: float = 30.0  # a lane of its own ends after so long without work
@@ -47,13 +47,13 @@ class _Lane(Generic[Item]):
 
 @dataclass(frozen=True)
 class _NoScratch:
-    """A thread's, which could not be made."""
+    """Stands for the scratch of a thread whose `make_scratch` raised."""
 
     reason: Exception
 
 
 class IOLanes(Generic[Item]):
-    """Runs items, each lane's in order.
+    """Runs items on threads; those of one lane run in order.
 
     Args:
         run: called with an item and the thread's scratch; must not raise.
@@ -124,7 +124,7 @@ class IOLanes(Generic[Item]):
 
     @property
     def num_lanes(self) -> int:
-        """Lanes of their own that run now."""
+        """Private lanes that have a thread now."""
         with self._lock:
             return self._num_running()
 
@@ -187,7 +187,7 @@ class IOLanes(Generic[Item]):
     # --- threads --------------------------------------------------------------------------------------------------
 
     def _serve(self, lane: _Lane[Item]) -> None:
-        """One thread's life."""
+        """The loop of one thread."""
         scratch = self._try_to_make_scratch(lane)
         try:
             while (item := self._next(lane)) is not None:

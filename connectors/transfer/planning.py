@@ -1,4 +1,4 @@
-"""Transfer planning: pure functions from block ids and token ranges to few, large pieces. Nothing here moves a byte."""
+"""Transfer planning: pure functions from block ids and token ranges to a few large pieces. No bytes are moved here."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

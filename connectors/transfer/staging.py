@@ -1,4 +1,4 @@
-"""Staging buffers: allocated once, bounded, lent to one job at a time."""
+"""A bounded pool of staging buffers, allocated once and lent to one job at a time."""
 
 import queue
 from collections.abc import Iterator
@@ -33,12 +33,12 @@ class StagingBuffers:
 
     @property
     def num_free(self) -> int:
-        """Buffers that nobody has."""
+        """Buffers that are not lent."""
         return self._free.qsize()
 
     @contextmanager
     def take(self, timeout_s: float) -> Iterator[Bytes]:
-        """Borrow a buffer, (size_bytes,).
+        """Borrow a buffer of shape (size_bytes,), uint8.
 
         Raises:
             TransferTimeout: all are in use for so long.

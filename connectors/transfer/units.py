@@ -1,4 +1,4 @@
-"""Units out of a rank's KV pool and into it: the form in which KV travels whatever the block size and the ranks.
+"""Copies units out of a rank's KV pool and into it: KV in a form that does not depend on block size or number of ranks.
 
 A unit is one hash block's tokens. Its image has shape (layers, 2, heads, HASH_BLOCK_SIZE, head_size) of the layers and
 heads that are asked for; a buffer holds images one after the other.

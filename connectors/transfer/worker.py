@@ -1,8 +1,8 @@
-"""The worker side that all transports share: jobs on I/O threads, deadlines, cancel, results.
+"""The worker side of all transports: jobs on I/O threads, deadlines, cancel, results.
 
-A transfer, named by (transfer_id, attempt), is one or more jobs; it has ended when all of them have. The step thread
-submits jobs and collects results; threads run them, each lane's in order. A *posted* job has no thread: the transport
-ends it when the peer has done its part.
+A transfer, named by (transfer_id, attempt), consists of one or more jobs, and has ended when all of them have. The step
+thread submits jobs and collects results. I/O threads run them, those of one lane in order. A *posted* job has no
+thread: the transport ends it when the peer has done its part.
 """
 
 import logging
@@ -77,11 +77,12 @@ class TransferWorker(WorkerConnector):
         """
 
     def interrupt(self, job: Job) -> bool:
-        """A running or posted job has to stop (`job.stop_code`): make the transport let go. Must not block.
+        """A running or posted job has to stop (`job.stop_code`): make the transport let go of it. Must not block.
 
         Returns:
-            Whether nothing but who has entered it can touch a posted job's blocks any more: it then ends, with the last
-            `leave`. If not, it ends when the transport calls `let_go`. A running one always ends by run_job.
+            For a posted job: True if only threads between `enter` and `leave` can still touch its blocks, so that it
+            ends with the last `leave`; False if the transport will call `let_go`. A running job ends when run_job
+            returns.
         """
         return True
 
@@ -90,7 +91,7 @@ class TransferWorker(WorkerConnector):
         return None
 
     def close_scratch(self, lane: Lane, scratch: Any) -> None:
-        """The thread ends."""
+        """Give back what `make_scratch` returned. Called on the same thread, when it ends."""
 
     def ended(self, transfer: Transfer, outcome: TransferOutcome) -> TransferOutcome:
         """All of a transfer's jobs have ended; what is reported of it. Called under the lock: must not block."""
@@ -270,7 +271,7 @@ class TransferWorker(WorkerConnector):
         return ""
 
     def _make_jobs(self, transfer: Transfer, group: Batch, tasks: Iterable[Task]) -> list[Job]:
-        """Hand new jobs to their lanes."""
+        """Make jobs from tasks, and queue those that are not posted."""
         now = group.started
         jobs = [
             Job(

@@ -1,1 +1,1 @@
-"""What this machine offers: Linux calls, memory limits, private directories, locks."""
+"""Facilities and limits of the machine: Linux calls, memory limits, private directories, locks."""

@@ -1,4 +1,4 @@
-"""An exclusive lock on a file whose wait has a deadline and can be given up."""
+"""An exclusive lock on a file. Waiting for it has a deadline and can be given up from another thread."""
 
 import contextlib
 import fcntl
@@ -49,6 +49,6 @@ class FileLock:
         self._changed.set()
 
     def release(self) -> None:
-        """Let go of an acquired lock."""
+        """Release an acquired lock."""
         assert self._locked
         os.close(self._fd)

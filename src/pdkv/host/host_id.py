@@ -1,4 +1,4 @@
-"""Which host this is."""
+"""The identity of this host, so that two processes can tell whether they run on the same one."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Huge pages for memory that another process copies from or to: the kernel pins it page by page.
+"""Huge pages for memory that other processes copy from or to: the kernel pins such memory page by page.
 
 With pages of 2 MiB such a copy takes half the time of one with pages of 4 KiB.
 """

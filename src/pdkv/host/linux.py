@@ -1,4 +1,4 @@
-"""The few Linux calls that Python's library lacks."""
+"""Linux system calls that Python's standard library lacks."""
 
 import ctypes
 import os

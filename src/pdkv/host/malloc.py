@@ -1,4 +1,4 @@
-"""How glibc's malloc treats what is freed; other C libraries are left as they are."""
+"""Settings of glibc's malloc for freed memory; with other C libraries nothing is changed."""
 
 import ctypes
 

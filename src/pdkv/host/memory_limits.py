@@ -1,4 +1,6 @@
-"""How much host memory there is to take, and who was killed for want of it: /proc/meminfo and the cgroups. No torch.
+"""How much host memory can be allocated, and whether the kernel killed a process for lack of it. Imports no torch.
+
+Read from /proc/meminfo, /proc/vmstat and the cgroups.
 
 `posix_fallocate` of a KV pool that does not fit does not fail: it takes the machine's memory until the kernel kills
 somebody. So every pool is compared with what is available before a byte of it is allocated.
@@ -38,7 +40,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> Me
 
 
 def check_host_memory(num_bytes: int, what: str) -> None:
-    """Refuse to allocate what is not there.
+    """Refuse an allocation for which the host has too little memory.
 
     Args:
         what: what the bytes are for and how to need fewer, such as "2 KV pools of 1 GiB (--kv-cache-memory)".
@@ -55,7 +57,7 @@ def check_host_memory(num_bytes: int, what: str) -> None:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """For people, such as "1.5 GiB"."""
+    """A number of bytes for people, such as "1.5 GiB"."""
     size = float(num_bytes)
     for unit in ("bytes", "KiB", "MiB"):
         if abs(size) < 1024:
@@ -110,7 +112,7 @@ def _bounds_upwards(root: Path, path: str, limit: str, usage: str, cache: str) -
 
 
 def _read_number(path: Path) -> int | None:
-    """None: no such file, or "max"."""
+    """The number in a file of a cgroup; None if there is no such file, or it says "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A directory whose files this process believes: its user's own, and nobody else may write to it.
+"""A directory whose files this process trusts: it belongs to this user, and nobody else may write to it.
 
 It is held open, and every name is looked up in what is open: whatever its path is made to mean later gains nothing.
 """

@@ -1,1 +1,1 @@
-"""What the router and the engines say to each other: messages, frames, heartbeats."""
+"""Communication between the router and the engines: messages, frames, heartbeats."""

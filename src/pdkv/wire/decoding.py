@@ -1,4 +1,4 @@
-"""Total decoding: whatever is wrong with bytes from outside, one error says so."""
+"""Decoding of bytes from outside: whatever is wrong with them, the only error raised is MalformedMessage."""
 
 from typing import TypeVar
 

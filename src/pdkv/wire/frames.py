@@ -1,5 +1,5 @@
-"""Frames: what one ZeroMQ message carries. A sender splits far below the receiver's bound; a receiver judges message by
-message, so that a bad one costs only what it is about.
+"""Frames: what one ZeroMQ message carries. A sender splits frames far below the receiver's bound. A receiver validates
+each message on its own, so that a bad one affects only its own request.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ class BadMessage(NamedTuple):
 
 
 class ReceivedFrame(NamedTuple):
-    """A frame from a peer."""
+    """A frame from a peer, with its messages decoded as far as they are valid."""
 
     number: int
     messages: list[AnyMessage | BadMessage]
@@ -103,7 +103,7 @@ def split(messages: Iterable[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:
 
 
 def encode_raw_frame(number: int, messages: list[msgspec.Raw], *, begun: int = 0, handled: int = 0) -> bytes:
-    """A frame of encoded messages."""
+    """Put encoded messages into a frame."""
     return _encoder.encode(_RawFrame(number, messages, begun, handled))
 
 

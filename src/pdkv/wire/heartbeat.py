@@ -1,4 +1,4 @@
-"""An engine's beats: that its process runs, and since when its loop has been busy, told by a thread of its own.
+"""An engine's beats: a thread publishes that the process runs, and since when its loop has been busy.
 
 A long step is silent on the wire, and so is a process that is stopped. Only the former still beats.
 """
@@ -37,15 +37,15 @@ class Heartbeat:
         self._thread.start()
 
     def begin(self) -> None:
-        """The loop has something to do."""
+        """The loop begins to work."""
         self._busy_since = time.monotonic()
 
     def end(self) -> None:
-        """The loop waits."""
+        """The loop begins to wait."""
         self._busy_since = None
 
     def close(self) -> None:
-        """The last beat was sent. Idempotent."""
+        """Stop beating. Idempotent."""
         self._stop.set()
         self._thread.join()
 

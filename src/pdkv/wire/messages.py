@@ -70,7 +70,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def kv_heads_of_all_ranks(self) -> int:
-        """KV heads of the model."""
+        """KV heads of the model, each counted once however many ranks hold it."""
         return self.total_kv_heads or self.num_kv_heads
 
     @property
@@ -315,13 +315,13 @@ class BlockStored(Message, frozen=True):
 
 
 class BlockRemoved(Message, frozen=True):
-    """Blocks left the cache."""
+    """These blocks can no longer be found in the engine's cache."""
 
     keys: BlockKeys
 
 
 class CacheCleared(Message, frozen=True):
-    """Everything left the cache."""
+    """Nothing that was told before can be found in the engine's cache any more."""
 
 
 KVEvent = BlockStored | BlockRemoved | CacheCleared

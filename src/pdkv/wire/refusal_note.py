@@ -1,4 +1,4 @@
-"""Why an engine is kept out: the launcher's word to routers, in a file of the private run directory."""
+"""Why an engine is refused: the launcher tells routers through a file in the private run directory."""
 
 import contextlib
 import os

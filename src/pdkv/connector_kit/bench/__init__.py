@@ -1,1 +1,1 @@
-"""Measures a connector: bandwidth, latency and what it costs the steps beside it."""
+"""Measures a connector: bandwidth, latency, and its effect on the steps that run meanwhile."""

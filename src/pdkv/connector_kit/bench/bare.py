@@ -72,7 +72,7 @@ class BareTransport(ABC):
 
     @abstractmethod
     def connect(self, address: bytes) -> None:
-        """Become the side that gets the data."""
+        """Become the receiving side."""
 
     def send(self, in_pieces: bool, timeout_s: float) -> None:
         """The side with the data takes part, where it must."""
@@ -85,14 +85,14 @@ class BareTransport(ABC):
         """What comes before the clock of the side that gets the data starts."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
     def slot(self) -> int:
-        """Offset of this turn's bytes."""
+        """Offset in bytes of this turn's data in the region."""
         return self.turn % self.num_slots * self.num_bytes
 
     def new_region(self) -> Bytes:
-        """Memory of all turns, touched."""
+        """Memory for all turns, already faulted in."""
         return np.ones(self.num_slots * self.num_bytes, np.uint8)
 
 
@@ -113,7 +113,7 @@ class BareSide:
             self._transport.connect(opened.address)
 
     def run(self, command: p.AnyCommand) -> p.AnyAnswer:
-        """MoveBare."""
+        """Carry out a MoveBare command."""
         assert isinstance(command, p.MoveBare)
         transport = self._transport
         transport.turn += 1

@@ -55,7 +55,7 @@ class NixlRead(BareTransport):
         self._agent.close()
 
     def _listen(self) -> None:
-        """The first connection needs somebody who receives."""
+        """Receive messages: the first connection needs the peer's help."""
         while not self._ending.wait(_LOOK_S):
             for _ in self._agent.receive():
                 pass

@@ -14,7 +14,7 @@ LONGEST = 64
 
 
 class FreshBooks(Books):
-    """Blocks in ascending order."""
+    """Books of a fresh pool: free blocks in ascending order."""
 
     def __init__(self, num_blocks: int, seed: int = 0) -> None:
         super().__init__(num_blocks, seed)
@@ -50,7 +50,7 @@ class ContiguousBooks(FreshBooks):
         self._next = 0
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Adjacent blocks; turns go round the pool."""
+        """Allocate adjacent blocks, further on in the pool each time."""
         first = self._next if self._next + num_blocks <= len(self._holders) else 0
         chosen = list(range(first, first + num_blocks))
         if any(self._holders[block] for block in chosen):

@@ -1,4 +1,4 @@
-"""What a connector costs the steps beside it: a slow transport, the end of a push, and the scheduler's questions."""
+"""A connector's effect on steps: beside a slow transport, at the end of a push, and by the scheduler's questions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,7 +86,7 @@ class _Steps(TimedTransfer):
 
     @property
     def starts(self) -> range:
-        """Of the chunks."""
+        """First tokens of the chunks."""
         return range(0, self.num_tokens, self.chunk)
 
     def expect(self) -> None:
@@ -227,7 +227,7 @@ def measure_scheduler_cost(
 
 
 def _lookup_s(world: BenchWorld, num_tokens: int) -> float:
-    """One question for content that nobody has."""
+    """Seconds that the scheduler side takes to look for content that no engine has."""
     reader = world.reader
     request = Request(
         new_text(num_tokens), num_tokens, kv="local", transfer_id=new_name(), attempt=0, layout=reader.layout

@@ -1,4 +1,4 @@
-"""Whose KV is moved: layouts by name or by numbers."""
+"""KV layouts to measure with, by name or by numbers."""
 
 import re
 from collections.abc import Mapping

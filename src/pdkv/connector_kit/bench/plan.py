@@ -1,4 +1,4 @@
-"""What is measured: whose KV, between which engines, in which processes."""
+"""What is measured: the KV layout, the engines, and their processes."""
 
 import math
 import tempfile
@@ -26,7 +26,7 @@ BEYOND_CACHE_BYTES = 128 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """The parameters of one measurement."""
 
     connector: str  # a registry name or "module:Class"
     options: Mapping[str, str]

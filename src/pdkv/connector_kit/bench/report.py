@@ -1,4 +1,4 @@
-"""Rows of the bench for people: a table, and a plot of bandwidth by length."""
+"""Prints measurements for people: a table, and a plot of bandwidth by length."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -21,7 +21,7 @@ def print_head(out: TextIO) -> None:
 
 
 def print_row(row: Row, out: TextIO) -> None:
-    """One line."""
+    """Print one line of the table."""
     print(
         f"{row.pattern:<11} {row.tokens:>7} {row.bytes / 2**20:>7.2f} {row.pieces:>7} {row.ms:>9.3f} {row.gb_s:>7.2f} "
         f"{row.memcpy_gb_s:>7.2f} {_rate(row.raw_gb_s):>7} {_rate(row.per_piece_gb_s):>9} {row.ratio_to_memcpy:>8.2f} "

@@ -1,4 +1,4 @@
-"""Makes a connector's transport as slow as wanted: its I/O threads wait, as they would for a slow peer."""
+"""Slows a connector's transport down: its I/O threads wait, as they would for a slow peer."""
 
 import threading
 import time

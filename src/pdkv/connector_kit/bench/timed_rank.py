@@ -1,4 +1,4 @@
-"""One rank of an engine as benchmarks need it: no checks beside the connector's calls, clocks around them."""
+"""One rank of an engine for benchmarks: the connector's calls are timed, but not checked."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ _ODD = 0x3C6EF35F
 
 
 class TimedCalls(StepWatch):
-    """Records of calls, without looking into them."""
+    """Records how long calls take, without tracing what they do."""
 
     def call(self, name: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call, and record how long it took: cpu_s + blocked_s."""

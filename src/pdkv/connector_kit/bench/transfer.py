@@ -1,4 +1,4 @@
-"""One timed transfer between two engines that the kit plays, and the world that they live in."""
+"""One timed transfer between two engines of the kit, and the world that they run in."""
 
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
@@ -14,14 +14,14 @@ _ON_SCHEDULER = frozenset({"get_num_new_matched_tokens", "update_state_after_all
 
 
 class Span(NamedTuple):
-    """Of time.monotonic(), over all ranks."""
+    """First begin and last end over all ranks, by time.monotonic()."""
 
     began: float
     ended: float
 
 
 class Cost(NamedTuple):
-    """Of a thread."""
+    """CPU and wall seconds of one thread."""
 
     wall_s: float
     cpu_s: float
@@ -37,7 +37,7 @@ class Timing(NamedTuple):
 
 
 class TimedEngine(Engine):
-    """Its ranks have clocks."""
+    """An engine whose ranks time the connector's calls."""
 
     rank: ClassVar[str] = "pdkv.connector_kit.bench.timed_rank:TimedRank"
 
@@ -60,7 +60,7 @@ class TimedEngine(Engine):
         return Span(self._span(step).began, self._span(waited).ended)
 
     def run_timed(self, plan: StepPlan) -> Span:
-        """A step."""
+        """Run one step, timed."""
         self.send_part(plan)
         return self.take_span()
 

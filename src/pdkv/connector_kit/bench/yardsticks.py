@@ -1,4 +1,4 @@
-"""What a connector is measured by: memcpy, and the bare transport below it."""
+"""What a connector is compared with: memcpy, and its bare transport."""
 
 import time
 from statistics import median
@@ -25,7 +25,7 @@ class Memcpy:
         self._turn = 0
 
     def seconds(self) -> float:
-        """Of one copy."""
+        """Seconds of one copy."""
         slot = self._turn = (self._turn + 1) % self._num_slots
         start = time.perf_counter()
         self._target[slot] = self._source[slot]
@@ -41,7 +41,7 @@ class Bare:
         self._open(self._reader, msgspec.structs.replace(spec, address=address))
 
     def seconds(self, in_pieces: bool) -> float:
-        """Of one move."""
+        """Seconds of one move."""
         command = p.MoveBare(in_pieces, TIMEOUT_S)
         for host in (self._source, self._reader):
             host.send("bare", command)
@@ -49,7 +49,7 @@ class Bare:
         return self._reader.receive(p.Seconds, TIMEOUT_S).seconds
 
     def close(self) -> None:
-        """End both; whatever happened, none is left."""
+        """End both processes, whatever happened."""
         for host in (self._reader, self._source):
             try:
                 host.ask("bare", p.Close(), p.Done, TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What a case is: a named function that breaks no contract, or raises Violation."""
+"""Cases: named functions that raise Violation if the connector breaks a contract."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Cases about content: every byte that the consumer shall have is the producer's, whatever the shapes and orders."""
+"""Cases about content: every byte that the consumer gets is the producer's, whatever the shapes and orders."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Cases about failures: requests given up at any point, peers that stop, die, come again or never come."""
+"""Cases about failures: requests given up at any point; peers that stop, die, return, or never appear."""
 
 from pdkv.connector_kit.check.cases import case
 from pdkv.connector_kit.rig.handover import Handover, legal_orders, new_text

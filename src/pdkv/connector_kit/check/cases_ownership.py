@@ -1,4 +1,4 @@
-"""Cases about ownership: who may read a block and who may write it, and from when until when."""
+"""Cases about ownership: who may read or write a block, and when."""
 
 from pdkv.connector_kit.check.cases import case
 from pdkv.connector_kit.rig.content_read import ContentRead

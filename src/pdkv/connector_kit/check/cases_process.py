@@ -1,4 +1,4 @@
-"""Cases about the process around a connector: its step thread, its sockets, and what it leaves behind."""
+"""Cases about a connector's process: its step thread, its sockets, and what it leaves behind."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

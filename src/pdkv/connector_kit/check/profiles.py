@@ -1,4 +1,4 @@
-"""Options with which the kit runs shipped connectors: private places, and the deadlines of a case."""
+"""Options with which the kit runs the shipped connectors: private directories, and short deadlines."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

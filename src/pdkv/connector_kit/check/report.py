@@ -1,4 +1,4 @@
-"""Runs the kit over one connector and says what it found, for people and for programs."""
+"""Runs the kit on one connector and reports the result, for people and for programs."""
 
 import tempfile
 import time
@@ -125,14 +125,14 @@ def _run(case: Case, setting: Setting) -> CaseReport:
 
 
 def print_case(report: CaseReport, out: TextIO) -> None:
-    """One line."""
+    """Print the line of one case."""
     rows = f" ({', '.join(report.covers)})" if report.covers else ""
     detail = f": {report.detail}" if report.detail else ""
     print(f"{report.status:8} {report.name}{rows}  {report.seconds:.1f} s{detail}", file=out, flush=True)
 
 
 def print_totals(report: Report, out: TextIO) -> None:
-    """The last line."""
+    """Print the last line: how many cases passed, failed, and so on."""
     others = {status: sum(case.status == status for case in report.cases) for status in ("refused", "skipped")}
     extra = "".join(f", {count} {status}" for status, count in others.items() if count)
     print(f"{report.connector}: {report.passed} passed, {report.failed} failed{extra}", file=out)

@@ -1,1 +1,1 @@
-"""The kit's engines, hosts and worlds: what its cases and its benchmark run connectors in."""
+"""Engines, host processes and worlds in which the kit's cases and benchmarks run connectors."""

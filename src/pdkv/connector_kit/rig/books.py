@@ -1,4 +1,4 @@
-"""Who holds which block of an engine that the kit plays."""
+"""Which blocks of one of the kit's engines are free, and who holds the others."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,12 @@ class Books:
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with at least one holder."""
         return sum(holders > 0 for holders in self._holders)
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks without a holder."""
         return len(self._holders) - self.num_held
 
     def allocate(self, num_blocks: int) -> list[int]:

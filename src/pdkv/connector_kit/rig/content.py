@@ -1,4 +1,4 @@
-"""What the kit writes as KV: a function of the text up to the token, as a model's KV is, different in every value."""
+"""The KV content that the kit writes: like a model's, a function of the text up to a token; no two values are alike."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""A request that finds its prefix by content: what another engine has computed, or a store keeps."""
+"""A request that finds its prefix by content, computed by another engine or kept in a store."""
 
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import Text

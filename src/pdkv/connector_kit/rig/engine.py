@@ -1,4 +1,4 @@
-"""One engine, played by the kit: what the real one does with a connector, in the same order, without a model.
+"""An engine without a model, played by the kit: what the real one does with a connector, in the same order, without a model.
 
 Blocks that come free are overwritten at once by "another request", as under load: whoever still reads them reads
 garbage, and their generations have changed.
@@ -114,18 +114,18 @@ class Engine:
         return any(hold.owner == key for hold in self._holds.values())
 
     def describe_rest(self) -> str:
-        """What is left, in words."""
+        """What is not at rest, in words; empty if everything is."""
         return (
             f"engine {self.name}: loading {list(self.loading)}, quarantined {list(self.quarantine)}, "
             f"I/O holds {list(self._holds)}, leases {list(self.leases)}, {self.books.num_held} blocks held"
         )
 
     def ask(self, command: p.AnyCommand, wanted: type[Wanted], *, rank: int = 0) -> Wanted:
-        """A command to one rank."""
+        """Send a command to one rank, and return its answer."""
         return self.hosts[rank].ask(self.name, command, wanted, self.timeout_s)
 
     def ask_all(self, command: p.AnyCommand, wanted: type[Wanted]) -> list[Wanted]:
-        """A command to all ranks at once."""
+        """Send a command to all ranks at once, and return their answers."""
         for host in self.hosts:
             host.send(self.name, command)
         return [host.receive(wanted, self.timeout_s) for host in self.hosts]
@@ -293,7 +293,7 @@ class Engine:
             self.tell_aborted(key)
 
     def reuse(self, block_ids: Sequence[int]) -> None:
-        """The blocks' content ends now."""
+        """The content of these blocks is void from now on."""
         self.num_reuses.update(block_ids)
         self.ask(p.Reuse(list(block_ids)), p.Done)
 

@@ -1,4 +1,4 @@
-"""One prompt from the producer to the consumer, in steps that a case can take, repeat, interrupt or abort between."""
+"""One prompt's way from the producer to the consumer, as steps that a case can take, repeat or interrupt."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ def new_text(num_tokens: int) -> list[Piece]:
 
 
 def new_name() -> str:
-    """A transfer id that nobody has had."""
+    """A transfer id that was never used."""
     return f"t{next(_seeds)}"
 
 
@@ -99,7 +99,7 @@ class Handover:
         raise ValueError(self.order)
 
     def take(self, *steps: Callable[[], None]) -> None:
-        """Take steps; without arguments all of them."""
+        """Take the given steps, or all of them."""
         for step in steps or self.steps:
             step()
 

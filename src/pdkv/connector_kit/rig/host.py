@@ -1,4 +1,4 @@
-"""A process that hosts a connector: plays one rank of an engine (or, `one_process`, engines side by side) on demand."""
+"""A process that hosts a connector and acts as one rank of an engine (if `one_process`: as several engines)."""
 
 import faulthandler
 import gc
@@ -23,10 +23,10 @@ class Hosted(Protocol):
     """What a host has under an engine's name."""
 
     def run(self, command: p.AnyCommand) -> p.AnyAnswer:
-        """Do what the kit asks."""
+        """Execute one command of the kit."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 class Host:

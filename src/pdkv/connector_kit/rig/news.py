@@ -1,4 +1,4 @@
-"""What has happened on an engine that the kit plays and its connector has not been told yet."""
+"""Events on one of the kit's engines that its connector has not been told of yet."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ class News:
             self.cancels.append(key)
 
     def view(self, step_id: int, scheduled: Sequence[ScheduledRange]) -> SchedulerView:
-        """All of it, for one step."""
+        """The view of one step, with all events since the last one."""
         return SchedulerView(
             step_id=step_id,
             scheduled=scheduled,

@@ -1,4 +1,4 @@
-"""Host processes as the kit sees them: forked by a zygote, asked over a pipe, stopped, continued and killed."""
+"""Host processes from the kit's side: fork them through a zygote, send commands, stop, continue and kill them."""
 
 import contextlib
 import os
@@ -66,7 +66,7 @@ class Zygote:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The process id."""
         return self._process.pid
 
     def __enter__(self) -> "Zygote":
@@ -76,7 +76,7 @@ class Zygote:
         self.close()
 
     def fork(self) -> "HostProcess":
-        """A new host."""
+        """Fork a new host."""
         self._num_hosts += 1
         stacks = self._directory / f"stacks-{self._num_hosts}"
         local, remote = socket.socketpair()
@@ -133,7 +133,7 @@ class HostProcess:
             raise HostFailed(f"host process {self.pid} is dead") from error
 
     def receive(self, wanted: type[Wanted], timeout_s: float) -> Wanted:
-        """The answer to what was sent."""
+        """The answer to the last command."""
         deadline = time.monotonic() + timeout_s
         stacks_due = min(STACKS_AFTER_S, timeout_s / 2)
         stacks = ""

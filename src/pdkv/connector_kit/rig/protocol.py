@@ -50,7 +50,7 @@ class Drop(Command, frozen=True):
 
 
 class UpdatePeers(Command, frozen=True):
-    """Tell both sides who is there."""
+    """Tell both sides which peers there are."""
 
     cards: list[EngineCard]
     added: list[EngineCard]
@@ -174,7 +174,7 @@ class CopyCost(Command, frozen=True):
 
 
 class GetUsage(Command, frozen=True):
-    """What the process holds."""
+    """Ask for the descriptors, threads and memory of the process."""
 
 
 # --- benchmarks ---------------------------------------------------------------------------------------------------
@@ -247,11 +247,11 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Base of what a host sends."""
+    """Base of all answers of a host."""
 
 
 class Done(Answer, frozen=True):
-    """It was done."""
+    """The command was carried out."""
 
 
 class Raised(Answer, frozen=True):
@@ -322,13 +322,13 @@ class Executed(Answer, frozen=True):
 
 
 class Settled(Answer, frozen=True):
-    """What the engine acts on."""
+    """The results that the engine acts on."""
 
     results: Results
 
 
 class Truth(Answer, frozen=True):
-    """A yes or no."""
+    """A truth value."""
 
     value: bool
 
@@ -355,7 +355,7 @@ class Calls(Answer, frozen=True):
 
 
 class Seconds(Answer, frozen=True):
-    """A duration."""
+    """A duration in seconds."""
 
     seconds: float
 
@@ -393,12 +393,12 @@ AnyAnswer = (
 
 
 def as_lists(results: TransferResults) -> Results:
-    """Results as they are sent."""
+    """TransferResults in the form in which they are sent."""
     return Results(*(list(outcomes.items()) for outcomes in results))
 
 
 def as_maps(results: Results) -> TransferResults:
-    """Results as connectors and engines have them."""
+    """TransferResults in the form that connectors and engines use."""
     return TransferResults(
         dict(results.finished_sending),
         dict(results.failed_sending),

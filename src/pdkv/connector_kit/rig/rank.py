@@ -1,4 +1,4 @@
-"""One rank of an engine inside a host: the connector's sides around a plain pool, without a model."""
+"""One rank of an engine inside a host: the connector's two sides and a plain KV pool, without a model."""
 
 import contextlib
 import logging
@@ -49,7 +49,7 @@ class HostedRank:
         self._blob = self._worker.handshake()
 
     def make_watch(self, notify: Callable[[], None]) -> StepWatch:
-        """What connector calls go through."""
+        """The watch that runs all connector calls."""
         return StepWatch(notify)
 
     def fill_pool(self, pool: Values) -> Values:
@@ -72,7 +72,7 @@ class HostedRank:
         )
 
     def run(self, command: p.AnyCommand) -> p.AnyAnswer:
-        """Do what the kit asks."""
+        """Execute one command of the kit."""
         match command:
             case p.Execute():
                 return self._execute(command)
@@ -199,7 +199,7 @@ class HostedRank:
     # --- the pool -------------------------------------------------------------------------------------------------
 
     def _places(self, tokens: p.TokenRange) -> tuple[Ids, Ids]:
-        """Block and offset of each token."""
+        """Block id and offset in the block, of each token."""
         positions = np.arange(tokens.start, tokens.stop, dtype=np.int64)
         blocks = as_ids(tokens.block_ids)[positions // self._layout.block_size]
         return blocks, positions % self._layout.block_size
@@ -280,7 +280,7 @@ def _logged_refusals() -> Iterator[list[str]]:
 
 
 def resource_usage() -> p.Usage:
-    """What this process holds now."""
+    """Descriptors, threads and memory of this process now."""
     descriptors = []
     for fd in os.listdir("/proc/self/fd"):
         try:

@@ -1,4 +1,4 @@
-"""One request on one engine that the kit plays."""
+"""One request on one of the kit's engines."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -61,7 +61,7 @@ class Request:
         return self.num_tokens - 1
 
     def view(self) -> RequestView:
-        """What the connector is shown."""
+        """The RequestView that the connector is shown."""
         return RequestView(
             request_id=self.request_id, attempt=self.attempt, transfer_id=self.transfer_id, kv=self.kv,
             num_tokens=self.num_tokens, num_wanted=self.num_wanted,
@@ -87,6 +87,6 @@ class Request:
         return blocks
 
     def lose_blocks(self) -> None:
-        """Everything computed is void for this engine."""
+        """Forget what was computed, and the blocks: as after a preemption."""
         self.block_ids = []
         self.num_local_hit = self._num_published = 0

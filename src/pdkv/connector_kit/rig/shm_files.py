@@ -1,4 +1,4 @@
-"""Named shared memory that nobody uses, whoever else on the machine makes and unlinks some at the same time."""
+"""Finds named shared memory that no process uses, even while other processes create and unlink some."""
 
 import contextlib
 import os

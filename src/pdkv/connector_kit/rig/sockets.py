@@ -1,4 +1,4 @@
-"""Sockets of a process that others can send to, found through /proc, and garbage for each."""
+"""Finds the sockets of a process that others can send to, through /proc, and sends garbage to each."""
 
 import contextlib
 import os

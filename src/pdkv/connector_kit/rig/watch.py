@@ -56,7 +56,7 @@ class StepWatch:
         self._entered: list[str] = []
 
     def call(self, name: str, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call, and record it."""
+        """Call the function, and record the call."""
         self._entered = []
         start, cpu, queued = time.monotonic(), time.thread_time(), _run_delay_s()
         sys.setprofile(self._profile if self.traced and name in STRICT else None)
@@ -116,6 +116,6 @@ def _run_delay_s() -> float:
 
 
 def resident_bytes() -> int:
-    """Private memory of this process."""
+    """Private resident memory of this process, in bytes."""
     fields = Path("/proc/self/statm").read_text().split()
     return (int(fields[1]) - int(fields[2])) * resource.getpagesize()

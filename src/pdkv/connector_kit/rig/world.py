@@ -1,4 +1,4 @@
-"""The engines of one case and their processes: made, stepped, stopped, restarted, and left without a trace."""
+"""The engines of one case and their processes: makes, steps, stops and restarts them, and leaves nothing behind."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ class Violation(PdkvError):
 
 
 class NotApplicable(PdkvError):
-    """The case means nothing for this connector."""
+    """Raised by a case that does not apply to this connector."""
 
     code = "not_applicable"
 
@@ -58,7 +58,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What one engine looks like."""
+    """The shape of one engine: blocks, layers, heads, ranks."""
 
     tp: int = 1
     block_size: int = 16
@@ -70,7 +70,7 @@ class Shape:
     dtype_bytes: int = 4
 
     def layout(self) -> KVLayout:
-        """Of one rank."""
+        """The KV layout of one rank."""
         return KVLayout(
             num_layers=self.num_layers,
             num_kv_heads=max(self.num_heads // self.tp, 1),
@@ -214,7 +214,7 @@ class World:
         return self._shapes[name]
 
     def kill(self, name: str) -> None:
-        """kill -9 all ranks; nobody is told."""
+        """Kill all ranks with SIGKILL, without telling the others."""
         engine = self.engines.pop(name)
         if self.setting.one_process:
             engine.ask(p.Drop(), p.Done)
@@ -305,7 +305,7 @@ class World:
             host.exit(self.timeout_s)
 
     def kill_all(self) -> None:
-        """Leave no process, whatever happened."""
+        """Kill all processes, whatever happened."""
         for host in self._all_hosts:
             host.kill()
 

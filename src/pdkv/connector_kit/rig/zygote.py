@@ -1,4 +1,4 @@
-"""The kit's fork server: has imported torch, runs nothing, and forks a host for every datagram that it gets.
+"""The kit's fork server: it has imported torch, and forks a host for every datagram that it receives.
 
 Hosts die with it (by signal, so that a stopped one dies too), and it dies with the kit, whose end of the socket it
 watches.
