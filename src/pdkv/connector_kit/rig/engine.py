@@ -1,4 +1,4 @@
-"""An engine without a model, played by the kit: what the real one does with a connector, in the same order, without a model.
+"""An engine without a model: what the real one does with a connector, in the same order, played by the kit.
 
 Blocks that come free are overwritten at once by "another request", as under load: whoever still reads them reads
 garbage, and their generations have changed.
