@@ -24,7 +24,7 @@ from pdkv.engine.ranks.follower import FirstRank
 from pdkv.errors import ConfigError, ModelError, NonFiniteLogits, RankError, RankGone, RankTimeout
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import Abort, EngineToRouter, Failed, Load, Peers, Tokens
+from pdkv.wire.messages import Abort, EngineToRouter, Failed, LoadReport, Peers, Tokens
 from tests.conftest import HFModel
 
 torch.set_num_threads(1)
@@ -245,7 +245,9 @@ def test_what_the_workers_of_all_ranks_count_is_in_the_load(tiny_model_dir: Path
         engine.worker(rank).report((f"t{step}", 0), 5)
         engine.core.wake()
         engine.core.step(0.0)
-        loads = [m for _, messages in engine.core.take_messages(float(step)) for m in messages if isinstance(m, Load)]
+        loads = [
+            m for _, messages in engine.core.take_messages(float(step)) for m in messages if isinstance(m, LoadReport)
+        ]
         name = engine.core.card.connector
         seen.append((loads[-1].connectors[name].saves, loads[-1].connectors[f"{name}/part"].loads))
     assert seen == [(1, 1), (2, 1), (3, 1)]
