@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdkv.errors import ConfigError, UnknownConnector
-from pdkv.options import OptionTexts
+from pdkv.options import OptionTexts, did_you_mean
 
 if TYPE_CHECKING:
     from pdkv.connectors.base import ConnectorConfig, KVConnector
@@ -48,7 +48,8 @@ def connector_target(name: str) -> str:
     module, separator, attribute = name.partition(":")
     if separator and module and attribute:
         return name
-    raise UnknownConnector(f'unknown connector {name!r}; known: {", ".join(sorted(targets))}, or "module:Class"')
+    meant = did_you_mean(name, targets)
+    raise UnknownConnector(f'unknown connector {name!r}{meant}; known: {", ".join(sorted(targets))}, or "module:Class"')
 
 
 def load_connector(name: str) -> "type[KVConnector]":

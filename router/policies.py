@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from pdkv.errors import ConfigError
+from pdkv.options import did_you_mean
 
 LOAD_GUARD = 8
 """A hit on the whole prompt may cost this much more load (two waiting requests) than the least loaded engine has.
@@ -124,5 +125,6 @@ def find_policy(name: str) -> Policy:
         ConfigError: there is none; the message lists the known ones.
     """
     if name not in POLICIES:
-        raise ConfigError(f"unknown policy {name!r}; known: {', '.join(sorted(POLICIES))}")
+        meant = did_you_mean(name, POLICIES)
+        raise ConfigError(f"unknown policy {name!r}{meant}; known: {', '.join(sorted(POLICIES))}")
     return POLICIES[name]

@@ -239,7 +239,8 @@ class KeyLookups:
             except TransferError as failure:
                 error = f"a lookup failed ({failure.code}: {failure})"
             except Exception as failure:  # the thread goes on, and whoever asked hears of a miss
-                logger.exception("KV store lookup")
+                if not self._failing:
+                    logger.exception("KV store: a lookup raised something else than a StoreError")
                 error = f"a lookup failed ({failure!r})"
             with self._changed:
                 for lookup in lookups:

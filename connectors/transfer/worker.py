@@ -26,6 +26,9 @@ from pdkv.wire.messages import ConnectorStats
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 5.0
+MAX_UNEXPECTED_ERRORS = 64
+"""Kinds of errors that nobody expected, each logged once; further kinds are not."""
+
 MAX_FAILED_SENDS = 4096
 """Failed sends that are remembered, so that their later batches fail, too."""
 
@@ -40,7 +43,8 @@ class TransferWorker(WorkerConnector):
 
     def __init__(self, notify: Callable[[], None], *, timeout_s: float, lanes: LaneConfig) -> None:
         self.num_unknown_keys = 0  # cancels and duplicate orders that named nothing new
-        self.num_unexpected_errors = 0  # of jobs, that no type of errors.py stands for; each is logged
+        self.num_unexpected_errors = 0  # of jobs, that no type of errors.py stands for
+        self._unexpected_errors: set[tuple[Any, ...]] = set()  # kinds that have been logged
         self.timeout_s = timeout_s
         self._notify = notify
         self._lock = threading.Lock()  # guards all that follows, and what Job says
@@ -398,6 +402,21 @@ class TransferWorker(WorkerConnector):
         self._interrupt(stopped)
         self._notify_results()
 
+    def _log_unexpected(self, job: Job, error: Exception) -> None:
+        """With a traceback, but one kind of error at one place only once: each later one would be the same."""
+        self.num_unexpected_errors += 1
+        where = error.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        kind = (type(error), where.tb_frame.f_code if where else None, where.tb_lineno if where else 0)
+        with self._lock:
+            known = kind in self._unexpected_errors or len(self._unexpected_errors) >= MAX_UNEXPECTED_ERRORS
+            self._unexpected_errors.add(kind)
+        if known:
+            logger.debug("%s %s: %r", job.transfer.direction, job.key, error)
+        else:
+            logger.error("%s %s failed; not reported again", job.transfer.direction, job.key, exc_info=error)
+
     def _run(self, job: Job, scratch: Any) -> None:
         with self._lock:
             if job.state != "queued":
@@ -410,10 +429,9 @@ class TransferWorker(WorkerConnector):
         except PdkvError as error:
             code = error.code
             logger.debug("%s %s: %s", job.transfer.direction, job.key, error)
-        except Exception:  # whatever it was, the thread serves the next job, and the request hears of it
+        except Exception as error:  # whatever it was, the thread serves the next job, and the request hears of it
             code = TransferError.code
-            self.num_unexpected_errors += 1
-            logger.exception("%s %s", job.transfer.direction, job.key)
+            self._log_unexpected(job, error)
         with self._lock:
             if job not in job.transfer.jobs:  # `end_job` was faster than the return of run_job
                 return

@@ -41,7 +41,11 @@ class EngineConfig:
     max_model_len: int | None = option(None, "longest prompt + output (default: the model's)")
     long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound")
     threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)")
-    tp: int = option(1, "ranks of one engine: processes that share its heads, neurons and vocabulary")
+    tp: int = option(
+        1,
+        "ranks of one engine: processes that share its heads, neurons and vocabulary",
+        aliases=("tensor_parallel_size",),
+    )
     check_finite: bool = option(
         False, "check KV and logits for NaN and infinity, and fail only the requests that have them"
     )

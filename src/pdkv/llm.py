@@ -20,6 +20,7 @@ from pdkv.connectors.registry import load_connector
 from pdkv.errors import ConfigError, InvalidRequest, RequestFailed
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
+from pdkv.options import from_fields
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import StopAutomaton, TextStream, Tokenizer
 from pdkv.wire.messages import (
@@ -141,7 +142,8 @@ class LLM:
         Raises:
             ConfigError: a wrong field, model directory or connector option.
         """
-        self._start(EngineConfig(model=Path(model), **fields), _handoff_config(connector, connector_config))
+        config = from_fields(EngineConfig, {"model": Path(model), **fields}, owner="LLM")
+        self._start(config, _handoff_config(connector, connector_config))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
@@ -229,6 +231,8 @@ class LLM:
         """One per choice of one prompt. The first one's prefill is the others' prefix hit, so they wait for it."""
         params.validate()
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not token_ids or prompt == "":
+            raise InvalidRequest("prompt must not be empty", param="prompts")
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}

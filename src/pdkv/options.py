@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, dataclass_transform
+from typing import Any, Literal, Self, TypeVar, dataclass_transform
 
 from pdkv.errors import ConfigError
 
@@ -21,6 +21,8 @@ MAX_SECONDS = 1e6
 
 MAX_THREADS = 256
 """Most threads that one option may ask for."""
+
+Config = TypeVar("Config")
 
 _REQUIRED: Any = dataclasses.MISSING
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -74,9 +76,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the nearest known one, or nothing."""
+    """What follows an unknown name in an error: the nearest known one, or nothing."""
     close = nearest(name, known)
-    return f"; did you mean {close!r}?" if close else ""
+    return f" (did you mean {close!r}?)" if close else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -291,3 +293,24 @@ def _hint(name: str, known: Collection[str], prefix: str) -> str:
 def seconds(default: float | None, help: str, *, le: float = MAX_SECONDS) -> Any:
     """An option that is a duration above 0."""
     return option(default, help, gt=0, le=le)
+
+
+def from_fields(config: type[Config], values: Mapping[str, Any], *, owner: str) -> Config:
+    """A configuration from fields that a program gives, with values of their own types or text.
+
+    Raises:
+        ConfigError: an unknown field, with the nearest known one, or a value out of its range.
+    """
+    known = options_of(config)
+    converted: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            alias = next((item.name for item in known.values() if name in item.details.get("aliases", ())), None)
+            meant = f" (did you mean {alias!r}?)" if alias else did_you_mean(name, known)
+            raise ConfigError(f"{owner} has no field {name!r}{meant}")
+        item = known[name]
+        try:
+            converted[name] = value if item.is_map else item.convert(value)
+        except ConfigError as error:
+            raise ConfigError(f"{owner}: {name}: {error}") from None
+    return config(**converted)

@@ -142,9 +142,11 @@ def test_the_command_prints_a_line_per_case_and_says_by_its_exit_code_whether_on
         (["teleport"], "unknown connector 'teleport'; known: memory"),
         (["no.such.module:Class"], "cannot be imported"),
         (["memory", "--case", "levitation"], "unknown case 'levitation'; known: content_identity"),
-        (["memory", "--connector-config", "mode=loud"], "expected pull, push or store"),
+        (["memory", "--connector-config", "mode=loud"], "one of pull, push, store was expected, got 'loud'"),
         (["memory", "--connector-config", "mode"], "KEY=VALUE was expected"),
         (["memory", "--timeout", "0"], "--timeout"),
+        (["store", "--connector-config", "url=memory://"], "memory:// is each process's own"),
+        (["shared_storage", "--connector-config", "pth=x"], "unknown option 'pth' (did you mean 'path'?)"),
     ],
 )
 def test_a_wrong_name_or_option_is_exit_code_2(

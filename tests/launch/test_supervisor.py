@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class Deck:
         self.rank_fds: list[tuple[int, int]] = []  # of each start: rank, inherited sockets
         self.routers: list[RouterSpec] = []
         self.ready: asyncio.Queue[str] = asyncio.Queue()
+        self.ahead_s = 0.0  # of the supervisor's clock
+        self.seconds: dict[str, float] = {}  # what each one's last start took
         self.failed: asyncio.Queue[str] = asyncio.Queue()
 
         def start(name: str, ack_fd: int) -> Child:
@@ -80,7 +83,17 @@ class Deck:
         fleet = Fleet(
             engines=engines, router=router, connector_target="x:Y", start_timeout_s=20.0, use_fork_server=False
         )
-        self.supervisor = Supervisor(fleet, listen_fd=0, lifeline_fd=lifeline, on_ready=self.ready.put_nowait)
+        self.supervisor = Supervisor(
+            fleet,
+            listen_fd=0,
+            lifeline_fd=lifeline,
+            on_ready=self._on_ready,
+            clock=lambda: time.monotonic() + self.ahead_s,
+        )
+
+    def _on_ready(self, name: str, seconds: float) -> None:
+        self.seconds[name] = seconds
+        self.ready.put_nowait(name)
 
     def newest(self, name: str) -> Child:
         return next(child for child in reversed(self.started) if child.name == name)
@@ -133,6 +146,21 @@ def test_who_is_killed_comes_back_and_nobody_else_is_touched(deck: Deck, name: s
     deck.run(scenario)
     assert len(set(deck.epochs)) == len(deck.epochs), "every incarnation has its own epoch"
     assert [spec.await_all for spec in deck.routers] == [True, False][: len(deck.routers)]
+
+
+def test_a_restart_is_told_with_its_own_time(deck: Deck) -> None:
+    """Not with the time since the launch."""
+
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        for _ in range(3):
+            deck.ready.get_nowait()
+        deck.ahead_s = 1000.0  # it had run for so long when it died
+        os.kill(deck.newest("decode-1").pid, signal.SIGKILL)
+        assert await deck.ready.get() == "decode-1"
+        assert 0 < deck.seconds["decode-1"] < 1000
+
+    deck.run(scenario)
 
 
 def test_a_restart_that_fails_is_tried_again(deck: Deck) -> None:

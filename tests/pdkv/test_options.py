@@ -124,7 +124,7 @@ def test_the_description_of_a_field_is_complete() -> None:
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("uri", "; did you mean 'url'?"), ("timeout", "; did you mean 'transfer_timeout_s'?"), ("colour", "")],
+    [("uri", " (did you mean 'url'?)"), ("timeout", " (did you mean 'transfer_timeout_s'?)"), ("colour", "")],
 )
 def test_the_nearest_name(name: str, meant: str) -> None:
     assert did_you_mean(name, ["url", "transfer_timeout_s", "mode"]) == meant

@@ -50,7 +50,7 @@ def add_check(subcommands: "argparse._SubParsersAction[Any]") -> None:
         type=float,
         default=20.0,
         metavar="SECONDS",
-        help="what must happen has happened after so long; above the connector's deadlines (default: 20)",
+        help="seconds before a case counts as hung; must exceed every deadline of the connector (default: 20)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.set_defaults(run=run_check)
@@ -85,9 +85,11 @@ def run_check(arguments: argparse.Namespace) -> int:
 
     if not 0 < arguments.timeout < float("inf"):
         raise ConfigError(f"--timeout: a number of seconds above 0 was expected, got {arguments.timeout:g}")
+    options = connector_options(arguments.connector_config)
+    print(f"checking {arguments.connector}: each case starts processes of its own …", file=sys.stderr, flush=True)
     report = check(
         arguments.connector,
-        options=connector_options(arguments.connector_config),
+        options=options,
         names=arguments.case,
         quick=arguments.quick,
         timeout_s=arguments.timeout,

@@ -1,14 +1,17 @@
 """`pd launch`: options of the topology, the hand-off, HTTP and the engines, these also per role."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pdkv.cli.options import Flag, add_flags, build, collect, flags_of, warn_of_secrets
 from pdkv.config import EngineConfig, HandoffConfig, HttpLimits
+from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
+from pdkv.router.policies import POLICIES
 
 ROLES = ("prefill", "decode")
 
@@ -32,14 +35,21 @@ connectors, `pd connector show NAME` the options of one.
 def flag_groups() -> dict[str, list[Flag]]:
     """The flags of `pd launch` by the heading that they stand under."""
     groups = {
-        "topology": flags_of(LaunchConfig),
+        "topology": [_with_choices(flag, "policy", POLICIES) for flag in flags_of(LaunchConfig)],
         "engines": flags_of(EngineConfig),
-        "hand-off": flags_of(HandoffConfig),
+        "hand-off": [_with_choices(flag, "connector", SHIPPED) for flag in flags_of(HandoffConfig)],
         "HTTP": flags_of(HttpLimits),
     }
     for role in ROLES:
         groups[f"{role} engines only"] = flags_of(EngineConfig, role=role, exclude=("model", "generation_config"))
     return groups
+
+
+def _with_choices(flag: Flag, name: str, choices: Iterable[str]) -> Flag:
+    """The flag called `name` with its known values in the help; it may take others, and is checked later."""
+    if flag.name != name:
+        return flag
+    return dataclasses.replace(flag, help=f"{flag.help}; one of {', '.join(choices)}")
 
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:

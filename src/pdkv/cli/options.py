@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         if rest:
             name = rest[0].partition("=")[0]
             meant = did_you_mean(name, self._option_string_actions) if name.startswith("-") else ""
-            self.error(f"unrecognized argument {' '.join(rest)}{meant}")
+            self.error(f"unrecognized argument {name}{meant}")
         return namespace, rest
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -178,21 +178,24 @@ def _plan_engines(
 
 async def _serve(deployment: Deployment, fleet: Fleet, listener: socket.socket, lifeline_fd: int) -> None:
     """Start the fleet, say that it is ready, and end it when a signal asks for that."""
-    began = time.monotonic()
     ready: set[str] = set()
 
-    def on_ready(name: str) -> None:
-        again = " again" if name in ready else ""
+    def on_ready(name: str, seconds: float) -> None:
+        if name in ready:
+            logger.info("%s is ready again, %.1f s after it ended", name, seconds)
+            return
         ready.add(name)
-        elapsed = time.monotonic() - began
-        logger.info("%s is ready%s (%d of %d, %.1f s)", name, again, len(ready), len(fleet.engines) + 1, elapsed)
+        logger.info("%s is ready (%d of %d, %.1f s)", name, len(ready), len(fleet.engines) + 1, seconds)
 
     supervisor = Supervisor(fleet, listen_fd=listener.fileno(), lifeline_fd=lifeline_fd, on_ready=on_ready)
     stopped = asyncio.Event()
 
     def on_signal() -> None:
         if stopped.is_set():  # asked twice
+            logger.warning("asked to stop again: killing every process")
             supervisor.kill()
+        else:
+            logger.info("stopping…")
         stopped.set()
 
     for number in _STOP_SIGNALS:
@@ -212,6 +215,8 @@ async def _serve(deployment: Deployment, fleet: Fleet, listener: socket.socket, 
             task.cancel()
         await asyncio.gather(start, stop, return_exceptions=True)
         await supervisor.stop()
+        if stopped.is_set():
+            logger.info("stopped")
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # it is ending already
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import secrets
 import signal
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
@@ -55,12 +56,25 @@ class Fleet:
 class Supervisor:
     """Owns all child processes of a launch. Every method runs in one asyncio loop."""
 
-    def __init__(self, fleet: Fleet, *, listen_fd: int, lifeline_fd: int, on_ready: Callable[[str], None]) -> None:
-        """`lifeline_fd`: the reading end that children inherit; `on_ready(name)` is told of every (re)start."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        listen_fd: int,
+        lifeline_fd: int,
+        on_ready: Callable[[str, float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`lifeline_fd`: the reading end that children inherit.
+
+        `on_ready(name, seconds)` is told of every start, and of what it took: from the beginning of the first start, or
+        from the end of what ran before.
+        """
         self._fleet = fleet
         self._listen_fd = listen_fd
         self._lifeline_fd = lifeline_fd
         self._on_ready = on_ready
+        self._clock = clock
         self._children: set[Child] = set()
         self._router: Child | None = None
         self._forks: ForkServer | None = None
@@ -94,8 +108,8 @@ class Supervisor:
 
         Only a failure of the very first start is final.
         """
-        loop = asyncio.get_running_loop()
         failures = 0
+        since = self._clock()
         while True:
             try:
                 children = await start()
@@ -106,15 +120,16 @@ class Supervisor:
                 unexpected = not isinstance(error, PdkvError)
                 logger.error("%s did not start again: %s", name, error, exc_info=unexpected)
             else:
-                began = loop.time()
+                began = self._clock()
                 if not ready.done():
                     ready.set_result(None)
-                self._on_ready(name)
+                self._on_ready(name, began - since)
                 child = await _first_death(children)
                 status = await child.wait()
+                since = self._clock()
                 why = self._why(status)  # now: the next death is another story
                 await self._kill(children)
-                failures = 0 if loop.time() - began > _STABLE_S else failures
+                failures = 0 if self._clock() - began > _STABLE_S else failures
                 logger.error("%s (pid %d) %s; %s is started again", child.name, child.pid, why, name)
             await asyncio.sleep(backoff_s(failures))
             failures += 1

@@ -1,6 +1,7 @@
 """Bandwidth and latency of a connector by request length, each beside memcpy and the bare transport in the same run."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from statistics import median
 from typing import NamedTuple
 
@@ -64,8 +65,10 @@ def _measure_length(plan: Plan, setting: Setting, world: BenchWorld, num_tokens:
     """A row for each pattern. What is compared takes turns, so that it meets the same weather."""
     size = plan_bytes(plan, num_tokens)
     memcpy = Memcpy(size, plan.region_bytes)
-    bare = open_bare(plan, setting, size) if plan.bare else None
-    try:
+    with ExitStack() as stack:
+        bare = open_bare(plan, setting, size) if plan.bare else None
+        if bare is not None:
+            stack.enter_context(bare)
         for pattern in plan.patterns:
             world.scatter(pattern)
             TimedTransfer(world, num_tokens).measure(compare=True)
@@ -77,9 +80,6 @@ def _measure_length(plan: Plan, setting: Setting, world: BenchWorld, num_tokens:
                 if turn:
                     samples.append(Sample(timing, memcpy.seconds(), raw, in_pieces))
             yield _row(plan, pattern, num_tokens, size, _pieces(plan, transfer, num_tokens), samples)
-    finally:
-        if bare is not None:
-            bare.close()
 
 
 def _pieces(plan: Plan, transfer: TimedTransfer, num_tokens: int) -> int:

@@ -12,7 +12,7 @@ from pdkv.connector_kit.bench.layouts import parse_layout
 from pdkv.connector_kit.check.profiles import profile_of
 from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import Setting, Shape
-from pdkv.connectors.registry import connector_target, load_connector
+from pdkv.connectors.registry import check_connector, connector_target
 from pdkv.connectors.store.base import LAYERWISE_GROUPS
 from pdkv.connectors.store.options import TransferOptions
 
@@ -74,7 +74,7 @@ def open_setting(plan: Plan) -> Iterator[Setting]:
     """Processes for worlds of the plan's connector, with private places for what it keeps."""
     target = connector_target(plan.connector)
     options = bounded(target, {**profile_of(target, plan.options).options, **plan.options})
-    flags = load_connector(plan.connector).for_options(options)
+    flags = check_connector(plan.connector, {name: text.replace("{directory}", "/") for name, text in options.items()})
     with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as directory, Zygote(Path(directory)) as zygote:
         yield Setting(
             zygote=zygote,

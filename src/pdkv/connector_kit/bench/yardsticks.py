@@ -2,6 +2,8 @@
 
 import time
 from statistics import median
+from types import TracebackType
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -48,12 +50,16 @@ class Bare:
         self._source.receive(p.Seconds, TIMEOUT_S)
         return self._reader.receive(p.Seconds, TIMEOUT_S).seconds
 
-    def close(self) -> None:
-        """End both processes, whatever happened."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """End both processes, whatever happened. After an error, such as Ctrl-C, one may still be in a move."""
         for host in (self._reader, self._source):
             try:
-                host.ask("bare", p.Close(), p.Done, TIMEOUT_S)
-                host.exit(TIMEOUT_S)
+                if kind is None:
+                    host.ask("bare", p.Close(), p.Done, TIMEOUT_S)
+                    host.exit(TIMEOUT_S)
             finally:
                 host.kill()
 
@@ -66,10 +72,8 @@ def measure_bare(plan: Plan, setting: Setting, num_tokens: int, repeats: int) ->
     bare = open_bare(plan, setting, plan_bytes(plan, num_tokens))
     if bare is None:
         raise NotApplicable(f"no bare transport is known for {plan.connector}")
-    try:
+    with bare:
         return median([bare.seconds(False) for _ in range(repeats + 1)][1:])
-    finally:
-        bare.close()
 
 
 def open_bare(plan: Plan, setting: Setting, size: int) -> Bare | None:

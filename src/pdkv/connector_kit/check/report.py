@@ -15,7 +15,9 @@ from pdkv.connector_kit.check.cases import CASES, Case
 from pdkv.connector_kit.check.profiles import profile_of
 from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import NotApplicable, Refused, Setting, World
-from pdkv.connectors.registry import connector_target, load_connector
+from pdkv.connectors.base import KVConnector
+from pdkv.connectors.registry import check_connector, connector_target
+from pdkv.connectors.store.base import StoreConnector
 from pdkv.errors import ConfigError, PdkvError
 
 Status = Literal["passed", "failed", "refused", "skipped"]
@@ -79,10 +81,13 @@ def check(
         raise ConfigError(f"unknown case {unknown[0]!r}; known: {', '.join(cases)}")
     target = connector_target(connector)
     profile = profile_of(target, options)
-    flags = load_connector(connector).for_options(profile.options)
     reports = []
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdkv-check-"))
+        own_options = {name: text.replace("{directory}", "/") for name, text in profile.options.items()}
+        flags = check_connector(connector, own_options)
+        if not flags.one_process:
+            _check_is_shared(flags, own_options)
         setting = Setting(
             zygote=zygote or stack.enter_context(Zygote(Path(directory))),
             directory=Path(directory),
@@ -99,6 +104,17 @@ def check(
             on_case(reports[-1])
     counts = {status: sum(report.status == status for report in reports) for status in ("passed", "failed")}
     return Report(connector, counts["passed"], counts["failed"], reports)
+
+
+def _check_is_shared(connector: type[KVConnector], options: Mapping[str, str]) -> None:
+    """Refuse a store that no two processes share: every case would fail. Raises ConfigError."""
+    if issubclass(connector, StoreConnector) and options.get("url", "").startswith("memory://"):
+        with connector.options_type.parse(options).open_store() as store:
+            if not store.is_shared:
+                raise ConfigError(
+                    f"url={options['url']}: memory:// is each process's own, and the kit's engines are processes: "
+                    "give a store that they share, such as url=file://{directory}"
+                )
 
 
 def _probe(setting: Setting) -> None:
