@@ -16,7 +16,8 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*(?=$|::)")
 TEST = re.compile(r"(?<![\w/])(tests/[\w/]+\.py)::(\w+)")
 TARGET = re.compile(r"(?:`|^)make ([a-z][a-z ]*)", re.MULTILINE)
-FOLDERS = {entry.name for entry in ROOT.iterdir() if entry.is_dir() and entry.name[0] != "."} | {".ci", ".github"}
+MADE = {"build", "dist"}  # by an installation; they may be there or not
+FOLDERS = {entry.name for entry in ROOT.iterdir() if entry.is_dir() and entry.name[0] != "."} - MADE | {".ci", ".github"}
 MODULES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 
 
