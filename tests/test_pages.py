@@ -17,7 +17,8 @@ PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*(?=$|::)")
 TEST = re.compile(r"(?<![\w/])(tests/[\w/]+\.py)::(\w+)")
 TARGET = re.compile(r"(?:`|^)make ([a-z][a-z ]*)", re.MULTILINE)
 MADE = {"build", "dist"}  # by an installation; they may be there or not
-FOLDERS = {entry.name for entry in ROOT.iterdir() if entry.is_dir() and entry.name[0] != "."} - MADE | {".ci", ".github"}
+HIDDEN = {".ci", ".github"}
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."} - MADE | HIDDEN
 MODULES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 
 
