@@ -3,7 +3,7 @@
  * Attention of single queries reads paged KV where it lies; copies move many pieces in one call. Everything has a torch
  * or numpy form elsewhere: where no compiler was at hand when the package was built, those serve.
  */
-#include <math.h>
+#include <float.h>
 #include <stdlib.h>
 
 #include "vectors.h"
@@ -24,6 +24,11 @@ typedef struct {
     int64_t dtype, num_threads;
     double scale;
 } attention;
+
+/* What is attended to at once: KV heads [first, last) of a query, over its blocks [from, to). */
+typedef struct {
+    int64_t query, first, last, from, to;
+} part;
 
 typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
@@ -71,8 +76,9 @@ INLINE float exp_of(float x) {
     return p * power.f;
 }
 
-INLINE void softmax(float *scores, int64_t count) { /* not divided by the sum, which is returned in scores[count] */
-    float top = scores[0], sum = 0.0f;
+/* exp(scores - top) in place, where top is the highest; their sum goes to *total. */
+INLINE void softmax(float *scores, int64_t count, float *top_score, float *total) {
+    float top = -FLT_MAX, sum = 0.0f; /* finite, so that a part of nothing but -inf weighs nothing */
 #pragma omp simd reduction(max : top)
     for (int64_t t = 0; t < count; t++) top = scores[t] > top ? scores[t] : top;
 #pragma omp simd reduction(+ : sum)
@@ -80,7 +86,8 @@ INLINE void softmax(float *scores, int64_t count) { /* not divided by the sum, w
         scores[t] = exp_of(scores[t] - top);
         sum += scores[t];
     }
-    scores[count] = sum;
+    *top_score = top;
+    *total = sum;
 }
 
 #define MAX_HEAD_SIZE 256
@@ -90,9 +97,13 @@ INLINE void prefetch(const char *from, int64_t bytes) { /* paged KV jumps about:
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
-/* Scratch of one query: SIZE * heads floats of sums, then scores, `columns` per head: seq_len rounded up to 4, and the
- * weights' sum. Heads [first, last) are KV heads. SIZE and Q are constants, so that what is in flight stays in registers;
- * Q queries that share a KV head go at once. */
+/* What one query's heads give over one part of its keys, in floats: sum(exp(score - top) * value), head_size per head;
+ * then each head's top; then each head's sum(exp(score - top)). Padded to whole vectors. */
+INLINE int64_t result_size(const attention *a, int64_t heads) { return (heads * (a->head_size + 2) + 15) & ~15; }
+
+/* Attention of one query over its blocks [from, to), with KV heads [first, last). Scratch: the queries, then scores,
+ * `columns` per head: the keys, rounded up to 4. SIZE and Q are constants, so that what is in flight stays in
+ * registers; Q queries that share a KV head go at once. */
 #define DEFINE_ATTEND(NAME, T)                                                                                        \
     INLINE void scores_##NAME(const vec16 *query, const T *keys, int64_t tokens, float *scores, int64_t columns,      \
                               const int SIZE, const int Q) {                                                          \
@@ -117,15 +128,18 @@ INLINE void prefetch(const char *from, int64_t bytes) { /* paged KV jumps about:
             }                                                                                                         \
         UNROLL for (int i = 0; i < Q * SIZE / 16; i++) sums[i] = sum[i / (SIZE / 16)][i % (SIZE / 16)];               \
     }                                                                                                                 \
-    INLINE void attend_##NAME##_sized(const attention *a, int64_t i, int64_t first, int64_t last, float *scratch,     \
-                                      const int SIZE) {                                                               \
-        const int64_t count = a->seq_lens[i], columns = ((count + 3) & ~3) + 1, group = a->heads / a->kv_heads;       \
-        const int64_t *table = a->block_tables + a->first_blocks[i], head_stride = a->block_size * SIZE;              \
-        const int64_t hidden = a->hidden[i];                                                                          \
-        const int64_t part = first * head_stride, head_bytes = head_stride * (int64_t)sizeof(T);                          \
-        const int64_t heads = (last - first) * group, blocks = (count + a->block_size - 1) / a->block_size;           \
-        const T *q = (const T *)a->qkv + a->q_rows[i] * a->row_stride + first * group * SIZE;                         \
-        vec16 *const sums = (vec16 *)scratch, *const query = sums + heads * SIZE / 16;                                \
+    INLINE void attend_##NAME##_sized(const attention *a, part of, float *result, float *scratch, const int SIZE) {   \
+        const int64_t first = of.first, heads = (of.last - first) * (a->heads / a->kv_heads);                         \
+        const int64_t group = a->heads / a->kv_heads, head_stride = a->block_size * SIZE;                             \
+        const int64_t rest_of_keys = a->seq_lens[of.query] - of.from * a->block_size;                                 \
+        const int64_t most = (of.to - of.from) * a->block_size, count = rest_of_keys < most ? rest_of_keys : most;    \
+        const int64_t columns = (count + 3) & ~3, blocks = (count + a->block_size - 1) / a->block_size;               \
+        const int64_t *table = a->block_tables + a->first_blocks[of.query] + of.from;                                 \
+        const int64_t side = first * head_stride, head_bytes = head_stride * (int64_t)sizeof(T);                      \
+        const T *q = (const T *)a->qkv + a->q_rows[of.query] * a->row_stride + first * group * SIZE;                  \
+        vec16 *const sums = (vec16 *)result, *const query = (vec16 *)scratch;                                         \
+        float *const tops = result + heads * SIZE, *const totals = tops + heads;                                      \
+        const int64_t hidden = of.from ? 0 : a->hidden[of.query]; /* the first chunk's alone */                       \
         float *const scores = (float *)(query + heads * SIZE / 16);                                                   \
         for (int64_t c = 0; c < heads * SIZE / 16; c++) {                                                             \
             load_##NAME(&query[c], q + c * 16);                                                                       \
@@ -133,11 +147,11 @@ INLINE void prefetch(const char *from, int64_t bytes) { /* paged KV jumps about:
             sums[c] = (vec16){0};                                                                                     \
         }                                                                                                             \
         for (int64_t b = 0; b < blocks; b++) {                                                                        \
-            const T *keys = (const T *)a->keys + table[b] * a->block_stride + part;                                   \
+            const T *keys = (const T *)a->keys + table[b] * a->block_stride + side;                                   \
             const int64_t start = b * a->block_size, rest = count - start;                                            \
             const int64_t tokens = rest < a->block_size ? rest : a->block_size;                                       \
-            const T *next = b + 1 < blocks ? (const T *)a->keys + table[b + 1] * a->block_stride + part               \
-                                           : (const T *)a->values + table[0] * a->block_stride + part;                \
+            const T *next = b + 1 < blocks ? (const T *)a->keys + table[b + 1] * a->block_stride + side               \
+                                           : (const T *)a->values + table[0] * a->block_stride + side;                \
             for (int64_t h = 0; h < heads; h++) {                                                                     \
                 prefetch((const char *)(next + h / group * head_stride), head_bytes);                                 \
                 float *to = scores + h * columns + start;                                                             \
@@ -148,12 +162,13 @@ INLINE void prefetch(const char *from, int64_t bytes) { /* paged KV jumps about:
                     scores_##NAME(query + h * SIZE / 16, own, tokens, to, columns, SIZE, 1);                          \
             }                                                                                                         \
         }                                                                                                             \
-        for (int64_t h = 0; h < heads; h++) softmax(scores + h * columns + hidden, count - hidden);                   \
+        for (int64_t h = 0; h < heads; h++)                                                                           \
+            softmax(scores + h * columns + hidden, count - hidden, &tops[h], &totals[h]);                             \
         for (int64_t b = 0; b < blocks; b++) {                                                                        \
             const int64_t skip = b ? 0 : hidden, start = b * a->block_size + skip, rest = count - start;              \
-            const T *values = (const T *)a->values + table[b] * a->block_stride + part + skip * SIZE;                 \
+            const T *values = (const T *)a->values + table[b] * a->block_stride + side + skip * SIZE;                 \
             const int64_t tokens = rest < a->block_size - skip ? rest : a->block_size - skip;                         \
-            const T *next = (const T *)a->values + table[b + 1 < blocks ? b + 1 : b] * a->block_stride + part;        \
+            const T *next = (const T *)a->values + table[b + 1 < blocks ? b + 1 : b] * a->block_stride + side;        \
             for (int64_t h = 0; h < heads; h++) {                                                                     \
                 prefetch((const char *)(next + h / group * head_stride), head_bytes);                                 \
                 const float *weights = scores + h * columns + start;                                                  \
@@ -164,53 +179,185 @@ INLINE void prefetch(const char *from, int64_t bytes) { /* paged KV jumps about:
                     sums_##NAME(sums + h * SIZE / 16, own, tokens, weights, columns, SIZE, 1);                        \
             }                                                                                                         \
         }                                                                                                             \
-        T *out = (T *)a->out + (a->out_rows[i] * a->heads + first * group) * SIZE;                                    \
-        for (int64_t d = 0; d < heads * SIZE; d++)                                                                    \
-            store_##NAME(out + d, ((float *)sums)[d] / scores[d / SIZE * columns + count]);                           \
     }                                                                                                                 \
-    FOR_EACH_CPU static void attend_##NAME(const attention *a, int64_t i, int64_t first, int64_t last, float *to) {   \
+    FOR_EACH_CPU static void attend_##NAME(const attention *a, part of, float *result, float *scratch) {              \
         switch (a->head_size) {                                                                                       \
-        case 32: attend_##NAME##_sized(a, i, first, last, to, 32); break;                                             \
-        case 64: attend_##NAME##_sized(a, i, first, last, to, 64); break;                                             \
-        case 128: attend_##NAME##_sized(a, i, first, last, to, 128); break;                                           \
-        default: attend_##NAME##_sized(a, i, first, last, to, (int)a->head_size);                                     \
+        case 32: attend_##NAME##_sized(a, of, result, scratch, 32); break;                                            \
+        case 64: attend_##NAME##_sized(a, of, result, scratch, 64); break;                                            \
+        case 128: attend_##NAME##_sized(a, of, result, scratch, 128); break;                                          \
+        default: attend_##NAME##_sized(a, of, result, scratch, (int)a->head_size);                                    \
         }                                                                                                             \
+    }                                                                                                                 \
+    static void write_##NAME(const attention *a, part of, const float *result) {                                      \
+        const int64_t group = a->heads / a->kv_heads, heads = (of.last - of.first) * group;                           \
+        const float *totals = result + heads * (a->head_size + 1);                                                    \
+        T *out = (T *)a->out + (a->out_rows[of.query] * a->heads + of.first * group) * a->head_size;                  \
+        for (int64_t h = 0; h < heads; h++)                                                                           \
+            for (int64_t d = h * a->head_size; d < (h + 1) * a->head_size; d++)                                       \
+                store_##NAME(out + d, result[d] / totals[h]);                                                         \
     }
 
 DEFINE_ATTEND(float32, float)
 DEFINE_ATTEND(bfloat16, uint16_t)
 DEFINE_ATTEND(float16, uint16_t)
 
-/* Returns 0; 1: no memory for scores, out is undefined; 2: a head size that is no multiple of 16 or above 256. */
-int pdkv_attend(const attention *a) {
-    if (a->head_size % 16 || a->head_size > MAX_HEAD_SIZE) return 2;
-    int64_t longest = 0, failed = 0;
-    for (int64_t i = 0; i < a->n; i++) longest = a->seq_lens[i] > longest ? a->seq_lens[i] : longest;
-    /* A query's KV heads lie side by side and go together, unless there are fewer queries than threads. */
-    const int64_t parts = a->n < 2 * a->num_threads && a->kv_heads % a->num_threads == 0 ? a->num_threads : 1;
-    const int64_t each = a->kv_heads / parts, heads = a->heads / parts;
-    const size_t numbers = (size_t)(heads * (2 * a->head_size + longest + 5));
-#pragma omp parallel num_threads((int)a->num_threads) if (a->num_threads > 1)
+static void attend_part(const attention *a, part of, float *result, float *scratch) {
+    if (a->dtype == BFLOAT16)
+        attend_bfloat16(a, of, result, scratch);
+    else if (a->dtype == FLOAT16)
+        attend_float16(a, of, result, scratch);
+    else
+        attend_float32(a, of, result, scratch);
+}
+
+static void write_part(const attention *a, part of, const float *result) {
+    if (a->dtype == BFLOAT16)
+        write_bfloat16(a, of, result);
+    else if (a->dtype == FLOAT16)
+        write_float16(a, of, result);
+    else
+        write_float32(a, of, result);
+}
+
+/* Add the result over later keys to that over earlier ones. One function, always called in the order of the keys: the
+ * sums' digits do not depend on who computed what. */
+FOR_EACH_CPU static void merge(float *to, const float *from, int64_t heads, int64_t head_size) {
+    float *tops = to + heads * head_size, *totals = tops + heads;
+    const float *other_tops = from + heads * head_size, *other_totals = other_tops + heads;
+    for (int64_t h = 0; h < heads; h++) {
+        const float top = tops[h] > other_tops[h] ? tops[h] : other_tops[h];
+        const float own = exp_of(tops[h] - top), other = exp_of(other_tops[h] - top);
+        for (int64_t d = h * head_size; d < (h + 1) * head_size; d++) to[d] = to[d] * own + from[d] * other;
+        totals[h] = totals[h] * own + other_totals[h] * other;
+        tops[h] = top;
+    }
+}
+
+/* Keys are attended to CHUNK at a time whoever does it, and so equally on any number of threads. */
+#define CHUNK 512
+#define SHARED_NUMBERS 65536 /* keys' numbers from which a second thread gains more than its waking costs */
+
+INLINE int64_t chunk_blocks(const attention *a) { return a->block_size < CHUNK ? CHUNK / a->block_size : 1; }
+
+INLINE int64_t num_chunks(const attention *a, int64_t query) {
+    const int64_t keys = chunk_blocks(a) * a->block_size;
+    return (a->seq_lens[query] + keys - 1) / keys;
+}
+
+INLINE part chunk_of(const attention *a, int64_t query, int64_t first, int64_t last, int64_t chunk) {
+    return (part){query, first, last, chunk * chunk_blocks(a), (chunk + 1) * chunk_blocks(a)};
+}
+
+INLINE float *take(int64_t floats) { return aligned_alloc(64, ((size_t)floats * sizeof(float) + 63) & ~(size_t)63); }
+
+INLINE int64_t scratch_size(const attention *a, int64_t kv_heads) {
+    const int64_t keys = chunk_blocks(a) * a->block_size;
+    return (kv_heads * (a->heads / a->kv_heads) * (a->head_size + keys + 4) + 15) & ~15;
+}
+
+/* How a call is shared out: `chunks` of all queries, `each` KV heads of one at a time; each is 0: whole queries. */
+typedef struct {
+    int64_t chunks, each, num_threads;
+} sharing;
+
+static sharing share(const attention *a) {
+    int64_t chunks = 0, most_chunks = 0, keys = 0, longest = 0;
+    for (int64_t i = 0; i < a->n; i++) {
+        const int64_t own = num_chunks(a, i);
+        chunks += own;
+        most_chunks = own > most_chunks ? own : most_chunks;
+        keys += a->seq_lens[i];
+        longest = a->seq_lens[i] > longest ? a->seq_lens[i] : longest;
+    }
+    const int64_t num_threads = keys * a->kv_heads * a->head_size < SHARED_NUMBERS ? 1 : a->num_threads;
+    /* Whole queries, unless one of them would keep its thread busy while the others have nothing to do. */
+    if (num_threads == 1 || (a->n >= 2 * num_threads && longest * num_threads <= keys))
+        return (sharing){chunks, 0, num_threads};
+    int64_t each = a->kv_heads; /* as many as leave two pieces of the longest query to each thread */
+    while (each > 1 && (a->kv_heads % each || most_chunks * (a->kv_heads / each) < 2 * num_threads)) each--;
+    return (sharing){chunks, each, num_threads};
+}
+
+/* Each thread takes whole queries: their KV heads lie side by side and go together. */
+static int attend_whole(const attention *a, int num_threads) {
+    const int64_t size = result_size(a, a->heads);
+    int failed = 0;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
-        float *scratch = aligned_alloc(64, (numbers * sizeof(float) + 63) & ~(size_t)63);
+        float *result = take(2 * size + scratch_size(a, a->kv_heads)), *other = result + size, *scratch = other + size;
+        if (result == NULL) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t i = 0; i < a->n; i++) {
+            if (result == NULL) continue;
+            for (int64_t c = 0; c < num_chunks(a, i); c++) {
+                attend_part(a, chunk_of(a, i, 0, a->kv_heads, c), c == 0 ? result : other, scratch);
+                if (c > 0) merge(result, other, a->heads, a->head_size);
+            }
+            write_part(a, chunk_of(a, i, 0, a->kv_heads, 0), result);
+        }
+        free(result);
+    }
+    return failed;
+}
+
+/* Each thread takes some KV heads of one chunk of a query; who is the last of a query's merges what they give. */
+static int attend_apart(const attention *a, sharing by) {
+    const int64_t parts = a->kv_heads / by.each, heads = by.each * (a->heads / a->kv_heads);
+    const int64_t size = result_size(a, heads);
+    int failed = 0;
+    int64_t *firsts = malloc((size_t)(a->n + 1 + by.chunks + a->n * parts) * sizeof *firsts); /* of each query */
+    float *results = take(by.chunks * parts * size);
+    if (firsts == NULL || results == NULL) {
+        free(firsts), free(results);
+        return 1;
+    }
+    int64_t *queries = firsts + a->n + 1, *missing = queries + by.chunks; /* of each chunk; of each query's part */
+    for (int64_t i = 0, at = 0; i < a->n; i++) {
+        firsts[i] = at;
+        for (int64_t c = 0; c < num_chunks(a, i); c++) queries[at++] = i;
+        firsts[i + 1] = at;
+        for (int64_t p = 0; p < parts; p++) missing[i * parts + p] = at - firsts[i];
+    }
+#pragma omp parallel num_threads((int)by.num_threads)
+    {
+        float *scratch = take(scratch_size(a, by.each)); /* a thread's own memory: shared lines would cost a fifth */
         if (scratch == NULL) {
 #pragma omp atomic write
             failed = 1;
         }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < a->n * parts; item++) {
-            const int64_t first = item % parts * each;
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t item = 0; item < by.chunks * parts; item++) {
             if (scratch == NULL) continue;
-            if (a->dtype == BFLOAT16)
-                attend_bfloat16(a, item / parts, first, first + each, scratch);
-            else if (a->dtype == FLOAT16)
-                attend_float16(a, item / parts, first, first + each, scratch);
-            else
-                attend_float32(a, item / parts, first, first + each, scratch);
+            const int64_t i = queries[item / parts], p = item % parts, first = p * by.each;
+            const part of = chunk_of(a, i, first, first + by.each, item / parts - firsts[i]);
+            attend_part(a, of, results + item * size, scratch);
+            if (__atomic_sub_fetch(&missing[i * parts + p], 1, __ATOMIC_ACQ_REL)) continue;
+            float *result = results + (firsts[i] * parts + p) * size;
+            for (int64_t c = 1; c < firsts[i + 1] - firsts[i]; c++)
+                merge(result, result + c * parts * size, heads, a->head_size);
+            write_part(a, of, result);
         }
         free(scratch);
     }
-    return (int)failed;
+    free(results);
+    free(firsts);
+    return failed;
+}
+
+/* Returns 0; 1: no memory for scores, out is undefined; 2: a head size that is no multiple of 16 or above 256. */
+int pdkv_attend(const attention *a) {
+    if (a->head_size % 16 || a->head_size > MAX_HEAD_SIZE) return 2;
+    const sharing by = share(a);
+    return by.each ? attend_apart(a, by) : attend_whole(a, (int)by.num_threads);
+}
+
+/* How many pieces the threads of such a call share. */
+int64_t pdkv_attend_pieces(const attention *a) {
+    const sharing by = share(a);
+    return by.each ? by.chunks * (a->kv_heads / by.each) : a->n;
 }
 
 /* n pieces of outer x inner rows of row_bytes each. Offsets and strides are bytes; nothing overlaps. */

@@ -72,6 +72,8 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         library.pdkv_attend.argtypes = [ctypes.POINTER(AttentionArgs)]
         library.pdkv_attend.restype = ctypes.c_int
+        library.pdkv_attend_pieces.argtypes = [ctypes.POINTER(AttentionArgs)]
+        library.pdkv_attend_pieces.restype = ctypes.c_int64
         pointers, numbers = [ctypes.c_void_p] * 4, [ctypes.c_int64] * 8
         library.pdkv_copy.argtypes = [*pointers, *numbers]
         library.pdkv_copy.restype = None
@@ -112,7 +114,8 @@ def draw(args: DrawArgs) -> None:
 def attend(args: AttentionArgs) -> None:
     """Attention of single queries over paged KV, softmax(q K^T * scale) V; pointers must stay valid meanwhile.
 
-    Head sizes are multiples of 16 up to MAX_HEAD_SIZE, block sizes multiples of 4.
+    Head sizes are multiples of 16 up to MAX_HEAD_SIZE, block sizes multiples of 4. The result does not depend on the
+    number of threads, to the bit.
 
     Raises:
         MemoryError: no room for the scores.
@@ -122,6 +125,14 @@ def attend(args: AttentionArgs) -> None:
     status = library.pdkv_attend(ctypes.byref(args))
     if status:
         raise MemoryError("no memory for attention scores") if status == 1 else ValueError("head size")
+
+
+def attend_pieces(args: AttentionArgs) -> int:
+    """How many pieces of such a call the threads share: queries, or KV heads of parts of their keys."""
+    library = _library()
+    assert library is not None, "ask available() first"
+    pieces: int = library.pdkv_attend_pieces(ctypes.byref(args))
+    return pieces
 
 
 def copy_pieces(

@@ -58,7 +58,8 @@ INLINE double exp_of(double number) {
     const double shifted = x * 1.4426950408889634074 + round, n = shifted - round;
     const double r = (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
     const double rr = r * r;
-    const double p = ((1.26177193074810590878e-4 * rr + 3.02994407707441961300e-2) * rr + 9.99999999999999999910e-1) * r;
+    const double p =
+        ((1.26177193074810590878e-4 * rr + 3.02994407707441961300e-2) * rr + 9.99999999999999999910e-1) * r;
     const double q =
         ((3.00198505138664455042e-6 * rr + 2.52448340349684104192e-3) * rr + 2.27265548208155028766e-1) * rr + 2.0;
     union { double number; uint64_t bits; } power = {shifted};
@@ -186,8 +187,8 @@ FOR_EACH_CPU static int64_t draw_scaled(const draws *a, int64_t i, scratch to) {
     return invert(to.weights, vocab_size, a->uniforms[i], to);
 }
 
-/* Fill `to.scaled`, and return -1; or the row's token where its largest logit is not finite: the first that is NaN, else
- * the first that is infinite, else all are masked. */
+/* Fill `to.scaled`, and return -1; or the row's token where its largest logit is not finite: the first that is NaN,
+ * else the first that is infinite, else all are masked. */
 #define DEFINE_SCALE(NAME, T)                                                                                         \
     FOR_EACH_CPU static int64_t scale_##NAME(const draws *a, int64_t i, scratch to) {                                 \
         const T *row = (const T *)a->logits + i * a->row_stride;                                                      \
@@ -220,7 +221,8 @@ int pdkv_draw(const draws *a) {
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         double *memory = aligned_alloc(64, (size_t)(4 * room + room / CDF_BLOCK + 8) / 8 * 64);
-        const scratch to = {memory, memory + room, memory + 2 * room, memory + 3 * room, (int64_t *)(memory + 4 * room)};
+        double *const last = memory + 3 * room;
+        const scratch to = {memory, memory + room, memory + 2 * room, last, (int64_t *)(last + room)};
         if (memory == NULL) {
 #pragma omp atomic write
             failed = 1;

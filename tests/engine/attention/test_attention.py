@@ -43,6 +43,50 @@ def test_single_queries_equal_attention_written_out(
 
 
 @needs_compiled_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mix", [[(2999, 1)], [(511, 1), (512, 1)], [(2500, 1), *[(9, 1)] * 7]], ids=len)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (6, 3), (4, 1)])
+def test_single_queries_give_the_same_bits_on_any_number_of_threads(
+    heads: int, kv_heads: int, mix: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    case = Case(mix, dtype, shape=Shape(heads, kv_heads, 64))
+    backend, results = CpuAttention(case.pool, heads), []
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            results.append(case.run(backend, 0))
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(result, results[0]) for result in results)
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(results[0].double(), case.expected(0), **close)
+
+
+@needs_compiled_kernel
+@pytest.mark.parametrize(("kv_heads", "threads"), [(8, 12), (8, 16), (1, 8), (3, 2)])
+@pytest.mark.parametrize("num_short", [0, 31])
+def test_a_long_query_is_shared_by_all_threads_whatever_the_heads(num_short: int, kv_heads: int, threads: int) -> None:
+    seq_lens = np.array([4000] + [1] * num_short, dtype=np.int64)
+    args = host.AttentionArgs(
+        seq_lens=seq_lens.ctypes.data, n=len(seq_lens), num_threads=threads,
+        heads=kv_heads, kv_heads=kv_heads, head_size=64, block_size=16,
+    )  # fmt: skip
+    assert host.attend_pieces(args) >= num_short + threads
+
+
+@needs_compiled_kernel
+def test_keys_whose_scores_are_all_minus_infinity_weigh_nothing_beside_others() -> None:
+    case = Case([(1023, 1)], shape=Shape(1, 1, 16))
+    case.qkv.fill_(1.0)
+    case.pool[case.blocks(0)[:32], 0, 0] = torch.finfo(torch.float32).min
+    result = case.run(CpuAttention(case.pool, 1), 0)
+    alone = Case([(511, 1)], shape=Shape(1, 1, 16))
+    alone.qkv.fill_(1.0)
+    alone.pool[alone.blocks(0)] = case.pool[case.blocks(0)[32:]]
+    torch.testing.assert_close(result, alone.run(CpuAttention(alone.pool, 1), 0))
+
+
+@needs_compiled_kernel
 def test_every_half_is_read_and_the_means_of_two_are_rounded_as_torch_rounds() -> None:
     """With queries of 0 a result is the mean of the values: of one alone, what it was; of two, rounded to a half."""
     halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
