@@ -45,12 +45,13 @@ class Question(msgspec.Struct, frozen=True):
 
 def is_own_user(connection: socket.socket) -> bool:
     """Whether the other end is this user's process: any user can connect to an abstract socket, or take its name."""
-    return os.getuid() == struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    uid: int = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    return uid == os.getuid()
 
 
 def receive(connection: socket.socket, out: Bytes, job: Job) -> None:
     """Fill `out`, before the job's deadline. Raises OSError, EOFError or a TransferError."""
-    view = memoryview(out)
+    view = out.data
     while view:
         connection.settimeout(job.remaining_s())
         if not (count := connection.recv_into(view)):
@@ -113,7 +114,7 @@ class Server:
         for units in self._pool.cut(ids, question.part, PIECE_BYTES):
             image = np.empty(units.size * self._pool.unit_bytes(question.part), dtype=np.uint8)
             self._pool.gather(units, question.part, image, after=ON_HOST, timeout_s=self._timeout_s)
-            connection.sendall(image)
+            connection.sendall(image.data)
 
 
 class SocketWorker(PullWorker):
