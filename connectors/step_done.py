@@ -52,7 +52,7 @@ class CudaStepDone(StepDone):
         self._is_recorded = threading.Event()  # to wait for an event before that is to wait for nothing
 
     def record(self) -> None:
-        self._event.record()  # type: ignore[no-untyped-call]
+        self._event.record()
         self._is_recorded.set()
 
     def wait(self, timeout_s: float) -> None:
@@ -66,7 +66,7 @@ class CudaStepDone(StepDone):
 
     def wait_on_stream(self, timeout_s: float) -> None:
         self._wait_recorded(timeout_s)
-        self._event.wait()  # type: ignore[no-untyped-call]
+        self._event.wait()
 
     def _wait_recorded(self, timeout_s: float) -> None:
         if not self._is_recorded.wait(timeout_s):

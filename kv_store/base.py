@@ -1,11 +1,17 @@
 """A KV store: keys to immutable bytes. It knows nothing of blocks, layers or requests."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Self
 
 Buffer = memoryview
 """Contiguous bytes (format "B"); a store fills or reads it in place."""
+
+Arrived = Callable[[int, int], None]
+"""(index of the key, stop): bytes [0, stop) of its value are in its buffer."""
+
+PART_BYTES = 256 << 10
+"""What has just been written is still in a core's cache: who wants to look at it hears of it in parts of this size."""
 
 
 class TierCounts(NamedTuple):
@@ -45,6 +51,13 @@ class KVStore(ABC):
             buffer, or one that is cut short; the buffer's content is then undefined. Stores need not notice when bytes
             have changed: values carry a checksum of their own, which whoever reads them verifies.
         """
+
+    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
+        """`get` that tells how far each value has come, while its bytes are in the cache of the calling thread's core.
+
+        A value may come anew from its beginning, as from another connection. A store need not tell anything.
+        """
+        return self.get(keys, out)
 
     @abstractmethod
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pdkv.errors import StoreTimeout, StoreUnavailable
-from pdkv.kv_store.base import Buffer
+from pdkv.kv_store.base import PART_BYTES, Buffer
 
 T = TypeVar("T")
 
@@ -96,13 +96,17 @@ class Channel:
         self.read_into(memoryview(buffer))
         return bytes(buffer)
 
-    def read_into(self, out: Buffer) -> None:
-        """Fill `out` with the next bytes; all but those read ahead come from the socket without a copy."""
+    def read_into(self, out: Buffer, arrived: Callable[[int], None] = lambda stop: None) -> None:
+        """Fill `out` with the next bytes; all but those read ahead come from the socket without a copy.
+
+        `arrived(stop)` hears of it after at most PART_BYTES.
+        """
         done = min(self._stop - self._start, len(out))
         out[:done] = self._ahead[self._start : self._start + done]
         self._start += done
         while done < len(out):
-            done += self._receive(out[done:])
+            done += self._receive(out[done : done + PART_BYTES])
+            arrived(done)
 
     def skip(self, size: int) -> None:
         """Throw the next `size` bytes away."""

@@ -9,12 +9,13 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.host.private_directory import PrivateDirectory
-from pdkv.kv_store.base import Buffer, KVStore
+from pdkv.kv_store.base import Arrived, Buffer, KVStore
 from pdkv.kv_store.connections import Deadline
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.value_file import ReadResult, read_value, write_value
@@ -71,12 +72,15 @@ class FileStore(KVStore):
             return [self._directory.is_file(file_name(key)) for key in keys]
 
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        return self.read(keys, out, lambda index, stop: None)
+
+    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         with self._io() as deadline:
             now = time.time_ns()
             found: list[bool] = []
             for index, (key, buffer) in enumerate(zip(keys, out, strict=True)):
                 deadline.remaining()
-                found.append(self._read(key, buffer, now - index))
+                found.append(self._read(key, buffer, now - index, partial(arrived, index)))
             self._touch([key for key, is_found in zip(keys, found, strict=True) if is_found])
             return found
 
@@ -130,7 +134,7 @@ class FileStore(KVStore):
         if is_last:
             self._directory.close()
 
-    def _read(self, key: bytes, out: Buffer, used_ns: int) -> bool:
+    def _read(self, key: bytes, out: Buffer, used_ns: int, arrived: Callable[[int], None]) -> bool:
         name = file_name(key)
         try:
             fd = self._directory.open(name)
@@ -139,7 +143,7 @@ class FileStore(KVStore):
         result: ReadResult = "damaged"
         if fd is not None:
             try:
-                result = read_value(fd, key, out)
+                result = read_value(fd, key, out, arrived)
                 if result == "whole" and self._capacity is not None:
                     os.utime(fd, ns=(used_ns, used_ns))
             finally:

@@ -14,10 +14,11 @@ import hashlib
 import socket
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from pdkv.errors import StoreFull, StoreTimeout, StoreUnavailable
-from pdkv.kv_store.base import Buffer
+from pdkv.kv_store.base import Arrived, Buffer
 from pdkv.kv_store.connections import Channel, Deadline
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.pipeline import Command
@@ -86,16 +87,18 @@ class LMCacheStore(ServerStore):
         return self._contains(keys, self._deadline())
 
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        return self.read(keys, out, lambda index, stop: None)
+
+    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         deadline = self._deadline()
         found = [False] * len(keys)
         try:
-            self._read(keys, out, found, deadline, indices=range(len(keys)))
+            self._read(keys, out, found, deadline, arrived, indices=range(len(keys)))
         except StoreUnavailable:  # also what a broken value looks like: the server ends the connection
             present = self._contains(keys, deadline)
             found[:] = [False] * len(keys)
-            self._read(
-                keys, out, found, deadline, indices=[index for index, is_there in enumerate(present) if is_there]
-            )
+            there = [index for index, is_there in enumerate(present) if is_there]
+            self._read(keys, out, found, deadline, arrived, indices=there)
         return found
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
@@ -163,6 +166,7 @@ class LMCacheStore(ServerStore):
         out: Sequence[Buffer],
         found: list[bool],
         deadline: Deadline,
+        arrived: Arrived,
         *,
         indices: Sequence[int],
     ) -> None:
@@ -174,7 +178,7 @@ class LMCacheStore(ServerStore):
             size = len(out[index])
             found[index] = answer.code == SUCCESS and answer.shape == (size, 0, 0, 0) and answer.length == size
             if found[index]:
-                channel.read_into(out[index])
+                channel.read_into(out[index], partial(arrived, index))
             else:
                 channel.skip(answer.length)
 

@@ -7,11 +7,12 @@ connection are written and their replies read here: 2.5 to 5 times as fast for v
 import socket
 import ssl
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pdkv.errors import ConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
-from pdkv.kv_store.base import Buffer
+from pdkv.kv_store.base import Arrived, Buffer
 from pdkv.kv_store.connections import Channel, Deadline
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.pipeline import Command
@@ -59,7 +60,7 @@ def _read_reply(channel: Channel, what: str) -> _Reply:
     raise StoreUnavailable(f"{what}: {line[:40]!r} is no reply of Redis")
 
 
-def _read_value(reply: _Reply, out: Buffer) -> bool:
+def _read_value(reply: _Reply, out: Buffer, arrived: Callable[[int], None]) -> bool:
     """Read the value behind its first line. False: there is none, or it has another size."""
     size = int(reply.text)
     if size < 0:
@@ -67,7 +68,7 @@ def _read_value(reply: _Reply, out: Buffer) -> bool:
     if size != len(out):
         reply.channel.skip(size + len(_CRLF))
         return False
-    reply.channel.read_into(out)
+    reply.channel.read_into(out, arrived)
     reply.channel.skip(len(_CRLF))
     return True
 
@@ -117,13 +118,16 @@ class RedisStore(ServerStore):
         return self._contains(keys, self._deadline())
 
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        return self.read(keys, out, lambda index, stop: None)
+
+    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         found = [False] * len(keys)
         commands = [
             Command([_encode(b"GET", _name(key))], len(buffer)) for key, buffer in zip(keys, out, strict=True)
         ]  # fmt: skip
 
         def receive(reply: _Reply, index: int) -> None:
-            found[index] = reply.kind == b"$" and _read_value(reply, out[index])
+            found[index] = reply.kind == b"$" and _read_value(reply, out[index], partial(arrived, index))
 
         self._run_commands(commands, self._deadline(), receive)
         return found

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
-from pdkv.kv_store.base import Buffer, KVStore, TierCounts
+from pdkv.kv_store.base import Arrived, Buffer, KVStore, TierCounts
 
 T = TypeVar("T")
 
@@ -54,10 +54,14 @@ class TieredStore(KVStore):
         return found
 
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        return self.read(keys, out, lambda index, stop: None)
+
+    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         found = [False] * len(keys)
 
         def read(tier: Tier, missing: list[int]) -> list[bool]:
-            return tier.store.get([keys[i] for i in missing], [out[i] for i in missing])
+            wanted, buffers = [keys[i] for i in missing], [out[i] for i in missing]
+            return tier.store.read(wanted, buffers, lambda index, stop: arrived(missing[index], stop))
 
         for depth, hits in self._look_up(found, read):
             with self._lock:

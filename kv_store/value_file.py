@@ -7,10 +7,10 @@ connectors/store/envelope.py, and a second one would cost a tenth of a hit.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from pdkv.kv_store.base import Buffer
+from pdkv.kv_store.base import PART_BYTES, Buffer
 
 _ALIGNMENT = 512  # of the value in the file
 _LENGTH_BYTES = 8
@@ -32,23 +32,31 @@ def encode_header(key: bytes, size: int) -> bytes:
 
 def write_value(fd: int, key: bytes, value: Buffer) -> None:
     """Write a value's file from its start. Raises OSError."""
-    _transfer(os.pwritev, fd, [memoryview(encode_header(key, len(value))), value])
+    _transfer(os.pwritev, fd, [memoryview(encode_header(key, len(value))), value], 0)
 
 
-def read_value(fd: int, key: bytes, out: Buffer) -> ReadResult:
-    """Read a value's file into `out`, without a copy besides the kernel's. Raises OSError."""
+def read_value(fd: int, key: bytes, out: Buffer, arrived: Callable[[int], None]) -> ReadResult:
+    """Read a value's file into `out`, without a copy besides the kernel's. Raises OSError.
+
+    `arrived(stop)` is called after every PART_BYTES of the value.
+    """
     expected = encode_header(key, len(out))
     header = memoryview(bytearray(len(expected)))
     if os.fstat(fd).st_size != len(header) + len(out):
         return "other_size" if _describes_itself(fd, key) else "damaged"
-    if not _transfer(os.preadv, fd, [header, out]):
+    if not _transfer(os.preadv, fd, [header, out[:PART_BYTES]], 0) or header != expected:
         return "damaged"
-    return "whole" if header == expected else "damaged"
+    arrived(min(PART_BYTES, len(out)))
+    for start in range(PART_BYTES, len(out), PART_BYTES):
+        part = out[start : start + PART_BYTES]
+        if not _transfer(os.preadv, fd, [part], len(header) + start):
+            return "damaged"
+        arrived(start + len(part))
+    return "whole"
 
 
-def _transfer(call: Any, fd: int, buffers: Sequence[Buffer]) -> bool:
-    """preadv or pwritev until all buffers are done; False at the end of the file."""
-    offset = 0
+def _transfer(call: Any, fd: int, buffers: Sequence[Buffer], offset: int) -> bool:
+    """preadv or pwritev at `offset` until all buffers are done; False at the end of the file."""
     pending = [buffer for buffer in buffers if len(buffer)]
     while pending:
         done: int = call(fd, pending, offset)

@@ -18,6 +18,7 @@ whole if its envelope is, byte for byte, the one that follows from its key and i
 import hashlib
 import hmac
 import struct
+from typing import Protocol, Self
 
 import xxhash
 
@@ -25,6 +26,15 @@ from pdkv.kv_store.base import Buffer
 
 FORMAT = 1
 ENVELOPE_BYTES = 64
+
+
+class _Hash(Protocol):
+    """Of hashlib or xxhash."""
+
+    def update(self, data: Buffer, /) -> None: ...
+    def digest(self) -> bytes: ...
+    def copy(self) -> Self: ...
+
 
 _ENVELOPE = struct.Struct("<4sHHQ32s16x")
 _MAGIC = b"pdkv"
@@ -46,21 +56,49 @@ class Sealer:
 
     def seal(self, key: bytes, value: Buffer) -> None:
         """Write the envelope of value[:-ENVELOPE_BYTES] into the bytes behind it."""
-        value[-ENVELOPE_BYTES:] = self._envelope(key, value[:-ENVELOPE_BYTES])
+        check = self.check(key, value)
+        check.arrived(len(value))
+        value[-ENVELOPE_BYTES:] = check.envelope()
 
-    def is_whole(self, key: bytes, value: Buffer) -> bool:
-        """Whether this is what somebody with the same secret has saved under this key."""
-        expected = self._envelope(key, value[:-ENVELOPE_BYTES])
-        return hmac.compare_digest(value[-ENVELOPE_BYTES:], expected)
+    def check(self, key: bytes, value: Buffer) -> "Check":
+        """The check of a value that is to come into this buffer."""
+        return Check(self._hash(key), value, is_signed=self._mac_key is not None)
 
-    def _envelope(self, key: bytes, body: Buffer) -> bytes:
+    def _hash(self, key: bytes) -> "_Hash":
         if self._mac_key is None:
-            checksum = xxhash.xxh3_128(key)
-            checksum.update(body)
-            return _ENVELOPE.pack(_MAGIC, FORMAT, 0, len(body), checksum.digest())
-        signature = hashlib.blake2b(key, digest_size=32, key=self._mac_key)
-        signature.update(body)
-        return _ENVELOPE.pack(_MAGIC, FORMAT, 1, len(body), signature.digest())
+            return xxhash.xxh3_128(key)
+        return hashlib.blake2b(key, digest_size=32, key=self._mac_key)
+
+
+class Check:
+    """Reads a value's body once, as it comes in."""
+
+    def __init__(self, empty: "_Hash", value: Buffer, *, is_signed: bool) -> None:
+        """`empty`: has read the key."""
+        self._empty = empty
+        self._hash = empty.copy()
+        self._value = value
+        self._body_bytes = max(len(value) - ENVELOPE_BYTES, 0)
+        self._is_signed = is_signed
+        self._done = 0
+
+    def arrived(self, stop: int) -> None:
+        """Bytes [0, stop) of the value are there; fewer than before: they have come anew."""
+        if stop <= self._done:
+            self._hash, self._done = self._empty.copy(), 0
+        if self._done < self._body_bytes:
+            self._hash.update(self._value[self._done : min(stop, self._body_bytes)])
+        self._done = stop
+
+    def is_whole(self) -> bool:
+        """Whether the buffer holds what somebody with the same secret has saved under this key."""
+        if self._done < len(self._value):
+            self.arrived(len(self._value))
+        return hmac.compare_digest(self._value[-ENVELOPE_BYTES:], self.envelope())
+
+    def envelope(self) -> bytes:
+        """That of the body."""
+        return _ENVELOPE.pack(_MAGIC, FORMAT, int(self._is_signed), self._body_bytes, self._hash.digest())
 
 
 def _derive(secret: bytes, person: bytes, size: int) -> bytes:

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pdkv.connectors.store.envelope import Sealer
 from pdkv.connectors.store.pieces import Slot
@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 QUIET_S = 60.0
 """The shortest time between two log lines about damaged values."""
+
+
+State = Literal["whole", "damaged", "absent"]
 
 
 class Reading(NamedTuple):
@@ -42,7 +45,7 @@ class SealedValues:
         self.store.put([(slot.key, slot.view) for slot in slots])
 
     def get(self, slots: Sequence[Slot], use: Callable[[Slot], None]) -> Reading:
-        """Read values into their slots and call `use` for each one that is whole, while it is in the processor's cache.
+        """Read values into their slots and call `use` for each one that is whole.
 
         What is there and is not whole is looked at once more, since somebody may be replacing it; then it is deleted,
         so that the next save can put a sound value in its place.
@@ -50,20 +53,32 @@ class SealedValues:
         Raises:
             StoreError: the store does not answer.
         """
-        found = self.store.get([slot.key for slot in slots], [slot.view for slot in slots])
         damaged: list[Slot] = []
         absent: list[Slot] = []
-        for slot, is_found in zip(slots, found, strict=True):
-            if is_found and self._sealer.is_whole(slot.key, slot.view):
+        for slot, state in zip(slots, self._read(slots), strict=True):
+            if state == "whole":
                 use(slot)
             else:
-                (damaged if is_found else absent).append(slot)
+                (damaged if state == "damaged" else absent).append(slot)
         if not damaged and not absent:
             return Reading([], 0)
         missing, num_misfits = self._look_again(damaged, absent, use)
         num_damaged = len(damaged) + num_misfits + self._num_found_by_store()
         self._tell(num_damaged)
         return Reading(missing, num_damaged)
+
+    def _read(self, slots: Sequence[Slot]) -> list[State]:
+        """Read values into their slots, and check them as they come in, while their bytes are in the cache."""
+        checks = [self._sealer.check(slot.key, slot.view) for slot in slots]
+        found = self.store.read(
+            [slot.key for slot in slots],
+            [slot.view for slot in slots],
+            lambda index, stop: checks[index].arrived(stop),
+        )
+        return [
+            "absent" if not is_found else "whole" if check.is_whole() else "damaged"
+            for is_found, check in zip(found, checks, strict=True)
+        ]
 
     def _look_again(
         self, damaged: list[Slot], absent: list[Slot], use: Callable[[Slot], None]
@@ -76,9 +91,8 @@ class SealedValues:
             misfits = [slot for slot, is_there in zip(absent, there, strict=True) if is_there]
             suspects = [*damaged, *misfits]
             if suspects:
-                found = self.store.get([slot.key for slot in suspects], [slot.view for slot in suspects])
-                for slot, is_found in zip(suspects, found, strict=True):
-                    if is_found and self._sealer.is_whole(slot.key, slot.view):
+                for slot, state in zip(suspects, self._read(suspects), strict=True):
+                    if state == "whole":
                         use(slot)
                         good.add(slot.key)
                 self.store.delete([slot.key for slot in suspects if slot.key not in good])

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pdkv.errors import StoreUnavailable
-from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.base import PART_BYTES, KVStore
 
 Key = Callable[[int], bytes]
 MIB = 1 << 20
@@ -49,6 +49,26 @@ def test_a_batch_says_per_key_what_is_there(store: KVStore, key: Key) -> None:
     assert store.contains(keys) == [False, True, False]
     assert store.get(keys, out) == [False, True, False]
     assert out[1] == value(0)
+
+
+def test_read_gives_what_get_gives_and_tells_of_bytes_that_are_there(store: KVStore, key: Key) -> None:
+    size = 2 * PART_BYTES + 5
+    put(store, [key(0), key(1)], size)
+    keys, out = [key(1), key(7), key(0)], buffers(3, size)
+    expected = [value(1, size), None, value(0, size)]
+    told: list[list[int]] = [[], [], []]
+
+    def arrived(index: int, stop: int) -> None:
+        wanted = expected[index]
+        assert wanted is not None
+        assert out[index][:stop] == wanted[:stop]
+        told[index].append(stop)
+
+    assert store.read(keys, out, arrived) == [True, False, True]
+    assert [out[0], out[2]] == [expected[0], expected[2]]
+    for stops in told:
+        assert stops == sorted(stops)
+        assert not stops or (stops[-1] == size and len(stops) > 1), stops
 
 
 def test_an_empty_batch_does_nothing(store: KVStore) -> None:

@@ -1,15 +1,21 @@
 """The envelope of a stored value: what is not, byte for byte, what was saved under that key is not whole."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import xxhash
 from damage import MUTATIONS
 
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Sealer
+from pdkv.kv_store.base import Buffer
 
 SIZES = (1, 64, 4096, 100_003)
 SEALERS = {"checksum": Sealer(), "signature": Sealer(b"a secret of sixteen bytes or more")}
+
+
+def is_whole(sealer: Sealer, key: bytes, value: Buffer) -> bool:
+    return sealer.check(key, value).is_whole()
 
 
 def sealed(sealer: Sealer, key: bytes, body: bytes) -> memoryview:
@@ -24,9 +30,9 @@ def test_what_was_sealed_is_whole_under_its_own_key_only(kind: str, size: int) -
     body = random.Random(size).randbytes(size)
     value = sealed(SEALERS[kind], b"key", body)
     assert value[:size] == body
-    assert SEALERS[kind].is_whole(b"key", value)
-    assert not SEALERS[kind].is_whole(b"kez", value)
-    assert not SEALERS[kind].is_whole(b"key" + body[:1], value[1:]), "a key's end is not a body's beginning"
+    assert is_whole(SEALERS[kind], b"key", value)
+    assert not is_whole(SEALERS[kind], b"kez", value)
+    assert not is_whole(SEALERS[kind], b"key" + body[:1], value[1:]), "a key's end is not a body's beginning"
 
 
 @pytest.mark.parametrize("kind", SEALERS)
@@ -36,7 +42,7 @@ def test_no_mutation_of_a_value_is_whole(kind: str, mutation: str) -> None:
     for _ in range(200):
         value = bytes(sealed(SEALERS[kind], b"key", rng.randbytes(rng.choice(SIZES[:3]))))
         changed = MUTATIONS[mutation](value, rng)
-        assert not SEALERS[kind].is_whole(b"key", memoryview(changed)), (mutation, len(value), len(changed))
+        assert not is_whole(SEALERS[kind], b"key", memoryview(changed)), (mutation, len(value), len(changed))
 
 
 def test_every_bit_counts() -> None:
@@ -44,9 +50,9 @@ def test_every_bit_counts() -> None:
         value = sealed(sealer, b"key", b"body")
         for bit in range(len(value) * 8):
             value[bit // 8] ^= 1 << bit % 8
-            assert not sealer.is_whole(b"key", value)
+            assert not is_whole(sealer, b"key", value)
             value[bit // 8] ^= 1 << bit % 8
-        assert sealer.is_whole(b"key", value)
+        assert is_whole(sealer, b"key", value)
 
 
 def test_signed_and_unsigned_and_other_secrets_accept_nothing_of_each_other() -> None:
@@ -54,10 +60,10 @@ def test_signed_and_unsigned_and_other_secrets_accept_nothing_of_each_other() ->
     assert len({sealer.identity for sealer in sealers}) == 3
     for author in sealers:
         value = sealed(author, b"key", b"body")
-        assert [reader.is_whole(b"key", value) for reader in sealers] == [reader is author for reader in sealers]
+        assert [is_whole(reader, b"key", value) for reader in sealers] == [reader is author for reader in sealers]
     again = Sealer(b"one secret of enough bytes")
     assert again.identity == sealers[1].identity
-    assert again.is_whole(b"key", sealed(sealers[1], b"key", b"body"))
+    assert is_whole(again, b"key", sealed(sealers[1], b"key", b"body"))
 
 
 def test_a_forger_who_knows_all_but_the_secret_cannot_sign() -> None:
@@ -65,10 +71,30 @@ def test_a_forger_who_knows_all_but_the_secret_cannot_sign() -> None:
     value = sealed(SEALERS["signature"], b"key", b"body")
     value[:4] = b"evil"
     value[4 + 16 : 4 + 48] = xxhash.xxh3_128(b"key" + b"evil").digest() + bytes(16)
-    assert not SEALERS["signature"].is_whole(b"key", value)
+    assert not is_whole(SEALERS["signature"], b"key", value)
 
 
 def test_what_is_shorter_than_an_envelope_is_not_whole() -> None:
     for sealer in SEALERS.values():
         for size in range(ENVELOPE_BYTES + 1):
-            assert not sealer.is_whole(b"key", memoryview(bytes(size)))
+            assert not is_whole(sealer, b"key", memoryview(bytes(size)))
+
+
+@pytest.mark.parametrize("kind", SEALERS)
+def test_a_value_that_comes_in_parts_and_comes_anew_is_judged_by_what_is_in_the_buffer_at_last(kind: str) -> None:
+    sealer, rng = SEALERS[kind], random.Random(3)
+    for size in (1, 100, 5000):
+        value = sealed(sealer, b"key", rng.randbytes(size))
+        buffer = memoryview(bytearray(len(value)))
+        check = sealer.check(b"key", buffer)
+        for attempt, content in enumerate((rng.randbytes(len(value)), bytes(value))):
+            stops = sorted(rng.sample(range(1, len(value)), 3))
+            for start, stop in pairwise([0, *stops, *([len(value)] if attempt else [])]):
+                buffer[start:stop] = content[start:stop]
+                check.arrived(stop)
+        assert check.is_whole()
+        late = sealer.check(b"key", buffer)
+        late.arrived(len(buffer) // 2)  # nobody tells of the rest
+        assert late.is_whole()
+        buffer[0] ^= 1
+        assert not sealer.check(b"key", buffer).is_whole()
