@@ -130,7 +130,7 @@ def test_backends_equal_attention_written_out(
             torch.testing.assert_close(some.double(), expected[case.last_rows], rtol=1e-4, atol=1e-5)
 
 
-WINDOWS = [1, 5, 16, 17, 40, 150, 5000]
+WINDOWS = [1, 5, 16, 17, 40, 150, 700, 5000]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
