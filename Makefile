@@ -30,7 +30,7 @@ lint: install
 	CC=false $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy -p pdkv
 
-# Between two commits: lint, and every test that starts no process, with a tenth of the random schedules.
+# Between two commits: lint, and every test that starts no process, with fewer random cases and one model family.
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow" --check -q -r fE
 
