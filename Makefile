@@ -17,6 +17,7 @@ install: $(STAMP)
 
 # LMCache's server is a peer in tests; most of what it depends on is for GPUs and clouds, and its pins are not ours.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): torch and what the tests need are downloaded (some minutes, once) …"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --only-binary :all: lmcache \

@@ -302,6 +302,14 @@ class SchedulerConnector(ABC):
         return {}
 
     @property
+    def problem(self) -> str:
+        """Why what KV travels through cannot be used now; empty: nothing is known to be wrong. For /topology.
+
+        `notify` tells of a change.
+        """
+        return ""
+
+    @property
     def has_pending_work(self) -> bool:
         """Whether empty steps are needed for progress that no result will announce."""
         return False

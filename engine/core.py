@@ -484,6 +484,7 @@ class EngineCore:
             partial_loads=loads.num_partial,
             non_finite_requests=counters.non_finite,
             connectors=self.external.get_stats(self.card.connector),
+            connector_problem=self.external.problem,
         )
 
     def _report_load(self) -> None:

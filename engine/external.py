@@ -30,7 +30,8 @@ from pdkv.connectors.base import (
 from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.request import Request
-from pdkv.wire.messages import MAX_CONNECTOR_PARTS, ConnectorStats, RequestKey
+from pdkv.secret_options import without_secrets
+from pdkv.wire.messages import MAX_CONNECTOR_PARTS, MAX_PROBLEM_CHARS, ConnectorStats, RequestKey
 
 NUM_PREFETCH_REQUESTS = 8
 """Waiting requests whose block keys the connector is shown."""
@@ -288,6 +289,11 @@ class ExternalKV:
                 if load is not None:
                     settled.loads.append(EndedLoad(load, ok, outcome))
         return settled
+
+    @property
+    def problem(self) -> str:
+        """Why the connector cannot be used now; empty: nothing is known to be wrong."""
+        return "" if self.connector is None else without_secrets(self.connector.problem)[:MAX_PROBLEM_CHARS]
 
     def get_stats(self, name: str) -> dict[str, ConnectorStats]:
         """The connector's counts, of both sides and all ranks, by its name or NAME/PART."""

@@ -171,6 +171,12 @@ class Dispatcher:
             for e in self.fleet.engines.values()
         ]
 
+    @property
+    def connector_problems(self) -> dict[str, str]:
+        """Engines whose connector cannot be used now, and why: they serve, and compute what they would have loaded."""
+        engines = self.fleet.engines.values()
+        return {e.name: e.connector_problem for e in engines if e.connector_problem is not None}
+
     def topology(self) -> dict[str, Any]:
         """The engines as JSON-ready data: {"engines": [EngineState.describe() of each]}."""
         return {"engines": [e.describe() for e in self.fleet.engines.values()]}

@@ -112,6 +112,11 @@ class EngineState:
         return f"has been silent for {self.silent_for_s:.1f} s"
 
     @property
+    def connector_problem(self) -> str | None:
+        """Why the connector of the engine cannot be used now, as it said last: it computes what it misses."""
+        return self.load.connector_problem or None if self.load is not None and self.life == "ready" else None
+
+    @property
     def pid(self) -> int | None:
         """Of the incarnation that is ready."""
         return self.card.pid if self.card is not None and self.life == "ready" else None
@@ -135,6 +140,7 @@ class EngineState:
             "waiting": load.waiting if load is not None else 0,
             "running": load.running if load is not None else 0,
             "blocks": msgspec.to_builtins(self.blocks),
+            "connector_problem": self.connector_problem,
         }
 
     def _reason(self) -> str | None:

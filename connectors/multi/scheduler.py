@@ -308,6 +308,11 @@ class MultiScheduler(SchedulerConnector):
         ours = ",".join(child.name for child in self._children)
         logger.warning("no KV from engine %s: it has %s; %s has multi of %s", card.engine, theirs, self._engine, ours)
 
+    @property
+    def problem(self) -> str:
+        problems = {child.name: side.problem for child, side in zip(self._children, self._schedulers, strict=True)}
+        return "; ".join(f"{name}: {problem}" for name, problem in problems.items() if problem)
+
     def get_stats(self) -> Stats:
         own = {part_name(i, self._children[i]): ConnectorStats(fallbacks=n) for i, n in self._num_fallbacks.items()}
         children = enumerate(zip(self._children, self._schedulers, strict=True))

@@ -15,7 +15,7 @@ from pdkv.connectors.base import (
     SchedulerConnector,
     WorkerConnector,
 )
-from pdkv.connectors.store.lookup import KeyLookups
+from pdkv.connectors.store.lookup import PROBE_KEY, KeyLookups
 from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.plan import StoreCut, StoreMetadata
 from pdkv.connectors.store.scheduler import StoreScheduler
@@ -28,9 +28,6 @@ from pdkv.options import option
 from pdkv.wire.messages import ConnectorKind
 
 LAYERWISE_GROUPS = 4
-
-PROBE_KEY = bytes(32)
-"""Nobody's value: a store that says whether it has it can be reached."""
 
 __all__ = ["Buffer", "KVStore", "StoreConnector", "StoreConnectorOptions", "StoreUnavailable", "option"]
 """All that a subclass needs."""
@@ -47,6 +44,7 @@ class StoreConnector(KVConnector):
     metadata_type: ClassVar[type[KVConnectorMetadata]] = StoreMetadata
     options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
     options: StoreConnectorOptions
+    probe_interval_s: ClassVar[float] = 5.0  # how often a store that does not answer is asked again; also at the start
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
@@ -92,6 +90,7 @@ class StoreConnector(KVConnector):
             self.notify,
             timeout_s=self.options.lookup_timeout_s,
             known_for_s=self.options.known_for_s,
+            probe_interval_s=self.probe_interval_s,
         )
         return StoreScheduler(self.config, self.options, self.cut, lookups)
 

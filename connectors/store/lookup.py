@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 
 from pdkv.errors import TransferError
 from pdkv.kv_store.base import KVStore
@@ -27,6 +28,9 @@ BARRED_S = 30.0
 
 MISS_VALID_S = 1.0
 """So long a miss is believed without asking again; the answer to a lookup is given once, however late."""
+
+PROBE_KEY = bytes(32)
+"""Nobody's value: a store that says whether it has it can be reached."""
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -57,6 +61,8 @@ class KeyLookups:
         notify: wakes the engine when an answer is there.
         timeout_s: deadline of a lookup; after it the answer is a miss.
         known_for_s: so long an answer is believed: the store may evict.
+        probe_interval_s: how often a store that does not answer is asked although nobody waits, and once at the start;
+            infinity: never.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class KeyLookups:
         *,
         timeout_s: float,
         known_for_s: float = 30.0,
+        probe_interval_s: float = inf,
     ) -> None:
         self.num_lookups = 0
         self.num_failed = 0  # the store said so
@@ -82,7 +89,9 @@ class KeyLookups:
         self._misses: OrderedDict[bytes, _Miss] = OrderedDict()
         self._pending: OrderedDict[bytes, _Lookup] = OrderedDict()  # by first key, in order of their deadlines
         self._queue: list[_Lookup] = []
-        self._failing = False  # the last lookup failed: until one succeeds there is one at a time
+        self._problem = ""  # why the last lookup failed: until one succeeds there is one at a time
+        self._probe_interval_s = probe_interval_s
+        self._next_probe = inf if probe_interval_s == inf else 0.0  # when the store is asked although nobody waits
         self._stopping = False
         self._changed = threading.Condition()  # its lock guards all of this
         self._threads = [
@@ -98,6 +107,11 @@ class KeyLookups:
         with self._changed:
             num_late, num_failed = self.num_timeouts, self.num_failed
         return ConnectorStats(failed_lookups=num_failed + num_late, timeouts=num_late)
+
+    @property
+    def problem(self) -> str:
+        """Why the store does not answer; empty: it did when it was asked last."""
+        return self._problem
 
     # --- the step thread ------------------------------------------------------------------------------------------
 
@@ -123,7 +137,7 @@ class KeyLookups:
             if lookup is not None:
                 lookup.wanted = lookup.wanted or wanted
                 return None
-            if len(self._pending) >= (1 if self._failing else MAX_LOOKUPS):
+            if len(self._pending) >= (1 if self._problem else MAX_LOOKUPS):
                 self.num_refused += wanted
                 return first
             lookup = self._pending[key] = _Lookup(list(keys[first:]), now + self._timeout_s, wanted)
@@ -216,17 +230,19 @@ class KeyLookups:
             del self._pending[lookup.keys[0]]
 
     def _failed(self, what: str) -> None:
-        if not self._failing:
+        if not self._problem:
             logger.warning("KV store: %s; prompts are computed instead (not reported again until it answers)", what)
-        self._failing = True
+        self._problem = what
+        self._next_probe = time.monotonic() + self._probe_interval_s
 
     # --- threads --------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while True:
             with self._changed:
-                while not self._queue and not self._stopping:
-                    self._changed.wait()
+                while not (self._queue or self._stopping or self._next_probe <= time.monotonic()):
+                    waits = self._next_probe < inf
+                    self._changed.wait(max(self._next_probe - time.monotonic(), 0.0) if waits else None)
                 if self._stopping:
                     return
                 lookups, self._queue = self._queue, []
@@ -234,12 +250,13 @@ class KeyLookups:
                 self.num_lookups += len(lookups)
             error = ""
             stored: set[bytes] = set()
+            before = self._problem
             try:
-                stored = self._look_up(keys)
+                stored = self._look_up(keys or [PROBE_KEY])
             except TransferError as failure:
                 error = f"a lookup failed ({failure.code}: {failure})"
             except Exception as failure:  # the thread goes on, and whoever asked hears of a miss
-                if not self._failing:
+                if not self._problem:
                     logger.exception("KV store: a lookup raised something else than a StoreError")
                 error = f"a lookup failed ({failure!r})"
             with self._changed:
@@ -250,9 +267,11 @@ class KeyLookups:
                     self.num_failed += len(lookups)
                     self._failed(error)
                 else:
-                    self._failing = False
+                    if self._problem:
+                        logger.info("KV store: it answers again")
+                    self._problem, self._next_probe = "", inf
                 wanted = any(lookup.wanted for lookup in lookups)
-            if wanted:
+            if wanted or before != self._problem:
                 self._notify()
 
     def _look_up(self, keys: list[bytes]) -> set[bytes]:

@@ -328,6 +328,10 @@ class StoreScheduler(SchedulerConnector):
     def get_stats(self) -> Stats:
         return {"": self.lookups.stats}
 
+    @property
+    def problem(self) -> str:
+        return self.lookups.problem
+
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
         self._peers.replace(cards)
 

@@ -67,7 +67,10 @@ def create_app(
     async def health(request: Request) -> Response:
         fault = dispatcher.fault
         if not fault:
-            return _json_response({"status": "ok"})
+            problems = dispatcher.connector_problems
+            return _json_response(
+                {"status": "degraded", "connector_problems": problems} if problems else {"status": "ok"}
+            )
         return _json_response(error_body(fault, status=503, code="not_ready"), status=503)
 
     async def list_models(request: Request) -> Response:

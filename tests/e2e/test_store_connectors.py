@@ -203,6 +203,31 @@ def test_the_store_outlives_the_engines_and_damaged_files_are_computed_again(
         assert found["store"] + found["local_hit"] > 0.7 * total
 
 
+def test_a_store_that_is_down_at_the_start_is_said_at_once_until_it_is_up(workload: Workload) -> None:
+    """Before weights are loaded, and in /topology and /health without any request."""
+    with RedisServer() as server:
+        server.send(signal.SIGKILL)
+        flags = [*TOPOLOGIES["1P1D"], *over("store", f"url={server.url}", "lookup_timeout_s=0.2")]
+        with deployed(workload, *flags) as deployment:
+            (warned, *_), (loading, *_) = (
+                [i for i, line in enumerate(deployment.lines) if text in line and "prefill-0" in line]
+                for text in ("until it can be reached, prompts are computed instead", "loading weights")
+            )
+            assert warned < loading
+
+            def problems() -> int:
+                engines = deployment.get("/topology").json()["engines"]
+                return sum(engine["connector_problem"] is not None for engine in engines)
+
+            wait_until_true(lambda: problems() == 2, "both engines say that the store is down")
+            health = deployment.get("/health")
+            assert (health.status_code, health.json()["status"]) == (200, "degraded")
+            assert health.json()["connector_problems"].keys() == {"prefill-0", "decode-0"}
+            server.restart()
+            wait_until_true(lambda: problems() == 0, "both engines say that the store answers")
+            assert deployment.get("/health").json() == {"status": "ok"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_store_that_does_not_answer_costs_hits_and_nothing_else(workload: Workload, number: signal.Signals) -> None:
     """F7, F13: its hand-offs are computed by decode, loudly, within the deadlines."""

@@ -130,7 +130,8 @@ def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:
     ("prompts", "params", "message"),
     [
         ("x", SamplingParams(temperature=-1), "temperature"),
-        ([[]], GREEDY, "empty"),
+        ([[]], GREEDY, "prompt must not be empty"),
+        ("", GREEDY, "prompt must not be empty"),  # as over HTTP, also for a tokenizer that adds a BOS
         ([[1], [100_000]], GREEDY, "token ids"),
         ([[5] * 2000], GREEDY, "2000"),
         ([None], GREEDY, "a prompt is a text or a list of token ids"),
@@ -144,9 +145,20 @@ def test_what_can_never_work_is_refused_and_leaves_nothing(
         llm.generate(prompts, params, progress=False)
 
 
-def test_a_wrong_field_is_a_config_error(model: Path) -> None:
-    with pytest.raises(ConfigError, match="max_num_seqs must be at least 1, got 0"):
-        LLM(model, max_num_seqs=0)
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_num_seqs", 0, "max_num_seqs must be at least 1, got 0"),
+        ("tensor_parallel_size", 2, "LLM has no field 'tensor_parallel_size' (did you mean 'tp'?)"),
+        ("max_num_seq", 2, "LLM has no field 'max_num_seq' (did you mean 'max_num_seqs'?)"),
+        ("dtype", "float8", "LLM: dtype: one of auto, float32, bfloat16, float16 was expected, got 'float8'"),
+        ("max_num_seqs", 1.5, "LLM: max_num_seqs: a whole number was expected, got 1.5"),
+    ],
+)
+def test_a_wrong_field_is_a_config_error(model: Path, field: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(model, **{field: value})  # type: ignore[arg-type]
+    assert str(caught.value) == message
 
 
 def test_without_parameters_a_generation_has_the_models_defaults(model: Path, tmp_path: Path) -> None:

@@ -374,11 +374,17 @@ def test_topology_and_snapshots_show_what_engines_said_last() -> None:
             "waiting": 1,
             "running": 2,
             "blocks": {"total": 100, "free": 60, "cached": 10, "active": 20, "leased": 5, "quarantined": 5},
+            "connector_problem": None,
         }
+        problem = "KV store: a lookup failed"
+        system.backends["decode-0"].say(LoadReport(1, 2, BlockCounts(100, 60, 10, 20, 5, 5), connector_problem=problem))
+        assert system.dispatcher.topology()["engines"][1]["connector_problem"] == problem
+        assert system.dispatcher.connector_problems == {"decode-0": problem}
         system.backends["decode-0"].die()
         assert [e["state"] for e in system.dispatcher.topology()["engines"]] == ["ready", "dead"]
         snapshot = system.dispatcher.engines()[1]
         assert (snapshot.pid, snapshot.load, snapshot.num_deaths) == (None, None, 1)
+        assert system.dispatcher.connector_problems == {}
 
     run(System(1, 1), body)
 

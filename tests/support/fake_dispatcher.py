@@ -59,6 +59,7 @@ class FakeDispatcher:
         self.ready = True
         self.available = True
         self.max_model_len: int | None = None
+        self.connector_problems: dict[str, str] = {}
         self.num_cached_tokens = 0
         self.generations: list[FakeGeneration] = []
         self.started = asyncio.Event()  # set by every start

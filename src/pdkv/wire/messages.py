@@ -29,6 +29,9 @@ MAX_ERROR_CHARS = 4096
 MAX_RANKS = 1024
 """Of one engine."""
 
+MAX_PROBLEM_CHARS = 512
+"""Of what is wrong with a connector."""
+
 MAX_CONNECTOR_PARTS = 64
 """Children and tiers of a connector that are counted by themselves."""
 
@@ -392,6 +395,7 @@ class LoadReport(Message, frozen=True):
     partial_loads: Count = 0
     non_finite_requests: Count = 0
     connectors: Annotated[dict[Id, ConnectorStats], Meta(max_length=MAX_CONNECTOR_PARTS)] = {}  # by name, as NAME/PART
+    connector_problem: Annotated[str, Meta(max_length=MAX_PROBLEM_CHARS)] = ""  # why it cannot be used now
 
 
 class Beat(Message, frozen=True):

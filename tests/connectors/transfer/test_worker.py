@@ -294,6 +294,12 @@ def test_an_unexpected_error_fails_the_job_and_not_the_thread(
     assert worker.next_results()["failed_receiving"][KEY].code == "transfer_failed"
     assert worker.num_unexpected_errors == 1
     assert "ZeroDivisionError" in caplog.text
+    for number in range(20):  # the same again: its traceback has been seen
+        key = ("again", number)
+        worker.submit(key, "receive", [Task(Gate(error=ZeroDivisionError()))])
+        assert key in worker.next_results()["failed_receiving"]
+    assert worker.num_unexpected_errors == 21
+    assert caplog.text.count("Traceback") == 1
     worker.submit(KEY, "receive", [Task(Gate())])
     assert KEY in worker.next_results()["finished_receiving"]
 

@@ -32,6 +32,9 @@ def test_health_is_503_until_the_engines_are_ready() -> None:
     assert (status, body["error"]["code"]) == (503, "not_ready")
     dispatcher.ready = True
     assert get(dispatcher, "/health") == (200, {"status": "ok"})
+    dispatcher.connector_problems = {"decode-0": "no answer"}
+    degraded = {"status": "degraded", "connector_problems": {"decode-0": "no answer"}}
+    assert get(dispatcher, "/health") == (200, degraded)  # they serve all the same
 
 
 def test_models() -> None:

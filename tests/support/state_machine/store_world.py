@@ -6,6 +6,7 @@ sees, and when, and which calls fail.
 
 import threading
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
@@ -176,6 +177,8 @@ class SteppedWorker(StoreWorker):
 
 class SteppedConnector(StoreConnector):
     """Over one engine's view of the store."""
+
+    probe_interval_s = inf  # schedules decide when the store is asked
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None], view: SteppedStore) -> None:
         super().__init__(config, notify)
