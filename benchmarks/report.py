@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from pdkv.host.processor import instruction_set
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -56,6 +58,7 @@ def hardware() -> dict[str, Any]:
     memory = next((int(x.split()[1]) >> 20 for x in _lines("/proc/meminfo") if x.startswith("MemTotal")), 0)
     return {
         "cpu": cpu,
+        "isa": instruction_set(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": memory,
         "python": platform.python_version(),
@@ -94,8 +97,9 @@ def markdown(document: dict[str, Any]) -> str:
     lines = [
         f"# Benchmarks of {document['date']}",
         "",
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; Python {machine['python']}, "
-        f"torch {machine['torch']}, pdkv {machine['pdkv']}. Every figure is a ratio within one run.",
+        f"{machine['cpu']}, {machine['isa']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
+        f"Python {machine['python']}, torch {machine['torch']}, pdkv {machine['pdkv']}. "
+        "Every figure is a ratio within one run.",
         "",
         "| benchmark | claim | measured | wanted | | figures |",
         "|---|---|---|---|---|---|",

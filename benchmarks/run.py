@@ -15,6 +15,7 @@ from types import FrameType
 
 from benchmarks import (
     connectors,
+    dtypes,
     engine_vs_vllm,
     identity,
     interference,
@@ -22,6 +23,7 @@ from benchmarks import (
     pd_balance,
     pd_vs_vllm,
     peers,
+    sampler,
     startup,
     step_thread,
     ttft,
@@ -57,6 +59,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "connector_nixl": connectors.run_nixl,
     "connector_p2p": connectors.run_p2p,
     "connector_store_redis": connectors.run_store_redis,
+    "sampler": sampler.run,
+    "dtypes": dtypes.run,
 }
 NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny")
 

@@ -9,6 +9,7 @@ import torch
 
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import WorkerConnector
+from pdkv.engine.dtype import resolve_dtype
 from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
 from pdkv.engine.kv_cache import (
     allocate_pool,
@@ -122,7 +123,7 @@ class InProcessExecutor(ModelExecutor):
             bound_kernel_caches()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        dtype = model_config.dtype if config.dtype == "auto" else config.dtype
+        dtype = resolve_dtype(config, model_config, self.device)
         self.max_model_len = resolve_max_model_len(model_config, config.max_model_len)
         self.layout = make_layout(model_config, block_size=config.block_size, dtype=dtype, shard=shard)
         size_bytes = pool_bytes(config, self.device)

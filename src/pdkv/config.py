@@ -26,7 +26,7 @@ class EngineConfig:
         "auto", "sampling defaults of requests: those of the model's generation_config.json, or none of them"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "computation and KV dtype; auto: the model's"
+        "auto", "computation and KV dtype; auto: the model's; float32 for bfloat16 on a CPU that only emulates it"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: cuda where there is one")
     block_size: int = option(16, "tokens per KV block, a multiple of 16")

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.pd_balance import balance
 from benchmarks.report import Claim, Outcome, save, show
 from benchmarks.run import BENCHMARKS, NEEDS_PEER, main
+from pdkv.host.processor import instruction_set
 
 FAST = Claim("fast", 1.3, 1.2, "higher", {"tok/s": 1234.5})
 SLOW = Claim("slow", 1.6, 1.5, "lower", {"ms": 0.125})
@@ -34,6 +35,7 @@ def test_a_rerun_replaces_its_own_part(tmp_path: Path) -> None:
         "b": [True],
     }
     assert "**missed**" not in table
+    assert f", {instruction_set()}, " in table
 
 
 def test_what_was_missed_is_shown(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from nixl_rig import needs_nixl
 
-from benchmarks import connectors, identity, layerwise, startup, step_thread
+from benchmarks import connectors, dtypes, identity, layerwise, sampler, startup, step_thread
 from benchmarks.redis_server import find_binary, redis_server
 from benchmarks.report import Claim, Context
+from pdkv.kernels import host
 
 needs_redis = pytest.mark.skipif(find_binary() is None, reason="there is no redis-server")
 
@@ -32,6 +33,16 @@ def test_the_step_thread_is_measured_under_each_connector(tmp_path: Path) -> Non
     check(claims)
     assert len(claims) >= len([name for name in step_thread.CONNECTORS if "nixl" not in name])
     assert all(ms > 0 for ms in claims[-1].figures.values())
+
+
+@pytest.mark.skipif(not host.can_draw(), reason="no compiler when pdkv was installed")
+def test_the_compiled_draw_is_compared_with_torchs(tmp_path: Path) -> None:
+    check(sampler.run(Context(tmp_path, None, quick=True)))
+
+
+@pytest.mark.slow
+def test_dtypes_are_compared_as_older_processors_compute_them(tmp_path: Path) -> None:
+    check(dtypes.run(Context(tmp_path, None, quick=True)))
 
 
 @pytest.mark.parametrize(
