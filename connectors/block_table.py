@@ -5,6 +5,10 @@ generation with the one it was told: what was reused meanwhile is refused, never
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 
 class BlockTable(ABC):
@@ -13,6 +17,10 @@ class BlockTable(ABC):
     @abstractmethod
     def generation(self, block_id: int) -> int:
         """The block's current generation."""
+
+    def generations_of(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The generations of many blocks."""
+        return np.fromiter(map(self.generation, block_ids), np.int64, len(block_ids))
 
     @abstractmethod
     def reuse(self, block_id: int) -> None:

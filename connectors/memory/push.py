@@ -121,7 +121,7 @@ class MemoryPushWorker(MemoryWorker):
             return False
         first = send.ticket.start // self.block_size
         blocks = blocks_of(send.start, send.stop, self.block_size)
-        copy_in(self.pool, incoming.block_ids[blocks.start - first : blocks.stop - first], content)
+        copy_in(self.pool, incoming.block_ids[blocks.start - first : blocks.stop - first].tolist(), content)
         layers, heads = self._layout.num_layers, self._layout.num_kv_heads
         if incoming.arrived(PieceRange(0, layers, 0, heads, send.start, send.stop), 0):
             self._incoming.pop(key, None)

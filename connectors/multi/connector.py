@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from pdkv.connectors.base import (
     ConnectorConfig,
@@ -229,6 +231,9 @@ class BlockTables(BlockTable):
 
     def generation(self, block_id: int) -> int:
         return self._tables[0].generation(block_id)
+
+    def generations_of(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        return self._tables[0].generations_of(block_ids)
 
     def reuse(self, block_id: int) -> None:
         for table in self._tables:

@@ -17,7 +17,7 @@ from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.gather import MAX_UNITS, Chunk, part_of, plan_chunks
 from pdkv.connectors.nixl.memory import PAGE_BYTES, WORD_BYTES, Bytes, generation_offset
 from pdkv.connectors.nixl.wire import Dropped, Freed, Gather, Gathered, RankBlob, Refused
-from pdkv.connectors.transfer.block_runs import make_runs
+from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.errors import KVNotFound, StaleGeneration, TransferError
@@ -81,12 +81,12 @@ class GatherReader:
             chunks = plan_chunks(wanted.theirs.size, part.num_layers, layer_bytes, chunk_bytes)
         except ValueError as error:
             raise TransferError(str(error)) from None
-        runs, head_stop = make_runs(wanted.theirs.tolist()), wanted.head_start + part.num_heads
+        units, head_stop = pack_blocks(wanted.theirs), wanted.head_start + part.num_heads
         with self._request(blob) as request:
             self._endpoint.send(
                 blob,
                 Gather(
-                    request.number, runs, wanted.head_start, head_stop, part.layer_start, part.layer_stop,
+                    request.number, units, wanted.head_start, head_stop, part.layer_start, part.layer_stop,
                     chunk_bytes, wanted.offer,
                 ),
             )  # fmt: skip

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.wire import Dropped, Freed, Gather, Gathered, RankBlob, Refused, Reset
 from pdkv.connectors.step_done import ON_HOST, StepDone
-from pdkv.connectors.transfer.block_runs import expand_runs
-from pdkv.connectors.transfer.planning import Ids, as_ids
+from pdkv.connectors.transfer.block_runs import unpack_blocks
+from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.errors import KVNotFound, TransferTimeout
 
@@ -122,12 +122,16 @@ class GatherSource:
 
     def _accept(self, blob: RankBlob, message: Gather) -> _Request:
         """Raises KVNotFound or ValueError for what cannot be had here."""
-        num_units = sum(run.num_blocks for run in message.units)
-        expanded = expand_runs(message.units) if 0 < num_units <= MAX_UNITS else None
+        wanted = unpack_blocks(message.units, MAX_UNITS)
         num_open = sum(agent == blob.agent for agent, _ in self._requests)
-        if expanded is None or num_open >= MAX_OPEN_REQUESTS or (blob.agent, message.request) in self._requests:
+        if (
+            wanted is None
+            or not wanted.ids.size
+            or num_open >= MAX_OPEN_REQUESTS
+            or (blob.agent, message.request) in self._requests
+        ):
             raise KVNotFound("no request that can be met")
-        units = as_ids(expanded[0])
+        units = wanted.ids
         part = message.part
         if (
             not 0 <= part.head_start < part.head_stop <= self._pool.num_heads

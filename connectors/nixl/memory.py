@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,9 @@ class GenerationTable(BlockTable):
 
     def generation(self, block_id: int) -> int:
         return self._view[block_id]
+
+    def generations_of(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        return self.values[np.asarray(block_ids, dtype=np.int64)]
 
     def reuse(self, block_id: int) -> None:
         self._view[block_id] += 1

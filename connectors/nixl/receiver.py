@@ -21,9 +21,9 @@ from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.nixl.wire import Begin, Cancel, Cancelled, Granted, Offer, RankBlob, Taken, Wrote
 from pdkv.connectors.nixl.writers import WriterProcesses
 from pdkv.connectors.peer.push_worker import Incoming, PieceRange, PushWorker
-from pdkv.connectors.transfer.block_runs import expand_runs
+from pdkv.connectors.transfer.block_runs import unpack_blocks
 from pdkv.connectors.transfer.lanes import IOLanes, LaneConfig
-from pdkv.connectors.transfer.planning import Ids, as_ids, unit_index
+from pdkv.connectors.transfer.planning import Ids, unit_index
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
 from pdkv.errors import (
     KVNotFound,
@@ -289,11 +289,11 @@ class PushReceiver:
         job, incoming = worker.find_incoming(offer.key)
         piece = offer.piece
         incoming.check_range(piece)
-        expanded = expand_runs(offer.runs)
+        offered = unpack_blocks(offer.blocks)
         ours = self._whole_blocks(incoming, offer) if offer.whole else self._units(incoming, offer)
-        if expanded is None or len(expanded[0]) != ours.size:
+        if offered is None or offered.ids.size != ours.size:
             raise TransferError(f"agent {blob.agent} offers something else than is wanted")
-        theirs = as_ids(expanded[0])
+        theirs = offered.ids
         reading = _Reading(job, time.monotonic() + worker.timeout_s)
 
         def guard() -> AbstractContextManager[None]:
@@ -319,7 +319,7 @@ class PushReceiver:
         if rest or piece.num_heads != layout.num_kv_heads or incoming.ticket.start % layout.block_size:
             raise TransferError("whole blocks are offered that are none here")
         stop = -(-(piece.stop - incoming.ticket.start) // layout.block_size)
-        return as_ids(incoming.block_ids[first:stop])
+        return incoming.block_ids[first:stop]
 
     def _units(self, incoming: Incoming, offer: Offer) -> Ids:
         """Where offered units go."""

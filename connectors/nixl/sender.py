@@ -20,8 +20,8 @@ from pdkv.connectors.nixl.memory import Permit
 from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.nixl.wire import Begin, Cancel, Cancelled, Granted, Offer, RankBlob, Taken, Wrote
 from pdkv.connectors.peer.push_worker import PushPiece, PushWorker, range_of
-from pdkv.connectors.transfer.block_runs import make_runs
-from pdkv.connectors.transfer.planning import Ids, unit_index
+from pdkv.connectors.transfer.block_runs import pack_blocks
+from pdkv.connectors.transfer.planning import Ids, as_ids, unit_index
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import KVNotFound, PdkvError, TransferCancelled, TransferError
 
@@ -169,17 +169,17 @@ class PushSender:
         """
         send, layout = piece.send, self._worker.config.layout
         if whole:
-            ids, num_bytes = send.block_ids, len(send.block_ids) * len(piece.layers) * layout.layer_bytes
+            ids, num_bytes = as_ids(send.block_ids), len(send.block_ids) * len(piece.layers) * layout.layer_bytes
         else:
-            units = _units_of(piece, layout.block_size)
-            ids, num_bytes = units.tolist(), int(units.size) * self._rank.units.unit_bytes(piece.part)
+            ids = _units_of(piece, layout.block_size)
+            num_bytes = int(ids.size) * self._rank.units.unit_bytes(piece.part)
         permit = self._endpoint.permits.give()
         if permit is None:
             raise TransferError("too many offers stand already", transfer_id=send.key[0], attempt=send.key[1])
         number = next(self._numbers)
         with self._lock:
             self._offers[number] = _Offered(job, blob.agent, num_bytes, permit)
-        message = Offer(*send.ticket.key, number, *permit, whole, make_runs(ids), piece.heads.first, range_of(piece))
+        message = Offer(*send.ticket.key, number, *permit, whole, pack_blocks(ids), piece.heads.first, range_of(piece))
         try:
             self._endpoint.send(blob, message)
         except (PdkvError, ValueError) as error:

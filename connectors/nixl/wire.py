@@ -8,11 +8,10 @@ from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.agent import MAX_MESSAGE_BYTES, Memory
 from pdkv.connectors.nixl.doorbell import DoorbellAddress
 from pdkv.connectors.peer.push_worker import PieceRange
-from pdkv.connectors.transfer.block_runs import BlockRun
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.wire.decoding import decode_total
 
-BLOB_VERSION = 3
+BLOB_VERSION = 4
 
 Mode = Literal["pull", "push"]
 
@@ -57,7 +56,7 @@ class Gather(_Wire, frozen=True, tag=1):
     """Gather units, in chunks of at most `chunk_bytes`, and tell of each. `offer`: only while that offer stands."""
 
     request: int
-    units: list[BlockRun]
+    units: bytes  # packed (block_runs.py)
     head_start: int  # as the source counts its heads
     head_stop: int
     layer_start: int
@@ -143,7 +142,7 @@ class Offer(_AboutTransfer, frozen=True, tag=15):
     permit: int
     nonce: int
     whole: bool  # blocks, of all heads, that are cut as the receiver's; else units
-    runs: list[BlockRun]
+    blocks: bytes  # or units, packed
     head_start: int  # as the sender counts
     piece: PieceRange  # as the receiver counts
 

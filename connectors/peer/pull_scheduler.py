@@ -1,6 +1,6 @@
 """The scheduler side of every pull: prefill keeps blocks under lease, and decode gets orders to read them.
 
-A hand-off's payload is msgpack of the blocks' runs with their generations (block_runs.py). A `BlockLoad` is the order
+A hand-off's payload names the blocks' runs with their generations (block_runs.py). A `BlockLoad` is the order
 that follows from it for the worker sides (pull_worker.py).
 """
 
@@ -25,7 +25,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.cards import PeerCards
-from pdkv.connectors.transfer.block_runs import decode_blocks, encode_blocks
+from pdkv.connectors.transfer.block_runs import Blocks, pack_blocks, unpack_blocks
 from pdkv.connectors.transfer.planning import blocks_of
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff
 
@@ -78,6 +78,7 @@ class PullScheduler(SchedulerConnector):
         self.peers = peers
         self._table = table
         self._found: dict[TransferKey, Match] = {}  # by content: of the last question, until blocks are allocated
+        self._named: dict[TransferKey, tuple[bytes, Blocks | None]] = {}  # payloads unpacked, so long
         self._queued: dict[TransferKey, BlockLoad] = {}  # for the next metadata
         self._loading: set[TransferKey] = set()  # queued or with the worker
 
@@ -98,7 +99,7 @@ class PullScheduler(SchedulerConnector):
         if request.kv == "await_peer":
             if request.handoff is None:
                 return NO_MATCH if request.kv_ready is False else ASK_AGAIN
-            match = self._match_handoff(request.handoff, num_computed_tokens, request.num_wanted)
+            match = self._match_handoff(request, request.handoff, num_computed_tokens, request.num_wanted)
         else:
             match = self.match_content(request, num_computed_tokens)
             if match is not None:
@@ -115,7 +116,8 @@ class PullScheduler(SchedulerConnector):
             return None
         start = request.num_local_hit
         if request.handoff is not None:
-            match = self._match_handoff(request.handoff, start, start + num_external_tokens)
+            match = self._match_handoff(request, request.handoff, start, start + num_external_tokens)
+        self._named.pop(key, None)
         if match is None:  # nothing was found: a load without a source fails with a reason
             match = Match("", "", start, start + num_external_tokens, self.block_size, [], [])
         stop = min(match.start + num_external_tokens, match.stop)
@@ -140,6 +142,7 @@ class PullScheduler(SchedulerConnector):
         for keys in (view.finished, view.aborted, view.preempted):
             for key in keys:
                 self._found.pop(key, None)
+                self._named.pop(key, None)
         loads, self._queued = list(self._queued.values()), {}
         return PullMetadata(step_id=view.step_id, loads=loads)
 
@@ -147,7 +150,7 @@ class PullScheduler(SchedulerConnector):
         self._found.pop(request.transfer_key, None)
         if request.kv != "handoff":
             return FinishDecision(hold_blocks=False)
-        payload = encode_blocks(block_ids, [self._table.generation(block_id) for block_id in block_ids])
+        payload = pack_blocks(block_ids, self._table.generations_of(block_ids))
         if len(payload) > MAX_BLOB_BYTES:  # too scattered to be named: decode computes it by itself, loudly
             return FinishDecision(hold_blocks=False, payload=b"")
         return FinishDecision(hold_blocks=True, payload=payload)
@@ -161,17 +164,24 @@ class PullScheduler(SchedulerConnector):
     def shutdown(self) -> None:
         self.peers.clear()
         self._found.clear()
+        self._named.clear()
 
-    def _match_handoff(self, handoff: KVHandoff, start: int, stop: int) -> Match | None:
+    def _match_handoff(self, request: RequestView, handoff: KVHandoff, start: int, stop: int) -> Match | None:
         """Tokens [start, stop) of a hand-off, as far as it goes; None: it cannot be had."""
         unit = self.source_block_size(handoff.engine, handoff.epoch)
-        blocks = decode_blocks(handoff.payload)
+        blocks = self._blocks_of(request.transfer_key, handoff)
         stop = min(stop, handoff.num_tokens)
         if unit is None or blocks is None or start >= stop:
             return None
         wanted = blocks_of(start, stop, unit)
-        block_ids, generations = blocks
-        if wanted.stop > len(block_ids):
+        if wanted.stop > blocks.ids.size:
             return None
-        part = slice(wanted.start, wanted.stop)
-        return Match(handoff.engine, handoff.epoch, start, stop, unit, block_ids[part], generations[part])
+        source, generations = (column[wanted.start : wanted.stop].tolist() for column in blocks)
+        return Match(handoff.engine, handoff.epoch, start, stop, unit, source, generations)
+
+    def _blocks_of(self, key: TransferKey, handoff: KVHandoff) -> Blocks | None:
+        """What a hand-off's payload names: unpacked once for all questions about it; None: nothing."""
+        known = self._named.get(key)
+        if known is None or known[0] != handoff.payload:
+            known = self._named[key] = (handoff.payload, unpack_blocks(handoff.payload))
+        return known[1]

@@ -27,8 +27,8 @@ from pdkv.connectors.base import (
     TransferResults,
 )
 from pdkv.connectors.peer.cards import PeerCards
-from pdkv.connectors.transfer.block_runs import BlockRun, expand_runs, make_runs
-from pdkv.connectors.transfer.planning import blocks_of
+from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
+from pdkv.connectors.transfer.planning import Ids, blocks_of
 from pdkv.errors import MalformedMessage, TransferError
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard
@@ -43,25 +43,25 @@ class PushTicket(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     start: int
     stop: int
-    runs: list[BlockRun]
+    blocks: bytes  # packed (block_runs.py)
 
     @property
     def key(self) -> TransferKey:
         """(transfer_id, attempt)."""
         return (self.transfer_id, self.attempt)
 
-    def block_ids(self, block_size: int) -> list[int]:
+    def block_ids(self, block_size: int) -> Ids:
         """The receiver's blocks, whose size its card says.
 
         Raises:
             TransferError: they are not as many as the tokens need.
         """
-        expanded = expand_runs(self.runs)
-        if expanded is None or len(expanded[0]) != len(blocks_of(self.start, self.stop, block_size)):
+        blocks = unpack_blocks(self.blocks)
+        if blocks is None or blocks.ids.size != len(blocks_of(self.start, self.stop, block_size)):
             raise TransferError(
                 f"a ticket of engine {self.engine} does not name its blocks", transfer_id=self.transfer_id
             )
-        return expanded[0]
+        return blocks.ids
 
 
 _TICKETS = msgspec.msgpack.Decoder(PushTicket)
@@ -151,8 +151,8 @@ class PushScheduler(SchedulerConnector):
             return None
         start, stop = request.num_local_hit, request.num_local_hit + num_external_tokens
         wanted = blocks_of(start, stop, self.block_size)
-        runs = make_runs(block_ids[wanted.start : wanted.stop])
-        ticket = PushTicket(self.config.engine, self.config.epoch, *request.transfer_key, start, stop, runs)
+        blocks = pack_blocks(block_ids[wanted.start : wanted.stop])
+        ticket = PushTicket(self.config.engine, self.config.epoch, *request.transfer_key, start, stop, blocks)
         encoded = msgspec.msgpack.encode(ticket)
         if len(encoded) > MAX_BLOB_BYTES:
             self._refused.append(request.transfer_key)

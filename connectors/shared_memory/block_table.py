@@ -99,6 +99,9 @@ class SharedBlockTable(BlockTable):
     def generation(self, block_id: int) -> int:
         return int(self._generations[block_id])
 
+    def generations_of(self, block_ids: Sequence[int]) -> Ids:
+        return np.asarray(self._generations)[np.asarray(block_ids, dtype=np.int64)]
+
     def reuse(self, block_id: int) -> None:
         self._generations[block_id] += 1
         fence()  # before any byte of the new content

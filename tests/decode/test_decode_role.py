@@ -11,7 +11,7 @@ from pdkv.config import HandoffConfig
 from pdkv.connectors.base import TransferOutcome
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.peer.push_scheduler import PushTicket
-from pdkv.connectors.transfer.block_runs import make_runs
+from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.engine.core import EngineCore
 from pdkv.wire.messages import (
     Abort,
@@ -383,7 +383,7 @@ def test_a_load_that_fails_leaves_the_lease_to_the_next_attempt(pair: Pair) -> N
 def test_a_push_that_failed_is_sent_again_for_the_next_ticket(push: Pair) -> None:
     """Its end is told for the reader of the last ticket only, and the same ticket twice is sent once."""
     handoff, first = push.hand_off(PROMPT)
-    lost = PushTicket("gone", "gone.0", "t-a", 1, 0, 10, make_runs([0, 1, 2]))
+    lost = PushTicket("gone", "gone.0", "t-a", 1, 0, 10, pack_blocks([0, 1, 2]))
     push.prefill.handle("r", KVTicket("a", 0, msgspec.msgpack.encode(lost)), push.now)
     push.run(push.prefill)
     push.deliver_all()

@@ -6,7 +6,7 @@ from engines import at_rest, make_core, of_type, run, submit
 from pdkv.config import HandoffConfig
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.peer.push_scheduler import PushScheduler, PushTicket
-from pdkv.connectors.transfer.block_runs import decode_blocks, make_runs
+from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.prefill.role import PrefillRole
@@ -32,7 +32,7 @@ def test_the_first_token_and_the_hand_off_leave_together_and_the_blocks_are_leas
     assert isinstance(handed, HandedOff)
     assert len(of_type(messages, Tokens)) == 1
     assert (handed.handoff.num_tokens, handed.handoff.engine, handed.handoff.transfer_id) == (10, "e0", "t-a")
-    blocks = decode_blocks(handed.handoff.payload)
+    blocks = unpack_blocks(handed.handoff.payload)
     assert blocks is not None
     assert len(blocks[0]) == 3
     assert core.scheduler.kv.pool.counts().leased == 3
@@ -93,7 +93,7 @@ def test_a_request_whose_receiver_waits_passes_the_cap() -> None:
     for i in range(3):
         core.handle("r", hand_off([100 * i + j for j in range(1, 11)], request_id=str(i)), 0.0)
     assert len(of_type(run(core), HandedOff)) == 2
-    ticket = msgspec.msgpack.encode(PushTicket("e9", "e9.0", "t-9", 0, 0, 10, make_runs([0, 1, 2])))
+    ticket = msgspec.msgpack.encode(PushTicket("e9", "e9.0", "t-9", 0, 0, 10, pack_blocks([0, 1, 2])))
     core.handle("r", msgspec.structs.replace(hand_off(list(range(500, 510)), "9"), ticket=ticket), 0.0)
     handed = [m for m in run(core) if isinstance(m, HandedOff)]
     assert [m.request_id for m in handed] == ["9"]
@@ -135,7 +135,7 @@ def test_a_store_drops_the_tail_with_the_release_and_not_before() -> None:
 
 def test_a_push_whose_first_token_was_the_last_is_forgotten() -> None:
     core = make_core(options={"fabric": "lease-11", "mode": "push"}, limits=SchedulerLimits(8, 4))
-    ticket = msgspec.msgpack.encode(PushTicket("e9", "e9.0", "t-a", 0, 0, 10, make_runs([0, 1, 2])))
+    ticket = msgspec.msgpack.encode(PushTicket("e9", "e9.0", "t-a", 0, 0, 10, pack_blocks([0, 1, 2])))
     core.handle("r", msgspec.structs.replace(hand_off(PROMPT, max_tokens=1), ticket=ticket), 0.0)
     run(core)
     scheduler = core.external.connector

@@ -10,7 +10,7 @@ from pdkv.connectors.multi.wire import decode_ticket as decode_multi_ticket
 from pdkv.connectors.nixl.wire import decode as decode_nixl
 from pdkv.connectors.nixl.wire import decode_blob
 from pdkv.connectors.peer.push_scheduler import decode_ticket as decode_push_ticket
-from pdkv.connectors.transfer.block_runs import decode_blocks
+from pdkv.connectors.transfer.block_runs import unpack_blocks
 from pdkv.engine.ranks.messages import decode_answer, decode_order
 from pdkv.errors import MalformedMessage
 from pdkv.launch.specs import decode_ack
@@ -42,7 +42,7 @@ def test_every_failure_is_a_malformed_message(decode: Callable[[bytes], object],
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_payloads_of_hand_offs_and_tickets_are_none_instead(data: bytes) -> None:
-    assert decode_blocks(data) is None
+    assert unpack_blocks(data) is None
     assert decode_push_ticket(data) is None
     assert decode_multi_ticket(data) is None
     assert decode_handoff(data, 2) is None

@@ -23,9 +23,19 @@ from pdkv.connectors.nixl.doorbell import Doorbell, DoorbellAddress
 from pdkv.connectors.nixl.gather import MAX_UNITS, plan_chunks
 from pdkv.connectors.nixl.memory import WORD_BYTES, GenerationTable, Slots, generation_offset
 from pdkv.connectors.nixl.peers import NixlPeers
-from pdkv.connectors.nixl.wire import Begin, Gather, Mode, RankBlob, decode, decode_blob, encode, encode_blob
+from pdkv.connectors.nixl.wire import (
+    BLOB_VERSION,
+    Begin,
+    Gather,
+    Mode,
+    RankBlob,
+    decode,
+    decode_blob,
+    encode,
+    encode_blob,
+)
 from pdkv.connectors.nixl.writers import WriterProcesses
-from pdkv.connectors.transfer.block_runs import make_runs
+from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, pack_blocks
 from pdkv.connectors.transfer.planning import Run
 from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone
 from pdkv.host.host_id import host_id
@@ -83,8 +93,8 @@ def test_posts_are_bounded_and_hold_every_byte_once() -> None:
 
 def test_the_longest_request_fits_into_a_message() -> None:
     """F18: the worst case of scattered units."""
-    units = make_runs(list(range(10**9, 10**9 + 2 * MAX_UNITS, 2)))
-    assert len(units) == MAX_UNITS
+    scattered = np.random.default_rng(0).integers(0, MAX_BLOCK_ID, MAX_UNITS)
+    units = pack_blocks(scattered)
     message = Gather(2**40, units, 0, 128, 0, 128, 1 << 30, 2**40)
     assert decode(encode(message)) == message
     with pytest.raises(ValueError, match="at most"):
@@ -112,7 +122,8 @@ def make_card(blob: bytes, **changes: object) -> EngineCard:
 def make_blob(**changes: object) -> bytes:
     size = LAYOUT.block_bytes
     values: dict[str, object] = {
-        "version": 3, "mode": "pull", "agent": "p/1/0", "metadata": b"", "host": host_id(), "doorbell": NO_DOORBELL,
+        "version": BLOB_VERSION, "mode": "pull", "agent": "p/1/0", "metadata": b"", "host": host_id(),
+        "doorbell": NO_DOORBELL,
         "pool": Memory(1 << 20, NUM_BLOCKS * size), "block_bytes": size, "slots": Memory(0, 1), "slot_bytes": 4096,
         "permits": Memory(0, 8),
     }  # fmt: skip

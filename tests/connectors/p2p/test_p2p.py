@@ -24,6 +24,7 @@ from pdkv.connectors.p2p.wire import Address, Control, Offer, Welcome
 from pdkv.connectors.peer.auth import Party
 from pdkv.connectors.peer.door import MAX_STRANGERS
 from pdkv.connectors.peer.push_worker import PieceRange
+from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.errors import ConfigError, StaleEpoch, TransferError
 
 torch.set_num_threads(1)
@@ -162,9 +163,9 @@ def test_one_prefill_serves_several_decodes_and_the_other_way_round(make_engine:
 
 def test_a_ticket_beyond_its_bound_fails_the_load_at_once(make_engine: Engines) -> None:
     """F7: an explicit refusal, not a wait."""
-    decode = make_engine("d", num_blocks=40_000, layout=make_layout(num_layers=1, num_heads=1, head_size=1))
-    request = view("t", kv="await_peer", num_tokens=16 * 20_000)
-    assert decode.want(request, range(0, 40_000, 2)) is None
+    decode = make_engine("d", num_blocks=80_000, layout=make_layout(num_layers=1, num_heads=1, head_size=1))
+    request = view("t", kv="await_peer", num_tokens=16 * 40_000)
+    assert decode.want(request, range(0, 80_000, 2)) is None
     assert decode.outcome("receiving", ("t", 1)).code == "transfer_failed"
     adjacent = decode.want(view("u", kv="await_peer", num_tokens=16 * 20_000), range(20_000))
     assert adjacent is not None
@@ -175,12 +176,12 @@ def test_a_ticket_beyond_its_bound_fails_the_load_at_once(make_engine: Engines) 
     ("ticket", "code"),
     [
         (b"\xc1", "kv_not_found"),
-        (["d", "1", "t", 1, 0, 500, [[0, 32, 0]]], "kv_not_found"),  # more tokens than the prompt has
-        (["d", "1", "t", 0, 0, 40, [[0, 3, 0]]], "kv_not_found"),  # an earlier attempt's
-        (["d", "1", "t", 1, 0, 40, [[0, 2, 0]]], "transfer_failed"),  # too few blocks
-        (["d", "0", "t", 1, 0, 40, [[0, 3, 0]]], "stale_epoch"),
-        (["x", "1", "t", 1, 0, 40, [[0, 3, 0]]], "peer_gone"),
-        (["d", "1", "t", 1, 0, 40, [[0, 3, 0]]], "kv_not_found"),  # nothing is expected there
+        (["d", "1", "t", 1, 0, 500, pack_blocks(range(32))], "kv_not_found"),  # more tokens than the prompt has
+        (["d", "1", "t", 0, 0, 40, pack_blocks(range(3))], "kv_not_found"),  # an earlier attempt's
+        (["d", "1", "t", 1, 0, 40, pack_blocks(range(2))], "transfer_failed"),  # too few blocks
+        (["d", "0", "t", 1, 0, 40, pack_blocks(range(3))], "stale_epoch"),
+        (["x", "1", "t", 1, 0, 40, pack_blocks(range(3))], "peer_gone"),
+        (["d", "1", "t", 1, 0, 40, pack_blocks(range(3))], "kv_not_found"),  # nothing is expected there
     ],
     ids=str,
 )

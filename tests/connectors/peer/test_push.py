@@ -14,7 +14,7 @@ from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler, PushTicket
 from pdkv.connectors.peer.push_worker import Incoming, PieceRange, layer_groups
-from pdkv.connectors.transfer.block_runs import make_runs
+from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.errors import TransferError
 
 LAYERS = 4
@@ -181,7 +181,7 @@ class Sender:
     def __init__(self) -> None:
         config = ConnectorConfig(engine="p", epoch="1", layout=LAYOUT, num_blocks=8, model="m")
         self.scheduler = PushScheduler(config, PeerCards(config))
-        ticket = msgspec.msgpack.encode(PushTicket("d", "1", "t", 1, 0, NUM_TOKENS, []))
+        ticket = msgspec.msgpack.encode(PushTicket("d", "1", "t", 1, 0, NUM_TOKENS, b""))
         self.request = view("t", kv="handoff", num_tokens=NUM_TOKENS, ticket=ticket)
 
     def step(
@@ -251,7 +251,7 @@ def test_what_a_preempted_request_computed_is_not_valid_any_more() -> None:
 
 
 def make_incoming() -> Incoming:
-    return Incoming(PushTicket("d", "1", "t", 1, 0, NUM_TOKENS, make_runs(TARGET)), LAYOUT)
+    return Incoming(PushTicket("d", "1", "t", 1, 0, NUM_TOKENS, pack_blocks(TARGET)), LAYOUT)
 
 
 @pytest.mark.parametrize("order", [range(LAYERS), reversed(range(LAYERS)), [2, 0, 3, 1]])
