@@ -73,7 +73,13 @@ class PullWorker(PeerWorker):
                 self._start(load)
 
     def run_job(self, job: Job, scratch: Any) -> int | None:
-        """Read, then check that nothing was reused meanwhile."""
+        """Read, then check that nothing was reused meanwhile. Returns the bytes read.
+
+        Raises:
+            KVNotFound: the load names blocks that the peer cannot have.
+            StaleGeneration: the peer has reused a block.
+            TransferError: what `read` and `generations` raise, and `Job.check`.
+        """
         piece: PullPiece = job.order
         blocks = piece.blocks
         num_known = len(piece.load.generations)
