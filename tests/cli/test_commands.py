@@ -12,8 +12,10 @@ from pdkv import __version__
 from pdkv.cli import launch as cli_launch
 from pdkv.cli.main import main, make_parser
 from pdkv.config import EngineConfig
+from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.launch import launcher
+from pdkv.router.policies import POLICIES
 
 
 def run(*arguments: str) -> int:
@@ -43,7 +45,14 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         ([], "COMMAND"),
-        (["serve"], "'serve'"),
+        (["serve"], "unknown command 'serve'; known: launch, generate, connector"),
+        (["lanch"], "unknown command 'lanch' (did you mean 'launch'?)"),
+        (
+            ["launch", "--prefil", "2"],
+            "unrecognized argument --prefil (did you mean '--prefill'?) (see pd launch --help)",
+        ),
+        (["launch", "--prefill-thread=2"], "--prefill-thread (did you mean '--prefill-threads'?)"),
+        (["connector", "shwo"], "unknown command 'shwo' (did you mean 'show'?)"),
         (["launch", "--no-such-flag"], "--no-such-flag"),
         (["launch", "--pref", "1"], "--pref"),
         (["launch", "--prefill", "two"], "--prefill: a whole number was expected, got 'two'"),
@@ -74,12 +83,27 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.err.count("\n") == 1
 
 
+def test_the_help_of_launch_has_choices_and_examples_and_each_engine_option_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("launch", "--help") == 0
+    text = capsys.readouterr().out
+    words = " ".join(text.split())
+    assert "examples: pd launch " in words
+    assert f"one of {', '.join(POLICIES)}" in words
+    assert f"one of {', '.join(SHIPPED)}" in words
+    assert text.count("  --threads ") == text.count("-threads N") == 1
+    assert "--decode-threads 4" in words  # that there is such a thing is said
+
+
 def test_an_unknown_connector_and_an_unknown_policy_are_refused_before_anything_starts(
     tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["launch", "--model", str(tiny_model_dir), "--port", "0"]
     assert run(*flags, "--connector", "teleport") == 2
     assert "unknown connector 'teleport'; known: memory, " in capsys.readouterr().err
+    assert run(*flags, "--connector", "shared_memoy") == 2
+    assert "unknown connector 'shared_memoy' (did you mean 'shared_memory'?); known: " in capsys.readouterr().err
     assert run(*flags, "--policy", "astrology") == 2
     assert "unknown policy 'astrology'; known: " in capsys.readouterr().err
 

@@ -218,9 +218,25 @@ def test_bare_transports_move_all_bytes_whole_and_in_pieces(tmp_path: Path) -> N
         for name in ("LocalCopy", "SharedMapping", "FileRead"):
             target = f"pdkv.connector_kit.bench.bare:{name}"
             spec = p.OpenBare(BARE_SIDE, target, 1 << 16, 1 << 12, 1 << 14, 1 << 18, {"directory": str(tmp_path)})
-            bare = Bare(setting.zygote, spec)
-            assert bare.seconds(in_pieces=False) > 0
-            assert bare.seconds(in_pieces=True) > 0
-            bare.close()
+            with Bare(setting.zygote, spec) as bare:
+                assert bare.seconds(in_pieces=False) > 0
+                assert bare.seconds(in_pieces=True) > 0
     assert not list(tmp_path.iterdir())
     assert set(PATTERNS) == {"aged", "contiguous"}
+
+
+def test_ctrl_c_within_a_move_is_no_other_error(tmp_path: Path) -> None:
+    """The hosts owe answers then: they are ended without a question."""
+    with plans.open_setting(plan_of("shared_memory")) as setting:
+        spec = p.OpenBare(
+            BARE_SIDE, "pdkv.connector_kit.bench.bare:LocalCopy", 1 << 16, 1 << 12, 1 << 14, 1 << 18,
+            {"directory": str(tmp_path)},
+        )  # fmt: skip
+
+        def interrupted() -> None:
+            with Bare(setting.zygote, spec) as bare:
+                bare._reader.send("bare", p.MoveBare(False, 5.0))
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()

@@ -81,6 +81,8 @@ def test_a_signal_ends_it_with_0_while_a_stream_runs(launch: Launch, number: sig
         assert response.status_code == 200
         next(response.iter_lines())
         assert deployment.stop(number) == 0
+    said = [line.partition("launcher: ")[2] for line in deployment.lines]
+    assert said.index("stopping") < said.index("stopped")
 
 
 def test_a_killed_launcher_leaves_no_process_and_no_directory(launch: Launch) -> None:

@@ -195,7 +195,7 @@ async def _serve(deployment: Deployment, fleet: Fleet, listener: socket.socket, 
             logger.warning("asked to stop again: killing every process")
             supervisor.kill()
         else:
-            logger.info("stopping…")
+            logger.info("stopping")
         stopped.set()
 
     for number in _STOP_SIGNALS:
