@@ -46,7 +46,7 @@ class DecodeRole(DecodeHooks):
             return False
         if request.kv == "await_peer" and request.handoff is None:
             reserved = sum(
-                len(load.request.block_ids)
+                len(load.request.held_blocks())
                 for load in self._external.loads.values()
                 if load.request.kv == "await_peer" and not load.request.output_token_ids
             )

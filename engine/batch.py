@@ -20,22 +20,24 @@ class StepInputs(NamedTuple):
     seq_lens: IntArray  # (r,) tokens in the cache after the step
     token_ids: IntArray  # (n,)
     positions: IntArray  # (n,)
-    block_ids: IntArray  # (n,) where each token's KV goes: block and offset within it
+    block_ids: IntArray  # (groups, n) where each token's KV goes: block and offset within it
     offsets: IntArray  # (n,)
 
     def slot_mapping(self, block_size: int) -> IntArray:
-        """(n,) index of each token's KV as block * block_size + offset. No entry is padding: all are written."""
+        """(groups, n) index of each token's KV as block * block_size + offset. No entry is padding: all are written."""
         return self.block_ids * block_size + self.offsets
 
 
 class PersistentBatch:
     """Token ids and block tables of up to `max_num_seqs` requests. A slot is reused when its request has ended."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
+        """`num_groups`: KV groups, each with a block table per request."""
         self.block_size = block_size
         # One column more than the longest request: a token is drawn behind the last computed one and never used.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
-        self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64)
+        # A block that no token of the request sees any more stays in the table, or is 0: nobody reads it.
+        self.block_tables = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.requests: list[NewRequest | None] = [None] * max_num_seqs
         self._slots: dict[RequestKey, int] = {}
@@ -72,11 +74,11 @@ class PersistentBatch:
             self._free.append(slot)
         return slot
 
-    def append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
-        """Extend a block table."""
+    def append_blocks(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Extend a request's block tables, one per group, by equally many entries."""
         start = int(self.num_blocks[slot])
-        self.block_tables[slot, start : start + len(block_ids)] = block_ids
-        self.num_blocks[slot] = start + len(block_ids)
+        stop = self.num_blocks[slot] = start + len(block_ids[0])
+        np.maximum(np.asarray(block_ids, dtype=np.int64), 0, out=self.block_tables[:, slot, start:stop])
 
     def append_tokens(self, slots: IntArray, positions: IntArray, token_ids: Sequence[Sequence[int]]) -> None:
         """Write what was drawn for `slots` at `positions`, 0..k tokens each."""
@@ -107,6 +109,6 @@ class PersistentBatch:
             seq_lens=num_computed + num_scheduled,
             token_ids=self.token_ids[rows, positions].astype(np.int64),
             positions=positions,
-            block_ids=self.block_tables[rows, blocks],
+            block_ids=self.block_tables[:, rows, blocks],
             offsets=offsets,
         )

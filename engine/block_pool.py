@@ -43,6 +43,7 @@ class BlockPool:
         self._by_key: dict[bytes, int] = {}
         self._counts = [0] * len(_Class)
         self._counts[_Class.FREE] = num_blocks
+        self._unannounced: set[int] = set()  # blocks with content of which no event tells
         self.events: list[KVEvent] = []
 
     @property
@@ -114,15 +115,21 @@ class BlockPool:
         """The block whose last hash-block key is `key`."""
         return self._by_key.get(key)
 
-    def commit(self, block_id: int, keys: list[bytes], parent: bytes | None) -> None:
-        """The held block is full and confirmed: enter its content. A second copy of known content stays private."""
+    def commit(self, block_id: int, keys: list[bytes], parent: bytes | None, *, announced: bool = True) -> None:
+        """The held block is full and confirmed: enter its content. A second copy of known content stays private.
+
+        `announced` False: only `lookup` finds it; neither events nor the table say that it is there.
+        """
         if self._keys[block_id] is not None or keys[-1] in self._by_key:
             return
         self._keys[block_id] = keys
         self._parents[block_id] = parent
         self._by_key[keys[-1]] = block_id
-        self.table.publish(block_id, keys)
-        self.events.append(BlockStored(keys=keys, parent=parent))
+        if announced:
+            self.table.publish(block_id, keys)
+            self.events.append(BlockStored(keys=keys, parent=parent))
+        else:
+            self._unannounced.add(block_id)
 
     def withdraw(self, block_id: int) -> None:
         """The block's content turned out to be wrong: nobody finds it any more, and peers that read it refuse it."""
@@ -138,6 +145,8 @@ class BlockPool:
         events: list[KVEvent] = [CacheCleared()]
         stored: set[int] = set()
         for block_id in self._by_key.values():
+            if block_id in self._unannounced:
+                continue
             chain: list[int] = []  # from the block up to its first ancestor that is told already, or is not here
             ancestor: int | None = block_id
             while ancestor is not None and ancestor not in stored:
@@ -181,4 +190,7 @@ class BlockPool:
             return
         self._keys[block_id] = None
         del self._by_key[keys[-1]]
-        self.events.append(BlockRemoved(keys=keys))
+        if block_id in self._unannounced:
+            self._unannounced.discard(block_id)
+        else:
+            self.events.append(BlockRemoved(keys=keys))

@@ -105,11 +105,13 @@ class InProcessExecutor(ModelExecutor):
         max_num_batched_tokens: int,
         parallel: TensorParallel = ALONE,
         weights: WeightFiles | None = None,
+        grouped: bool = True,
     ) -> None:
         """Load the weights; on CUDA also run `max_num_batched_tokens` tokens to measure the memory that a step takes.
 
         Args:
             weights: the model's files, already open; None: they are opened here.
+            grouped: as in `make_layout`.
 
         Raises:
             ModelError: the weights are missing, broken, or changed while they were read.
@@ -125,13 +127,13 @@ class InProcessExecutor(ModelExecutor):
             torch.set_num_threads(config.threads)
         dtype = resolve_dtype(config, model_config, self.device)
         self.max_model_len = resolve_max_model_len(model_config, config.max_model_len)
-        self.layout = make_layout(model_config, block_size=config.block_size, dtype=dtype, shard=shard)
+        self.layout = make_layout(model_config, block_size=config.block_size, dtype=dtype, shard=shard, grouped=grouped)
+        self._max_num_batched_tokens = max_num_batched_tokens
         size_bytes = pool_bytes(config, self.device)
         if size_bytes is not None:
             self._size_pool(config, size_bytes)  # before the weights, which may take minutes
         self._max_num_seqs = config.max_num_seqs
         self._check_finite = config.check_finite
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._rank_timeout_s = config.rank_timeout_s
         self._parallel = parallel
         self._model = load_decoder(
@@ -154,7 +156,9 @@ class InProcessExecutor(ModelExecutor):
 
     def _size_pool(self, config: EngineConfig, size_bytes: int) -> None:
         self.num_blocks = num_blocks_that_fit(self.layout, size_bytes)
-        self.max_model_len = length_that_fits(config, self.layout, self.num_blocks, self.max_model_len)
+        self.max_model_len = length_that_fits(
+            config, self.layout, self.num_blocks, self.max_model_len, self._max_num_batched_tokens
+        )
 
     def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
         if kv_pool is None:
@@ -166,6 +170,7 @@ class InProcessExecutor(ModelExecutor):
         self._runner = ModelRunner(
             self._model,
             kv_pool,
+            self.layout,
             max_num_seqs=self._max_num_seqs,
             max_model_len=self.max_model_len,
             worker=worker,

@@ -167,7 +167,7 @@ class ExternalKV:
         """The request gives its load up (or has it). Blocks that may still be written go into quarantine."""
         load = self.loads.pop(key)
         if load.started and not (load.done or transfer_ended):
-            exposed = load.request.block_ids[load.start // self._block_size :]
+            exposed = load.request.held_blocks(load.start // self._block_size)
             self._pool.hold(exposed, Holder.QUARANTINE)
             self._quarantine[key] = exposed
             self._cancels.append(key)

@@ -72,7 +72,7 @@ class FiniteCheck:
         failures = {}
         for i in sorted(failing):
             num_full = int(self._inputs.seq_lens[i]) // batch.block_size
-            blocks = batch.block_tables[self._inputs.slots[i], :num_full]
+            blocks = np.unique(batch.block_tables[:, self._inputs.slots[i], :num_full])
             failures[scheduled[i].key] = StepFailure(NonFiniteLogits.code, _MESSAGE, _bad_blocks(kv_pool, blocks))
         return failures
 

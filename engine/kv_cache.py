@@ -1,10 +1,13 @@
 """The KV pool of one rank: how many blocks fit, and the tensor that holds them."""
 
 import logging
+from bisect import bisect_right
+from collections import Counter
 
 import torch
 
 from pdkv.config import EngineConfig
+from pdkv.engine.kv_groups import make_groups, num_held_at_once
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
 from pdkv.models.config import DTYPE_BYTES, ModelConfig
@@ -15,17 +18,24 @@ from pdkv.wire.messages import KVLayout
 logger = logging.getLogger(__name__)
 
 
-def make_layout(model: ModelConfig, *, block_size: int, dtype: str, shard: Shard = WHOLE) -> KVLayout:
-    """The KV layout of one rank for a dtype by torch's name, such as "bfloat16"."""
+def make_layout(
+    model: ModelConfig, *, block_size: int, dtype: str, shard: Shard = WHOLE, grouped: bool = True
+) -> KVLayout:
+    """The KV layout of one rank for a dtype by torch's name, such as "bfloat16".
+
+    `grouped` False: one group that keeps all tokens of all layers, for a connector that knows no other.
+    """
     kv_heads = shard.heads(model.num_kv_heads)
+    num_layers, groups = make_groups(model.windows) if grouped else (model.num_layers, ())
     return KVLayout(
-        num_layers=model.num_layers,
+        num_layers=num_layers,
         num_kv_heads=kv_heads.stop - kv_heads.start,
         head_size=model.head_size,
         block_size=block_size,
         dtype=dtype,
         dtype_bytes=DTYPE_BYTES[dtype],
         total_kv_heads=model.num_kv_heads,
+        groups=groups,
     )
 
 
@@ -42,6 +52,12 @@ def num_blocks_that_fit(layout: KVLayout, size_bytes: int) -> int:
         num_blocks, layout.block_size, layout.num_layers, layout.num_kv_heads, layout.block_size, layout.head_size,
         layout.dtype_bytes, layout.block_bytes, num_blocks * layout.block_bytes / (1 << 20),
     )  # fmt: skip
+    if layout.groups:
+        windows = Counter(layout.windows)
+        logger.info(
+            "KV groups, each with blocks of its own: %s",
+            ", ".join(f"{n} with {f'a window of {w} tokens' if w else 'all tokens'}" for w, n in windows.items()),
+        )
     if num_blocks < 1:
         raise ConfigError(f"kv_cache_memory of {size_bytes} bytes holds no block ({layout.block_bytes} bytes each)")
     return num_blocks
@@ -66,19 +82,32 @@ def check_pool(pool: torch.Tensor, layout: KVLayout, num_blocks: int) -> None:
         raise ConfigError(f"the connector's KV pool is {got}, contiguous={pool.is_contiguous()}; expected {expected}")
 
 
-def length_that_fits(config: EngineConfig, layout: KVLayout, num_blocks: int, max_model_len: int) -> int:
+def length_that_fits(
+    config: EngineConfig, layout: KVLayout, num_blocks: int, max_model_len: int, max_step_tokens: int = 0
+) -> int:
     """The longest request that the engine may promise: one that the pool does not hold would be cut short.
 
     Args:
         max_model_len: what was asked for, else the model's, which a smaller pool caps.
+        max_step_tokens: tokens of one step; counts where layers have a window.
 
     Raises:
         ConfigError: what was asked for does not fit; names both figures, and what to set.
     """
-    capacity = num_blocks * layout.block_size
-    if capacity >= max_model_len:
+
+    def needs(num_tokens: int) -> int:
+        return num_held_at_once(layout.windows, num_tokens, layout.block_size, max_step_tokens)
+
+    if needs(max_model_len) <= num_blocks:
         return max_model_len
-    needed = -(-max_model_len // layout.block_size) * layout.block_bytes * config.tp
+    most = range(-(-max_model_len // layout.block_size))  # blocks of one group
+    capacity = (bisect_right(most, num_blocks, key=lambda n: needs(n * layout.block_size)) - 1) * layout.block_size
+    if capacity < 1:
+        raise ConfigError(
+            f"the KV pool has {num_blocks} blocks, and a model of {layout.num_groups} KV groups needs one of each: "
+            f"use --kv-cache-memory {layout.num_groups * layout.block_bytes * config.tp} bytes or more"
+        )
+    needed = needs(max_model_len) * layout.block_bytes * config.tp
     pool = f"the KV pool of {format_bytes(num_blocks * layout.block_bytes * config.tp)} holds {capacity} tokens"
     remedy = f"--kv-cache-memory {-(-needed >> 20)}MiB"
     if config.max_model_len is not None:

@@ -1,10 +1,19 @@
-"""Blocks of requests: prefix hits, allocation, and the moment content enters the cache."""
+"""Blocks of requests: prefix hits, allocation, the moment content enters the cache, and what no token sees any more."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from pdkv.engine.block_pool import BlockPool, Holder
-from pdkv.engine.request import Request
+from pdkv.engine.kv_groups import first_needed, num_held_at_end, num_held_at_once
+from pdkv.engine.request import Request, held_blocks
+
+
+class PrefixHit(NamedTuple):
+    """Cached blocks of a request's first tokens."""
+
+    num_tokens: int
+    tables: list[list[int]]  # one per KV group, equally long; -1: not looked for, since the next token does not see it
 
 
 class KVCacheManager:
@@ -12,59 +21,162 @@ class KVCacheManager:
 
     Args:
         block_size: tokens per KV block, a multiple of `hash_block_size`.
+        windows: by KV group, how many tokens its layers see; 0: all.
+        max_step_tokens: tokens of one step.
     """
 
-    def __init__(self, pool: BlockPool, *, block_size: int, hash_block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        hash_block_size: int,
+        windows: Sequence[int] = (0,),
+        max_step_tokens: int = 0,
+    ) -> None:
         assert block_size % hash_block_size == 0
         self.pool = pool
         self.block_size = block_size
         self.hash_block_size = hash_block_size
+        self._windows = tuple(windows)
+        self._has_windows = any(windows)
+        self._max_step_tokens = max_step_tokens
         self._keys_per_block = block_size // hash_block_size
-        self._step_blocks: dict[int, list[list[int]]] = {}  # step in flight -> blocks of requests that left meanwhile
+        self._step_blocks: dict[int, list[Sequence[int]]] = {}  # step in flight -> blocks of requests that left since
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens need."""
+        """Entries of a block table that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
-    def find_hit(self, request: Request) -> list[int]:
-        """Blocks of the longest cached prefix of the request's wanted tokens. Holds nothing."""
+    def num_kept(self, num_tokens: int) -> int:
+        """Blocks, of all groups, that a request keeps behind its first `num_tokens` tokens."""
+        return num_held_at_end(self._windows, num_tokens, self.block_size)
+
+    def num_at_once(self, num_tokens: int) -> int:
+        """Blocks, of all groups, that a request of `num_tokens` tokens may need while it is computed."""
+        return num_held_at_once(self._windows, num_tokens, self.block_size, self._max_step_tokens)
+
+    # --- hits -----------------------------------------------------------------------------------------------------
+
+    def find_hit(self, request: Request) -> PrefixHit:
+        """The longest cached prefix of the request's wanted tokens: all its blocks in groups without a window, in the
+        others those that the next token sees. Holds nothing.
+        """
         if request.submit.params.prompt_logprobs is not None:
-            return []  # their logits must be computed
+            return PrefixHit(0, [[] for _ in self._windows])  # their logits must be computed
         request.update_hash_keys(request.num_wanted, self.hash_block_size)
-        keys, per_block = request.hash_keys, self._keys_per_block
-        hit: list[int] = []
-        for last in range(per_block - 1, request.num_wanted // self.hash_block_size, per_block):
-            block_id = self.pool.lookup(keys[last])
+        length = request.num_wanted // self.block_size
+        tables: list[list[int]] = []
+        for group, window in enumerate(self._windows):  # those without a window come first
+            if not window:
+                tables.append(self._find_all(request, group, length))
+                length = len(tables[group])
+        length = self._find_window_length(request, length)
+        for group, window in enumerate(self._windows):
+            if not window:
+                del tables[group][length:]
+            else:
+                tables.append(self._find_last(request, group, length))
+        return PrefixHit(length * self.block_size, tables)
+
+    def _find_all(self, request: Request, group: int, length: int) -> list[int]:
+        """The first blocks that are there, at most `length`."""
+        found: list[int] = []
+        for key in self._keys(request, group, 0, length):
+            block_id = self.pool.lookup(key)
             if block_id is None:
                 break
-            hit.append(block_id)
-        return hit
+            found.append(block_id)
+        return found
 
-    def admit(self, request: Request, hit: list[int], num_tokens: int) -> bool:
-        """Give a request without blocks its hit and new blocks up to `num_tokens`; False: there are not enough."""
-        assert not request.block_ids
-        self.pool.hold(hit, Holder.ACTIVE)
-        new = self.pool.allocate(max(self.blocks_for(num_tokens) - len(hit), 0))
+    def _find_last(self, request: Request, group: int, length: int) -> list[int]:
+        """A table of `length` entries, of which those that the next token sees are there."""
+        first = first_needed(self._windows[group], length * self.block_size, self.block_size)
+        found = [self.pool.lookup(key) for key in self._keys(request, group, first, length)]
+        assert None not in found, "`_find_window_length` has seen them"
+        return [-1] * first + [block_id for block_id in found if block_id is not None]
+
+    def _find_window_length(self, request: Request, length: int) -> int:
+        """The most blocks, at most `length`, behind which every group with a window has what the next token sees."""
+        groups = [group for group, window in enumerate(self._windows) if window]
+        agreed = 0  # groups that have what is needed behind `length` blocks
+        while length and agreed < len(groups):
+            for group in groups:
+                shorter = self._shorten(request, group, length)
+                agreed = agreed + 1 if shorter == length else 1
+                length = shorter
+                if agreed >= len(groups) or not length:
+                    break
+        return length
+
+    def _shorten(self, request: Request, group: int, length: int) -> int:
+        """The most blocks, at most `length`, behind which the group has what the next token sees."""
+        keys = self._keys(request, group, 0, length)
+        needed = -(-(self._windows[group] - 1) // self.block_size)
+        there = 0  # blocks in a row
+        while there < min(needed, length):
+            index = length - there - 1
+            if self.pool.lookup(keys[index]) is None:
+                length, there = index, 0
+            else:
+                there += 1
+        return length
+
+    def _keys(self, request: Request, group: int, start: int, stop: int) -> list[bytes]:
+        """What the pool finds the request's blocks [start, stop) of one group by."""
+        per_block = self._keys_per_block
+        keys = request.hash_keys[(start + 1) * per_block - 1 : stop * per_block : per_block]
+        return [_group_key(key, group) for key in keys] if group else keys
+
+    # --- allocation -----------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, hit: PrefixHit, num_tokens: int, resume_at: int) -> bool:
+        """Give a request without blocks its hit and new blocks up to `num_tokens`; False: there are not enough.
+
+        Args:
+            resume_at: the first token that will be computed: blocks that it does not see are not taken.
+        """
+        assert not request.block_tables
+        total = self.blocks_for(num_tokens)
+        firsts = [first_needed(window, resume_at, self.block_size) for window in self._windows]
+        hits = [table[first:] for table, first in zip(hit.tables, firsts, strict=True)]
+        for own in hits:
+            self.pool.hold(own, Holder.ACTIVE)
+        missing = [max(total - max(first, len(table)), 0) for table, first in zip(hit.tables, firsts, strict=True)]
+        new = self.pool.allocate(sum(missing))
         if new is None:
-            self.pool.release(hit, Holder.ACTIVE)
+            for own in hits:
+                self.pool.release(own, Holder.ACTIVE)
             return False
-        request.block_ids = hit + new
-        request.num_committed_blocks = len(hit)
-        request.num_local_hit = len(hit) * self.block_size
+        taken = 0
+        for first, own, count in zip(firsts, hits, missing, strict=True):
+            request.block_tables.append([-1] * first + own + new[taken : taken + count])
+            taken += count
+        request.num_given_up = firsts
+        request.num_committed_blocks = hit.num_tokens // self.block_size
+        request.num_local_hit = hit.num_tokens
         return True
 
-    def num_taken(self, num_tokens: int, hit: list[int]) -> int:
-        """Blocks fewer available once a request has those for `num_tokens` tokens, `hit` being the first of them."""
-        num_free_hits = sum(not self.pool.is_held(block_id) for block_id in hit)
-        return self.blocks_for(num_tokens) - len(hit) + num_free_hits
+    def num_taken(self, num_tokens: int, hit: PrefixHit, resume_at: int) -> int:
+        """Blocks fewer available once a request has those for `num_tokens` tokens, as `admit` would give them."""
+        total, count = self.blocks_for(num_tokens), 0
+        for table, window in zip(hit.tables, self._windows, strict=True):
+            first = first_needed(window, resume_at, self.block_size)
+            count += max(total - max(first, len(table)), 0)
+            count += sum(not self.pool.is_held(block_id) for block_id in table[first:])
+        return count
 
-    def fits(self, num_tokens: int, hit: list[int]) -> bool:
-        """Whether blocks for `num_tokens` tokens could be had now, `hit` being the first of them. Holds nothing."""
-        return self.num_taken(num_tokens, hit) <= self.pool.num_available
+    def fits(self, num_tokens: int, hit: PrefixHit, resume_at: int) -> bool:
+        """Whether a request of `num_tokens` tokens could have now what it needs to its end. Holds nothing."""
+        needed = self.num_taken(num_tokens, hit, resume_at)
+        if self._has_windows:
+            needed = min(needed, self.num_at_once(num_tokens))
+        return needed <= self.pool.num_available
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that a request lacks for `num_tokens` tokens; 0 or less: none."""
-        return self.blocks_for(num_tokens) - len(request.block_ids)
+        tables = request.block_tables
+        return (self.blocks_for(num_tokens) - len(tables[0])) * len(tables)
 
     def will_fit(self, request: Request, num_tokens: int, kept: Iterable[Sequence[int]]) -> bool:
         """Whether `grow` will succeed when the steps in flight have ended and `kept` blocks are given back, too."""
@@ -79,20 +191,59 @@ class KVCacheManager:
         new = self.pool.allocate(missing)
         if new is None:
             return False
-        request.block_ids += new
+        tables = request.block_tables
+        each = missing // len(tables)
+        for group, table in enumerate(tables):
+            table += new[group * each : (group + 1) * each]
         return True
 
+    # --- content --------------------------------------------------------------------------------------------------
+
     def commit(self, request: Request) -> None:
-        """Enter the request's full blocks of confirmed tokens into the cache; partial blocks never are."""
+        """Enter the request's full blocks of confirmed tokens into the cache; partial blocks never are.
+
+        Only the first group's content is told to those who follow the cache.
+        """
         num_full = min(request.num_confirmed, request.num_tokens) // self.block_size
-        if num_full <= request.num_committed_blocks:
-            return
-        request.update_hash_keys(num_full * self.block_size, self.hash_block_size)
+        if num_full > request.num_committed_blocks:
+            request.update_hash_keys(num_full * self.block_size, self.hash_block_size)
+            for group, table in enumerate(request.block_tables):
+                self._commit(request, group, table, num_full)
+            request.num_committed_blocks = num_full
+        if self._has_windows:
+            self._give_up_unseen(request)
+
+    def _commit(self, request: Request, group: int, table: Sequence[int], num_full: int) -> None:
         keys, per_block = request.hash_keys, self._keys_per_block
         for i in range(request.num_committed_blocks, num_full):
+            if table[i] < 0:
+                continue
             parent = keys[i * per_block - 1] if i else None
-            self.pool.commit(request.block_ids[i], keys[i * per_block : (i + 1) * per_block], parent)
-        request.num_committed_blocks = num_full
+            own = keys[i * per_block : (i + 1) * per_block]
+            if group:
+                self.pool.commit(table[i], [_group_key(own[-1], group)], None, announced=False)
+            else:
+                self.pool.commit(table[i], own, parent)
+
+    def _give_up_unseen(self, request: Request) -> None:
+        """Blocks that no token from the last confirmed one on sees are released: what a step in flight computes is
+        behind that one, so it neither reads nor writes them. Their content can be found until they are reused.
+        """
+        for group, (window, table) in enumerate(zip(self._windows, request.block_tables, strict=True)):
+            start = request.num_given_up[group]
+            stop = min(first_needed(window, request.num_confirmed, self.block_size), len(table))
+            if start < stop:
+                self.pool.release(table[start:stop], Holder.ACTIVE)
+                table[start:stop] = [-1] * (stop - start)
+                request.num_given_up[group] = stop
+
+    def can_resume(self, request: Request, num_tokens: int) -> bool:
+        """Whether the request has what the token behind its first `num_tokens` sees."""
+        return all(
+            -1 not in table[first_needed(window, num_tokens, self.block_size) :]
+            for window, table in zip(self._windows, request.block_tables, strict=True)
+            if window
+        )
 
     def discard(self, block_ids: Sequence[int]) -> None:
         """What is in these blocks is not to be found any more; who holds them keeps them."""
@@ -100,14 +251,17 @@ class KVCacheManager:
             if self.pool.has_content(block_id):
                 self.pool.withdraw(block_id)
 
+    # --- the end --------------------------------------------------------------------------------------------------
+
     def free(self, request: Request) -> None:
         """The request gives up its blocks; a step in flight that names them holds them until its update."""
         leaving = self._step_blocks.get(request.last_step_id)
+        block_ids = held_blocks(request.block_tables) if request.block_tables else []
         if leaving is not None:
-            leaving.append(request.block_ids)
+            leaving.append(block_ids)
         else:
-            self.pool.release(request.block_ids, Holder.ACTIVE)
-        request.block_ids = []
+            self.pool.release(block_ids, Holder.ACTIVE)
+        request.block_tables = []
 
     def begin_step(self, step_id: int) -> None:
         """The step is in flight: it touches the blocks of requests whose `last_step_id` it is."""
@@ -117,3 +271,8 @@ class KVCacheManager:
         """The step touches no block any more."""
         for block_ids in self._step_blocks.pop(step_id, ()):
             self.pool.release(block_ids, Holder.ACTIVE)
+
+
+def _group_key(key: bytes, group: int) -> bytes:
+    """What the pool finds a block of this group by: for the first group, the block's own key."""
+    return key + group.to_bytes(2, "little") if group else key

@@ -9,7 +9,7 @@ from math import inf
 from pdkv.connectors.base import NO_MATCH, TransferOutcome
 from pdkv.engine.external import EndedLoad, ExternalKV, KVLoad
 from pdkv.engine.hooks import DecodeHooks
-from pdkv.engine.kv_cache_manager import KVCacheManager
+from pdkv.engine.kv_cache_manager import KVCacheManager, PrefixHit
 from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request
 
@@ -36,7 +36,7 @@ class Loads:
 
     # --- begin ----------------------------------------------------------------------------------------------------
 
-    def reserve(self, request: Request, hit: list[int], stop: int, now: float, *, source_known: bool) -> bool:
+    def reserve(self, request: Request, hit: PrefixHit, stop: int, now: float, *, source_known: bool) -> bool:
         """Take blocks for tokens up to `stop`: the request waits outside the batch until they are filled.
 
         Args:
@@ -46,11 +46,11 @@ class Loads:
             False: there is no memory for it.
         """
         num_others = len(self._queues.running) + len(self._external.loads)
-        if not self._decode.may_load(request, self._kv.num_taken(stop, hit), num_others):
+        if not self._decode.may_load(request, self._kv.num_taken(stop, hit, stop), num_others):
             return False
-        if not self._kv.admit(request, hit, stop):
+        if not self._kv.admit(request, hit, stop, stop):
             return False
-        request.num_confirmed = len(hit) * self._kv.block_size
+        request.num_confirmed = hit.num_tokens
         load = KVLoad(request, request.num_confirmed, stop, now + self._timeout_s)
         self._external.add_load(load)
         ticket = self._external.start(load) if source_known or load.start == load.stop else None
@@ -73,7 +73,7 @@ class Loads:
             if matched.ask_again:
                 continue
             load.stop = load.start + matched.num_tokens
-            if matched == NO_MATCH:
+            if matched == NO_MATCH or not self._kv.can_resume(load.request, load.stop):
                 self._failed(load, _NOT_FOUND, transfer_ended=True)
             else:
                 self._external.start(load)
@@ -171,6 +171,8 @@ class Loads:
         if request in self._queues.running:
             self._queues.running.remove(request)
         num_loaded = load.start + outcome.num_tokens if transfer_ended and outcome.num_tokens else 0
+        if num_loaded and not self._kv.can_resume(request, min(num_loaded, request.num_wanted)):
+            num_loaded = 0  # a window that ends elsewhere was loaded
         self._fall_back(request, outcome, num_loaded)
 
     def _fall_back(self, request: Request, outcome: TransferOutcome, num_loaded: int = 0) -> None:

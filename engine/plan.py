@@ -17,7 +17,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     params: SamplingParams
-    block_ids: list[int]
+    block_ids: list[list[int]]  # a block table per KV group, all equally long; -1: a block that no token sees any more
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     key: RequestKey
     num_computed: int
     num_scheduled: int
-    new_block_ids: list[int]  # appended to the block table since the last step; empty for a NewRequest
+    new_block_ids: list[list[int]]  # appended since the last step, per KV group; empty: none, or a NewRequest
     samples: bool  # the range reaches the request's last token: a token is drawn
 
 

@@ -15,7 +15,7 @@ class Request:
     __slots__ = (
         "arrival",
         "asked_since",
-        "block_ids",
+        "block_tables",
         "computed_before",
         "deadline",
         "handoff",
@@ -30,6 +30,7 @@ class Request:
         "num_computed",
         "num_confirmed",
         "num_external",
+        "num_given_up",
         "num_local_hit",
         "num_reported",
         "num_worker_blocks",
@@ -64,7 +65,8 @@ class Request:
         self._reset()
 
     def _reset(self) -> None:
-        self.block_ids: list[int] = []
+        self.block_tables: list[list[int]] = []  # one per KV group, equally long; -1: given up, or never had
+        self.num_given_up: list[int] = []  # by group, how many entries at the table's start are -1
         self.asked_since = inf  # since when its connector has owed an answer
         self.num_computed = 0
         self.num_confirmed = 0
@@ -129,6 +131,15 @@ class Request:
         """Prompt + output."""
         return self.prompt_token_ids + self.output_token_ids
 
+    @property
+    def block_ids(self) -> list[int]:
+        """The block table of its only KV group: what a connector is shown."""
+        return self.block_tables[0] if self.block_tables else []
+
+    def held_blocks(self, first: int = 0) -> Sequence[int]:
+        """The blocks that it has in all groups, from the tables' entry `first` on."""
+        return held_blocks(self.block_tables, first)
+
     def update_hash_keys(self, num_tokens: int, hash_block_size: int) -> None:
         """Extend the keys to all full hash blocks of the first `num_tokens` tokens."""
         if num_tokens // hash_block_size > len(self.hash_keys):
@@ -140,8 +151,8 @@ class Request:
     def introduce(self) -> NewRequest:
         """Its full state, for workers that do not know it."""
         submit = self.submit
-        output_token_ids, block_ids = list(self.output_token_ids), list(self.block_ids)
-        return NewRequest(self.key, submit.choice, self.prompt_token_ids, output_token_ids, submit.params, block_ids)
+        output_token_ids, tables = list(self.output_token_ids), [list(table) for table in self.block_tables]
+        return NewRequest(self.key, submit.choice, self.prompt_token_ids, output_token_ids, submit.params, tables)
 
     def view(self) -> RequestView:
         """What a connector may see."""
@@ -178,6 +189,13 @@ class Request:
             remote=external if self.source_is_peer else 0,
             store=0 if self.source_is_peer else external,
         )
+
+
+def held_blocks(tables: Sequence[Sequence[int]], first: int = 0) -> Sequence[int]:
+    """The blocks of all groups' tables, from entry `first` on, without those that were given up."""
+    if len(tables) == 1 and (not tables[0] or tables[0][0] >= 0):  # what was given up is at the start
+        return tables[0][first:] if first else tables[0]
+    return [block_id for table in tables for block_id in table[first:] if block_id >= 0]
 
 
 def _num_covered(ranges: Sequence[tuple[int, int]], bound: int) -> int:

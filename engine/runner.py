@@ -8,7 +8,7 @@ import torch
 
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.connectors.step_done import ON_HOST, StepDone, make_step_done
-from pdkv.engine.attention.backend import pad, to_tensor
+from pdkv.engine.attention.backend import Layer, pad, to_tensor
 from pdkv.engine.attention.select import make_backend
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.finite_check import FiniteCheck
@@ -18,7 +18,7 @@ from pdkv.engine.sampling.sampler import SamplingState
 from pdkv.errors import InvalidRequest
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import RequestKey, TokenLogprob
+from pdkv.wire.messages import KVLayout, RequestKey, TokenLogprob
 
 _WARM_UP_REQUESTS = 6
 """Four layers' products and the logits', for each number of them and for a prompt: more than 32 kernels."""
@@ -48,6 +48,7 @@ class ModelRunner:
         self,
         model: Decoder,
         kv_pool: torch.Tensor,
+        layout: KVLayout,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -67,9 +68,11 @@ class ModelRunner:
         self._kv_pool = kv_pool
         self._worker = worker
         self._max_num_seqs = max_num_seqs
-        self._batch = PersistentBatch(max_num_seqs, max_model_len, kv_pool.shape[4])
+        self._batch = PersistentBatch(max_num_seqs, max_model_len, layout.block_size, layout.num_groups)
         config = model.config
-        self._attention = make_backend(kv_pool, model.num_heads, config.windows)
+        windows = config.windows or [None] * config.num_layers
+        layers = [Layer(*place, window) for place, window in zip(layout.places, windows, strict=True)]
+        self._attention = make_backend(kv_pool, model.num_heads, layers)
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, model.device, config.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=draws)
 
@@ -80,10 +83,10 @@ class ModelRunner:
         """
         worker, self._worker = self._worker, None
         num_tokens = min(16, self._kv_pool.shape[0] * self._kv_pool.shape[4] - 1)
-        blocks = list(range(-(-(num_tokens + 1) // self._kv_pool.shape[4])))
+        tables = [list(range(-(-(num_tokens + 1) // self._kv_pool.shape[4])))] * self._batch.block_tables.shape[0]
         params = SamplingParams(temperature=0.0)
         requests = [
-            NewRequest(("warm-up", i), 0, [0] * num_tokens, [], params, blocks)
+            NewRequest(("warm-up", i), 0, [0] * num_tokens, [], params, tables)
             for i in range(min(_WARM_UP_REQUESTS, self._max_num_seqs))
         ]
         keys = [request.key for request in requests]

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from pdkv.connectors.base import MatchedTokens
 from pdkv.engine.external import NUM_PREFETCH_REQUESTS, EndedSend, ExternalKV
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
-from pdkv.engine.kv_cache_manager import KVCacheManager
+from pdkv.engine.kv_cache_manager import KVCacheManager, PrefixHit
 from pdkv.engine.loads import Loads
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.queues import Queues
@@ -225,15 +225,15 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int, step_id: int, now: float) -> tuple[Admission, int]:
         """Try to give a waiting request blocks: to compute now (tokens > 0) or to wait for a load (0)."""
-        if not self._prefill.may_start(request, self.kv.blocks_for(request.num_tokens)):
+        if not self._prefill.may_start(request, self.kv.num_kept(request.num_tokens)):
             return "capped", 0
         hit = self.kv.find_hit(request)
-        num_local = len(hit) * self.kv.block_size
+        num_local = hit.num_tokens
         if request.kv == "await_peer" and self._decode.declines(request, request.num_wanted - num_local):
             request.compute_here()
             # Now it also draws the first token, which a hit on the whole prompt leaves out.
             hit = self.kv.find_hit(request)
-            num_local = len(hit) * self.kv.block_size
+            num_local = hit.num_tokens
         matched = self.external.match(request, num_local)
         from_peer = request.kv == "await_peer"
         awaits_source = matched.ask_again and from_peer and request.handoff is None and request.num_wanted > 0
@@ -252,16 +252,16 @@ class Scheduler:
         return self._admit_now(request, hit, matched, budget, step_id, now)
 
     def _admit_now(
-        self, request: Request, hit: list[int], matched: MatchedTokens, budget: int, step_id: int, now: float
+        self, request: Request, hit: PrefixHit, matched: MatchedTokens, budget: int, step_id: int, now: float
     ) -> tuple[Admission, int]:
         """Schedule at once behind the local hit and, layerwise, what comes from outside during the step."""
-        start = len(hit) * self.kv.block_size
+        start = hit.num_tokens
         done = start + matched.num_tokens
         threshold = self.limits.long_prefill_token_threshold
         num_tokens = min(request.num_tokens - done, threshold or request.num_tokens, budget)
-        if not self.kv.fits(request.num_tokens, hit):
+        if not self.kv.fits(request.num_tokens, hit, done):
             return "blocked", 0  # a prompt that begins and cannot end would only preempt others, or itself
-        admitted = self.kv.admit(request, hit, done + num_tokens)
+        admitted = self.kv.admit(request, hit, done + num_tokens, done)
         assert admitted
         request.num_computed = request.num_confirmed = start
         if matched.num_tokens:
@@ -279,13 +279,13 @@ class Scheduler:
         for request, num_tokens in batch:
             start, stop = request.num_computed, request.num_computed + num_tokens
             samples = stop == request.num_tokens
-            key, block_ids = request.key, request.block_ids
-            new_block_ids: list[int] = []
+            key, num_blocks = request.key, len(request.block_tables[0])
+            new_block_ids: list[list[int]] = []
             if not request.num_worker_blocks:  # the workers do not know it
                 new.append(request.introduce())
-            elif len(block_ids) > request.num_worker_blocks:
-                new_block_ids = block_ids[request.num_worker_blocks :]
-            request.num_worker_blocks = len(block_ids)
+            elif num_blocks > request.num_worker_blocks:
+                new_block_ids = [table[request.num_worker_blocks :] for table in request.block_tables]
+            request.num_worker_blocks = num_blocks
             scheduled.append(ScheduledRequest(key, start, num_tokens, new_block_ids, samples))
             shares.append(_Share(request, request.restarts, stop, samples))
             request.num_computed = stop

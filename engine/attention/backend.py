@@ -1,11 +1,20 @@
 """The attention of one step: what a backend gets before the layers run."""
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from pdkv.engine.batch import IntArray, StepInputs
+
+
+class Layer(NamedTuple):
+    """Where a layer's KV lies, and how far back it looks."""
+
+    group: int  # of the block tables
+    index: int  # in a block
+    window: int | None = None  # how many keys a query sees, its own included; None: all up to its own
 
 
 class AttentionBackend(ABC):
@@ -16,7 +25,7 @@ class AttentionBackend(ABC):
         """Take in a step.
 
         Args:
-            block_tables: (max_num_seqs, max_blocks), the batch's own, by slot.
+            block_tables: (groups, max_num_seqs, max_blocks), the batch's own, by KV group and slot.
             rows: ascending tokens of the step whose attention the last layer must give; None for all.
         """
 

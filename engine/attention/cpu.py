@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pdkv.engine.attention.backend import AttentionBackend
+from pdkv.engine.attention.backend import AttentionBackend, Layer
 from pdkv.engine.attention.shapes import round_rows
 from pdkv.engine.attention.singles import SingleQueries
 from pdkv.engine.attention.tiles import AttentionLimits, Bucket, Singles, plan_tiles
@@ -38,52 +38,56 @@ class _Plan(NamedTuple):
     q_index: torch.Tensor  # (sum of B * heads * Q,) rows of one head of qkv, in the buckets' order
     out_index: torch.Tensor  # (rows * heads,) where each output head stands among the buckets' outputs
     work: list[_Work]
-    singles: Singles
+    singles: Singles  # their slots count through the tables of all groups
     num_rows: int  # padding included
 
 
 class CpuAttention(AttentionBackend):
     """The backend of pools in host memory."""
 
-    def __init__(self, kv_pool: torch.Tensor, num_heads: int, windows: Sequence[int | None] = ()) -> None:
-        """`windows` as in `make_backend`."""
-        _, num_layers, _, kv_heads, block_size, head_size = kv_pool.shape
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> None:
+        """Arguments as those of `make_backend`."""
+        _, block_layers, _, kv_heads, block_size, head_size = kv_pool.shape
         self._num_heads, self._kv_heads, self._head_size = num_heads, kv_heads, head_size
-        self._num_layers, self._block_size = num_layers, block_size
+        self._block_layers, self._block_size = block_layers, block_size
         self._scale = head_size**-0.5
         self._limits = AttentionLimits(num_heads, kv_heads, head_size, kv_pool.element_size())
-        # A row holds one head's K or V of one block. Layer l's rows are layer 0's, l * 2 * kv_heads further on.
+        # A row holds one head's K or V of one block. Index l's rows are index 0's, l * 2 * kv_heads further on.
         rows = kv_pool.view(-1, block_size * head_size)
-        self._block_rows = [rows[layer * 2 * kv_heads :] for layer in range(num_layers)]
+        self._block_rows = [rows[layer.index * 2 * kv_heads :] for layer in layers]
         self._token_kv = [
-            kv_pool[:, layer].flatten(1, 2).transpose(1, 2) for layer in range(num_layers)
+            kv_pool[:, layer.index].flatten(1, 2).transpose(1, 2) for layer in layers
         ]  # (num_blocks, block_size, 2 * kv_heads, head_size) each
         self._scratch = _Scratch(kv_pool.dtype)
-        self._slots = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+        self._slots: list[tuple[torch.Tensor, torch.Tensor]] = []  # by group, where a step's tokens go
         self._singles = SingleQueries.of(kv_pool, num_heads)
-        self._windows = list(windows) or [None] * num_layers
+        self._layers = list(layers)
         self._plans: list[_Plan] = []  # of this step, by layer
 
     def prepare(self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None) -> None:
-        self._slots = (torch.from_numpy(inputs.block_ids), torch.from_numpy(inputs.offsets))
+        offsets = torch.from_numpy(inputs.offsets)
+        self._slots = [(block_ids, offsets) for block_ids in torch.from_numpy(inputs.block_ids)]
         if self._singles is not None:
             self._singles.prepare(block_tables)
         longest = int(inputs.seq_lens.max())  # a window that hides nothing of this step is none
-        windows = [None if window is None or window >= longest else window for window in self._windows]
-        plans = {window: self._plan(inputs, None, block_tables, window) for window in set(windows[:-1])}
-        self._plans = [plans[window] for window in windows[:-1]]
-        last = plans.get(windows[-1]) if rows is None else None
-        self._plans.append(last or self._plan(inputs, rows, block_tables, windows[-1]))
+        kinds = [
+            (layer.group, None if layer.window is None or layer.window >= longest else layer.window)
+            for layer in self._layers
+        ]
+        plans = {kind: self._plan(inputs, None, block_tables, *kind) for kind in set(kinds[:-1])}
+        self._plans = [plans[kind] for kind in kinds[:-1]]
+        last = plans.get(kinds[-1]) if rows is None else None
+        self._plans.append(last or self._plan(inputs, rows, block_tables, *kinds[-1]))
 
     def padded(self, num_rows: int) -> int:
         return round_rows(num_rows)
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        self._token_kv[layer].index_put_(self._slots, qkv[: len(self._slots[0]), self._num_heads :])
-        plan = self._plans[layer]
+        slots, plan = self._slots[self._layers[layer].group], self._plans[layer]
+        self._token_kv[layer].index_put_(slots, qkv[: len(slots[0]), self._num_heads :])
         result = self._attend_buckets(layer, qkv, plan)
         if self._singles is not None and len(plan.singles.slots):
-            self._singles.attend(layer, qkv, plan.singles, result)
+            self._singles.attend(self._layers[layer].index, qkv, plan.singles, result)
         return result
 
     def _attend_buckets(self, layer: int, qkv: torch.Tensor, plan: _Plan) -> torch.Tensor:
@@ -139,8 +143,12 @@ class CpuAttention(AttentionBackend):
         torch.bmm(weights, values.masked_fill(bad, 0.0), out=out)
         out.masked_fill_(torch.bmm((~hidden).float(), bad.float()) > 0, float("nan"))
 
-    def _plan(self, inputs: StepInputs, rows: IntArray | None, block_tables: IntArray, window: int | None) -> _Plan:
-        """The tensors of a tile plan; shared by all layers of a window, since a layer only shifts where rows begin."""
+    def _plan(
+        self, inputs: StepInputs, rows: IntArray | None, block_tables: IntArray, group: int, window: int | None
+    ) -> _Plan:
+        """The tensors of a tile plan; shared by a group's layers of a window, since a layer only shifts where rows
+        begin.
+        """
         apart = self._singles is not None
         tiles = plan_tiles(inputs, rows, self._block_size, self._limits, window=window, singles_apart=apart)
         heads, kv_heads = self._num_heads, self._kv_heads
@@ -153,11 +161,12 @@ class CpuAttention(AttentionBackend):
             stop = start + bucket.num_queries * heads
             places = np.arange(start, stop).reshape(len(bucket.slots), heads, bucket.tile_size).transpose(0, 2, 1)
             out_index[bucket.out_rows[bucket.real]] = places[bucket.real]
-            kv_index, mask = self._kv_index(bucket, block_tables), self._mask(bucket, window)
+            kv_index, mask = self._kv_index(bucket, block_tables[group]), self._mask(bucket, window)
             work.append(_Work(bucket, kv_index, None if mask is None else self._unowned(bucket), mask))
             start = stop
         q_index = np.concatenate(q_parts) if q_parts else np.empty(0, dtype=np.int64)
-        return _Plan(torch.from_numpy(q_index), torch.from_numpy(out_index.ravel()), work, tiles.singles, num_rows)
+        singles = tiles.singles._replace(slots=tiles.singles.slots + group * block_tables.shape[1])
+        return _Plan(torch.from_numpy(q_index), torch.from_numpy(out_index.ravel()), work, singles, num_rows)
 
     def _kv_index(self, bucket: Bucket, block_tables: IntArray) -> torch.Tensor:
         """(2, B, kv_heads, K) flattened: rows of `_block_rows`.
@@ -168,7 +177,7 @@ class CpuAttention(AttentionBackend):
         own = blocks * self._block_size < bucket.seq_lens[:, None]
         tables = block_tables[bucket.slots[:, None], bucket.first_blocks[:, None] + np.where(own, blocks, 0)]
         sides = np.arange(2)[:, None, None, None] * self._kv_heads + np.arange(self._kv_heads)[None, None, :, None]
-        rows: IntArray = tables[None, :, None, :] * (self._num_layers * 2 * self._kv_heads) + sides
+        rows: IntArray = tables[None, :, None, :] * (self._block_layers * 2 * self._kv_heads) + sides
         return torch.from_numpy(rows.ravel())
 
     def _unowned(self, bucket: Bucket) -> torch.Tensor | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pdkv.engine.attention.backend import AttentionBackend, to_tensor
+from pdkv.engine.attention.backend import AttentionBackend, Layer, to_tensor
 from pdkv.engine.batch import IntArray, StepInputs
 from pdkv.kernels.kv_copy import write_kv
 from pdkv.kernels.paged_attention import paged_attention
@@ -14,13 +14,12 @@ from pdkv.kernels.paged_attention import paged_attention
 class CudaAttention(AttentionBackend):
     """The backend of pools in device memory. What a step needs is copied to the device once, not per layer."""
 
-    def __init__(self, kv_pool: torch.Tensor, num_heads: int, windows: Sequence[int | None] = ()) -> None:
-        """`windows` as in `make_backend`."""
-        self._windows = list(windows) or [None] * kv_pool.shape[1]
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> None:
+        """Arguments as those of `make_backend`."""
+        self._layers = list(layers)
         self._pool = kv_pool
         self._num_heads = num_heads
         self._kv_heads = kv_pool.shape[3]
-        self._last_layer = kv_pool.shape[1] - 1
         self._scale = float(kv_pool.shape[5] ** -0.5)
         empty = torch.empty(0, dtype=torch.int32, device=kv_pool.device)
         self._slot_mapping = self._block_tables = self._seq_lens = self._cu_seqlens_q = empty
@@ -30,7 +29,7 @@ class CudaAttention(AttentionBackend):
         device, block_size = self._pool.device, self._pool.shape[4]
         num_blocks = -(-int(inputs.seq_lens.max()) // block_size)
         self._slot_mapping = to_tensor(inputs.slot_mapping(block_size), device)
-        self._block_tables = to_tensor(block_tables[inputs.slots, :num_blocks].astype(np.int32), device)
+        self._block_tables = to_tensor(block_tables[:, inputs.slots, :num_blocks].astype(np.int32), device)
         self._seq_lens = to_tensor(inputs.seq_lens.astype(np.int32), device)
         self._cu_seqlens_q = to_tensor(inputs.cu_seqlens_q.astype(np.int32), device)
         self._rows = None if rows is None else to_tensor(rows, device)
@@ -38,17 +37,18 @@ class CudaAttention(AttentionBackend):
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         heads, kv_heads = self._num_heads, self._kv_heads
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        write_kv(self._pool, layer, k, v, self._slot_mapping)
+        place = self._layers[layer]
+        write_kv(self._pool, place.index, k, v, self._slot_mapping[place.group])
         out = paged_attention(
             q,
             self._pool,
-            layer,
-            self._block_tables,
+            place.index,
+            self._block_tables[place.group],
             self._seq_lens,
             self._cu_seqlens_q,
             self._scale,
-            window=self._windows[layer],
+            window=place.window,
         ).flatten(1)
-        if layer == self._last_layer and self._rows is not None:
+        if layer == len(self._layers) - 1 and self._rows is not None:
             return out.index_select(0, self._rows)
         return out

@@ -4,20 +4,20 @@ from collections.abc import Sequence
 
 import torch
 
-from pdkv.engine.attention.backend import AttentionBackend
+from pdkv.engine.attention.backend import AttentionBackend, Layer
 from pdkv.engine.attention.cpu import CpuAttention
 
 
-def make_backend(kv_pool: torch.Tensor, num_heads: int, windows: Sequence[int | None] = ()) -> AttentionBackend:
+def make_backend(kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> AttentionBackend:
     """The backend of the pool's device.
 
     Args:
         kv_pool: as in `pool_shape`.
         num_heads: query heads of this rank.
-        windows: by layer, how many keys a query sees, its own included; None: all up to its own. Empty: so in all.
+        layers: of the model, in order.
     """
     if kv_pool.is_cuda:
         from pdkv.engine.attention.cuda import CudaAttention  # Triton, which a CPU need not have
 
-        return CudaAttention(kv_pool, num_heads, windows)
-    return CpuAttention(kv_pool, num_heads, windows)
+        return CudaAttention(kv_pool, num_heads, layers)
+    return CpuAttention(kv_pool, num_heads, layers)

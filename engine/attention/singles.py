@@ -51,8 +51,8 @@ class SingleQueries:
         return cls(kv_pool, num_heads)
 
     def prepare(self, block_tables: IntArray) -> None:
-        """Take in a step's block tables, (max_num_seqs, max_blocks) int64 by slot."""
-        self._block_tables = block_tables
+        """Take in a step's block tables, (groups, max_num_seqs, max_blocks) int64; `slots` count through all groups."""
+        self._block_tables = block_tables.reshape(-1, block_tables.shape[2])
         self._taken.clear()
         self._args.num_threads = torch.get_num_threads()
 
@@ -60,6 +60,7 @@ class SingleQueries:
         """Write each query's attention into its row of `out` (rows, heads * head_size).
 
         Args:
+            layer: index in a block.
             qkv: (n, heads + 2 * kv_heads, head_size), contiguous.
         """
         args = self._args

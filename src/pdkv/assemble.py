@@ -240,6 +240,7 @@ def _load_rank(plan: _Plan, source: ModelSource, parallel: TensorParallel) -> In
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         parallel=parallel,
         weights=source.files,
+        grouped=plan.handoff is None,  # connectors know one block table per request
     )
 
 

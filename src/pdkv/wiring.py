@@ -43,16 +43,22 @@ def wire_core(
         shutdown: called once, when the core shuts down.
     """
     layout = card.layout
-    assert card.num_blocks * layout.block_size >= card.max_model_len, "a request of the longest length must fit alone"
     pool = BlockPool(card.num_blocks, block_table)
-    kv = KVCacheManager(pool, block_size=layout.block_size, hash_block_size=card.hash_block_size)
+    kv = KVCacheManager(
+        pool,
+        block_size=layout.block_size,
+        hash_block_size=card.hash_block_size,
+        windows=layout.windows,
+        max_step_tokens=limits.max_num_batched_tokens,
+    )
+    assert kv.num_at_once(card.max_model_len) <= card.num_blocks, "a request of the longest length must fit alone"
     external = ExternalKV(connector, pool, block_size=layout.block_size)
     outbox = Outbox()
 
     def num_promised_blocks() -> int:
         """Blocks of prompts in the making that will become leases."""
         loading = (load.request for load in external.loads.values())
-        return sum(kv.blocks_for(r.num_tokens) for r in chain(scheduler.running, loading) if r.kv == "handoff")
+        return sum(kv.num_kept(r.num_tokens) for r in chain(scheduler.running, loading) if r.kv == "handoff")
 
     prefill = PrefillRole(
         engine=card.engine,

@@ -28,10 +28,16 @@ class StepDriver:
         config = load_model_config(model_dir)
         dtype, device = getattr(torch, config.dtype), torch.device("cpu")
         self.model = load_decoder(model_dir, config, dtype=dtype, device=device, max_model_len=MAX_LEN)
-        layout = make_layout(config, block_size=block_size, dtype=config.dtype)
+        layout = make_layout(config, block_size=block_size, dtype=config.dtype, grouped=False)
         self.pool = allocate_pool(layout, num_blocks, device)
         self.runner = ModelRunner(
-            self.model, self.pool, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, worker=worker, check_finite=True
+            self.model,
+            self.pool,
+            layout,
+            max_num_seqs=max_num_seqs,
+            max_model_len=MAX_LEN,
+            worker=worker,
+            check_finite=True,
         )
         self.block_size = block_size
         self.free = list(range(num_blocks))
@@ -49,7 +55,7 @@ class StepDriver:
         self.tokens[key], self.computed[key], self.tables[key] = [*prompt, *output], 0, []
         blocks = self._grow(key, len(self.tokens[key]))
         sampling = SamplingParams(temperature=0.0, max_tokens=None, **params)
-        self._new.append(NewRequest(key, 0, list(prompt), list(output), sampling, blocks))
+        self._new.append(NewRequest(key, 0, list(prompt), list(output), sampling, [blocks]))
         return key
 
     def end(self, key: RequestKey) -> None:
@@ -65,7 +71,11 @@ class StepDriver:
         for key, count in chunks.items():
             stop = self.computed[key] + count
             blocks = [] if key in new_keys else self._grow(key, stop)
-            scheduled.append(ScheduledRequest(key, self.computed[key], count, blocks, stop == len(self.tokens[key])))
+            scheduled.append(
+                ScheduledRequest(
+                    key, self.computed[key], count, [blocks] if blocks else [], stop == len(self.tokens[key])
+                )
+            )
             self.computed[key] = stop
         plan = StepPlan(self._step_id, self._new, scheduled, self._ended, kv_meta=meta)
         self._step_id, self._new, self._ended = self._step_id + 1, [], []

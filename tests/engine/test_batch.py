@@ -11,11 +11,11 @@ BLOCK = 16
 
 
 def new(name: str, prompt: list[int], blocks: list[int], output: list[int] | None = None) -> NewRequest:
-    return NewRequest((name, 0), 0, prompt, output or [], SamplingParams(), blocks)
+    return NewRequest((name, 0), 0, prompt, output or [], SamplingParams(), [blocks])
 
 
 def scheduled(name: str, num_computed: int, count: int, blocks: list[int] | None = None) -> ScheduledRequest:
-    return ScheduledRequest((name, 0), num_computed, count, blocks or [], True)
+    return ScheduledRequest((name, 0), num_computed, count, [blocks] if blocks else [], True)
 
 
 def test_slot_mapping_of_the_published_example() -> None:
@@ -24,7 +24,7 @@ def test_slot_mapping_of_the_published_example() -> None:
     batch.add(new("b", list(range(17)), [5, 6]))
     batch.add(new("c", [3] * 4, [11]))
     inputs = batch.prepare([scheduled("a", 0, 4), scheduled("b", 0, 17), scheduled("c", 0, 4)])
-    assert inputs.slot_mapping(BLOCK).tolist() == [*range(4), *range(80, 96), 96, *range(176, 180)]
+    assert inputs.slot_mapping(BLOCK)[0].tolist() == [*range(4), *range(80, 96), 96, *range(176, 180)]
     assert inputs.cu_seqlens_q.tolist() == [0, 4, 21, 25]
     assert inputs.seq_lens.tolist() == [4, 17, 4]
     assert inputs.positions.tolist() == [*range(4), *range(17), *range(4)]
@@ -36,7 +36,7 @@ def test_no_entry_pads_into_slot_0() -> None:
     batch = PersistentBatch(4, 64, BLOCK)
     batch.add(new("a", [1] * 20, [3, 2]))
     inputs = batch.prepare([scheduled("a", 18, 2)])
-    assert inputs.slot_mapping(BLOCK).tolist() == [34, 35]
+    assert inputs.slot_mapping(BLOCK)[0].tolist() == [34, 35]
 
 
 def test_chunks_and_new_blocks() -> None:
@@ -46,7 +46,7 @@ def test_chunks_and_new_blocks() -> None:
     first = batch.prepare([scheduled("a", 0, 10), scheduled("b", 0, 3)])
     assert first.positions.tolist() == [*range(10), 0, 1, 2]
     second = batch.prepare([scheduled("b", 3, 1), scheduled("a", 10, 30, [4, 2])])
-    assert second.slot_mapping(BLOCK).tolist() == [19, *range(122, 128), *range(64, 80), *range(32, 40)]
+    assert second.slot_mapping(BLOCK)[0].tolist() == [19, *range(122, 128), *range(64, 80), *range(32, 40)]
     assert second.token_ids.tolist()[1:] == list(range(10, 40))
 
 
@@ -56,8 +56,8 @@ def test_a_freed_slot_is_reused_without_its_past() -> None:
     assert batch.remove(("a", 0)) == slot
     assert batch.add(new("b", [6, 7], [9], output=[8])) == slot
     assert batch.prepare([scheduled("b", 0, 3)]).token_ids.tolist() == [6, 7, 8]
-    batch.append_blocks(slot, [4])
-    assert batch.block_tables[slot, :2].tolist() == [9, 4]
+    batch.append_blocks(slot, [[4]])
+    assert batch.block_tables[0, slot, :2].tolist() == [9, 4]
     assert len(batch) == 1
     assert ("a", 0) not in batch
 

@@ -164,7 +164,7 @@ def test_the_executor_sizes_attaches_and_runs(tiny_model_dir: Path, caplog: pyte
     assert worker.pool is not None
     assert worker.pool.shape == (85, 3, 2, 2, 16, 16)
     key = ("a", 0)
-    request = NewRequest(key, 0, [3, 4], [], SamplingParams(temperature=0.0), [7])
+    request = NewRequest(key, 0, [3, 4], [], SamplingParams(temperature=0.0), [[7]])
     plan = StepPlan(0, [request], [ScheduledRequest(key, 0, 2, [], True)], [], cancels=[("gone", 2)])
     output = executor.execute(plan)
     assert len(output.sampled[key].token_ids) == 1

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attention_case import MIXES, Case, Shape
+from attention_case import MIXES, Case, Shape, layers_of
 
 from pdkv.engine.attention import cuda as attention_cuda
 from pdkv.engine.attention.cuda import CudaAttention
@@ -164,7 +164,7 @@ def test_the_backend_equals_attention_written_out(
     case = Case(mix, shape=shape).to(device)
     windows = [None, 20]
     expected = [case.expected(layer, windows[layer]) for layer in range(shape.layers)]
-    backend = CudaAttention(case.pool, shape.heads, windows)
+    backend = CudaAttention(case.pool, shape.heads, layers_of(windows))
     for layer in range(shape.layers):
         torch.testing.assert_close(case.run(backend, layer).double(), expected[layer], rtol=1e-5, atol=1e-5)
     some = case.run(backend, shape.layers - 1, last_only=True)
@@ -182,7 +182,9 @@ def test_the_backend_reads_only_what_a_request_owns(poison: float, device: torch
     poisoned.poison(3, poison)
     others = torch.ones(len(clean.qkv), dtype=torch.bool)
     others[clean.rows(3)] = False
-    results = [case.run(CudaAttention(case.pool, case.shape.heads), 0)[others] for case in (clean, poisoned)]
+    results = [
+        case.run(CudaAttention(case.pool, case.shape.heads, case.layers), 0)[others] for case in (clean, poisoned)
+    ]
     assert torch.equal(*results)
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdkv.engine.attention.backend import AttentionBackend
+from pdkv.engine.attention.backend import AttentionBackend, Layer
 from pdkv.engine.attention.cpu import CpuAttention
 from pdkv.engine.batch import PersistentBatch, StepInputs
 from pdkv.engine.plan import NewRequest, ScheduledRequest
@@ -53,7 +53,7 @@ class Case:
         for i, ((computed, count), num_blocks) in enumerate(zip(requests, blocks, strict=True)):
             own = [ids.pop() for _ in range(num_blocks)]
             tokens = [0] * (computed + count)
-            self.batch.add(NewRequest((str(i), 0), 0, tokens, [], SamplingParams(), own))
+            self.batch.add(NewRequest((str(i), 0), 0, tokens, [], SamplingParams(), [own]))
         self.inputs: StepInputs = self.batch.prepare(
             [ScheduledRequest((str(i), 0), c, n, [], True) for i, (c, n) in enumerate(requests)]
         )
@@ -61,12 +61,13 @@ class Case:
         rows = shape.heads + 2 * shape.kv_heads
         self.qkv = torch.randn(total, rows, shape.head_size, generator=generator).to(dtype)
         self.last_rows = self.inputs.cu_seqlens_q[1:] - 1
+        self.layers = layers_of([None] * shape.layers)  # without windows
 
     def blocks(self, request: int) -> list[int]:
         """The request's blocks, in order."""
         computed, count = self.requests[request]
         num_blocks = -(-(computed + count) // self.shape.block_size)
-        return [int(block) for block in self.batch.block_tables[request, :num_blocks]]
+        return [int(block) for block in self.batch.block_tables[0, request, :num_blocks]]
 
     def rows(self, request: int) -> slice:
         """The request's tokens in the step."""
@@ -116,8 +117,13 @@ class Case:
         return torch.cat(out)
 
 
-def without_compiled_kernel(kv_pool: torch.Tensor, num_heads: int, windows: Sequence[int | None] = ()) -> CpuAttention:
+def layers_of(windows: Sequence[int | None]) -> list[Layer]:
+    """One KV group's layers with these windows."""
+    return [Layer(0, index, window) for index, window in enumerate(windows)]
+
+
+def without_compiled_kernel(kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> CpuAttention:
     """The CPU backend of a machine without a compiler."""
-    backend = CpuAttention(kv_pool, num_heads, windows)
+    backend = CpuAttention(kv_pool, num_heads, layers)
     backend._singles = None
     return backend

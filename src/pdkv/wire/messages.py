@@ -35,6 +35,9 @@ MAX_PROBLEM_CHARS = 512
 MAX_CONNECTOR_PARTS = 64
 """Children and tiers of a connector that are counted by themselves."""
 
+MAX_LAYERS = 4096
+"""Of a model, and so of its KV groups."""
+
 MAX_LIST = 1 << 21
 """Entries of a list of tokens, log probabilities or block keys: in memory an entry is many times its bytes."""
 
@@ -60,16 +63,42 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, array_like=False,
 # --- KV identity and layout ---------------------------------------------------------------------------------------
 
 
+class KVGroup(msgspec.Struct, frozen=True):
+    """Layers whose KV lies in the same blocks: one block table per request and group (docs/kv-groups.md)."""
+
+    layers: Annotated[tuple[Natural, ...], Meta(max_length=MAX_LAYERS)]  # the model's, in the order of a block's layers
+    window: Natural = 0  # tokens that a query sees, its own included: blocks before them may be given up; 0: all
+
+
 class KVLayout(msgspec.Struct, frozen=True):
     """Shape of one rank's KV cache: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), block-major."""
 
-    num_layers: Size
+    num_layers: Size  # of a block; with several groups fewer than the model's, and some may be unused
     num_kv_heads: Size
     head_size: Size
     block_size: Size  # tokens per block
     dtype: Id  # torch's name, such as "bfloat16"
     dtype_bytes: Size
     total_kv_heads: Natural = 0  # of all ranks together, each head counted once; 0: num_kv_heads
+    groups: Annotated[tuple[KVGroup, ...], Meta(max_length=MAX_LAYERS)] = ()  # empty: one, of all layers, no window
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """By group, the window of its layers; 0: they see all tokens."""
+        return tuple(group.window for group in self.groups) or (0,)
+
+    @property
+    def num_groups(self) -> int:
+        """Block tables of a request."""
+        return max(len(self.groups), 1)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """By layer of the model: its group, and its index in the group's blocks."""
+        if not self.groups:
+            return tuple((0, layer) for layer in range(self.num_layers))
+        by_layer = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
+        return tuple(by_layer[layer] for layer in range(len(by_layer)))
 
     @property
     def kv_heads_of_all_ranks(self) -> int:
@@ -94,7 +123,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def identity(self) -> str:
         """What two engines must share to exchange KV; block size and TP are left out on purpose."""
-        return f"layers={self.num_layers},head_size={self.head_size},dtype={self.dtype},k=rotated"
+        identity = f"layers={self.num_layers},head_size={self.head_size},dtype={self.dtype},k=rotated"
+        if not self.groups:
+            return identity
+        groups = "+".join(f"{','.join(map(str, group.layers))}@{group.window}" for group in self.groups)
+        return f"{identity},groups={groups}"
 
 
 class EngineCard(Message, frozen=True):

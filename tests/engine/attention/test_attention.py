@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from attention_case import MIXES, Case, Shape, without_compiled_kernel
+from attention_case import MIXES, Case, Shape, layers_of, without_compiled_kernel
 
 from pdkv.engine.attention import tiles as attention_tiles
 from pdkv.engine.attention.backend import AttentionBackend
@@ -34,7 +34,7 @@ def test_single_queries_equal_attention_written_out(
     try:
         for mix in ([(0, 1)], [(40, 1)], MIXES[4]):
             case = Case(mix, dtype, shape=Shape(heads, kv_heads, head_size))
-            backend = CpuAttention(case.pool, heads)
+            backend = CpuAttention(case.pool, heads, case.layers)
             assert backend._singles is not None
             close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
             torch.testing.assert_close(case.run(backend, 1).double(), case.expected(1), **close)
@@ -97,7 +97,7 @@ def test_every_half_is_read_and_the_means_of_two_are_rounded_as_torch_rounds() -
         case.pool[[case.blocks(slot)[0] for slot in range(len(halves))], 0, 1, 0, 0] = halves
         case.qkv.zero_()
         case.qkv[:, -1] = own
-        assert torch.equal(case.run(CpuAttention(case.pool, 1), 0), expected)
+        assert torch.equal(case.run(CpuAttention(case.pool, 1, case.layers), 0), expected)
 
 
 @needs_compiled_kernel
@@ -105,14 +105,17 @@ def test_large_scores_do_not_overflow() -> None:
     case = Case([(100, 1), (0, 1)])
     case.qkv[:, : SHAPE.heads] *= 1000
     torch.testing.assert_close(
-        case.run(CpuAttention(case.pool, SHAPE.heads), 0).double(), case.expected(0), rtol=1e-3, atol=1e-3
+        case.run(CpuAttention(case.pool, SHAPE.heads, case.layers), 0).double(),
+        case.expected(0),
+        rtol=1e-3,
+        atol=1e-3,
     )
 
 
 @needs_compiled_kernel
 def test_head_sizes_that_the_kernel_does_not_take_are_left_to_torch() -> None:
-    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 8), 1)._singles is None
-    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 16, dtype=torch.float64), 1)._singles is None
+    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 8), 1, layers_of([None]))._singles is None
+    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 16, dtype=torch.float64), 1, layers_of([None]))._singles is None
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=len)
@@ -123,7 +126,7 @@ def test_backends_equal_attention_written_out(
     for layer in range(SHAPE.layers):
         case = Case(mix)
         expected = case.expected(layer)
-        backend = make(case.pool, SHAPE.heads)
+        backend = make(case.pool, SHAPE.heads, case.layers)
         torch.testing.assert_close(case.run(backend, layer).double(), expected, rtol=1e-4, atol=1e-5)
         some = case.run(backend, SHAPE.layers - 1, last_only=True)
         if layer == SHAPE.layers - 1:
@@ -143,7 +146,7 @@ def test_windows_equal_attention_written_out(
     for windows in ([window, window], [None, window], [window, None], [window, 20]):
         case = Case(mix)
         expected = [case.expected(layer, windows[layer]) for layer in range(2)]
-        backend = make(case.pool, SHAPE.heads, windows)
+        backend = make(case.pool, SHAPE.heads, layers_of(windows))
         for layer in range(2):
             torch.testing.assert_close(case.run(backend, layer).double(), expected[layer], rtol=1e-4, atol=1e-5)
         some = case.run(backend, 1, last_only=True)
@@ -157,7 +160,7 @@ def test_windows_of_single_queries(heads: int, kv_heads: int, head_size: int, dt
     close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
     for window in WINDOWS:
         case = Case(MIXES[4], dtype, shape=Shape(heads, kv_heads, head_size))
-        result = case.run(CpuAttention(case.pool, heads, [window, window]), 1)
+        result = case.run(CpuAttention(case.pool, heads, layers_of([window, window])), 1)
         torch.testing.assert_close(result.double(), case.expected(1, window), **close)
 
 
@@ -178,7 +181,10 @@ def test_low_precision(dtype: torch.dtype) -> None:
     case = Case(MIXES[3], dtype)
     expected = case.expected(0)
     torch.testing.assert_close(
-        case.run(CpuAttention(case.pool, SHAPE.heads), 0).double(), expected, rtol=0.05, atol=0.05
+        case.run(CpuAttention(case.pool, SHAPE.heads, case.layers), 0).double(),
+        expected,
+        rtol=0.05,
+        atol=0.05,
     )
 
 
@@ -188,16 +194,16 @@ def test_small_buckets_and_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch)
     for window in (None, 30):
         case = Case(MIXES[3])
         expected = case.expected(0, window)
-        backend = CpuAttention(case.pool, SHAPE.heads, [window] * SHAPE.layers)
+        backend = CpuAttention(case.pool, SHAPE.heads, layers_of([window] * SHAPE.layers))
         torch.testing.assert_close(case.run(backend, 0).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_scheduled_slots_are_written() -> None:
     case = Case([(5, 3), (0, 20), (31, 1)])
     before = case.pool.clone()
-    case.run(make_backend(case.pool, SHAPE.heads), 1)
+    case.run(make_backend(case.pool, SHAPE.heads, case.layers), 1)
     written = torch.zeros(case.pool.shape[0], SHAPE.block_size, dtype=torch.bool)
-    written[case.inputs.block_ids, case.inputs.offsets] = True
+    written[case.inputs.block_ids[0], case.inputs.offsets] = True
     changed = (
         (case.pool != before).any(-1).permute(0, 4, 1, 2, 3).flatten(3)
     )  # (blocks, offsets, layers, sides * heads)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attention_case import MIXES, Case, Shape, without_compiled_kernel
+from attention_case import MIXES, Case, Shape, layers_of, without_compiled_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,7 +51,7 @@ def check(
     windows = windows or [None, None]
 
     def attend(case: Case) -> list[torch.Tensor]:
-        backend = make(case.pool, shape.heads, windows)
+        backend = make(case.pool, shape.heads, layers_of(windows))
         last = shape.layers - 1
         return [case.run(backend, 0), case.run(backend, last), case.run(backend, last, last_only=True)]
 
@@ -109,7 +109,7 @@ def test_every_length_of_the_last_block(queries: int, block_size: int, make: Mak
     requests = [(length, queries) for length in range(2 * block_size + 1)] + [(20 * block_size, queries)]
     clean, poisoned = (Case(requests, shape=Shape(block_size=block_size)) for _ in range(2))
     poisoned.fill_foreign(float("nan"))
-    results = [case.run(make(case.pool, case.shape.heads), 0) for case in (clean, poisoned)]
+    results = [case.run(make(case.pool, case.shape.heads, case.layers), 0) for case in (clean, poisoned)]
     assert torch.equal(*results)
 
 
@@ -119,7 +119,7 @@ def test_a_block_whose_owner_overflowed(make: Make) -> None:
     case = Case([(0, 20)])
     expected = case.expected(0)
     case.pool[case.blocks(0)[1]] = float("nan")
-    torch.testing.assert_close(case.run(make(case.pool, 6), 0).double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(case.run(make(case.pool, 6, case.layers), 0).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @PATHS
@@ -143,7 +143,7 @@ def test_no_token_gets_anything_of_a_later_one(
         poisoned.qkv[first : rows.stop] = poison
         before[first : rows.stop] = False
     for layer in (0, shape.layers - 1):
-        results = [case.run(make(case.pool, shape.heads, windows), layer) for case in (clean, poisoned)]
+        results = [case.run(make(case.pool, shape.heads, layers_of(windows)), layer) for case in (clean, poisoned)]
         assert torch.equal(results[0][before], results[1][before])
 
 
@@ -165,5 +165,5 @@ def test_no_token_gets_anything_from_before_its_window(
         positions = torch.from_numpy(clean.inputs.positions[rows.start : rows.stop])
         apart[rows] = positions - window + 1 >= stop
     for layer in (0, shape.layers - 1):
-        results = [case.run(make(case.pool, shape.heads, [window] * 2), layer) for case in (clean, poisoned)]
+        results = [case.run(make(case.pool, shape.heads, layers_of([window] * 2)), layer) for case in (clean, poisoned)]
         assert torch.equal(results[0][apart], results[1][apart])

@@ -89,10 +89,10 @@ class StandInExecutor(Executor):
             del self._tokens[key], self._blocks[key]
         for new in plan.new:
             self._tokens[new.key] = new.prompt_token_ids + new.output_token_ids
-            self._blocks[new.key] = list(new.block_ids)
+            self._blocks[new.key] = list(new.block_ids[0])
         assert self.max_num_seqs is None or len(self._tokens) <= self.max_num_seqs, "the batch has no slot left"
         for share in plan.scheduled:
-            self._blocks[share.key] += share.new_block_ids
+            self._blocks[share.key] += share.new_block_ids[0] if share.new_block_ids else []
         sampled = self._forward(plan)
         transfers = self.worker.get_finished() if self.worker is not None else NO_TRANSFERS
         return StepOutput(plan.step_id, sampled, {}, transfers)

@@ -1,0 +1,68 @@
+"""KV groups: which layers share blocks, and which blocks of a request each group needs. Plain arithmetic.
+
+A group's layers all see every token (window 0) or all see the same window of tokens. All groups have equally many
+layers, so that every block of the pool may be any group's (docs/kv-groups.md).
+"""
+
+from collections.abc import Sequence
+
+from pdkv.wire.messages import KVGroup
+
+MAX_UNUSED = 1 / 8
+"""Of a model's layers: so many more may stay unused in blocks, for fewer groups."""
+
+STEPS_AHEAD = 3
+"""Steps that may be planned before the first of them is confirmed: so long a window's old blocks are kept."""
+
+
+def make_groups(windows: Sequence[int | None]) -> tuple[int, tuple[KVGroup, ...]]:
+    """Share a model's layers out to groups.
+
+    Args:
+        windows: by layer, how many tokens a query sees, its own included; None: all.
+
+    Returns:
+        Layers of a block, and the groups, those without a window first; none where no layer has a window.
+    """
+    layers: dict[int, list[int]] = {}
+    for layer, window in enumerate(windows):
+        layers.setdefault(window or 0, []).append(layer)
+    if set(layers) == {0}:
+        return len(windows), ()
+    size = _group_size([len(own) for own in layers.values()])
+    groups = [
+        KVGroup(tuple(own[first : first + size]), window)
+        for window, own in sorted(layers.items())
+        for first in range(0, len(own), size)
+    ]
+    return size, tuple(groups)
+
+
+def _group_size(counts: Sequence[int]) -> int:
+    """The most layers per block that leave few unused, for so many layers of each window."""
+    most = (1 + MAX_UNUSED) * sum(counts)
+    return next(size for size in range(max(counts), 0, -1) if sum(-(-n // size) * size for n in counts) <= most)
+
+
+def first_needed(window: int, num_tokens: int, block_size: int) -> int:
+    """The first block that the token behind tokens [0, num_tokens) sees some of: those before it may be given up."""
+    return max(num_tokens - window + 1, 0) // block_size if window else 0
+
+
+def num_held_at_once(windows: Sequence[int], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+    """The most blocks, of all groups together, that a request of `num_tokens` tokens holds while it is computed.
+
+    Args:
+        max_step_tokens: tokens of one step: a window's blocks stay until the steps that see them are confirmed.
+    """
+    blocks = -(-num_tokens // block_size)
+    return sum(
+        min(blocks, -(-(window - 1 + STEPS_AHEAD * max_step_tokens) // block_size) + 1) if window else blocks
+        for window in windows
+    )
+
+
+def num_held_at_end(windows: Sequence[int], num_tokens: int, block_size: int) -> int:
+    """The blocks, of all groups together, that the token behind the first `num_tokens` sees."""
+    blocks = -(-num_tokens // block_size)
+    return sum(blocks - first_needed(window, num_tokens, block_size) for window in windows)
