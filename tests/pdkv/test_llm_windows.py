@@ -17,17 +17,17 @@ ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides"),
+    ("family", "overrides", "groups"),
     [
-        ("mistral", {}),
-        ("ministral", {"layer_types": ALTERNATING, "head_dim": 16}),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
-        ("phi3", {}),
+        ("mistral", {}, [(0, 1, 2)]),
+        ("ministral", {"layer_types": ALTERNATING, "head_dim": 16}, [(1,), (0,), (2,)]),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, [(0,), (1,), (2,)]),
+        ("phi3", {}, [(0, 1, 2)]),
     ],
     ids=["all", "alternating", "from-a-layer-on", "phi3"],
 )
 def test_tokens_beyond_the_window_are_those_of_transformers(
-    hf_model: Callable[..., Path], tmp_path: Path, family: str, overrides: dict[str, Any]
+    hf_model: Callable[..., Path], tmp_path: Path, family: str, overrides: dict[str, Any], groups: list[tuple[int, ...]]
 ) -> None:
     made = hf_model(family, sliding_window=WINDOW, initializer_range=0.2, max_position_embeddings=512, **overrides)
     for file in made.iterdir():
@@ -42,6 +42,23 @@ def test_tokens_beyond_the_window_are_those_of_transformers(
     for fields in ({}, {"long_prefill_token_threshold": 7, "max_num_batched_tokens": 40}):
         with LLM(tmp_path, kv_cache_memory=4 << 20, threads=1, **fields) as llm:
             assert llm._core.card.max_model_len == 512
+            assert [group.layers for group in llm._core.card.layout.groups] == groups
             for _ in range(2):  # the second time from the cache
                 outputs = llm.generate([one.prompt for one in expected], PARAMS, progress=False)
                 assert [output.outputs[0].token_ids for output in outputs] == [one.output for one in expected]
+
+
+def test_a_windows_layers_take_the_memory_of_the_window(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Three prompts of 450 tokens in a pool that holds 224, were it not for the window."""
+    made = hf_model("mistral", sliding_window=WINDOW, initializer_range=0.2, max_position_embeddings=512)
+    for file in made.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    write_tokenizer(tmp_path)
+    rng = random.Random(6)
+    expected = [oracle(made).expect(lambda: [rng.randrange(2, 258) for _ in range(450)], NUM_OUTPUT) for _ in range(3)]
+    block_bytes = 3 * 2 * 2 * 16 * 16 * 4  # layers, K and V, heads, tokens, head size, float32
+    with LLM(tmp_path, kv_cache_memory=14 * block_bytes, threads=1, max_num_batched_tokens=48) as llm:
+        assert llm._core.card.max_model_len == 512
+        assert llm._core.card.num_blocks == 14
+        outputs = llm.generate([one.prompt for one in expected], PARAMS, progress=False)
+        assert [output.outputs[0].token_ids for output in outputs] == [one.output for one in expected]

@@ -11,7 +11,7 @@ from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import EngineCard, EngineToRouter, KVLayout, Submit
+from pdkv.wire.messages import EngineCard, EngineToRouter, KVGroup, KVLayout, Submit
 from pdkv.wiring import wire_core
 
 EOS = 3
@@ -27,6 +27,7 @@ def make_core(
     handoff: HandoffConfig | None = None,
     connector: str = "memory",
     max_model_len: int | None = None,
+    groups: tuple[KVGroup, ...] = (),
 ) -> EngineCore:
     """An engine with router "r".
 
@@ -36,7 +37,8 @@ def make_core(
     """
     handoff = handoff or HandoffConfig(connector="memory")
     limits = limits or SchedulerLimits(8, 64, kv_load_timeout_s=handoff.kv_load_timeout_s)
-    layout = KVLayout(NUM_LAYERS, 1, 1, block_size, "int64", 8)
+    num_layers = len(groups[0].layers) if groups else NUM_LAYERS
+    layout = KVLayout(num_layers, 1, 1, block_size, "int64", 8, groups=groups)
     made = None
     if options is not None:
         config = ConnectorConfig(engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, options=options)
@@ -59,7 +61,7 @@ def make_core(
         max_num_seqs=limits.max_num_seqs,
         rank_blobs=[worker.handshake()] if worker else [],
     )
-    executor = StandInExecutor(num_blocks, block_size, worker)
+    executor = StandInExecutor(num_blocks, layout, worker)
     core = wire_core(
         card=card,
         executor=executor,

@@ -32,14 +32,17 @@ def next_token(values: npt.NDArray[np.int64]) -> int:
     return zlib.crc32(np.ascontiguousarray(values).tobytes()) % VOCAB_SIZE
 
 
-def expected_tokens(prompt: Sequence[int], num_output: int) -> list[int]:
-    """What an engine without any cache, block or peer says."""
+def expected_tokens(prompt: Sequence[int], num_output: int, windows: Sequence[int] = (0, 0)) -> list[int]:
+    """What an engine without any cache, block or peer says. `windows` by layer; 0: it sees all tokens."""
     tokens = list(prompt)
     chain: list[int] = []
     for token_id in prompt:
         chain.append(chain_value(chain[-1] if chain else 0, token_id))
     for _ in range(num_output):
-        tokens.append(next_token(np.array([chain, [-v for v in chain]], dtype=np.int64)))
+        values = np.array([chain, [-v for v in chain]], dtype=np.int64)
+        for layer, window in enumerate(windows):
+            values[layer, : len(chain) - (window or len(chain))] = 0
+        tokens.append(next_token(values))
         chain.append(chain_value(chain[-1], tokens[-1]))
     return tokens[len(prompt) :]
 
@@ -67,20 +70,22 @@ class GuardedPool:
 
 
 class StandInExecutor(Executor):
-    """Keeps its own copy of each request's tokens and block table, as workers do.
+    """Keeps its own copy of each request's tokens and block tables, as workers do.
 
-    The pool has shape (num_blocks, NUM_LAYERS, block_size), int64.
+    The pool has shape (num_blocks, layout.num_layers, block_size), int64. The model has NUM_LAYERS layers.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, worker: WorkerConnector | None, *, max_num_seqs: int | None = None
+        self, num_blocks: int, layout: KVLayout, worker: WorkerConnector | None, *, max_num_seqs: int | None = None
     ) -> None:
         self.max_num_seqs = max_num_seqs
-        self.pool = GuardedPool(np.full((num_blocks, NUM_LAYERS, block_size), -7, dtype=np.int64))
-        self.block_size = block_size
+        self.pool = GuardedPool(np.full((num_blocks, layout.num_layers, layout.block_size), -7, dtype=np.int64))
+        self.block_size = layout.block_size
+        self._places, self._windows = layout.places, layout.windows
+        assert len(self._places) == NUM_LAYERS
         self.worker = worker
         self._tokens: dict[RequestKey, list[int]] = {}
-        self._blocks: dict[RequestKey, list[int]] = {}
+        self._blocks: dict[RequestKey, list[list[int]]] = {}  # by group
         if worker is not None:
             worker.register_kv_caches(self.pool)  # type: ignore[arg-type]
 
@@ -89,10 +94,11 @@ class StandInExecutor(Executor):
             del self._tokens[key], self._blocks[key]
         for new in plan.new:
             self._tokens[new.key] = new.prompt_token_ids + new.output_token_ids
-            self._blocks[new.key] = list(new.block_ids[0])
+            self._blocks[new.key] = [list(table) for table in new.block_ids]
         assert self.max_num_seqs is None or len(self._tokens) <= self.max_num_seqs, "the batch has no slot left"
         for share in plan.scheduled:
-            self._blocks[share.key] += share.new_block_ids[0] if share.new_block_ids else []
+            for table, added in zip(self._blocks[share.key], share.new_block_ids, strict=False):
+                table += added
         sampled = self._forward(plan)
         transfers = self.worker.get_finished() if self.worker is not None else NO_TRANSFERS
         return StepOutput(plan.step_id, sampled, {}, transfers)
@@ -130,20 +136,27 @@ class StandInExecutor(Executor):
                 sampled[share.key] = SampledTokens([token_id], None)
         return sampled
 
-    def read(self, block_ids: Sequence[int], num_tokens: int) -> Any:
-        """KV of the first tokens, (num_layers, num_tokens)."""
-        blocks = self.pool[block_ids[: -(-num_tokens // self.block_size)]]
-        return blocks.transpose(1, 0, 2).reshape(NUM_LAYERS, -1)[:, :num_tokens]
+    def read(self, tables: Sequence[Sequence[int]], num_tokens: int) -> Any:
+        """KV of the first tokens that the last one sees, (NUM_LAYERS, num_tokens); 0 where it does not."""
+        values = np.zeros((NUM_LAYERS, num_tokens), dtype=np.int64)
+        for layer, (group, index) in enumerate(self._places):
+            window = self._windows[group]
+            first = max(num_tokens - window, 0) if window else 0
+            skipped = first // self.block_size
+            blocks = self.pool[tables[group][skipped : -(-num_tokens // self.block_size)]][:, index].ravel()
+            values[layer, first:] = blocks[first - skipped * self.block_size :][: num_tokens - first]
+        return values
 
     def _write_layer(self, layer: int, key: RequestKey, start: int, count: int) -> None:
-        blocks, tokens, size = self._blocks[key], self._tokens[key], self.block_size
+        group, index = self._places[layer]
+        blocks, tokens, size = self._blocks[key][group], self._tokens[key], self.block_size
         sign = 1 if layer == 0 else -1
         previous = 0
         if start:
-            previous = sign * int(self.pool[blocks[(start - 1) // size], layer, (start - 1) % size])
+            previous = sign * int(self.pool[blocks[(start - 1) // size], index, (start - 1) % size])
         for position in range(start, start + count):
             previous = chain_value(previous, tokens[position])
-            self.pool[blocks[position // size], layer, position % size] = sign * previous
+            self.pool[blocks[position // size], index, position % size] = sign * previous
 
 
 class StandIn(Forward):
@@ -160,7 +173,7 @@ class StandIn(Forward):
     def make_executor(
         self, layout: KVLayout, num_blocks: int, *, max_num_seqs: int, worker: WorkerConnector
     ) -> StandInExecutor:
-        return StandInExecutor(num_blocks, layout.block_size, worker, max_num_seqs=max_num_seqs)
+        return StandInExecutor(num_blocks, layout, worker, max_num_seqs=max_num_seqs)
 
     def watch(self, executor: Executor, blocks: BlockPool) -> None:
         assert isinstance(executor, StandInExecutor)
