@@ -50,7 +50,7 @@ def test_single_queries_give_the_same_bits_on_any_number_of_threads(
     heads: int, kv_heads: int, mix: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
     case = Case(mix, dtype, shape=Shape(heads, kv_heads, 64))
-    backend, results = CpuAttention(case.pool, heads), []
+    backend, results = CpuAttention(case.pool, heads, case.layers), []
     try:
         for threads in (1, 2, 3, 5):
             torch.set_num_threads(threads)
