@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from pdkv.assemble import build_engine
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
-from pdkv.connectors.registry import load_connector
+from pdkv.connectors.registry import check_connector
 from pdkv.errors import ConfigError, InvalidRequest, RequestFailed
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
@@ -328,7 +328,7 @@ def _handoff_config(connector: str | None, options: Mapping[str, str] | None) ->
             raise ConfigError(f"connector_config={dict(options)} needs a connector, such as connector='shared_storage'")
         return None
     handoff = HandoffConfig(connector=connector, connector_config=dict(options or {}))
-    if not load_connector(connector).for_options(handoff.connector_config).content_addressed:
+    if not check_connector(connector, handoff.connector_config).content_addressed:
         raise ConfigError(
             f"connector {connector!r} carries KV between two engines that a router brings together (`pd launch`); "
             "an LLM needs one that finds KV by its content, such as 'shared_storage' or 'store'"
