@@ -79,11 +79,11 @@ def test_keys_whose_scores_are_all_minus_infinity_weigh_nothing_beside_others() 
     case = Case([(1023, 1)], shape=Shape(1, 1, 16))
     case.qkv.fill_(1.0)
     case.pool[case.blocks(0)[:32], 0, 0] = torch.finfo(torch.float32).min
-    result = case.run(CpuAttention(case.pool, 1), 0)
+    result = case.run(CpuAttention(case.pool, 1, case.layers), 0)
     alone = Case([(511, 1)], shape=Shape(1, 1, 16))
     alone.qkv.fill_(1.0)
     alone.pool[alone.blocks(0)] = case.pool[case.blocks(0)[32:]]
-    torch.testing.assert_close(result, alone.run(CpuAttention(alone.pool, 1), 0))
+    torch.testing.assert_close(result, alone.run(CpuAttention(alone.pool, 1, alone.layers), 0))
 
 
 @needs_compiled_kernel
