@@ -8,31 +8,23 @@ another host, the connection to it.
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from pdkv.connectors.base import TransferKey
-from pdkv.connectors.nixl.fetch import Wanted
 from pdkv.connectors.nixl.memory import Permit
+from pdkv.connectors.nixl.offers import OfferReader
 from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.nixl.wire import Begin, Cancel, Cancelled, Granted, Offer, RankBlob, Taken, Wrote
 from pdkv.connectors.nixl.writers import WriterProcesses
 from pdkv.connectors.peer.push_worker import Incoming, PieceRange, PushWorker
-from pdkv.connectors.transfer.block_runs import unpack_blocks
-from pdkv.connectors.transfer.lanes import IOLanes, LaneConfig
-from pdkv.connectors.transfer.planning import Ids, unit_index
-from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
+from pdkv.connectors.transfer.lanes import LaneConfig
+from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import (
     KVNotFound,
-    PdkvError,
     PeerGone,
-    StaleGeneration,
     TransferCancelled,
-    TransferError,
-    TransferTimeout,
 )
 
 logger = logging.getLogger(__name__)
@@ -65,14 +57,7 @@ class PushReceiver:
         self._gone: list[tuple[TransferKey, str]] = []  # writers without a card that have not ended for certain
         self._processes = WriterProcesses()
         self._early: dict[TransferKey, list[tuple[float, RankBlob, Begin | Offer]]] = {}
-        self._lanes: IOLanes[tuple[RankBlob, Offer]] = IOLanes(
-            lanes,
-            self._take,
-            refuse=lambda item, error: self._answer(item, TransferError.code),
-            make_scratch=lambda lane: None,
-            close_scratch=lambda lane, scratch: None,
-            do_idle_work=lambda: False,
-        )
+        self._offers = OfferReader(worker, rank, lanes, self._landed)
 
     def listen(self) -> None:
         """Take the messages to receivers."""
@@ -89,7 +74,7 @@ class PushReceiver:
 
     def shutdown(self) -> None:
         """Stop the threads that take offers."""
-        self._lanes.shutdown(JOIN_TIMEOUT_S)
+        self._offers.shutdown()
         with self._lock:
             self._processes.close()
 
@@ -122,7 +107,7 @@ class PushReceiver:
             self._processes.forget(gone - {agent for _, agent in left})
         for key in {key for key, _ in left}:
             self._worker.stop_jobs(partial(_is_received, key), PeerGone.code)
-        self._lanes.retire(gone)
+        self._offers.retire(gone)
 
     # --- the message thread ---------------------------------------------------------------------------------------
 
@@ -164,7 +149,7 @@ class PushReceiver:
         if self._find(message.key) is None:
             self._keep(blob, message)
         else:
-            self._lanes.put(blob.agent, (blob, message))
+            self._offers.take(blob, message)
 
     def _keep(self, blob: RankBlob, message: Begin | Offer) -> None:
         """Its transfer may be registered in a moment."""
@@ -261,104 +246,6 @@ class PushReceiver:
             return self._worker.find_incoming(key)[0]
         except KVNotFound:
             return None
-
-    # --- threads that take offers ---------------------------------------------------------------------------------
-
-    def _take(self, item: tuple[RankBlob, Offer], scratch: None) -> None:
-        """Read what is offered into the transfer's blocks."""
-        blob, offer = item
-        code = ""
-        try:
-            self._read(blob, offer)
-        except PdkvError as error:
-            code = error.code
-            logger.debug("offer of %s for %s: %s", blob.agent, offer.key, error)
-        except Exception:  # whatever it was, the next offer is taken
-            code = TransferError.code
-            self._worker.num_unexpected_errors += 1
-            logger.exception("offer of %s for %s", blob.agent, offer.key)
-        self._answer(item, code)
-
-    def _answer(self, item: tuple[RankBlob, Offer], code: str) -> None:
-        blob, offer = item
-        self._endpoint.try_send(blob, Taken(offer.offer, code))
-
-    def _read(self, blob: RankBlob, offer: Offer) -> None:
-        """Read it, then see whether it still stood: if not, its blocks may have been another request's."""
-        worker, rank = self._worker, self._rank
-        job, incoming = worker.find_incoming(offer.key)
-        piece = offer.piece
-        incoming.check_range(piece)
-        offered = unpack_blocks(offer.blocks)
-        ours = self._whole_blocks(incoming, offer) if offer.whole else self._units(incoming, offer)
-        if offered is None or offered.ids.size != ours.size:
-            raise TransferError(f"agent {blob.agent} offers something else than is wanted")
-        theirs = offered.ids
-        reading = _Reading(job, time.monotonic() + worker.timeout_s)
-
-        def guard() -> AbstractContextManager[None]:
-            return _writing(worker, job)
-
-        if offer.whole:
-            layers = range(piece.part.layer_start, piece.part.layer_stop)
-            num_bytes = rank.blocks.read_layers(reading, blob, theirs, ours, layers, offer=offer.offer, guard=guard)
-        else:
-            wanted = Wanted(theirs, offer.head_start, ours, piece.part, offer.offer, guard)
-            num_bytes = rank.reader.fetch(reading, blob, wanted)
-        (nonce,) = self._endpoint.read_words(
-            blob, blob.permits, offer.permit, 1, deadline=reading.deadline, check=reading.check
-        )
-        if nonce != offer.nonce:
-            raise StaleGeneration(f"agent {blob.agent} has withdrawn its offer")
-        self._landed(job, piece, num_bytes)
-
-    def _whole_blocks(self, incoming: Incoming, offer: Offer) -> Ids:
-        """Where offered blocks go."""
-        layout, piece = self._worker.config.layout, offer.piece
-        first, rest = divmod(piece.start - incoming.ticket.start, layout.block_size)
-        if rest or piece.num_heads != layout.num_kv_heads or incoming.ticket.start % layout.block_size:
-            raise TransferError("whole blocks are offered that are none here")
-        stop = -(-(piece.stop - incoming.ticket.start) // layout.block_size)
-        return incoming.block_ids[first:stop]
-
-    def _units(self, incoming: Incoming, offer: Offer) -> Ids:
-        """Where offered units go."""
-        block_size = self._worker.config.layout.block_size
-        first = incoming.ticket.start // block_size * block_size
-        try:
-            return unit_index(incoming.block_ids, block_size, offer.piece.start - first, offer.piece.stop - first)
-        except ValueError as error:
-            raise TransferError(str(error)) from None
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """One offer of a receive, which itself may last until the prompt is computed."""
-
-    job: Job
-    deadline: float
-
-    def check(self) -> None:
-        """Raises TransferCancelled or TransferTimeout."""
-        self.job.check()
-        if time.monotonic() >= self.deadline:
-            raise TransferTimeout("an offer was not read in time", transfer_id=self.job.key[0], attempt=self.job.key[1])
-
-    def remaining_s(self) -> float:
-        """Seconds until the deadline. Raises as `check` does."""
-        self.check()
-        return max(self.deadline - time.monotonic(), 1e-3)
-
-
-@contextmanager
-def _writing(worker: PushWorker, job: Job) -> Iterator[None]:
-    """While a posted receive's blocks are written. Raises TransferCancelled when they may not be."""
-    if not worker.enter(job):
-        raise TransferCancelled("cancelled", transfer_id=job.key[0], attempt=job.key[1])
-    try:
-        yield
-    finally:
-        worker.leave(job)
 
 
 def _is_received(key: TransferKey, job: Job) -> bool:

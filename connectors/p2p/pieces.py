@@ -42,7 +42,9 @@ class Message(NamedTuple):
     is_direct: bool
 
 
-def plan_blocks(source: Sequence[int], target: Sequence[int], first: int, block_bytes: int) -> list[tuple[int, int]]:
+def plan_blocks(
+    source: Sequence[int], target: Sequence[int] | Ids, first: int, block_bytes: int
+) -> list[tuple[int, int]]:
     """The runs of an offer in whole blocks: (first block of the request, count) that need no buffer.
 
     Args:
@@ -192,7 +194,7 @@ class PiecePool:
 
 
 def piece_ids(
-    block_ids: Sequence[int], block_size: int, start: int, stop: int, *, table_start: int, in_units: bool
+    block_ids: Sequence[int] | Ids, block_size: int, start: int, stop: int, *, table_start: int, in_units: bool
 ) -> Ids:
     """The blocks or units of tokens [start, stop) in a pool; the messages' positions count from the first of them.
 

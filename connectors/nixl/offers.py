@@ -1,0 +1,164 @@
+"""Threads that read what senders offer: a lane for each, between the offer and the answer that it is taken.
+
+Who may write into this rank's blocks is for receiver.py to say.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from pdkv.connectors.nixl.fetch import Wanted
+from pdkv.connectors.nixl.rank import NixlRank
+from pdkv.connectors.nixl.wire import Offer, RankBlob, Taken
+from pdkv.connectors.peer.push_worker import Incoming, PieceRange, PushWorker
+from pdkv.connectors.transfer.block_runs import unpack_blocks
+from pdkv.connectors.transfer.lanes import IOLanes, LaneConfig
+from pdkv.connectors.transfer.planning import Ids, unit_index
+from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
+from pdkv.errors import (
+    PdkvError,
+    StaleGeneration,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class OfferReader:
+    """Reads offers into the blocks of their transfers. Thread-safe.
+
+    Args:
+        landed: called when a piece is in its blocks.
+    """
+
+    def __init__(
+        self,
+        worker: PushWorker,
+        rank: NixlRank,
+        lanes: LaneConfig,
+        landed: Callable[[Job, PieceRange, int], None],
+    ) -> None:
+        self._worker = worker
+        self._rank = rank
+        self._endpoint = rank.endpoint
+        self._landed = landed
+        self._lanes: IOLanes[tuple[RankBlob, Offer]] = IOLanes(
+            lanes,
+            self._take,
+            refuse=lambda item, error: self._answer(item, TransferError.code),
+            make_scratch=lambda lane: None,
+            close_scratch=lambda lane, scratch: None,
+            do_idle_work=lambda: False,
+        )
+
+    def take(self, blob: RankBlob, offer: Offer) -> None:
+        """Read it, soon, in its sender's lane."""
+        self._lanes.put(blob.agent, (blob, offer))
+
+    def retire(self, agents: Iterable[str]) -> None:
+        """These senders are gone."""
+        self._lanes.retire(agents)
+
+    def shutdown(self) -> None:
+        """Stop the threads."""
+        self._lanes.shutdown(JOIN_TIMEOUT_S)
+
+    def _take(self, item: tuple[RankBlob, Offer], scratch: None) -> None:
+        """Read what is offered into the transfer's blocks."""
+        blob, offer = item
+        code = ""
+        try:
+            self._read(blob, offer)
+        except PdkvError as error:
+            code = error.code
+            logger.debug("offer of %s for %s: %s", blob.agent, offer.key, error)
+        except Exception:  # whatever it was, the next offer is taken
+            code = TransferError.code
+            self._worker.num_unexpected_errors += 1
+            logger.exception("offer of %s for %s", blob.agent, offer.key)
+        self._answer(item, code)
+
+    def _answer(self, item: tuple[RankBlob, Offer], code: str) -> None:
+        blob, offer = item
+        self._endpoint.try_send(blob, Taken(offer.offer, code))
+
+    def _read(self, blob: RankBlob, offer: Offer) -> None:
+        """Read it, then see whether it still stood: if not, its blocks may have been another request's."""
+        worker, rank = self._worker, self._rank
+        job, incoming = worker.find_incoming(offer.key)
+        piece = offer.piece
+        incoming.check_range(piece)
+        offered = unpack_blocks(offer.blocks)
+        ours = self._whole_blocks(incoming, offer) if offer.whole else self._units(incoming, offer)
+        if offered is None or offered.ids.size != ours.size:
+            raise TransferError(f"agent {blob.agent} offers something else than is wanted")
+        theirs = offered.ids
+        reading = _Reading(job, time.monotonic() + worker.timeout_s)
+
+        def guard() -> AbstractContextManager[None]:
+            return _writing(worker, job)
+
+        if offer.whole:
+            layers = range(piece.part.layer_start, piece.part.layer_stop)
+            num_bytes = rank.blocks.read_layers(reading, blob, theirs, ours, layers, offer=offer.offer, guard=guard)
+        else:
+            wanted = Wanted(theirs, offer.head_start, ours, piece.part, offer.offer, guard)
+            num_bytes = rank.reader.fetch(reading, blob, wanted)
+        (nonce,) = self._endpoint.read_words(
+            blob, blob.permits, offer.permit, 1, deadline=reading.deadline, check=reading.check
+        )
+        if nonce != offer.nonce:
+            raise StaleGeneration(f"agent {blob.agent} has withdrawn its offer")
+        self._landed(job, piece, num_bytes)
+
+    def _whole_blocks(self, incoming: Incoming, offer: Offer) -> Ids:
+        """Where offered blocks go."""
+        layout, piece = self._worker.config.layout, offer.piece
+        first, rest = divmod(piece.start - incoming.ticket.start, layout.block_size)
+        if rest or piece.num_heads != layout.num_kv_heads or incoming.ticket.start % layout.block_size:
+            raise TransferError("whole blocks are offered that are none here")
+        stop = -(-(piece.stop - incoming.ticket.start) // layout.block_size)
+        return incoming.block_ids[first:stop]
+
+    def _units(self, incoming: Incoming, offer: Offer) -> Ids:
+        """Where offered units go."""
+        block_size = self._worker.config.layout.block_size
+        first = incoming.ticket.start // block_size * block_size
+        try:
+            return unit_index(incoming.block_ids, block_size, offer.piece.start - first, offer.piece.stop - first)
+        except ValueError as error:
+            raise TransferError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One offer of a receive, which itself may last until the prompt is computed."""
+
+    job: Job
+    deadline: float
+
+    def check(self) -> None:
+        """Raises TransferCancelled or TransferTimeout."""
+        self.job.check()
+        if time.monotonic() >= self.deadline:
+            raise TransferTimeout("an offer was not read in time", transfer_id=self.job.key[0], attempt=self.job.key[1])
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline. Raises as `check` does."""
+        self.check()
+        return max(self.deadline - time.monotonic(), 1e-3)
+
+
+@contextmanager
+def _writing(worker: PushWorker, job: Job) -> Iterator[None]:
+    """While a posted receive's blocks are written. Raises TransferCancelled when they may not be."""
+    if not worker.enter(job):
+        raise TransferCancelled("cancelled", transfer_id=job.key[0], attempt=job.key[1])
+    try:
+        yield
+    finally:
+        worker.leave(job)
