@@ -225,7 +225,7 @@ def check_start(deployment: Running, words: list[str]) -> None:
     assert deployment.finish() == 2
     assert "Traceback" not in deployment.log
     line = deployment.lines[-1]
-    assert line.startswith("pd: error: ")
+    assert line.startswith(("pd: error: ", "pd launch: error: "))
     for word in words:
         assert word in line
 

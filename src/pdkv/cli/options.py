@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
-from pdkv.options import Option, did_you_mean, options_of
+from pdkv.options import Option, did_you_mean, nearest, options_of
 from pdkv.secret_options import STORE_SIGN_KEY, has_secret, read_option, without_secrets
 
 ENVIRONMENT_PREFIX = "PDKV_"
@@ -37,7 +37,8 @@ class Parser(argparse.ArgumentParser):
         namespace, rest = super().parse_known_args(*args, **kwargs)
         if rest:
             name = rest[0].partition("=")[0]
-            meant = did_you_mean(name, self._option_string_actions) if name.startswith("-") else ""
+            close = nearest(name[2:], [flag[2:] for flag in self._option_string_actions if flag.startswith("--")])
+            meant = f" (did you mean '--{close}'?)" if close and name.startswith("--") else ""
             self.error(f"unrecognized argument {name}{meant}")
         return namespace, rest
 
