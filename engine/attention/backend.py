@@ -13,7 +13,7 @@ class Layer(NamedTuple):
     """Where a layer's KV lies, and how far back it looks."""
 
     group: int  # of the block tables
-    index: int  # in a block
+    layer: int  # of a block's layers
     window: int | None = None  # how many keys a query sees, its own included; None: all up to its own
 
 

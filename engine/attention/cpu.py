@@ -54,9 +54,9 @@ class CpuAttention(AttentionBackend):
         self._limits = AttentionLimits(num_heads, kv_heads, head_size, kv_pool.element_size())
         # A row holds one head's K or V of one block. Index l's rows are index 0's, l * 2 * kv_heads further on.
         rows = kv_pool.view(-1, block_size * head_size)
-        self._block_rows = [rows[layer.index * 2 * kv_heads :] for layer in layers]
+        self._block_rows = [rows[layer.layer * 2 * kv_heads :] for layer in layers]
         self._token_kv = [
-            kv_pool[:, layer.index].flatten(1, 2).transpose(1, 2) for layer in layers
+            kv_pool[:, layer.layer].flatten(1, 2).transpose(1, 2) for layer in layers
         ]  # (num_blocks, block_size, 2 * kv_heads, head_size) each
         self._scratch = _Scratch(kv_pool.dtype)
         self._slots: list[tuple[torch.Tensor, torch.Tensor]] = []  # by group, where a step's tokens go
@@ -87,7 +87,7 @@ class CpuAttention(AttentionBackend):
         self._token_kv[layer].index_put_(slots, qkv[: len(slots[0]), self._num_heads :])
         result = self._attend_buckets(layer, qkv, plan)
         if self._singles is not None and len(plan.singles.slots):
-            self._singles.attend(self._layers[layer].index, qkv, plan.singles, result)
+            self._singles.attend(self._layers[layer].layer, qkv, plan.singles, result)
         return result
 
     def _attend_buckets(self, layer: int, qkv: torch.Tensor, plan: _Plan) -> torch.Tensor:

@@ -38,11 +38,11 @@ class CudaAttention(AttentionBackend):
         heads, kv_heads = self._num_heads, self._kv_heads
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         place = self._layers[layer]
-        write_kv(self._pool, place.index, k, v, self._slot_mapping[place.group])
+        write_kv(self._pool, place.layer, k, v, self._slot_mapping[place.group])
         out = paged_attention(
             q,
             self._pool,
-            place.index,
+            place.layer,
             self._block_tables[place.group],
             self._seq_lens,
             self._cu_seqlens_q,
