@@ -25,6 +25,7 @@ from pdkv.connectors.registry import make_connector
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.core import EngineCore
 from pdkv.engine.executor import Executor
+from pdkv.engine.intake import prepare
 from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.errors import ConfigError
@@ -316,7 +317,8 @@ def _hand_over(timed: _Timed, prefill: EngineCore, decode: EngineCore, name: str
 def _steps(timed: _Timed, name: str, core: EngineCore, asked: Submit) -> list[EngineToRouter]:
     """Run one request to its end."""
     took: list[EngineToRouter] = []
-    timed(f"{name}: submit", core.handle, "r", asked, time.monotonic())
+    prepared = prepare(core.card, asked)  # by the intake's thread
+    timed(f"{name}: submit", core.handle, "r", asked, time.monotonic(), prepared)
     deadline = time.monotonic() + WAIT_S
     while core.requests:
         now = time.monotonic()

@@ -5,11 +5,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdkv.block_keys import root_key
 from pdkv.connectors.base import TransferKey, TransferOutcome
 from pdkv.engine.executor import Executor
 from pdkv.engine.external import ExternalKV
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
+from pdkv.engine.intake import Prepared, root_of
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Drawn, Scheduler
@@ -227,14 +227,16 @@ class EngineCore:
             self._update_peers()
         self._dirty = True
 
-    def handle_guarded(self, router_id: str, message: RouterToEngine, now: float) -> None:
+    def handle_guarded(
+        self, router_id: str, message: RouterToEngine, now: float, prepared: Prepared | None = None
+    ) -> None:
         """Act on one message; one that this code cannot stand fails its own request and nothing else.
 
         Raises:
             RankError: another rank failed.
         """
         try:
-            self.handle(router_id, message, now)
+            self.handle(router_id, message, now, prepared)
         except RankError:
             raise
         except Exception as error:
@@ -250,12 +252,16 @@ class EngineCore:
                 self._outbox(router_id, Failed(*key, code, text[:MAX_ERROR_CHARS], False))
                 self._on_abort(router_id, key)  # if that fails, too, the books are wrong: the engine starts anew
 
-    def handle(self, router_id: str, message: RouterToEngine, now: float) -> None:
-        """Act on one message; what belongs to an ended or unknown attempt is counted and dropped."""
+    def handle(self, router_id: str, message: RouterToEngine, now: float, prepared: Prepared | None = None) -> None:
+        """Act on one message; what belongs to an ended or unknown attempt is counted and dropped.
+
+        Args:
+            prepared: what is known already of a Submit's tokens.
+        """
         self._dirty = True
         match message:
             case Submit():
-                self._submit(router_id, message, now)
+                self._submit(router_id, message, now, prepared)
             case Abort(request_id=request_id, attempt=attempt):
                 self._on_abort(router_id, (request_id, attempt))
             case Peers(cards=cards):
@@ -304,7 +310,7 @@ class EngineCore:
         request.output_token_ids += token_ids
         self.scheduler.loads.wake(request)
 
-    def _submit(self, router_id: str, submit: Submit, now: float) -> None:
+    def _submit(self, router_id: str, submit: Submit, now: float, prepared: Prepared | None) -> None:
         key = (submit.request_id, submit.attempt)
         live = self._attempts.get(submit.request_id)
         if key in self._ended or (live is not None and live >= submit.attempt):
@@ -312,18 +318,15 @@ class EngineCore:
             return
         older = None if live is None else self.requests[(submit.request_id, live)]
         try:
-            self._check(router_id, submit, older)
+            self._check(router_id, submit, older, prepared)
         except InvalidRequest as error:
             text = str(error)[:MAX_ERROR_CHARS]
             self._outbox(router_id, Failed(*key, error.code, text, False, error.param or ""))
             return
         if older is not None:
             self._abort(older)
-        layout = self.card.layout
-        root = root_key(
-            model=self.card.model, layout=layout.identity, adapter=submit.adapter, cache_salt=submit.cache_salt
-        )
-        request = Request(submit, router_id, root, now)
+        root, keys = (root_of(self.card, submit), ()) if prepared is None else prepared[:2]
+        request = Request(submit, router_id, root, now, keys)
         reason, stop_token_id = self._stop_rules.ended(request)
         if reason is not None:
             self._outbox(router_id, Finished(*key, reason, SourceCounts(), stop_token_id))
@@ -334,9 +337,10 @@ class EngineCore:
         self._transfers[request.transfer_key] = key
         self.scheduler.queues.add(request)
 
-    def _check(self, router_id: str, submit: Submit, older: Request | None) -> None:
+    def _check(self, router_id: str, submit: Submit, older: Request | None, prepared: Prepared | None) -> None:
         """Raises InvalidRequest for a Submit that can never work, or that would take what is another request's."""
-        self._stop_rules.check(submit, has_connector=self.external.connector is not None)
+        bounds = None if prepared is None else (prepared.lowest, prepared.highest)
+        self._stop_rules.check(submit, has_connector=self.external.connector is not None, bounds=bounds)
         if older is not None and older.router_id != router_id:
             raise InvalidRequest(f"request {submit.request_id} belongs to another router", param="request_id")
         transfer = (submit.transfer_id, submit.attempt)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from math import inf
 
-from pdkv.block_keys import extend_keys
 from pdkv.connectors.base import RequestView, TransferKey
 from pdkv.engine.plan import NewRequest
+from pdkv.kernels.block_keys import keys_behind
 from pdkv.wire.messages import RequestKey, SourceCounts, Submit
 
 
@@ -45,7 +45,10 @@ class Request:
         "ticket",
     )
 
-    def __init__(self, submit: Submit, router_id: str, hash_root: bytes, arrival: float) -> None:
+    def __init__(
+        self, submit: Submit, router_id: str, hash_root: bytes, arrival: float, hash_keys: Sequence[bytes] = ()
+    ) -> None:
+        """`hash_keys`: those of its full hash blocks that are known already, from the first on."""
         self.submit = submit
         self.router_id = router_id
         self.arrival = arrival
@@ -57,7 +60,7 @@ class Request:
         self.ticket = submit.ticket
         self.kv_ready: bool | None = None
         self.hash_root = hash_root
-        self.hash_keys: list[bytes] = []  # one per full hash block of prompt + output
+        self.hash_keys = list(hash_keys)  # one per full hash block of prompt + output
         self.load_failed = False  # nothing more is asked from outside
         self.restarts = 0  # times it was reset; results of a step planned under another value are dropped
         self.preempted = False  # what is computed from now on is computed again
@@ -142,11 +145,14 @@ class Request:
 
     def update_hash_keys(self, num_tokens: int, hash_block_size: int) -> None:
         """Extend the keys to all full hash blocks of the first `num_tokens` tokens."""
-        if num_tokens // hash_block_size > len(self.hash_keys):
-            tokens: Sequence[int] = self.prompt_token_ids
-            if num_tokens > len(tokens):
-                tokens = self.all_token_ids
-            extend_keys(self.hash_keys, self.hash_root, tokens[:num_tokens], hash_block_size=hash_block_size)
+        start, stop = len(self.hash_keys) * hash_block_size, num_tokens // hash_block_size * hash_block_size
+        if start < stop:
+            num_prompt = len(self.prompt_token_ids)
+            tokens = self.prompt_token_ids[start:stop]
+            if stop > num_prompt:
+                tokens = tokens + self.output_token_ids[max(start - num_prompt, 0) : stop - num_prompt]
+            parent = self.hash_keys[-1] if self.hash_keys else self.hash_root
+            self.hash_keys += keys_behind(parent, tokens, hash_block_size=hash_block_size)
 
     def introduce(self) -> NewRequest:
         """Its full state, for workers that do not know it."""

@@ -21,8 +21,11 @@ class StopRules:
         self._max_len = max_model_len
         self._vocab_size = vocab_size
 
-    def check(self, submit: Submit, *, has_connector: bool) -> None:
+    def check(self, submit: Submit, *, has_connector: bool, bounds: tuple[int, int] | None = None) -> None:
         """Refuse what can never work.
+
+        Args:
+            bounds: the lowest and the highest token, where they are known.
 
         Raises:
             InvalidRequest: naming the value and what was expected.
@@ -40,7 +43,8 @@ class StopRules:
                 f"at most {self._max_len - 1} leave room for one more",
                 param="prompt",
             )
-        if not 0 <= min(*prompt, *output, 0) <= max(*prompt, *output, 0) < self._vocab_size:
+        lowest, highest = bounds or (min(*prompt, *output, 0), max(*prompt, *output, 0))
+        if not 0 <= lowest <= highest < self._vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="prompt")
         check_for_vocab(submit.params, self._vocab_size, self._eos)
         if submit.adapter:

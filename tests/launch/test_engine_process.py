@@ -51,6 +51,7 @@ class Core:
         self.has_work = False
         self.deadline: float | None = None
         self.outgoing: list[tuple[str, list[Any]]] = []
+        self.card: Any = None  # nothing here is hashed ahead
 
     def router_joined(self, router_id: str, epoch: str) -> None:
         self.calls.append(("joined", router_id, epoch))
@@ -58,7 +59,7 @@ class Core:
     def router_left(self, router_id: str) -> None:
         self.calls.append(("left", router_id))
 
-    def handle_guarded(self, router_id: str, message: Any, now: float) -> None:
+    def handle_guarded(self, router_id: str, message: Any, now: float, prepared: Any = None) -> None:
         self.calls.append(("handle", router_id, message))
         self.has_work = True
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -18,6 +19,7 @@ from pdkv.assemble import RankPlace, build_engine, run_rank
 from pdkv.connectors.base import KVConnector
 from pdkv.connectors.registry import check_connector
 from pdkv.engine.core import EngineCore
+from pdkv.engine.intake import Intake, prepare
 from pdkv.errors import ConfigError, RankError
 from pdkv.host.linux import set_process_name
 from pdkv.launch.acks import Acknowledger, StartGivenUp
@@ -251,25 +253,36 @@ def _probe_connector(spec: EngineSpec, connector: type[KVConnector]) -> None:
 
 def serve(core: EngineCore, server: EngineServer, notifier: Notifier) -> None:
     """The engine's loop, until `notifier.stop()`."""
-    while not notifier.stopping:
-        server.poll(_poll_timeout(core), notifier.fd)
-        if notifier.drain():
-            core.wake()
-        now = time.monotonic()
-        for router_id, message in server.receive():
-            match message:
-                case RouterJoined(epoch=epoch):
-                    core.router_joined(router_id, epoch)
-                case RouterLeft():
-                    core.router_left(router_id)
-                case _:  # what is no message to an engine is counted and dropped there
-                    core.handle_guarded(router_id, cast(RouterToEngine, message), now)
+    intake = Intake(partial(prepare, core.card), notifier.notify)
+    try:
+        while not notifier.stopping:
+            _turn(core, server, notifier, intake)
+    finally:
+        intake.close()
+
+
+def _turn(core: EngineCore, server: EngineServer, notifier: Notifier, intake: Intake) -> None:
+    server.poll(_poll_timeout(core), notifier.fd)
+    if notifier.drain():
+        core.wake()
+    now = time.monotonic()
+    for router_id, message in server.receive():
+        intake.put(router_id, message)
+    for router_id, message, prepared in intake.take():
+        match message:
+            case RouterJoined(epoch=epoch):
+                core.router_joined(router_id, epoch)
+            case RouterLeft():
+                core.router_left(router_id)
+            case _:  # what is no message to an engine is counted and dropped there
+                core.handle_guarded(router_id, cast(RouterToEngine, message), now, prepared)
+    if intake.is_empty:
         server.acknowledge()
-        deadline = core.next_deadline() if not core.has_work else now
-        if deadline is not None and deadline <= now:
-            core.step(now)
-        for router_id, outgoing in core.take_messages(time.monotonic()):
-            server.send(router_id, outgoing)
+    deadline = core.next_deadline() if not core.has_work else now
+    if deadline is not None and deadline <= now:
+        core.step(now)
+    for router_id, outgoing in core.take_messages(time.monotonic()):
+        server.send(router_id, outgoing)
 
 
 def _poll_timeout(core: EngineCore) -> float | None:

@@ -1,0 +1,121 @@
+"""What comes from routers, in order; a thread of its own hashes long prompts before the engine looks at them.
+
+A prompt of 131k tokens has 8,192 block keys. Whatever comes behind it waits with it: an Abort never overtakes its
+Submit here, and a router that leaves leaves behind its requests.
+"""
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pdkv.block_keys import root_key
+from pdkv.kernels.block_keys import keys_behind, token_bounds
+from pdkv.wire.messages import EngineCard, Submit
+
+logger = logging.getLogger(__name__)
+
+MIN_TOKENS = 4096
+"""Shorter prompts are hashed at once: that takes less than the way to the thread and back."""
+
+JOIN_TIMEOUT_S = 5.0
+
+
+class Prepared(NamedTuple):
+    """What the engine needs to know of a Submit's tokens, prompt and output."""
+
+    root: bytes  # parent of the first key
+    keys: list[bytes]  # one per full hash block
+    lowest: int  # token id
+    highest: int
+
+
+class Arrival(NamedTuple):
+    """One message or event of a router."""
+
+    router_id: str
+    message: Any
+    prepared: Prepared | None = None  # None: not hashed yet
+
+
+def root_of(card: EngineCard, submit: Submit) -> bytes:
+    """The parent of a request's first block key."""
+    layout = card.layout.identity
+    return root_key(model=card.model, layout=layout, adapter=submit.adapter, cache_salt=submit.cache_salt)
+
+
+def prepare(card: EngineCard, submit: Submit) -> Prepared:
+    """Read all tokens of a Submit once. Raises OverflowError for a token that no int32 holds."""
+    tokens = [*submit.prompt_token_ids, *submit.output_token_ids]
+    lowest, highest = token_bounds(tokens)
+    root = root_of(card, submit)
+    return Prepared(root, keys_behind(root, tokens, hash_block_size=card.hash_block_size), lowest, highest)
+
+
+class Intake:
+    """A queue with a thread in it. `put`, `take` and `close` are the step thread's.
+
+    Args:
+        prepare: what the thread does with a long Submit.
+        notify: called by the thread when `take` has something.
+    """
+
+    def __init__(self, prepare: Callable[[Submit], Prepared], notify: Callable[[], None]) -> None:
+        self._prepare = prepare
+        self._notify = notify
+        self._arrivals: deque[Arrival] = deque()  # before them nothing waits any more
+        self._under_way = 0
+        self._todo: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether `take` has returned all that was put in."""
+        return not (self._under_way or self._arrivals)
+
+    def put(self, router_id: str, message: object) -> None:
+        """Queue a message or an event."""
+        arrival = Arrival(router_id, message)
+        if not self._under_way and not _is_long(message):
+            self._arrivals.append(arrival)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+            self._thread.start()
+        self._under_way += 1
+        self._todo.put(arrival)
+
+    def take(self) -> list[Arrival]:
+        """What is ready, in the order in which it was put in. Never blocks."""
+        taken = list(self._arrivals)
+        self._arrivals.clear()
+        while self._under_way:
+            try:
+                taken.append(self._done.get_nowait())
+            except queue.Empty:
+                break
+            self._under_way -= 1
+        return taken
+
+    def close(self) -> None:
+        """End the thread; what it has not done is dropped. Idempotent."""
+        if self._thread is not None:
+            self._todo.put(None)
+            self._thread.join(JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while (arrival := self._todo.get()) is not None:
+            if _is_long(arrival.message):
+                try:
+                    arrival = arrival._replace(prepared=self._prepare(arrival.message))
+                except Exception:  # the engine meets the same error, and answers it
+                    logger.debug("a prompt cannot be hashed ahead", exc_info=True)
+            self._done.put(arrival)
+            self._notify()
+
+
+def _is_long(message: object) -> bool:
+    return isinstance(message, Submit) and len(message.prompt_token_ids) + len(message.output_token_ids) >= MIN_TOKENS

@@ -1,0 +1,66 @@
+"""Block keys of many tokens at once: compiled (block_keys.c) where a compiler was at hand, with hashlib elsewhere.
+
+The result is that of pdkv.block_keys.extend_keys. The compiled form releases the GIL.
+"""
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.block_keys import extend_keys
+
+logger = logging.getLogger(__name__)
+
+KEY_BYTES = 16
+_FEW_KEYS = 8
+"""Below, the way to the compiled form costs more than it saves."""
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    for path in sorted(Path(__file__).parent.glob("_block_keys.*.so")):
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:  # built for another machine
+            logger.info("compiled block keys cannot be loaded: %s", error)
+            continue
+        library.pdkv_block_keys.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2]
+        library.pdkv_block_keys.restype = None
+        return library
+    return None
+
+
+def available() -> bool:
+    """Whether the compiled form is there."""
+    return _library() is not None
+
+
+def keys_behind(parent: bytes, token_ids: Sequence[int], *, hash_block_size: int) -> list[bytes]:
+    """The keys of the full hash blocks of `token_ids`, the first of which follows `parent`.
+
+    Raises:
+        OverflowError: a token that no int32 holds.
+    """
+    num_keys = len(token_ids) // hash_block_size
+    library = _library()
+    if library is None or num_keys < _FEW_KEYS:
+        keys: list[bytes] = []
+        extend_keys(keys, parent, token_ids, hash_block_size=hash_block_size)
+        return keys
+    assert len(parent) == KEY_BYTES
+    tokens = np.fromiter(token_ids, np.int32, len(token_ids)).astype("<i4", copy=False)
+    out: npt.NDArray[np.void] = np.empty(num_keys, dtype=f"V{KEY_BYTES}")
+    library.pdkv_block_keys(out.ctypes.data, parent, tokens.ctypes.data, num_keys, hash_block_size)
+    found: list[bytes] = out.tolist()
+    return found
+
+
+def token_bounds(token_ids: Sequence[int]) -> tuple[int, int]:
+    """The lowest and the highest of at least one token. Raises OverflowError for one that no int32 holds."""
+    tokens = np.fromiter(token_ids, np.int32, len(token_ids))
+    return int(tokens.min()), int(tokens.max())
