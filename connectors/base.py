@@ -63,13 +63,24 @@ class RequestView(msgspec.Struct, frozen=True):
         return (self.transfer_id, self.attempt if self.handoff is None else self.handoff.attempt)
 
 
+BlockTables = Sequence[Sequence[int]]
+"""A request's block tables, one per KV group of the layout, all equally long.
+
+-1 stands for a block that the request gave up or never had, since no later token sees it. Such entries begin a table of
+a group with a window; they are never sent, and nothing is loaded for them.
+"""
+
+
 class BlockIds(Sequence[int]):
-    """The first blocks of a block table that only ever grows: a snapshot that copies nothing but what is taken."""
+    """The first blocks of a table that grows: a snapshot that copies nothing but what is taken.
+
+    A block that its request gives up meanwhile is -1 here, too: only what is taken and held stays.
+    """
 
     __slots__ = ("_block_ids", "_length")
 
     def __init__(self, block_ids: list[int]) -> None:
-        """`block_ids` may be appended to, and is not changed otherwise."""
+        """`block_ids` may be appended to, and entries from the first on may become -1."""
         self._block_ids = block_ids
         self._length = len(block_ids)
 
@@ -99,12 +110,12 @@ class BlockIds(Sequence[int]):
 
 
 class ScheduledRange(msgspec.Struct, frozen=True):
-    """A request's tokens [start, stop) are computed in this step into `block_ids` (its whole block table)."""
+    """A request's tokens [start, stop) are computed in this step into `block_tables` (its whole ones)."""
 
     request: RequestView
     start: int
     stop: int
-    block_ids: Sequence[int]
+    block_tables: BlockTables
 
 
 class ConfirmedRange(msgspec.Struct, frozen=True):
@@ -119,7 +130,7 @@ class ConfirmedRange(msgspec.Struct, frozen=True):
     request: RequestView
     start: int
     stop: int
-    block_ids: Sequence[int]
+    block_tables: BlockTables
     last: bool
 
 
@@ -266,12 +277,13 @@ class SchedulerConnector(ABC):
         return NO_MATCH
 
     def update_state_after_alloc(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+        self, request: RequestView, block_tables: BlockTables, num_external_tokens: int
     ) -> bytes | None:
         """Blocks are allocated for the request's whole wanted range; the load may begin with the next metadata.
 
         Args:
-            block_ids: the request's block table, local hits first.
+            block_tables: the request's, local hits first. Of a group with a window it has only the blocks that the
+                token behind the loaded ones sees.
             num_external_tokens: tokens to load, from request.num_local_hit on; 0: nothing comes from outside.
 
         Returns:
@@ -283,7 +295,7 @@ class SchedulerConnector(ABC):
     def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
         """This step's orders to the workers. Called once per step, empty steps too."""
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
+    def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         """A request ended; for kv="handoff" the answer says where its KV can be had."""
         return FinishDecision(hold_blocks=False)
 
@@ -387,6 +399,7 @@ class KVConnector(ABC):
     kind: ClassVar[ConnectorKind]
     content_addressed: ClassVar[bool] = False
     concurrent: ClassVar[bool] = False  # push: prefill and decode may be dispatched together
+    kv_groups: ClassVar[bool] = False  # takes several block tables, and windows; else all layers keep all tokens
     one_process: ClassVar[bool] = False  # its engines share a process: `pd launch` refuses it for several
     metadata_type: ClassVar[type[KVConnectorMetadata]] = KVConnectorMetadata  # how other ranks decode a step's orders
 

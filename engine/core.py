@@ -406,7 +406,7 @@ class EngineCore:
         elif request.submit.until == "first_token":
             self.external.report_confirmed(request, last=True)
             decision = self.external.finished(request)
-            self.prefill.handed_off(request, request.block_ids, decision, now)
+            self.prefill.handed_off(request, decision, now)
             self._end(request)
 
     def _end(self, request: Request) -> None:

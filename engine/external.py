@@ -14,6 +14,7 @@ from pdkv.connectors.base import (
     OBSERVES_NOTHING,
     BlockHold,
     BlockIds,
+    BlockTables,
     ConfirmedRange,
     FinishDecision,
     KVConnectorMetadata,
@@ -141,7 +142,7 @@ class ExternalKV:
         if Shown.LAYERWISE_LOADS in shown:
             layerwise = {load.request.key for load in self.loads.values() if load.layerwise_step == step_id}
         return [
-            ScheduledRange(r.view(), r.num_computed, r.num_computed + num_tokens, BlockIds(r.block_ids))
+            ScheduledRange(r.view(), r.num_computed, r.num_computed + num_tokens, _shown(r.block_tables))
             for r, num_tokens in batch
             if (handoffs if r.kv == "handoff" else others) or (layerwise and r.key in layerwise)
         ]
@@ -161,7 +162,7 @@ class ExternalKV:
         load.started = load.stop > load.start
         load.done = not load.started
         request = load.request
-        return self.connector.update_state_after_alloc(request.view(), request.block_ids, load.stop - load.start)
+        return self.connector.update_state_after_alloc(request.view(), request.block_tables, load.stop - load.start)
 
     def end_load(self, key: TransferKey, *, transfer_ended: bool) -> None:
         """The request gives its load up (or has it). Blocks that may still be written go into quarantine."""
@@ -183,12 +184,11 @@ class ExternalKV:
         if not (last or again or new_block) or not self._shows_confirmed(request):
             return
         request.num_reported = stop
-        block_ids = BlockIds(request.block_ids)
-        self._news.confirmed.append(ConfirmedRange(request.view(), start, stop, block_ids, last))
+        self._news.confirmed.append(ConfirmedRange(request.view(), start, stop, _shown(request.block_tables), last))
 
-    def report_leased(self, request: Request, block_ids: Sequence[int]) -> None:
+    def report_leased(self, request: Request, block_tables: BlockTables) -> None:
         """A handed-off request's ticket came after its end: show its blocks once more."""
-        self._news.confirmed.append(ConfirmedRange(request.view(), 0, request.num_confirmed, list(block_ids), True))
+        self._news.confirmed.append(ConfirmedRange(request.view(), 0, request.num_confirmed, block_tables, True))
 
     def preempted(self, request: Request) -> None:
         """The request lost its blocks and will come again; what the connector has not heard yet is void."""
@@ -203,9 +203,10 @@ class ExternalKV:
             return FinishDecision(hold_blocks=False)
         self._news.finished.append(request.transfer_key)
         if self._shows_confirmed(request):
-            self._pool.hold(request.block_ids, Holder.ACTIVE)  # until the connector has heard what is in them
-            self._kept.append(request.block_ids)
-        return self.connector.request_finished(request.view(), request.block_ids)
+            held = request.held_blocks()
+            self._pool.hold(held, Holder.ACTIVE)  # until the connector has heard what is in them
+            self._kept.append(held)
+        return self.connector.request_finished(request.view(), request.block_tables)
 
     def aborted(self, key: TransferKey, *, cancel_sending: bool = False) -> None:
         """The request or its hand-off was given up; transfers from here are cancelled where asked."""
@@ -301,3 +302,8 @@ class ExternalKV:
             return {}
         stats = stats_under(name, sum_stats([self.worker_stats, self.connector.get_stats()]))
         return dict(islice(stats.items(), MAX_CONNECTOR_PARTS))
+
+
+def _shown(tables: list[list[int]]) -> list[BlockIds]:
+    """What a connector is shown of them, without a copy."""
+    return [BlockIds(table) for table in tables]

@@ -3,7 +3,6 @@
 Hooks run on the step thread and never block.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from pdkv.connectors.base import FinishDecision, TransferKey, TransferOutcome
@@ -24,7 +23,7 @@ class PrefillHooks(Protocol):
         """Whether a waiting request that will need `num_blocks` blocks may be admitted now."""
         ...
 
-    def handed_off(self, request: Request, block_ids: Sequence[int], decision: FinishDecision, now: float) -> None:
+    def handed_off(self, request: Request, decision: FinishDecision, now: float) -> None:
         """A request with kv="handoff" is done; the role takes its blocks over (they are still held)."""
         ...
 

@@ -134,11 +134,6 @@ class Request:
         """Prompt + output."""
         return self.prompt_token_ids + self.output_token_ids
 
-    @property
-    def block_ids(self) -> list[int]:
-        """The block table of its only KV group: what a connector is shown."""
-        return self.block_tables[0] if self.block_tables else []
-
     def held_blocks(self, first: int = 0) -> Sequence[int]:
         """The blocks that it has in all groups, from the tables' entry `first` on."""
         return held_blocks(self.block_tables, first)

@@ -3,17 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdkv.connectors.base import TransferKey
+from pdkv.connectors.base import BlockTables, TransferKey
 from pdkv.engine.block_pool import BlockPool, Holder
-from pdkv.engine.request import Request
+from pdkv.engine.request import Request, held_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One hand-off. `block_ids` is empty where the connector has copied the KV out already."""
+    """One hand-off. There are no blocks where the connector has copied the KV out already."""
 
     request: Request
-    block_ids: Sequence[int]
+    block_tables: BlockTables  # as the request had them at its end
+    block_ids: Sequence[int]  # all that are held
     deadline: float
     until_release: bool = False  # not even the end of its transfer ends it
 
@@ -34,11 +35,13 @@ class LeaseTable:
         return self._leases.get(key)
 
     def grant(
-        self, request: Request, block_ids: Sequence[int], deadline: float, *, until_release: bool = False
+        self, request: Request, block_tables: BlockTables, deadline: float, *, until_release: bool = False
     ) -> None:
         """Keep the blocks for the transfer's reader."""
+        block_ids = list(held_blocks(block_tables))
         self._pool.hold(block_ids, Holder.LEASE)
-        self._leases[request.transfer_key] = Lease(request, list(block_ids), deadline, until_release)
+        tables = [list(table) for table in block_tables]
+        self._leases[request.transfer_key] = Lease(request, tables, block_ids, deadline, until_release)
         self.num_blocks += len(block_ids)
 
     def end(self, key: TransferKey) -> Lease | None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from pdkv.connectors.base import FinishDecision, TransferKey, TransferOutcome
 from pdkv.engine.external import ExternalKV
@@ -56,9 +56,9 @@ class PrefillRole(PrefillHooks):
         taken = self.leases.num_blocks + self._num_promised_blocks()
         return taken == 0 or taken + num_blocks <= self._max_leased_blocks
 
-    def handed_off(self, request: Request, block_ids: Sequence[int], decision: FinishDecision, now: float) -> None:
+    def handed_off(self, request: Request, decision: FinishDecision, now: float) -> None:
         """Lease the blocks and send the hand-off."""
-        leased = block_ids if decision.hold_blocks else []
+        leased = request.block_tables if decision.hold_blocks else []
         self.leases.grant(request, leased, now + self._lease_timeout_s, until_release=decision.until_release)
         submit = request.submit
         handoff = KVHandoff(
@@ -142,5 +142,5 @@ class PrefillRole(PrefillHooks):
         if lease is None or lease.request.router_id != router_id:
             return False
         lease.request.ticket = ticket
-        self._external.report_leased(lease.request, lease.block_ids)
+        self._external.report_leased(lease.request, lease.block_tables or [[]])
         return True

@@ -5,7 +5,6 @@ without having been staged (prefix hits) is copied out of its block. The partial
 transfer, found only through it and dropped on release.
 """
 
-from collections.abc import Sequence
 from itertools import takewhile
 from typing import ClassVar
 
@@ -14,6 +13,7 @@ import msgspec
 from pdkv.connectors.base import (
     ASK_AGAIN,
     NO_MATCH,
+    BlockTables,
     ConfirmedRange,
     FinishDecision,
     KVConnectorMetadata,
@@ -87,14 +87,16 @@ class MemoryStoreScheduler(MemoryScheduler):
         return MatchedTokens(stop - num_computed_tokens, mode)
 
     def update_state_after_alloc(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+        self, request: RequestView, block_tables: BlockTables, num_external_tokens: int
     ) -> bytes | None:
         if num_external_tokens:
             first = request.num_local_hit // self.block_size
             stop = -(-(request.num_local_hit + num_external_tokens) // self.block_size)
             names = self._names(request, request.num_local_hit)[: stop - first]
             layerwise = self.options.load == "layerwise"
-            self._loads.append(MemoryStoreLoad(request.transfer_key, names, list(block_ids[first:stop]), layerwise))
+            self._loads.append(
+                MemoryStoreLoad(request.transfer_key, names, list(block_tables[0][first:stop]), layerwise)
+            )
         return None
 
     def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
@@ -120,7 +122,7 @@ class MemoryStoreScheduler(MemoryScheduler):
             drops=drops,
         )
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
+    def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         """The store has its own copy: no block is held. Tells the reader which tail is its own."""
         return FinishDecision(hold_blocks=False)
 
@@ -145,9 +147,9 @@ class MemoryStoreScheduler(MemoryScheduler):
         items: list[tuple[TransferKey, int, StoreName]] = []
         for block in range(scheduled.start // self.block_size, scheduled.stop // self.block_size):
             if block < len(request.block_keys):
-                items.append((key, scheduled.block_ids[block], request.block_keys[block]))
+                items.append((key, scheduled.block_tables[0][block], request.block_keys[block]))
         if request.kv == "handoff" and scheduled.stop == request.num_tokens and scheduled.stop % self.block_size:
-            items.append((key, scheduled.block_ids[scheduled.stop // self.block_size], self._tail_name(request)))
+            items.append((key, scheduled.block_tables[0][scheduled.stop // self.block_size], self._tail_name(request)))
             self._tails.add(key)
         self._staged.update(((key, name), step_id) for _, _, name in items)
         return items
@@ -156,9 +158,9 @@ class MemoryStoreScheduler(MemoryScheduler):
         """Commit what was staged of a confirmed range, and copy the rest."""
         request = confirmed.request
         blocks = range(confirmed.start // self.block_size, confirmed.stop // self.block_size)
-        named: list[tuple[int, StoreName]] = [(confirmed.block_ids[b], request.block_keys[b]) for b in blocks]
+        named: list[tuple[int, StoreName]] = [(confirmed.block_tables[0][b], request.block_keys[b]) for b in blocks]
         if confirmed.last and confirmed.stop % self.block_size:
-            named.append((confirmed.block_ids[confirmed.stop // self.block_size], self._tail_name(request)))
+            named.append((confirmed.block_tables[0][confirmed.stop // self.block_size], self._tail_name(request)))
             self._tails.add(request.transfer_key)
         key = request.transfer_key
         staged = [(self._staged.pop((key, name)), name) for _, name in named if (key, name) in self._staged]

@@ -15,6 +15,7 @@ from pdkv.connectors.base import (
     NO_MATCH,
     OBSERVES_NOTHING,
     BlockHold,
+    BlockTables,
     ConnectorConfig,
     FinishDecision,
     KVConnectorMetadata,
@@ -63,7 +64,7 @@ class _Load:
 
     child: int
     request: RequestView
-    block_ids: Sequence[int]
+    block_tables: BlockTables
     num_tokens: int
     may_fall_back: bool
     is_new: bool = False  # taken over since the last metadata
@@ -122,7 +123,7 @@ class MultiScheduler(SchedulerConnector):
         return best
 
     def update_state_after_alloc(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+        self, request: RequestView, block_tables: BlockTables, num_external_tokens: int
     ) -> bytes | None:
         """The winner loads; to the others nothing comes from outside, and their tickets go nowhere."""
         key = request.transfer_key
@@ -133,11 +134,12 @@ class MultiScheduler(SchedulerConnector):
             if view is None:
                 continue
             loads = index == choice.child
-            own = scheduler.update_state_after_alloc(view, block_ids, num_external_tokens if loads else 0)
+            own = scheduler.update_state_after_alloc(view, block_tables, num_external_tokens if loads else 0)
             if own is not None and (loads or not num_external_tokens):
                 ticket = encode_ticket(index, own)
         if num_external_tokens:
-            self._loads[key] = _Load(choice.child, request, list(block_ids), num_external_tokens, choice.is_async)
+            tables = [list(table) for table in block_tables]
+            self._loads[key] = _Load(choice.child, request, tables, num_external_tokens, choice.is_async)
         return ticket
 
     def _fall_back(self, key: TransferKey, load: _Load, code: str) -> bool:
@@ -154,7 +156,7 @@ class MultiScheduler(SchedulerConnector):
             matched = scheduler.get_num_new_matched_tokens(view, request.num_local_hit)
             if matched.ask_again or matched.mode != "async" or matched.num_tokens < load.num_tokens:
                 continue
-            scheduler.update_state_after_alloc(view, load.block_ids, load.num_tokens)
+            scheduler.update_state_after_alloc(view, load.block_tables, load.num_tokens)
             failed = load.child
             name = self._children[failed].name
             logger.warning(
@@ -209,14 +211,14 @@ class MultiScheduler(SchedulerConnector):
             for index, scheduler in enumerate(self._schedulers)
         ]
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
+    def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         """Blocks stay while one child needs them. A pulling child that keeps none, or one whose payload is too long for
         the common bound, has no part in the hand-off.
         """
         key = request.transfer_key
         self._choices.pop(key, None)
         answers = [
-            scheduler.request_finished(self.views.request(request, index) or request, block_ids)
+            scheduler.request_finished(self.views.request(request, index) or request, block_tables)
             for index, scheduler in enumerate(self._schedulers)
         ]
         if request.kv != "handoff":

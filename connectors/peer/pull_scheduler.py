@@ -13,6 +13,7 @@ from pdkv.connectors.base import (
     ASK_AGAIN,
     NO_MATCH,
     OBSERVES_NOTHING,
+    BlockTables,
     ConnectorConfig,
     FinishDecision,
     KVConnectorMetadata,
@@ -107,7 +108,7 @@ class PullScheduler(SchedulerConnector):
         return NO_MATCH if match is None else MatchedTokens(match.stop - match.start)
 
     def update_state_after_alloc(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+        self, request: RequestView, block_tables: BlockTables, num_external_tokens: int
     ) -> bytes | None:
         """Queue the load. Every queued load is answered, by success or failure."""
         key = request.transfer_key
@@ -132,7 +133,7 @@ class PullScheduler(SchedulerConnector):
             unit=match.unit,
             source=match.source[:num_sources],
             generations=match.generations[:num_sources],
-            block_ids=list(block_ids[own.start : own.stop]),
+            block_ids=list(block_tables[0][own.start : own.stop]),
             is_handoff=match.is_handoff,
         )
         self._loading.add(key)
@@ -146,11 +147,11 @@ class PullScheduler(SchedulerConnector):
         loads, self._queued = list(self._queued.values()), {}
         return PullMetadata(step_id=view.step_id, loads=loads)
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
+    def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         self._found.pop(request.transfer_key, None)
         if request.kv != "handoff":
             return FinishDecision(hold_blocks=False)
-        payload = pack_blocks(block_ids, self._table.generations_of(block_ids))
+        payload = pack_blocks(block_tables[0], self._table.generations_of(block_tables[0]))
         if len(payload) > MAX_BLOB_BYTES:  # too scattered to be named: decode computes it by itself, loudly
             return FinishDecision(hold_blocks=False, payload=b"")
         return FinishDecision(hold_blocks=True, payload=payload)

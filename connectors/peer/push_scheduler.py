@@ -11,6 +11,7 @@ import msgspec
 from pdkv.connectors.base import (
     NO_MATCH,
     BlockHold,
+    BlockTables,
     ConfirmedRange,
     ConnectorConfig,
     FinishDecision,
@@ -144,14 +145,14 @@ class PushScheduler(SchedulerConnector):
         return MatchedTokens(request.num_wanted - num_computed_tokens)
 
     def update_state_after_alloc(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+        self, request: RequestView, block_tables: BlockTables, num_external_tokens: int
     ) -> bytes | None:
         """The ticket. Blocks too scattered to be named within its bound fail the load at once."""
         if request.kv != "await_peer":
             return None
         start, stop = request.num_local_hit, request.num_local_hit + num_external_tokens
         wanted = blocks_of(start, stop, self.block_size)
-        blocks = pack_blocks(block_ids[wanted.start : wanted.stop])
+        blocks = pack_blocks(block_tables[0][wanted.start : wanted.stop])
         ticket = PushTicket(self.config.engine, self.config.epoch, *request.transfer_key, start, stop, blocks)
         encoded = msgspec.msgpack.encode(ticket)
         if len(encoded) > MAX_BLOB_BYTES:
@@ -190,7 +191,7 @@ class PushScheduler(SchedulerConnector):
             holds=[BlockHold(send.batch, send.block_ids, send.source) for send in sends],
         )
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
+    def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         return FinishDecision(hold_blocks=request.kv == "handoff", until_release=True)
 
     def resolve_results(self, results: TransferResults) -> TransferResults:
@@ -231,7 +232,7 @@ class PushScheduler(SchedulerConnector):
             sending.failed = True
             self._unsendable.append(sending.key)  # it wants what will never be here
         sending.num_valid = max(sending.num_valid, confirmed.stop)
-        batch = self._next_batch(key, sending, confirmed.stop, confirmed.block_ids, is_all=confirmed.last)
+        batch = self._next_batch(key, sending, confirmed.stop, confirmed.block_tables[0], is_all=confirmed.last)
         # Not before the hand-off: what is told of the transfer's end is told of one that exists.
         if confirmed.last and sending.num_batches and not (sending.completed or sending.failed):
             sending.completed = True
@@ -252,7 +253,7 @@ class PushScheduler(SchedulerConnector):
             return None
         sending.num_valid = max(sending.num_valid, scheduled.stop)
         is_all = scheduled.stop >= sending.ticket.stop
-        key, block_ids = request.transfer_key, scheduled.block_ids
+        key, block_ids = request.transfer_key, scheduled.block_tables[0]
         return self._next_batch(key, sending, scheduled.stop, block_ids, is_all=is_all, during_step=True)
 
     def _find_sending(self, request: RequestView) -> _Sending | None:

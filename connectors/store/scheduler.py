@@ -13,6 +13,7 @@ from pdkv.connectors.base import (
     ASK_AGAIN,
     NO_MATCH,
     BlockHold,
+    BlockTables,
     ConfirmedRange,
     ConnectorConfig,
     FinishDecision,
@@ -176,7 +177,7 @@ class StoreScheduler(SchedulerConnector):
         return self._options.load
 
     def update_state_after_alloc(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+        self, request: RequestView, block_tables: BlockTables, num_external_tokens: int
     ) -> bytes | None:
         key, start = request.transfer_key, request.num_local_hit
         if num_external_tokens <= 0 or key in self._loading:
@@ -184,7 +185,7 @@ class StoreScheduler(SchedulerConnector):
         stop = start + num_external_tokens
         values = [value for value in self._sources(request, start).values if value.start < stop]
         size = self._block_size
-        blocks = list(block_ids[start // size : -(-stop // size)])
+        blocks = list(block_tables[0][start // size : -(-stop // size)])
         self._queued[key] = StoreLoad(key, values, start, stop, blocks)
         whole = [value for value in values if value.num_tokens == self._cut.tokens_per_value]
         self._loading[key] = _Loading(start, whole)
@@ -214,7 +215,7 @@ class StoreScheduler(SchedulerConnector):
         requests for what nobody has seen for a while.
         """
         request, key = confirmed.request, confirmed.request.transfer_key
-        if len(confirmed.block_ids) * self._block_size < confirmed.stop:
+        if len(confirmed.block_tables[0]) * self._block_size < confirmed.stop:
             return None  # shown again after its end, without its blocks
         is_handoff = request.kv == "handoff"
         new: list[Value] = []
@@ -256,7 +257,7 @@ class StoreScheduler(SchedulerConnector):
             values=values,
             check=check,
             first_token=first * size,
-            block_ids=list(confirmed.block_ids[first:last]),
+            block_ids=list(confirmed.block_tables[0][first:last]),
             last=confirmed.last,
             replaced=[key for key in keys if self.lookups.is_barred(key)],
         )
@@ -287,7 +288,7 @@ class StoreScheduler(SchedulerConnector):
             self._seen.popitem(last=False)
         return True
 
-    def request_finished(self, request: RequestView, block_ids: Sequence[int]) -> FinishDecision:
+    def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         """The store has a copy, or will have: no block is leased. The payload says how it is cut."""
         return FinishDecision(hold_blocks=False, payload=self._payload if request.kv == "handoff" else None)
 

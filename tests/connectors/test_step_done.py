@@ -111,7 +111,7 @@ def test_what_a_device_computes_in_a_step_is_pushed_behind_that_step(late: LateS
         ticket = decode.want(push_view("t", kv="await_peer", num_tokens=40), target)
         prefill.fill(source, torch.full_like(kv, POISON))
         request = push_view("t", kv="handoff", num_tokens=40, ticket=ticket)
-        scheduled = [ScheduledRange(request, 0, 40, source)]
+        scheduled = [ScheduledRange(request, 0, 40, [source])]
         meta = prefill.scheduler.build_connector_meta(SchedulerView(1, scheduled, [], [], [], [], []))
         meta.this_step = late
         worker.start_load_kv(meta)

@@ -103,7 +103,7 @@ def test_a_step_in_flight_keeps_the_blocks_of_a_request_that_left() -> None:
     core.handle("r", submit(list(range(100, 110))), 0.0)
     output = core.begin_step(0.0)
     (request,) = core.requests.values()
-    blocks = list(request.block_ids)
+    blocks = list(request.block_tables[0])
     core.scheduler.remove(request)
     assert all(core.scheduler.kv.pool.is_held(block) for block in blocks)
     core.scheduler.update(output)

@@ -134,7 +134,7 @@ def test_every_rank_looks_for_what_is_not_finite(hf_model: HFModel, make_engine:
     expected = run(core)
     core.handle("r", submit(PROMPTS[1], request_id="probe", max_tokens=12), 1.0)
     core.step(1.0)
-    block = core.requests["probe", 0].block_ids[0]
+    block = core.requests["probe", 0].block_tables[0][0]
     assert blocks.has_content(block)
     core.handle("r", Abort("probe", 0), 1.0)
     core.step(1.0)

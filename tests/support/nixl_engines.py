@@ -185,7 +185,7 @@ class Engine:
     def hand_off(self, transfer_id: str, block_ids: Sequence[int], num_tokens: int) -> KVHandoff:
         """Pull: what prefill says of a prompt in these blocks."""
         request = view(transfer_id, kv="handoff", num_tokens=num_tokens + 1)
-        finished = self.scheduler.request_finished(request, block_ids)
+        finished = self.scheduler.request_finished(request, [block_ids])
         assert finished.hold_blocks
         assert finished.payload is not None
         return KVHandoff(transfer_id, 1, transfer_id, self.name, self.epoch, num_tokens, finished.payload)
@@ -194,7 +194,7 @@ class Engine:
         """Ask, allocate, begin; returns the ticket of a push."""
         request = msgspec.structs.replace(request, num_local_hit=num_local_hit)
         num_tokens = self.scheduler.get_num_new_matched_tokens(request, num_local_hit).num_tokens
-        ticket: bytes | None = self.scheduler.update_state_after_alloc(request, block_ids, num_tokens)
+        ticket: bytes | None = self.scheduler.update_state_after_alloc(request, [block_ids], num_tokens)
         self.step()
         return ticket
 
@@ -203,7 +203,7 @@ class Engine:
     ) -> None:
         """Confirm tokens [start, stop) of a prompt that is to be pushed."""
         request = view(transfer_id, kv="handoff", num_tokens=stop + 1, ticket=ticket)
-        self.step([ConfirmedRange(request, start, stop, block_ids, last)])
+        self.step([ConfirmedRange(request, start, stop, [block_ids], last)])
 
     def outcomes(self, transfer_id: str) -> list[TransferOutcome]:
         """How a transfer ended, per rank."""

@@ -192,13 +192,13 @@ class PushEngine(RankedEngine):
         """Allocate for tokens [start, …) and register; returns the ticket."""
         request = msgspec.structs.replace(request, num_local_hit=start)
         num_tokens = self.scheduler.get_num_new_matched_tokens(request, start).num_tokens
-        ticket = self.scheduler.update_state_after_alloc(request, block_ids, num_tokens)
+        ticket = self.scheduler.update_state_after_alloc(request, [block_ids], num_tokens)
         self.step()
         return ticket
 
     def give(self, request: RequestView, block_ids: Sequence[int], stop: int, *, last: bool = True) -> list[Any]:
         """Tokens [0, stop) are confirmed; returns the holds that were taken."""
-        return self.step(confirmed=[ConfirmedRange(request, 0, stop, list(block_ids), last)])
+        return self.step(confirmed=[ConfirmedRange(request, 0, stop, [list(block_ids)], last)])
 
 
 class PullEngine(RankedEngine):
@@ -206,7 +206,7 @@ class PullEngine(RankedEngine):
 
     def hand_off(self, name: str, block_ids: Sequence[int], num_tokens: int) -> KVHandoff:
         """What prefill says about the KV in its blocks."""
-        finished = self.scheduler.request_finished(view(name, kv="handoff", num_tokens=num_tokens), block_ids)
+        finished = self.scheduler.request_finished(view(name, kv="handoff", num_tokens=num_tokens), [block_ids])
         assert finished.hold_blocks
         assert finished.payload is not None
         return KVHandoff(name, 1, name, self.card.engine, self.card.epoch, num_tokens, finished.payload)
@@ -217,6 +217,6 @@ class PullEngine(RankedEngine):
             handoff.transfer_id, kv="await_peer", num_tokens=handoff.num_tokens, handoff=handoff, num_local_hit=start
         )
         num_tokens = self.scheduler.get_num_new_matched_tokens(request, start).num_tokens
-        self.scheduler.update_state_after_alloc(request, block_ids, num_tokens)
+        self.scheduler.update_state_after_alloc(request, [block_ids], num_tokens)
         self.step()
         return num_tokens

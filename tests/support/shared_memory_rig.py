@@ -57,7 +57,7 @@ class Engine:
 
     def hand_off(self, block_ids: Sequence[int], num_tokens: int, **changes: Any) -> KVHandoff:
         request = view("h", kv="handoff", num_tokens=num_tokens + 1, num_wanted=num_tokens)
-        finished = self.scheduler.request_finished(request, block_ids)
+        finished = self.scheduler.request_finished(request, [block_ids])
         assert finished.hold_blocks
         values: dict[str, Any] = {
             "request_id": "h", "attempt": 1, "transfer_id": "h", "engine": self.card.engine,
@@ -69,7 +69,7 @@ class Engine:
         """Ask, allocate, hand the orders to the worker; returns the number of tokens under way."""
         request = msgspec.structs.replace(request, num_local_hit=num_computed)
         num_tokens = self.scheduler.get_num_new_matched_tokens(request, num_computed).num_tokens
-        self.scheduler.update_state_after_alloc(request, block_ids, num_tokens)
+        self.scheduler.update_state_after_alloc(request, [block_ids], num_tokens)
         self.step()
         return num_tokens
 

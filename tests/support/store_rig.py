@@ -248,7 +248,7 @@ class Engine:
     def confirm(
         self, request: RequestView, block_ids: Sequence[int], stop: int, *, start: int = 0, last: bool = False
     ) -> StoreMetadata:
-        return self.step(confirmed=[ConfirmedRange(request, start, stop, list(block_ids), last)])
+        return self.step(confirmed=[ConfirmedRange(request, start, stop, [list(block_ids)], last)])
 
     def save(self, request: RequestView, block_ids: Sequence[int], stop: int, **rest: Any) -> TransferOutcome | None:
         """Confirm, and wait until what that began is stored."""
@@ -263,7 +263,7 @@ class Engine:
         return self.handoff(request, num_tokens)
 
     def handoff(self, request: RequestView, num_tokens: int) -> KVHandoff:
-        finished = self.scheduler.request_finished(request, [])
+        finished = self.scheduler.request_finished(request, [[]])
         assert not finished.hold_blocks
         assert finished.payload is not None
         return KVHandoff(
@@ -279,9 +279,9 @@ class Engine:
     def start_load(
         self, request: RequestView, block_ids: Sequence[int], num_tokens: int, *, layerwise: bool = False
     ) -> StoreMetadata:
-        self.scheduler.update_state_after_alloc(request, block_ids, num_tokens)
+        self.scheduler.update_state_after_alloc(request, [block_ids], num_tokens)
         stop = request.num_local_hit + num_tokens
-        scheduled = [ScheduledRange(request, stop, stop + 1, list(block_ids))] if layerwise else []
+        scheduled = [ScheduledRange(request, stop, stop + 1, [list(block_ids)])] if layerwise else []
         return self.step(scheduled=scheduled)
 
     def load(self, request: RequestView, block_ids: Sequence[int], num_tokens: int) -> TransferOutcome:

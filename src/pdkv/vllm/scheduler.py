@@ -163,7 +163,7 @@ class VllmScheduler:
         first, count = tracked.num_local_hit // self._block_size, num_external_tokens // self._block_size
         pairs = BlockPairs([self.books.take() for _ in range(count)], list(block_ids[first : first + count]))
         view = self._view(tracked)
-        self._scheduler.update_state_after_alloc(view, [*[0] * first, *pairs.staging], num_external_tokens)
+        self._scheduler.update_state_after_alloc(view, [[*[0] * first, *pairs.staging]], num_external_tokens)
         self._loads[view.transfer_key] = _Load(request_id, pairs)
         self._new_loads[view.transfer_key] = pairs
         stop = tracked.num_local_hit + num_external_tokens
@@ -212,7 +212,7 @@ class VllmScheduler:
         if end < stop:
             self._tell_full(stop - end)
         tracked.num_stored = end
-        return ConfirmedRange(view, start, end, [*[0] * (start // self._block_size), *images], False)
+        return ConfirmedRange(view, start, end, [[*[0] * (start // self._block_size), *images]], False)
 
     def _images(self, tracked: _Tracked, first: int, last: int) -> list[int]:
         """Staging blocks of a request's blocks [first, last): those that are images already, and new ones."""

@@ -448,7 +448,7 @@ def test_only_the_winner_gives_a_ticket_and_only_its_peer_sees_it() -> None:
     scheduler = connector.make_scheduler_side()
     request = RequestView("a", 0, "t", "await_peer", 10, 10, [b"k"] * 2)
     assert scheduler.get_num_new_matched_tokens(request, 0).num_tokens == 10
-    ticket = scheduler.update_state_after_alloc(request, [0, 1, 2], 10)
+    ticket = scheduler.update_state_after_alloc(request, [[0, 1, 2]], 10)
     assert ticket is not None
     assert isinstance(scheduler, MultiScheduler)
     sender = msgspec.structs.replace(request, kv="handoff", ticket=ticket)
@@ -465,7 +465,7 @@ def test_a_cancel_reaches_a_load_that_was_taken_over_in_the_same_step() -> None:
     scheduler = scheduler_of(decode)
     request = RequestView("a", 0, "t-a", "await_peer", 11, 10, decode_keys(PROMPT, decode), handed.handoff)
     scheduler.get_num_new_matched_tokens(request, 0)
-    scheduler.update_state_after_alloc(request, [0, 1, 2], 10)
+    scheduler.update_state_after_alloc(request, [[0, 1, 2]], 10)
     scheduler.build_connector_meta(SchedulerView(1, [], [], [], [], [], []))
     failed = {tag(0, ("t-a", 0)): TransferOutcome("peer_gone")}
     assert not scheduler.resolve_results(TransferResults({}, {}, {}, failed))
@@ -503,7 +503,7 @@ def test_only_a_push_is_shown_a_hand_off_again() -> None:
     scheduler = with_modes("store", "push").make_scheduler_side()
     assert isinstance(scheduler, MultiScheduler)
     request = RequestView("a", 0, "t", "handoff", 11, 10, [b"k"] * 2)
-    last = ConfirmedRange(request, 0, 10, [0, 1, 2], True)
+    last = ConfirmedRange(request, 0, 10, [[0, 1, 2]], True)
     for finished, shown in (([("t", 0)], [1, 1]), ([], [0, 1])):
         view = SchedulerView(1, [], [last], [], finished, [], [])
         children = enumerate((Observed(), PushScheduler.observes))

@@ -28,7 +28,7 @@ def begin_step(engine: Engine, ticket: bytes | None, block_ids: list[int]) -> An
     """A step that computes all of `t` begins."""
     request = view("t", kv="handoff", num_tokens=NUM_TOKENS + 1, ticket=ticket)
     engine.step_id += 1
-    news = SchedulerView(engine.step_id, [ScheduledRange(request, 0, NUM_TOKENS, block_ids)], [], [], [], [], [])
+    news = SchedulerView(engine.step_id, [ScheduledRange(request, 0, NUM_TOKENS, [block_ids])], [], [], [], [], [])
     meta = engine.scheduler.build_connector_meta(news)
     for rank in engine.ranks:
         rank.worker.start_load_kv(meta)

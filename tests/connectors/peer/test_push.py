@@ -54,8 +54,8 @@ class Step:
     def __init__(self, engine: PushEngine, request: RequestView, start: int, stop: int) -> None:
         self.engine = engine
         self.kv = full_kv(stop, engine.layout, seed=1)
-        scheduled = ScheduledRange(request, start, stop, SOURCE)
-        confirmed = [ConfirmedRange(request, 0, start, SOURCE, False)] if start else []
+        scheduled = ScheduledRange(request, start, stop, [SOURCE])
+        confirmed = [ConfirmedRange(request, 0, start, [SOURCE], False)] if start else []
         engine.step_id += 1
         news = SchedulerView(engine.step_id, [scheduled], confirmed, (), (), (), ())
         self.meta = engine.scheduler.build_connector_meta(news)
@@ -198,8 +198,8 @@ class Sender:
         fields: dict[str, Any] = dict.fromkeys(("preempted", "finished", "aborted", "waiting_keys"), ())
         return self.scheduler.build_connector_meta(SchedulerView(
             step_id=0,
-            scheduled=[ScheduledRange(request, a, b, SOURCE) for a, b in scheduled],
-            confirmed=[ConfirmedRange(request, a, b, SOURCE, last) for a, b in confirmed],
+            scheduled=[ScheduledRange(request, a, b, [SOURCE]) for a, b in scheduled],
+            confirmed=[ConfirmedRange(request, a, b, [SOURCE], last) for a, b in confirmed],
             **(fields | news),
         ))  # fmt: skip
 

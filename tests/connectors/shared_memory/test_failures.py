@@ -112,7 +112,7 @@ def test_loads_from_a_peer_that_left_fail(make_engine: Engines, successor: bool,
     decode.meet(prefill.card)
     request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
     num_tokens = decode.scheduler.get_num_new_matched_tokens(request, 0).num_tokens
-    decode.scheduler.update_state_after_alloc(request, [0, 1, 2], num_tokens)
+    decode.scheduler.update_state_after_alloc(request, [[0, 1, 2]], num_tokens)
     decode.meet(*[make_engine("p", epoch="2").card] * successor)
     decode.step()
     assert decode.outcome(request).code == code

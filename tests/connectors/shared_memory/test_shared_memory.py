@@ -197,12 +197,12 @@ def test_a_payload_is_short_for_adjacent_blocks_and_bounded_for_scattered_ones(m
     assert len(pack_blocks(range(4000), [7] * 4000)) < 40
     engine = make_engine("p")
     request = view("t", kv="handoff", num_tokens=10)
-    finished = engine.scheduler.request_finished(request, [0, 2] * (4 * MAX_BLOB_BYTES))
+    finished = engine.scheduler.request_finished(request, [[0, 2] * (4 * MAX_BLOB_BYTES)])
     assert finished == FinishDecision(hold_blocks=False, payload=b"")
 
 
 def test_a_request_that_is_not_handed_off_keeps_nothing(make_engine: Engines) -> None:
-    assert make_engine("p").scheduler.request_finished(view("t", kv="local", num_tokens=10), [1]) == FinishDecision(
+    assert make_engine("p").scheduler.request_finished(view("t", kv="local", num_tokens=10), [[1]]) == FinishDecision(
         hold_blocks=False
     )
 
@@ -210,8 +210,8 @@ def test_a_request_that_is_not_handed_off_keeps_nothing(make_engine: Engines) ->
 def test_an_allocation_without_a_source_fails_with_a_reason(make_engine: Engines) -> None:
     engine = make_engine("d")
     request = view("t", kv="local", num_tokens=100)
-    engine.scheduler.update_state_after_alloc(request, range(7), 64)
-    engine.scheduler.update_state_after_alloc(request, range(7), 64)  # idempotent: one load, one answer
+    engine.scheduler.update_state_after_alloc(request, [range(7)], 64)
+    engine.scheduler.update_state_after_alloc(request, [range(7)], 64)  # idempotent: one load, one answer
     engine.step()
     assert engine.outcome(request).code == "kv_not_found"
     engine.step()

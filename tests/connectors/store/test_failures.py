@@ -71,7 +71,7 @@ def test_what_a_store_did_and_did_not_do_is_counted(store: FaultyStore, make: Ma
     assert (loaded.loads, loaded.failed_loads, loaded.saves) == (1, 0, 0)
     assert loaded.loaded_bytes == saved.saved_bytes
     again = view("v", num_tokens=200, salt="0")
-    engine.scheduler.update_state_after_alloc(again, scattered(128, 16), 128)
+    engine.scheduler.update_state_after_alloc(again, [scattered(128, 16)], 128)
     store.failing["get"] = StoreUnavailable("refused")
     engine.step()
     assert engine.wait(again.transfer_key).code == StoreUnavailable.code
@@ -412,7 +412,7 @@ def test_a_hundred_transfers_at_once_leave_nothing_behind(store: FaultyStore, ma
     requests = [view(f"u{i}", num_tokens=100, salt=str(i % 20)) for i in range(100)]
     for request in requests:
         assert engine.ask(request) == 64
-        engine.scheduler.update_state_after_alloc(request, [int(request.transfer_id[1:]) % 20 * 2, 41], 64)
+        engine.scheduler.update_state_after_alloc(request, [[int(request.transfer_id[1:]) % 20 * 2, 41]], 64)
     engine.step()
     codes = {engine.wait(request.transfer_key).code for request in requests}
     assert codes == {""}

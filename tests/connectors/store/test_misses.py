@@ -139,7 +139,7 @@ def test_ranks_come_as_far_as_the_one_that_came_least_far(store: FaultyStore, ma
     assert engine.ask(request) == 256
     flip(store, keys_of(engine, tp - 1)[2])
     flip(store, keys_of(engine, 0)[3])
-    engine.scheduler.update_state_after_alloc(request, scattered(256, 16), 256)
+    engine.scheduler.update_state_after_alloc(request, [scattered(256, 16)], 256)
     engine.step()
     aggregator = TransferAggregator(tp)
     merged: TransferResults | None = None

@@ -95,7 +95,7 @@ def test_a_long_prompt_in_scattered_blocks_is_handed_off_and_found(num_tokens: i
     """It was computed anew beyond 104k tokens: the list of its blocks did not fit."""
     config, block_ids, request = long_prompt(num_tokens)
     table = AgedTable(config.num_blocks)
-    decision = PullScheduler(config, table, PeerCards(config)).request_finished(request, block_ids)
+    decision = PullScheduler(config, table, PeerCards(config)).request_finished(request, [block_ids])
     assert isinstance(decision, FinishDecision)
     assert decision.hold_blocks
     assert decision.payload is not None
@@ -109,7 +109,7 @@ def test_a_long_prompt_in_scattered_blocks_is_handed_off_and_found(num_tokens: i
     handoff = KVHandoff("r", 1, "t", "p", "1", num_tokens, decision.payload)
     waiting = RequestView("r", 1, "t", "await_peer", num_tokens + 1, num_tokens, (), handoff)
     assert reader.get_num_new_matched_tokens(waiting, 0).num_tokens == num_tokens
-    reader.update_state_after_alloc(waiting, range(len(block_ids)), num_tokens)
+    reader.update_state_after_alloc(waiting, [range(len(block_ids))], num_tokens)
     assert not reader._named
     (load,) = reader._queued.values()
     assert load.source == block_ids
@@ -120,7 +120,7 @@ def test_a_long_prompt_in_scattered_blocks_is_handed_off_and_found(num_tokens: i
 def test_a_ticket_names_the_scattered_blocks_of_a_long_prompt(num_tokens: int) -> None:
     config, block_ids, _ = long_prompt(num_tokens)
     request = RequestView("r", 1, "t", "await_peer", num_tokens, num_tokens, ())
-    encoded = PushScheduler(config, PeerCards(config)).update_state_after_alloc(request, block_ids, num_tokens)
+    encoded = PushScheduler(config, PeerCards(config)).update_state_after_alloc(request, [block_ids], num_tokens)
     assert encoded is not None
     assert len(encoded) <= MAX_BLOB_BYTES
     ticket = decode_ticket(encoded)
@@ -149,5 +149,5 @@ def test_a_payload_is_unpacked_once_for_all_questions(monkeypatch: pytest.Monkey
     waiting = RequestView("r", 1, "t", "await_peer", 41, 40, (), handoff)
     for _ in range(5):
         assert scheduler.get_num_new_matched_tokens(waiting, 0).num_tokens == 40
-    scheduler.update_state_after_alloc(waiting, [1, 2, 3], 40)
+    scheduler.update_state_after_alloc(waiting, [[1, 2, 3]], 40)
     assert count == [1]

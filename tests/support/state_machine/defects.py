@@ -180,15 +180,15 @@ def preempted_blocks_handed_off(patch: Patch) -> None:
     lost: dict[RequestKey, list[int]] = {}
 
     def remember(self: Scheduler, request: Request) -> None:
-        lost[request.key] = list(request.block_ids)
+        lost[request.key] = list(request.block_tables[0])
         preempt(self, request)
 
     def broken(self: ExternalKV, request: Request) -> FinishDecision:
-        actual = request.block_ids
+        (actual,) = request.block_tables
         stale = lost.pop(request.key, [])[: len(actual)]
-        request.block_ids = stale + actual[len(stale) :]
+        request.block_tables = [stale + actual[len(stale) :]]
         result = finished(self, request)
-        request.block_ids = actual
+        request.block_tables = [actual]
         return result
 
     patch.setattr(Scheduler, "_preempt", remember)

@@ -151,7 +151,7 @@ class Engine:
             self.reuse(garbage)
         news, self._news = self._news, News()
         observed = self.built.observes_scheduled
-        ranges = [ScheduledRange(r.view(), a, b, list(r.block_ids)) for r, a, b in scheduled if observed]
+        ranges = [ScheduledRange(r.view(), a, b, [list(r.block_ids)]) for r, a, b in scheduled if observed]
         planned = self.ask(p.Plan(news.view(step_id, ranges), len(self.hosts) > 1), p.Planned)
         for key, block_ids, owner in planned.holds:
             assert key not in self._holds, f"the hold {key} is taken twice"
@@ -220,7 +220,7 @@ class Engine:
         if self.built.observes_confirmed:
             start = 0 if again else request.num_reported
             request.num_reported = request.num_confirmed
-            range_ = ConfirmedRange(request.view(), start, request.num_confirmed, list(request.block_ids), last)
+            range_ = ConfirmedRange(request.view(), start, request.num_confirmed, [list(request.block_ids)], last)
             self._news.confirmed.append(range_)
 
     def hand_off(self, request: Request) -> KVHandoff:
@@ -247,7 +247,7 @@ class Engine:
 
     def late_ticket(self, request: Request, block_ids: Sequence[int]) -> None:
         """A ticket that came after the hand-off: the leased blocks are shown once more."""
-        range_ = ConfirmedRange(request.view(), 0, request.num_confirmed, list(block_ids), True)
+        range_ = ConfirmedRange(request.view(), 0, request.num_confirmed, [list(block_ids)], True)
         self._news.confirmed.append(range_)
 
     def release(self, key: TransferKey) -> None:

@@ -116,14 +116,14 @@ class HostedRank:
                 return p.Matched(matched.num_tokens, matched.mode, matched.ask_again)
             case p.Allocate(request=request, block_ids=block_ids, num_external=num):
                 alloc = scheduler.update_state_after_alloc
-                return p.Ticket(call("update_state_after_alloc", alloc, request, block_ids, num))
+                return p.Ticket(call("update_state_after_alloc", alloc, request, [block_ids], num))
             case p.Plan(view=view, encode=encode):
                 meta = call("build_connector_meta", scheduler.build_connector_meta, view)
                 self._metas[view.step_id] = meta
                 holds = [(hold.key, list(hold.block_ids), hold.owner) for hold in meta.holds]
                 return p.Planned(holds, msgspec.msgpack.encode(meta) if encode else None)
             case p.FinishRequest(request=request, block_ids=block_ids):
-                finished = call("request_finished", scheduler.request_finished, request, block_ids)
+                finished = call("request_finished", scheduler.request_finished, request, [block_ids])
                 return p.RequestEnded(finished.hold_blocks, finished.payload, finished.until_release)
             case p.Settle(results=results):
                 resolved = call("resolve_results", scheduler.resolve_results, p.as_maps(results))
