@@ -91,7 +91,9 @@ class _News:
 class ExternalKV:
     """Loads, saves and their blocks. `connector` None: an engine without peers and stores."""
 
-    def __init__(self, connector: SchedulerConnector | None, pool: BlockPool, *, block_size: int) -> None:
+    def __init__(
+        self, connector: SchedulerConnector | None, pool: BlockPool, *, block_size: int, num_groups: int = 1
+    ) -> None:
         self.connector = connector
         self.loads: dict[TransferKey, KVLoad] = {}
         self.num_unknown_results = 0
@@ -100,6 +102,7 @@ class ExternalKV:
         self._observes = OBSERVES_NOTHING if connector is None else connector.observes
         self._pool = pool
         self._block_size = block_size
+        self._no_blocks: list[list[int]] = [[] for _ in range(num_groups)]  # of a request that has none
         self._quarantine: dict[TransferKey, Sequence[int]] = {}
         self._holds: dict[TransferKey, BlockHold] = {}
         self._cancels: list[TransferKey] = []
@@ -142,10 +145,14 @@ class ExternalKV:
         if Shown.LAYERWISE_LOADS in shown:
             layerwise = {load.request.key for load in self.loads.values() if load.layerwise_step == step_id}
         return [
-            ScheduledRange(r.view(), r.num_computed, r.num_computed + num_tokens, _shown(r.block_tables))
+            ScheduledRange(r.view(), r.num_computed, r.num_computed + num_tokens, self._shown(r.block_tables))
             for r, num_tokens in batch
             if (handoffs if r.kv == "handoff" else others) or (layerwise and r.key in layerwise)
         ]
+
+    def _shown(self, block_tables: list[list[int]]) -> list[BlockIds]:
+        """What the connector is shown of a request's tables, without a copy."""
+        return [BlockIds(table) for table in block_tables or self._no_blocks]
 
     def _shows_confirmed(self, request: Request) -> bool:
         """Whether the connector observes what is confirmed of a request."""
@@ -184,11 +191,13 @@ class ExternalKV:
         if not (last or again or new_block) or not self._shows_confirmed(request):
             return
         request.num_reported = stop
-        self._news.confirmed.append(ConfirmedRange(request.view(), start, stop, _shown(request.block_tables), last))
+        tables = self._shown(request.block_tables)
+        self._news.confirmed.append(ConfirmedRange(request.view(), start, stop, tables, last))
 
     def report_leased(self, request: Request, block_tables: BlockTables) -> None:
         """A handed-off request's ticket came after its end: show its blocks once more."""
-        self._news.confirmed.append(ConfirmedRange(request.view(), 0, request.num_confirmed, block_tables, True))
+        tables = block_tables or self._no_blocks
+        self._news.confirmed.append(ConfirmedRange(request.view(), 0, request.num_confirmed, tables, True))
 
     def preempted(self, request: Request) -> None:
         """The request lost its blocks and will come again; what the connector has not heard yet is void."""
@@ -302,8 +311,3 @@ class ExternalKV:
             return {}
         stats = stats_under(name, sum_stats([self.worker_stats, self.connector.get_stats()]))
         return dict(islice(stats.items(), MAX_CONNECTOR_PARTS))
-
-
-def _shown(tables: list[list[int]]) -> list[BlockIds]:
-    """What a connector is shown of them, without a copy."""
-    return [BlockIds(table) for table in tables]

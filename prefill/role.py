@@ -142,5 +142,5 @@ class PrefillRole(PrefillHooks):
         if lease is None or lease.request.router_id != router_id:
             return False
         lease.request.ticket = ticket
-        self._external.report_leased(lease.request, lease.block_tables or [[]])
+        self._external.report_leased(lease.request, lease.block_tables)
         return True

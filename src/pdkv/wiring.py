@@ -52,7 +52,7 @@ def wire_core(
         max_step_tokens=limits.max_num_batched_tokens,
     )
     assert kv.num_at_once(card.max_model_len) <= card.num_blocks, "a request of the longest length must fit alone"
-    external = ExternalKV(connector, pool, block_size=layout.block_size)
+    external = ExternalKV(connector, pool, block_size=layout.block_size, num_groups=layout.num_groups)
     outbox = Outbox()
 
     def num_promised_blocks() -> int:
