@@ -1,4 +1,4 @@
-"""The router's ear for the beats of one engine."""
+"""Receives one engine's heartbeats in the router."""
 
 import asyncio
 from collections.abc import Callable

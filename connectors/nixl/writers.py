@@ -1,4 +1,4 @@
-"""Which processes write into this rank's blocks: whether one has ended, of which nothing is heard any more."""
+"""Which processes write into this rank's blocks, and whether one that has gone silent has exited."""
 
 import contextlib
 import errno

@@ -13,8 +13,8 @@ import pytest
 
 from pdkv.cli.main import main
 from pdkv.connector_kit.bench import plan as plans
+from pdkv.connector_kit.bench.aged_pools import PATTERNS, AgedBooks, ContiguousBooks
 from pdkv.connector_kit.bench.bare import BARE_SIDE, bare_of
-from pdkv.connector_kit.bench.books import PATTERNS, AgedBooks, ContiguousBooks
 from pdkv.connector_kit.bench.effects import measure_push_tail, measure_scheduler_cost, measure_slowdown
 from pdkv.connector_kit.bench.layouts import LAYOUTS, parse_layout
 from pdkv.connector_kit.bench.measure import Row, measure

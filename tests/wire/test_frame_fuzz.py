@@ -1,4 +1,4 @@
-"""Ten hundred hostile frames on either end of the wire: nothing ends, all is counted, and what is in order is right.
+"""A thousand hostile frames on either end of the wire: nothing ends, all is counted, and what is in order is right.
 
 `python -m soak --frames 100000` sends more of them, to the processes of a deployment.
 """

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdkv.connector_kit.bench.books import PATTERNS
+from pdkv.connector_kit.bench.aged_pools import PATTERNS
 from pdkv.connector_kit.bench.layouts import parse_layout
 from pdkv.connector_kit.check.profiles import profile_of
 from pdkv.connector_kit.rig.processes import Zygote

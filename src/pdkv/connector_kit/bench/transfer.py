@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
-from pdkv.connector_kit.bench.books import PATTERNS
+from pdkv.connector_kit.bench.aged_pools import PATTERNS
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.engine import Engine, StepPlan
 from pdkv.connector_kit.rig.handover import Handover

@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connector_kit.rig import protocol as p
-from pdkv.connector_kit.rig.books import Books
+from pdkv.connector_kit.rig.block_counts import Books
 from pdkv.connector_kit.rig.news import News
 from pdkv.connector_kit.rig.processes import HostProcess
 from pdkv.connector_kit.rig.request import Request

@@ -4,7 +4,7 @@ import random
 from collections import deque
 from collections.abc import Iterable
 
-from pdkv.connector_kit.rig.books import Books
+from pdkv.connector_kit.rig.block_counts import Books
 
 NUM_OPERATIONS = 10_000
 """Allocations and frees that age a pool."""
