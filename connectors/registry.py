@@ -74,6 +74,11 @@ def load_connector(name: str) -> "type[KVConnector]":
     return loaded
 
 
+def choose_connector(name: str, options: Mapping[str, str]) -> "type[KVConnector]":
+    """The class that the options choose. Raises what `load_connector` and the class raise."""
+    return load_connector(name).for_options(OptionTexts(options, f"connector {name}"))
+
+
 def make_connector(name: str, config: "ConnectorConfig", notify: Callable[[], None]) -> "KVConnector":
     """One rank's connector: of the class that the options choose. Raises what `load_connector` and the class raise."""
     options = OptionTexts(config.options, f"connector {name}")

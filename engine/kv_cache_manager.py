@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.engine.block_pool import BlockPool, Holder
-from pdkv.engine.kv_groups import first_needed, num_held_at_end, num_held_at_once
+from pdkv.engine.kv_groups import num_held_at_end, num_held_at_once
 from pdkv.engine.request import Request, held_blocks
 
 
@@ -91,7 +92,7 @@ class KVCacheManager:
 
     def _find_last(self, request: Request, group: int, length: int) -> list[int]:
         """A table of `length` entries, of which those that the next token sees are there."""
-        first = first_needed(self._windows[group], length * self.block_size, self.block_size)
+        first = first_seen_block(self._windows[group], length * self.block_size, self.block_size)
         found = [self.pool.lookup(key) for key in self._keys(request, group, first, length)]
         assert None not in found, "`_find_window_length` has seen them"
         return [-1] * first + [block_id for block_id in found if block_id is not None]
@@ -138,7 +139,7 @@ class KVCacheManager:
         """
         assert not request.block_tables
         total = self.blocks_for(num_tokens)
-        firsts = [first_needed(window, resume_at, self.block_size) for window in self._windows]
+        firsts = [first_seen_block(window, resume_at, self.block_size) for window in self._windows]
         hits = [table[first:] for table, first in zip(hit.tables, firsts, strict=True)]
         for own in hits:
             self.pool.hold(own, Holder.ACTIVE)
@@ -161,7 +162,7 @@ class KVCacheManager:
         """Blocks fewer available once a request has those for `num_tokens` tokens, as `admit` would give them."""
         total, count = self.blocks_for(num_tokens), 0
         for table, window in zip(hit.tables, self._windows, strict=True):
-            first = first_needed(window, resume_at, self.block_size)
+            first = first_seen_block(window, resume_at, self.block_size)
             count += max(total - max(first, len(table)), 0)
             count += sum(not self.pool.is_held(block_id) for block_id in table[first:])
         return count
@@ -231,7 +232,7 @@ class KVCacheManager:
         """
         for group, (window, table) in enumerate(zip(self._windows, request.block_tables, strict=True)):
             start = request.num_given_up[group]
-            stop = min(first_needed(window, request.num_confirmed, self.block_size), len(table))
+            stop = min(first_seen_block(window, request.num_confirmed, self.block_size), len(table))
             if start < stop:
                 self.pool.release(table[start:stop], Holder.ACTIVE)
                 table[start:stop] = [-1] * (stop - start)
@@ -240,7 +241,7 @@ class KVCacheManager:
     def can_resume(self, request: Request, num_tokens: int) -> bool:
         """Whether the request has what the token behind its first `num_tokens` sees."""
         return all(
-            -1 not in table[first_needed(window, num_tokens, self.block_size) :]
+            -1 not in table[first_seen_block(window, num_tokens, self.block_size) :]
             for window, table in zip(self._windows, request.block_tables, strict=True)
             if window
         )

@@ -6,6 +6,7 @@ layers, so that every block of the pool may be any group's (docs/kv-groups.md).
 
 from collections.abc import Sequence
 
+from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.wire.messages import KVGroup
 
 MAX_UNUSED = 1 / 8
@@ -44,11 +45,6 @@ def _group_size(counts: Sequence[int]) -> int:
     return next(size for size in range(max(counts), 0, -1) if sum(-(-n // size) * size for n in counts) <= most)
 
 
-def first_needed(window: int, num_tokens: int, block_size: int) -> int:
-    """The first block that the token behind tokens [0, num_tokens) sees some of: those before it may be given up."""
-    return max(num_tokens - window + 1, 0) // block_size if window else 0
-
-
 def num_held_at_once(windows: Sequence[int], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
     """The most blocks, of all groups together, that a request of `num_tokens` tokens holds while it is computed.
 
@@ -65,4 +61,4 @@ def num_held_at_once(windows: Sequence[int], num_tokens: int, block_size: int, m
 def num_held_at_end(windows: Sequence[int], num_tokens: int, block_size: int) -> int:
     """The blocks, of all groups together, that the token behind the first `num_tokens` sees."""
     blocks = -(-num_tokens // block_size)
-    return sum(blocks - first_needed(window, num_tokens, block_size) for window in windows)
+    return sum(blocks - first_seen_block(window, num_tokens, block_size) for window in windows)

@@ -115,6 +115,7 @@ class MemoryPullConnector(MemoryMode):
     """Decode reads the blocks that prefill keeps under lease."""
 
     kind: ClassVar[ConnectorKind] = "pull"
+    kv_groups: ClassVar[bool] = True
 
     def make_scheduler_side(self) -> MemoryPullScheduler:
         return MemoryPullScheduler(self)

@@ -59,6 +59,7 @@ class NixlConnector(KVConnector):
 class NixlPullConnector(NixlConnector):
     """Decode reads."""
 
+    kv_groups: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
 
     def make_scheduler_side(self) -> SchedulerConnector:

@@ -26,13 +26,17 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.cards import PeerCards
+from pdkv.connectors.peer.pull_groups import NamedGroup, find_pairs, own_blocks, pack_groups, unpack_groups
 from pdkv.connectors.transfer.block_runs import Blocks, pack_blocks, unpack_blocks
 from pdkv.connectors.transfer.planning import blocks_of
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff
 
 
 class BlockLoad(msgspec.Struct, frozen=True):
-    """Copy tokens [start, stop) of a request from a peer's pool into `block_ids`."""
+    """Copy tokens [start, stop) of a request from a peer's pool into `block_ids`.
+
+    With KV groups, the lists name pairs of whole blocks, group after group, and the tokens count through them from 0.
+    """
 
     key: TransferKey
     engine: str
@@ -80,6 +84,7 @@ class PullScheduler(SchedulerConnector):
         self._table = table
         self._found: dict[TransferKey, Match] = {}  # by content: of the last question, until blocks are allocated
         self._named: dict[TransferKey, tuple[bytes, Blocks | None]] = {}  # payloads unpacked, so long
+        self._named_groups: dict[TransferKey, tuple[bytes, list[NamedGroup] | None]] = {}  # the same, with KV groups
         self._queued: dict[TransferKey, BlockLoad] = {}  # for the next metadata
         self._loading: set[TransferKey] = set()  # queued or with the worker
 
@@ -102,7 +107,8 @@ class PullScheduler(SchedulerConnector):
                 return NO_MATCH if request.kv_ready is False else ASK_AGAIN
             match = self._match_handoff(request, request.handoff, num_computed_tokens, request.num_wanted)
         else:
-            match = self.match_content(request, num_computed_tokens)
+            # The table of blocks by content knows no groups.
+            match = None if self.config.layout.groups else self.match_content(request, num_computed_tokens)
             if match is not None:
                 self._found[request.transfer_key] = match
         return NO_MATCH if match is None else MatchedTokens(match.stop - match.start)
@@ -119,9 +125,14 @@ class PullScheduler(SchedulerConnector):
         if request.handoff is not None:
             match = self._match_handoff(request, request.handoff, start, start + num_external_tokens)
         self._named.pop(key, None)
+        self._named_groups.pop(key, None)
         if match is None:  # nothing was found: a load without a source fails with a reason
             match = Match("", "", start, start + num_external_tokens, self.block_size, [], [])
         stop = min(match.start + num_external_tokens, match.stop)
+        self._loading.add(key)
+        if self.config.layout.groups:
+            self._queued[key] = self._load_pairs(key, match, block_tables)
+            return None
         num_sources = -(-stop // match.unit) - match.start // match.unit
         own = blocks_of(match.start, stop, self.block_size)
         self._queued[key] = BlockLoad(
@@ -136,14 +147,30 @@ class PullScheduler(SchedulerConnector):
             block_ids=list(block_tables[0][own.start : own.stop]),
             is_handoff=match.is_handoff,
         )
-        self._loading.add(key)
         return None
+
+    def _load_pairs(self, key: TransferKey, match: Match, block_tables: BlockTables) -> BlockLoad:
+        own = own_blocks(self.config.layout, block_tables, match.start, match.stop)
+        if own is None or len(own) != len(match.source):
+            match, own = match._replace(source=[], generations=[]), []  # the load fails, and says so
+        return BlockLoad(
+            key=key,
+            engine=match.engine,
+            epoch=match.epoch,
+            start=0,
+            stop=len(own) * self.block_size,
+            unit=self.block_size,
+            source=match.source,
+            generations=match.generations,
+            block_ids=own,
+        )
 
     def build_connector_meta(self, view: SchedulerView) -> PullMetadata:
         for keys in (view.finished, view.aborted, view.preempted):
             for key in keys:
                 self._found.pop(key, None)
                 self._named.pop(key, None)
+                self._named_groups.pop(key, None)
         loads, self._queued = list(self._queued.values()), {}
         return PullMetadata(step_id=view.step_id, loads=loads)
 
@@ -151,7 +178,10 @@ class PullScheduler(SchedulerConnector):
         self._found.pop(request.transfer_key, None)
         if request.kv != "handoff":
             return FinishDecision(hold_blocks=False)
-        payload = pack_blocks(block_tables[0], self._table.generations_of(block_tables[0]))
+        if self.config.layout.groups:
+            payload = pack_groups(block_tables, self._table)
+        else:
+            payload = pack_blocks(block_tables[0], self._table.generations_of(block_tables[0]))
         if len(payload) > MAX_BLOB_BYTES:  # too scattered to be named: decode computes it by itself, loudly
             return FinishDecision(hold_blocks=False, payload=b"")
         return FinishDecision(hold_blocks=True, payload=payload)
@@ -166,12 +196,15 @@ class PullScheduler(SchedulerConnector):
         self.peers.clear()
         self._found.clear()
         self._named.clear()
+        self._named_groups.clear()
 
     def _match_handoff(self, request: RequestView, handoff: KVHandoff, start: int, stop: int) -> Match | None:
         """Tokens [start, stop) of a hand-off, as far as it goes; None: it cannot be had."""
         unit = self.source_block_size(handoff.engine, handoff.epoch)
-        blocks = self._blocks_of(request.transfer_key, handoff)
         stop = min(stop, handoff.num_tokens)
+        if self.config.layout.groups:
+            return self._match_groups(request.transfer_key, handoff, unit, start, stop)
+        blocks = self._blocks_of(request.transfer_key, handoff)
         if unit is None or blocks is None or start >= stop:
             return None
         wanted = blocks_of(start, stop, unit)
@@ -179,6 +212,17 @@ class PullScheduler(SchedulerConnector):
             return None
         source, generations = (column[wanted.start : wanted.stop].tolist() for column in blocks)
         return Match(handoff.engine, handoff.epoch, start, stop, unit, source, generations)
+
+    def _match_groups(
+        self, key: TransferKey, handoff: KVHandoff, unit: int | None, start: int, stop: int
+    ) -> Match | None:
+        known = self._named_groups.get(key)
+        if known is None or known[0] != handoff.payload:
+            known = self._named_groups[key] = (handoff.payload, unpack_groups(handoff.payload))
+        if unit != self.block_size or known[1] is None or start >= stop or start % unit:
+            return None
+        pairs = find_pairs(self.config.layout, known[1], start, stop)
+        return None if pairs is None else Match(handoff.engine, handoff.epoch, start, stop, unit, *pairs)
 
     def _blocks_of(self, key: TransferKey, handoff: KVHandoff) -> Blocks | None:
         """What a hand-off's payload names: unpacked once for all questions about it; None: nothing."""

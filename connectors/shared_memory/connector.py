@@ -33,6 +33,7 @@ class SharedMemoryConnector(KVConnector):
     """Owns the engine's arena; its block table and KV pool lie there."""
 
     kind: ClassVar[ConnectorKind] = "pull"
+    kv_groups: ClassVar[bool] = True
     content_addressed: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
     options_type = SharedMemoryOptions

@@ -30,6 +30,13 @@ class Segment(NamedTuple):
     num_tokens: int
 
 
+def first_seen_block(window: int, num_tokens: int, block_size: int) -> int:
+    """The first block that the token behind tokens [0, num_tokens) sees some of, where it sees `window` tokens, its own
+    included (0: all). Blocks before it may be given up.
+    """
+    return max(num_tokens - window + 1, 0) // block_size if window else 0
+
+
 def as_ids(ids: Sequence[int] | Ids) -> Ids:
     """Block ids as an int64 vector."""
     return np.asarray(ids, dtype=np.int64)

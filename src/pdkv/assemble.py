@@ -16,7 +16,7 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
-from pdkv.connectors.registry import make_connector
+from pdkv.connectors.registry import choose_connector, make_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.executor import Executor, InProcessExecutor, ModelExecutor, resolve_device
 from pdkv.engine.ranks.executor import MultiProcessExecutor, OtherRanks
@@ -240,8 +240,13 @@ def _load_rank(plan: _Plan, source: ModelSource, parallel: TensorParallel) -> In
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         parallel=parallel,
         weights=source.files,
-        grouped=plan.handoff is None,  # connectors know one block table per request
+        grouped=_knows_groups(plan.handoff),
     )
+
+
+def _knows_groups(handoff: HandoffConfig | None) -> bool:
+    """Whether layers with a window may have blocks of their own. Raises what `choose_connector` raises."""
+    return handoff is None or choose_connector(handoff.connector, handoff.connector_config).kv_groups
 
 
 def _make_connector(

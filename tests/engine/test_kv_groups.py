@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from state_machine.standin import expected_tokens
 
 from pdkv.connectors.block_table import LocalBlockTable
+from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.core import EngineCore
 from pdkv.engine.kv_cache_manager import KVCacheManager
-from pdkv.engine.kv_groups import first_needed, make_groups, num_held_at_end, num_held_at_once
+from pdkv.engine.kv_groups import make_groups, num_held_at_end, num_held_at_once
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import SchedulerLimits
@@ -66,13 +67,13 @@ def test_the_layouts_identity_names_the_groups() -> None:
     plain = KVLayout(2, 1, 1, 16, "float32", 4)
     assert plain.identity == "layers=2,head_size=1,dtype=float32,k=rotated"
     grouped = KVLayout(1, 1, 1, 16, "float32", 4, groups=FULL_AND_WINDOW)
-    assert grouped.identity == "layers=1,head_size=1,dtype=float32,k=rotated,groups=0@0+1@6"
+    assert grouped.identity == "layers=1,head_size=1,dtype=float32,k=rotated,block_size=16,groups=0@0+1@6"
 
 
 @given(st.integers(0, 40), st.integers(0, 60), st.sampled_from([1, 4, 16]))
 def test_the_first_block_that_a_token_sees(window: int, num_tokens: int, size: int) -> None:
     seen = [p for p in range(num_tokens) if not window or p > num_tokens - window]  # the next token's position counts
-    first = first_needed(window, num_tokens, size)
+    first = first_seen_block(window, num_tokens, size)
     assert first == (seen[0] // size if seen else num_tokens // size if window else 0)
     assert num_held_at_end([window], num_tokens, size) == -(-num_tokens // size) - first
     assert num_held_at_end([window], num_tokens, size) <= num_held_at_once([window], num_tokens, size, 1)
@@ -104,7 +105,7 @@ def test_a_hit_is_the_longest_that_every_group_has(
             pool.withdraw(tables[group][index])
 
     def has(group: int, length: int) -> bool:
-        needed = range(first_needed(windows[group], length * SIZE, SIZE), length)
+        needed = range(first_seen_block(windows[group], length * SIZE, SIZE), length)
         return not any((group, index) in missing for index in needed)
 
     second = Request(submit(list(range(num_wanted + 1))), "r", b"root", 0.0)
@@ -112,7 +113,7 @@ def test_a_hit_is_the_longest_that_every_group_has(
     hit = kv.find_hit(second)
     assert hit.num_tokens == lengths[-1] * SIZE
     for window, table, known in zip(windows, hit.tables, tables, strict=True):
-        skipped = first_needed(window, hit.num_tokens, SIZE)
+        skipped = first_seen_block(window, hit.num_tokens, SIZE)
         assert table == [-1] * skipped + known[skipped : lengths[-1]]
     assert kv.admit(second, hit, num_wanted + 1, hit.num_tokens)
     assert pool.counts().active == len(second.held_blocks())
@@ -140,7 +141,7 @@ def test_blocks_outside_the_window_are_given_up_while_the_request_runs(groups: t
         if request.block_tables:
             stop = -(-request.num_computed // SIZE)
             for group, table in zip(groups, request.block_tables, strict=True):
-                first = first_needed(group.window, request.num_confirmed, SIZE)
+                first = first_seen_block(group.window, request.num_confirmed, SIZE)
                 assert [block_id >= 0 for block_id in table[:stop]] == [i >= first for i in range(stop)]
             assert pool.counts().active == len(request.held_blocks())
             most = max(most, pool.counts().active)
@@ -194,7 +195,7 @@ def test_steps_that_are_confirmed_late_keep_what_they_see() -> None:
         outputs.append(core.executor.execute(core.scheduler.schedule(0.0)))
         if len(outputs) == 3 or not request.num_computed < len(prompt):
             if request.block_tables:
-                first = first_needed(6, request.num_confirmed, SIZE)
+                first = first_seen_block(6, request.num_confirmed, SIZE)
                 assert all(block_id >= 0 for block_id in request.block_tables[1][first:])
             core.finish_step(outputs.pop(0), 0.0)
             core.scheduler.kv.pool.check_integrity()

@@ -122,12 +122,14 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """What two engines must share to exchange KV; block size and TP are left out on purpose."""
+        """What two engines must share to exchange KV. TP is left out on purpose, and the block size where there are no
+        groups: what of a window can be found depends on it.
+        """
         identity = f"layers={self.num_layers},head_size={self.head_size},dtype={self.dtype},k=rotated"
         if not self.groups:
             return identity
         groups = "+".join(f"{','.join(map(str, group.layers))}@{group.window}" for group in self.groups)
-        return f"{identity},groups={groups}"
+        return f"{identity},block_size={self.block_size},groups={groups}"
 
 
 class EngineCard(Message, frozen=True):

@@ -41,7 +41,7 @@ def expected_tokens(prompt: Sequence[int], num_output: int, windows: Sequence[in
     for _ in range(num_output):
         values = np.array([chain, [-v for v in chain]], dtype=np.int64)
         for layer, window in enumerate(windows):
-            values[layer, : len(chain) - (window or len(chain))] = 0
+            values[layer, : max(len(chain) - window, 0) if window else 0] = 0
         tokens.append(next_token(values))
         chain.append(chain_value(chain[-1], tokens[-1]))
     return tokens[len(prompt) :]

@@ -1,0 +1,88 @@
+"""Hand-offs of a layout with KV groups: which blocks of each group the reader's next token sees, and where they lie.
+
+Reader and source have blocks of one size (the layout's identity says it), so a load is pairs of whole blocks, group
+after group. Of a group with a window only those are read that the token behind the load sees; the source has no others.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import msgspec
+
+from pdkv.connectors.base import BlockTables
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.transfer.block_runs import Blocks, pack_blocks, unpack_blocks
+from pdkv.connectors.transfer.planning import first_seen_block
+from pdkv.errors import MalformedMessage
+from pdkv.wire.decoding import decode_total
+from pdkv.wire.messages import KVLayout
+
+_GROUPS = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
+
+
+class NamedGroup(NamedTuple):
+    """A group's blocks as a hand-off names them."""
+
+    first: int  # entries of the source's table before them
+    blocks: Blocks
+
+
+class BlockPairs(NamedTuple):
+    """The source's blocks that a load reads, group after group."""
+
+    source: list[int]
+    generations: list[int]
+
+
+def pack_groups(block_tables: BlockTables, table: BlockTable) -> bytes:
+    """What a request has at its end, for `unpack_groups`."""
+    named = []
+    for block_ids in block_tables:
+        first = next((i for i, block_id in enumerate(block_ids) if block_id >= 0), len(block_ids))
+        held = block_ids[first:]
+        named.append((first, pack_blocks(held, table.generations_of(held))))
+    return msgspec.msgpack.encode(named)
+
+
+def unpack_groups(payload: bytes) -> list[NamedGroup] | None:
+    """The inverse; None: no groups could be meant by that."""
+    try:
+        groups = decode_total(_GROUPS, payload)
+    except MalformedMessage:
+        return None
+    named = [NamedGroup(first, blocks) for first, packed in groups if (blocks := unpack_blocks(packed)) is not None]
+    if len(named) < len(groups) or any(group.first < 0 for group in named):
+        return None
+    return named
+
+
+def entries_to_load(layout: KVLayout, start: int, stop: int) -> list[range]:
+    """By group, the entries of a block table that a load of tokens [start, stop) fills. `start` is a block's first."""
+    first, last = start // layout.block_size, -(-stop // layout.block_size)
+    return [
+        range(max(first, min(first_seen_block(window, stop, layout.block_size), last)), last)
+        for window in layout.windows
+    ]
+
+
+def find_pairs(layout: KVLayout, groups: Sequence[NamedGroup], start: int, stop: int) -> BlockPairs | None:
+    """Where the KV of tokens [start, stop) lies at a source; None: it does not have all of it any more."""
+    if len(groups) != layout.num_groups:
+        return None
+    source: list[int] = []
+    generations: list[int] = []
+    for entries, (first, blocks) in zip(entries_to_load(layout, start, stop), groups, strict=True):
+        if entries and (entries.start < first or entries.stop > first + blocks.ids.size):
+            return None
+        part = slice(max(entries.start - first, 0), max(entries.stop - first, 0)) if entries else slice(0)
+        source += blocks.ids[part].tolist()
+        generations += blocks.generations[part].tolist()
+    return BlockPairs(source, generations)
+
+
+def own_blocks(layout: KVLayout, block_tables: BlockTables, start: int, stop: int) -> list[int] | None:
+    """The reader's blocks for the same tokens, in the same order; None: it has not all of them."""
+    wanted = zip(block_tables, entries_to_load(layout, start, stop), strict=True)
+    own = list(chain.from_iterable(table[entries.start : entries.stop] for table, entries in wanted))
+    return own if min(own, default=0) >= 0 else None
