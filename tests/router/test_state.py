@@ -58,6 +58,7 @@ def test_description_is_the_topology_entry() -> None:
         "waiting": 1,
         "running": 2,
         "blocks": {"total": 10, "free": 4, "cached": 3, "active": 2, "leased": 1, "quarantined": 0},
+        "connector_problem": None,
     }
     fleet.went_down("decode-0")
     assert (engine.describe()["state"], engine.describe()["pid"], engine.load) == ("dead", None, None)
