@@ -15,6 +15,7 @@ import torch
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import (
+    BlockTables,
     ConfirmedRange,
     ConnectorConfig,
     KVConnector,
@@ -201,22 +202,28 @@ class PushEngine(RankedEngine):
         return self.step(confirmed=[ConfirmedRange(request, 0, stop, [list(block_ids)], last)])
 
 
+def tables_of(block_ids: Sequence[int] | BlockTables) -> BlockTables:
+    """One group's blocks as tables; tables as they are."""
+    return block_ids if isinstance(block_ids[0], Sequence) else [block_ids]  # type: ignore[list-item, return-value]
+
+
 class PullEngine(RankedEngine):
     """Over a pulling connector."""
 
-    def hand_off(self, name: str, block_ids: Sequence[int], num_tokens: int) -> KVHandoff:
-        """What prefill says about the KV in its blocks."""
-        finished = self.scheduler.request_finished(view(name, kv="handoff", num_tokens=num_tokens), [block_ids])
+    def hand_off(self, name: str, block_ids: Sequence[int] | BlockTables, num_tokens: int) -> KVHandoff:
+        """What prefill says about the KV in its blocks, of one group or of several."""
+        request = view(name, kv="handoff", num_tokens=num_tokens)
+        finished = self.scheduler.request_finished(request, tables_of(block_ids))
         assert finished.hold_blocks
         assert finished.payload is not None
         return KVHandoff(name, 1, name, self.card.engine, self.card.epoch, num_tokens, finished.payload)
 
-    def load(self, handoff: KVHandoff, block_ids: Sequence[int], start: int = 0) -> int:
+    def load(self, handoff: KVHandoff, block_ids: Sequence[int] | BlockTables, start: int = 0) -> int:
         """Begin to load tokens [start, …); returns their number."""
         request = view(
             handoff.transfer_id, kv="await_peer", num_tokens=handoff.num_tokens, handoff=handoff, num_local_hit=start
         )
         num_tokens = self.scheduler.get_num_new_matched_tokens(request, start).num_tokens
-        self.scheduler.update_state_after_alloc(request, [block_ids], num_tokens)
+        self.scheduler.update_state_after_alloc(request, tables_of(block_ids), num_tokens)
         self.step()
         return num_tokens

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from push_rig import PullEngine, full_kv, make_layout
+from push_rig import NUM_LAYERS, PullEngine, full_kv, make_layout
 
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
+from pdkv.connectors.transfer.planning import first_seen_block
+from pdkv.wire.messages import KVGroup
 
 torch.set_num_threads(1)
 
@@ -18,8 +20,10 @@ Engines = Callable[..., PullEngine]
 def make_engine() -> Iterator[Engines]:
     made: list[PullEngine] = []
 
-    def make(name: str, tp: int = 1, block_size: int = 16, **arguments: Any) -> PullEngine:
-        layout = make_layout(tp, block_size)
+    def make(
+        name: str, tp: int = 1, block_size: int = 16, groups: tuple[KVGroup, ...] = (), **arguments: Any
+    ) -> PullEngine:
+        layout = make_layout(tp, block_size, groups=groups)
         made.append(PullEngine(SharedMemoryConnector, name, tp=tp, layout=layout, **arguments))
         return made[-1]
 
@@ -49,6 +53,34 @@ def test_every_rank_loads_its_heads_and_nothing_else_changes(
     for pool, old in zip(decode.pools, before, strict=True):
         assert torch.equal(pool[untouched], old[untouched])
     assert not decode.unread
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (8, 2)], ids=str)
+@pytest.mark.parametrize("start", [0, 32])
+def test_of_a_window_every_rank_loads_its_heads_of_the_last_blocks(
+    make_engine: Engines, tp: tuple[int, int], start: int
+) -> None:
+    """Two groups, one with a window of 40 tokens: nothing before it is written."""
+    groups = (KVGroup(tuple(range(NUM_LAYERS))), KVGroup(tuple(range(NUM_LAYERS, 2 * NUM_LAYERS)), 40))
+    prefill, decode = (make_engine(name, ranks, groups=groups) for name, ranks in zip("pd", tp, strict=True))
+    decode.meet(prefill.card)
+    kv = [full_kv(150, prefill.layout), full_kv(150, prefill.layout) + 1000]
+    source = [[i * 7 % 64 for i in range(3, 13)], [i * 7 % 64 for i in range(20, 30)]]
+    target = [[i * 11 % 64 for i in range(5, 15)], [i * 11 % 64 for i in range(30, 40)]]
+    for block_ids, values in zip(source, kv, strict=True):
+        prefill.fill(block_ids, values)
+    before = [pool.clone() for pool in decode.pools]
+    first = first_seen_block(40, 150, 16)
+    held, wanted = ([full, [-1] * first + window[first:]] for full, window in (source, target))
+    handoff = prefill.hand_off("t", held, 150)
+    assert decode.load(handoff, wanted, start) == 150 - start
+    assert decode.outcome("receiving", ("t", 1)).code == ""
+    decode.check(target[0], kv[0], start)
+    decode.check(target[1], kv[1], first * 16)
+    loaded = {*target[0][start // 16 :], *target[1][first:]}
+    for pool, old in zip(decode.pools, before, strict=True):
+        untouched = [b for b in range(64) if b not in loaded]
+        assert torch.equal(pool[untouched], old[untouched])
 
 
 @pytest.mark.parametrize("tp", [(2, 2), (2, 4), (4, 1)], ids=str)
