@@ -180,6 +180,7 @@ class MemoryPushConnector(MemoryMode):
     """Prefill writes into decode's blocks."""
 
     kind: ClassVar[ConnectorKind] = "push"
+    kv_groups: ClassVar[bool] = True
     concurrent = True
 
     def make_scheduler_side(self) -> MemoryPushScheduler:

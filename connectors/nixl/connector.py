@@ -75,6 +75,7 @@ class NixlPushConnector(NixlConnector):
     """Prefill writes."""
 
     kind: ClassVar[ConnectorKind] = "push"
+    kv_groups: ClassVar[bool] = True
     concurrent: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata
 

@@ -25,6 +25,7 @@ class P2PConnector(KVConnector):
     """One rank's end of all groups."""
 
     kind: ClassVar[ConnectorKind] = "push"
+    kv_groups: ClassVar[bool] = True
     concurrent: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata
     options_type = P2POptions

@@ -5,15 +5,14 @@ after group. Of a group with a window only those are read that the token behind 
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import msgspec
 
 from pdkv.connectors.base import BlockTables
 from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.peer.group_entries import entries_to_load
 from pdkv.connectors.transfer.block_runs import Blocks, pack_blocks, unpack_blocks
-from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.errors import MalformedMessage
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import KVLayout
@@ -57,15 +56,6 @@ def unpack_groups(payload: bytes) -> list[NamedGroup] | None:
     return named
 
 
-def entries_to_load(layout: KVLayout, start: int, stop: int) -> list[range]:
-    """By group, the entries of a block table that a load of tokens [start, stop) fills. `start` is a block's first."""
-    first, last = start // layout.block_size, -(-stop // layout.block_size)
-    return [
-        range(max(first, min(first_seen_block(window, stop, layout.block_size), last)), last)
-        for window in layout.windows
-    ]
-
-
 def find_pairs(layout: KVLayout, groups: Sequence[NamedGroup], start: int, stop: int) -> BlockPairs | None:
     """Where the KV of tokens [start, stop) lies at a source; None: it does not have all of it any more."""
     if len(groups) != layout.num_groups:
@@ -79,10 +69,3 @@ def find_pairs(layout: KVLayout, groups: Sequence[NamedGroup], start: int, stop:
         source += blocks.ids[part].tolist()
         generations += blocks.generations[part].tolist()
     return BlockPairs(source, generations)
-
-
-def own_blocks(layout: KVLayout, block_tables: BlockTables, start: int, stop: int) -> list[int] | None:
-    """The reader's blocks for the same tokens, in the same order; None: it has not all of them."""
-    wanted = zip(block_tables, entries_to_load(layout, start, stop), strict=True)
-    own = list(chain.from_iterable(table[entries.start : entries.stop] for table, entries in wanted))
-    return own if min(own, default=0) >= 0 else None

@@ -26,7 +26,8 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.cards import PeerCards
-from pdkv.connectors.peer.pull_groups import NamedGroup, find_pairs, own_blocks, pack_groups, unpack_groups
+from pdkv.connectors.peer.group_entries import own_blocks
+from pdkv.connectors.peer.pull_groups import NamedGroup, find_pairs, pack_groups, unpack_groups
 from pdkv.connectors.transfer.block_runs import Blocks, pack_blocks, unpack_blocks
 from pdkv.connectors.transfer.planning import blocks_of
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff

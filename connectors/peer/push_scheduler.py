@@ -28,6 +28,7 @@ from pdkv.connectors.base import (
     TransferResults,
 )
 from pdkv.connectors.peer.cards import PeerCards
+from pdkv.connectors.peer.group_entries import entries_to_load, own_blocks
 from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
 from pdkv.connectors.transfer.planning import Ids, blocks_of
 from pdkv.errors import MalformedMessage, TransferError
@@ -151,24 +152,39 @@ class PushScheduler(SchedulerConnector):
         if request.kv != "await_peer":
             return None
         start, stop = request.num_local_hit, request.num_local_hit + num_external_tokens
-        wanted = blocks_of(start, stop, self.block_size)
-        blocks = pack_blocks(block_tables[0][wanted.start : wanted.stop])
-        ticket = PushTicket(self.config.engine, self.config.epoch, *request.transfer_key, start, stop, blocks)
+        own = self._own_blocks(block_tables, start, stop)
+        if own is None:
+            self._refused.append(request.transfer_key)
+            return None
+        ticket = PushTicket(self.config.engine, self.config.epoch, *request.transfer_key, start, stop, pack_blocks(own))
         encoded = msgspec.msgpack.encode(ticket)
         if len(encoded) > MAX_BLOB_BYTES:
             self._refused.append(request.transfer_key)
             return None
         if num_external_tokens:
-            self._receives.append(ticket)
+            self._receives.append(self._for_workers(ticket))
         return encoded
+
+    def _own_blocks(self, block_tables: BlockTables, start: int, stop: int) -> Sequence[int] | None:
+        """Where tokens [start, stop) are wanted; with KV groups, group after group. None: there are blocks missing."""
+        if self.config.layout.groups:
+            return own_blocks(self.config.layout, block_tables, start, stop)
+        wanted = blocks_of(start, stop, self.block_size)
+        return block_tables[0][wanted.start : wanted.stop]
+
+    def _for_workers(self, ticket: PushTicket) -> PushTicket:
+        """As workers count: with KV groups, tokens are those of the blocks that it names, from 0 on."""
+        if not self.config.layout.groups:
+            return ticket
+        num_blocks = sum(map(len, entries_to_load(self.config.layout, ticket.start, ticket.stop)))
+        return msgspec.structs.replace(ticket, start=0, stop=num_blocks * self.block_size)
 
     def build_connector_meta(self, view: SchedulerView) -> PushMetadata:
         for key in view.preempted:
             if key in self._sending:
                 self._sending[key].num_valid = 0  # its steps in flight confirm nothing
-        batches = [self._confirmed_batch(confirmed) for confirmed in view.confirmed]
-        batches += [self._step_batch(scheduled) for scheduled in view.scheduled]
-        sends = [send for send in batches if send is not None]
+        sends = [send for confirmed in view.confirmed for send in self._confirmed_batches(confirmed)]
+        sends += [send for scheduled in view.scheduled if (send := self._step_batch(scheduled)) is not None]
         for key in view.aborted:
             if (sending := self._sending.pop(key, None)) is not None:
                 self._dropped.append(sending.key)
@@ -222,22 +238,26 @@ class PushScheduler(SchedulerConnector):
         self.peers.clear()
         self._sending.clear()
 
-    def _confirmed_batch(self, confirmed: ConfirmedRange) -> PushSend | None:
+    def _confirmed_batches(self, confirmed: ConfirmedRange) -> list[PushSend]:
         """What of a confirmed range is wanted and has not been sent yet."""
         sending = self._find_sending(confirmed.request)
         if sending is None:
-            return None
+            return []
         key, ticket = confirmed.request.transfer_key, sending.ticket
         if not sending.failed and (ticket is None or (confirmed.last and confirmed.stop < ticket.stop)):
             sending.failed = True
             self._unsendable.append(sending.key)  # it wants what will never be here
         sending.num_valid = max(sending.num_valid, confirmed.stop)
-        batch = self._next_batch(key, sending, confirmed.stop, confirmed.block_tables[0], is_all=confirmed.last)
+        if self.config.layout.groups:
+            batches = self._group_batches(key, sending, confirmed)
+        else:
+            batch = self._next_batch(key, sending, confirmed.stop, confirmed.block_tables[0], is_all=confirmed.last)
+            batches = [batch] if batch is not None else []
         # Not before the hand-off: what is told of the transfer's end is told of one that exists.
         if confirmed.last and sending.num_batches and not (sending.completed or sending.failed):
             sending.completed = True
             self._completed.append(sending.key)
-        return batch
+        return batches
 
     def _step_batch(self, scheduled: ScheduledRange) -> PushSend | None:
         """What of a step's tokens is wanted, if they are valid when they are computed.
@@ -246,8 +266,8 @@ class PushScheduler(SchedulerConnector):
         """
         request = scheduled.request
         sending = self._find_sending(request)
-        if sending is None or sending.ticket is None:
-            return None
+        if sending is None or sending.ticket is None or self.config.layout.groups:
+            return None  # a group's layers are not those that a step computes one after the other
         sending.num_valid = max(sending.num_valid, request.num_local_hit)
         if scheduled.start > sending.num_valid:
             return None
@@ -280,6 +300,38 @@ class PushScheduler(SchedulerConnector):
                 self._dropped.append(last.key)
         self._sending[key] = sending
         return sending
+
+    def _group_batches(self, key: TransferKey, sending: _Sending, confirmed: ConfirmedRange) -> list[PushSend]:
+        """`_next_batch` for each KV group: of one with a window, only blocks that the receiver's next token sees."""
+        ticket, size = sending.ticket, self.block_size
+        if ticket is None or sending.failed:
+            return []
+        stop = min(confirmed.stop if confirmed.last else confirmed.stop // size * size, ticket.stop)
+        sends: list[PushSend] = []
+        before = 0  # blocks of the groups before, as the ticket counts them
+        for table, entries in zip(
+            confirmed.block_tables, entries_to_load(self.config.layout, ticket.start, ticket.stop), strict=True
+        ):
+            first = max(sending.num_sent // size, entries.start)
+            last = min(-(-stop // size), entries.stop)
+            blocks = list(table[first:last])
+            if min(blocks, default=0) < 0:
+                sending.failed = True
+                self._unsendable.append(sending.key)  # the window that it wants ended earlier
+                return []
+            if blocks:
+                sending.num_batches += 1
+                batch = (f"{key[0]}/{sending.num_batches}", key[1])
+                start = (before + first - entries.start) * size
+                sends.append(
+                    PushSend(
+                        sending.key, key, batch, self._for_workers(ticket), start, start + len(blocks) * size, blocks
+                    )
+                )
+            before += len(entries)
+        if sends:
+            sending.num_sent = stop
+        return sends
 
     def _next_batch(
         self,

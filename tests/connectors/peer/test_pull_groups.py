@@ -1,21 +1,19 @@
 """Pulls of models with windows: of a window's layers only the blocks travel that the next token sees."""
 
 import random
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from engines import at_rest, make_core, of_type, output_of, submit
 from oracle import oracle
+from peer_groups import ALL_WINDOW, FULL_AND_WINDOW, TWO_WINDOWS, engines_of, layer_windows, meet, run_to_rest
 from state_machine.standin import expected_tokens
 
-from pdkv.assemble import build_engine
-from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.block_table import LocalBlockTable
-from pdkv.connectors.peer.pull_groups import NamedGroup, entries_to_load, find_pairs, own_blocks, pack_groups
+from pdkv.connectors.peer.group_entries import entries_to_load, own_blocks
+from pdkv.connectors.peer.pull_groups import NamedGroup, find_pairs, pack_groups
 from pdkv.connectors.peer.pull_groups import unpack_groups as unpack
 from pdkv.connectors.transfer.block_runs import Blocks
 from pdkv.connectors.transfer.planning import as_ids, first_seen_block
@@ -27,35 +25,12 @@ from pdkv.wire.messages import (
     KVGroup,
     KVLayout,
     Loaded,
-    Peers,
     Release,
     Submit,
 )
 
 SIZE = 4
-FULL_AND_WINDOW = (KVGroup((0,)), KVGroup((1,), 6))
-ALL_WINDOW = (KVGroup((0, 1), 6),)
-TWO_WINDOWS = (KVGroup((1,), 3), KVGroup((0,), 9))
 LAYOUT = KVLayout(1, 1, 1, SIZE, "int64", 8, groups=FULL_AND_WINDOW)
-WAIT_S = 30.0
-
-
-def run_to_rest(cores: list[EngineCore]) -> list[EngineToRouter]:
-    """Step all engines until none has a request."""
-    messages: list[EngineToRouter] = []
-    deadline = time.monotonic() + WAIT_S
-    while any(core.requests for core in cores):
-        assert time.monotonic() < deadline, "a request does not end"
-        for core in cores:
-            core.step(0.0)
-            core.scheduler.kv.pool.check_integrity()
-            messages += [m for _, batch in core.take_messages(0.0) for m in batch]
-    return messages
-
-
-def meet(cores: list[EngineCore]) -> None:
-    for core in cores:
-        core.handle("r", Peers([other.card for other in cores]), 0.0)
 
 
 def hand_over(prefill: EngineCore, decode: EngineCore, request: Submit) -> list[EngineToRouter]:
@@ -82,12 +57,11 @@ def test_decode_goes_on_with_what_it_has_read(groups: tuple[KVGroup, ...], num_t
         make_core(name=name, num_blocks=64, max_model_len=60, groups=groups, options={"mode": "pull"}) for name in names
     )
     meet([prefill, decode])
-    windows = [next(group.window for group in groups if layer in group.layers) for layer in range(2)]
     prompt = list(range(100, 100 + num_tokens))
     for name in ("first", "again"):  # the second time behind hits of both
         messages = hand_over(prefill, decode, submit(prompt, request_id=name, max_tokens=12))
         assert [m.ok for m in of_type(messages, Loaded)] == ([True])  # type: ignore[attr-defined]
-        answer = expected_tokens(prompt, 12, windows)
+        answer = expected_tokens(prompt, 12, layer_windows(groups))
         assert output_of(messages, name) == answer[1:]
     assert decode.counters.remote + decode.counters.local_hit == 2 * num_tokens
     for core in (prefill, decode):
@@ -136,44 +110,28 @@ def test_a_source_that_gave_up_what_is_wanted_has_nothing() -> None:
 # --- real models --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def engine_of() -> Iterator[Callable[..., EngineCore]]:
-    with ExitStack() as stack:
-
-        def make(model: Path, name: str, connector: str) -> EngineCore:
-            config = EngineConfig(model=model, device="cpu", threads=1, kv_cache_memory=4 << 20, dtype="auto")
-            core = build_engine(config, HandoffConfig(connector=connector), name=name, epoch=f"{name}.0")
-            stack.callback(core.shutdown)
-            core.router_joined("r", "1")
-            return core
-
-        yield make
-
-
 @pytest.mark.parametrize("connector", ["shared_memory", "nixl"])
 @pytest.mark.parametrize(
     ("family", "overrides", "num_groups"),
     [("mistral", {}, 1), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, 3)],
 )
 def test_tokens_and_bytes(
-    hf_model: Callable[..., Path], engine_of: Callable[..., EngineCore], family: str, overrides: dict[str, object],
-    num_groups: int, connector: str,
-) -> None:  # fmt: skip
-    """The tokens are those of transformers. Bytes: one full layer of three, and two with a window of 24 tokens."""
+    hf_model: Callable[..., Path], family: str, overrides: dict[str, object], num_groups: int, connector: str
+) -> None:
+    """The tokens are those of transformers. Bytes: a layer without a window takes 19 blocks, one of 24 tokens 2."""
     model = hf_model(family, sliding_window=24, initializer_range=0.2, max_position_embeddings=512, **overrides)
-    prefill, decode = (engine_of(model, f"{role}-{family}-{connector}", connector) for role in ("p", "d"))
-    meet([prefill, decode])
-    layout = decode.card.layout
-    assert layout.num_groups == num_groups
-    rng = random.Random(3)
-    expected = oracle(model).expect(lambda: [rng.randrange(2, 258) for _ in range(300)], 12)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    request = Submit(request_id="a", transfer_id="t-a", attempt=0, prompt_token_ids=expected.prompt, params=params)
-    messages = hand_over(prefill, decode, request)
-    assert [m.ok for m in of_type(messages, Loaded)] == [True]  # type: ignore[attr-defined]
-    assert output_of(messages, "a") == expected.output[1:]
-    blocks = sum(-(-300 // 16) - first_seen_block(window, 300, 16) for window in layout.windows)
-    assert decode.decode.counts().bytes_received == blocks * layout.block_bytes
-    assert blocks == (2 if family == "mistral" else 19 + 2 * 2)  # of 19 and of 57
-    assert at_rest(decode)
-    assert at_rest(prefill)
+    with engines_of(model, connector, {}) as (prefill, decode):
+        layout = decode.card.layout
+        assert layout.num_groups == num_groups
+        rng = random.Random(3)
+        expected = oracle(model).expect(lambda: [rng.randrange(2, 258) for _ in range(300)], 12)
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        request = Submit(request_id="a", transfer_id="t-a", attempt=0, prompt_token_ids=expected.prompt, params=params)
+        messages = hand_over(prefill, decode, request)
+        assert [m.ok for m in of_type(messages, Loaded)] == [True]  # type: ignore[attr-defined]
+        assert output_of(messages, "a") == expected.output[1:]
+        blocks = sum(19 - first_seen_block(window, 300, 16) for window in layout.windows)
+        assert decode.decode.counts().bytes_received == blocks * layout.block_bytes
+        assert blocks == (2 if family == "mistral" else 19 + 2 * 2)  # of 19 and of 57
+        assert at_rest(decode)
+        assert at_rest(prefill)

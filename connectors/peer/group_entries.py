@@ -1,0 +1,23 @@
+"""Which entries of a request's block tables a load fills, in a layout with KV groups."""
+
+from itertools import chain
+
+from pdkv.connectors.base import BlockTables
+from pdkv.connectors.transfer.planning import first_seen_block
+from pdkv.wire.messages import KVLayout
+
+
+def entries_to_load(layout: KVLayout, start: int, stop: int) -> list[range]:
+    """By group, the entries of a block table that a load of tokens [start, stop) fills. `start` is a block's first."""
+    first, last = start // layout.block_size, -(-stop // layout.block_size)
+    return [
+        range(max(first, min(first_seen_block(window, stop, layout.block_size), last)), last)
+        for window in layout.windows
+    ]
+
+
+def own_blocks(layout: KVLayout, block_tables: BlockTables, start: int, stop: int) -> list[int] | None:
+    """The reader's blocks for the same tokens, in the same order; None: it has not all of them."""
+    wanted = zip(block_tables, entries_to_load(layout, start, stop), strict=True)
+    own = list(chain.from_iterable(table[entries.start : entries.stop] for table, entries in wanted))
+    return own if min(own, default=0) >= 0 else None
