@@ -168,6 +168,7 @@ class MultiConnector(KVConnector):
             "legal_orders": orders_of(specs),
             "content_addressed": all(c.content_addressed for c in connectors),
             "concurrent": any(c.concurrent for c in connectors),
+            "kv_groups": all(c.kv_groups for c in connectors),
             "one_process": any(c.one_process for c in connectors),
         }
         return type(cls.__name__, (cls,), flags)

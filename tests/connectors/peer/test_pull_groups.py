@@ -110,7 +110,7 @@ def test_a_source_that_gave_up_what_is_wanted_has_nothing() -> None:
 # --- real models --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("connector", ["shared_memory", "nixl"])
+@pytest.mark.parametrize("connector", ["shared_memory", "nixl", "multi"])
 @pytest.mark.parametrize(
     ("family", "overrides", "num_groups"),
     [("mistral", {}, 1), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, 3)],
@@ -120,7 +120,8 @@ def test_tokens_and_bytes(
 ) -> None:
     """The tokens are those of transformers. Bytes: a layer without a window takes 19 blocks, one of 24 tokens 2."""
     model = hf_model(family, sliding_window=24, initializer_range=0.2, max_position_embeddings=512, **overrides)
-    with engines_of(model, connector, {}) as (prefill, decode):
+    options = {"connectors": "shared_memory,nixl"} if connector == "multi" else {}
+    with engines_of(model, connector, options) as (prefill, decode):
         layout = decode.card.layout
         assert layout.num_groups == num_groups
         rng = random.Random(3)

@@ -78,7 +78,7 @@ def test_decode_goes_on_with_what_was_sent(
         core.shutdown()
 
 
-@pytest.mark.parametrize("connector", ["p2p", "nixl"])
+@pytest.mark.parametrize("connector", ["p2p", "nixl", "multi"])
 @pytest.mark.parametrize(
     ("family", "overrides", "num_blocks"),
     [("mistral", {}, 2), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, 19 + 2 * 2)],
@@ -88,7 +88,7 @@ def test_tokens_and_bytes(
 ) -> None:
     """The tokens are those of transformers. Bytes: a layer without a window takes 19 blocks, one of 24 tokens 2."""
     model = hf_model(family, sliding_window=24, initializer_range=0.2, max_position_embeddings=512, **overrides)
-    options = {"mode": "push"} if connector == "nixl" else {}
+    options = {"nixl": {"mode": "push"}, "multi": {"connectors": "shared_memory,p2p"}}.get(connector, {})
     with engines_of(model, connector, options) as (prefill, decode):
         rng = random.Random(3)
         expected = oracle(model).expect(lambda: [rng.randrange(2, 258) for _ in range(300)], 12)
