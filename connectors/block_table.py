@@ -30,18 +30,40 @@ class BlockTable(ABC):
     def publish(self, block_id: int, keys: list[bytes]) -> None:
         """The block is full and immutable; `keys` are its hash blocks' keys, in order."""
 
+    def reuse_all(self, block_ids: Sequence[int]) -> None:
+        """`reuse` each of them, before the caller goes on."""
+        for block_id in block_ids:
+            self.reuse(block_id)
+
+    def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
+        """`publish` each of them; `keys` are of all of them, in order, the same number for each."""
+        per_block = len(keys) // max(len(block_ids), 1)
+        for i, block_id in enumerate(block_ids):
+            self.publish(block_id, list(keys[i * per_block : (i + 1) * per_block]))
+
 
 class LocalBlockTable(BlockTable):
-    """A table that only this process reads."""
+    """Generations in an array, one int64 per block, and no keys: nobody looks for them."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.generations = [0] * num_blocks
+        self.values = np.zeros(num_blocks, dtype=np.int64)
+        self._view: memoryview[int] = memoryview(self.values.data)  # for single values ten times as fast as numpy
 
     def generation(self, block_id: int) -> int:
-        return self.generations[block_id]
+        return self._view[block_id]
 
     def reuse(self, block_id: int) -> None:
-        self.generations[block_id] += 1
+        self._view[block_id] += 1
 
     def publish(self, block_id: int, keys: list[bytes]) -> None:
         """Nobody else reads: nothing to do."""
+
+    def generations_of(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        return self.values[np.fromiter(block_ids, np.int64, len(block_ids))]
+
+    def reuse_all(self, block_ids: Sequence[int]) -> None:
+        """They are all different."""
+        self.values[np.fromiter(block_ids, np.int64, len(block_ids))] += 1
+
+    def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Nothing to do."""

@@ -3,12 +3,16 @@
 A block is in the free queue if and only if nobody holds it. A block with a key (hashed) is immutable.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
+
 from pdkv.connectors.block_table import BlockTable
+from pdkv.engine.free_queue import FreeQueue, Ids
 from pdkv.wire.messages import BlockCounts, BlockRemoved, BlockStored, CacheCleared, KVEvent
 
 
@@ -20,31 +24,60 @@ class Holder(IntEnum):
     QUARANTINE = 2  # a peer may still write it
 
 
-class _Class(IntEnum):
-    """The five classes of the ownership equation."""
+_HELD = sum(1 << holder for holder in Holder)
+_CONTENT = _HELD + 1
+_NUM_STATES = 2 * _CONTENT
+"""A block's state: a bit per kind of holder that it has, and one for content."""
 
-    FREE = 0
-    CACHED = 1
-    ACTIVE = 2
-    LEASED = 3
-    QUARANTINED = 4
+_CLASSES = [
+    "quarantined" if state & 1 << Holder.QUARANTINE
+    else "active" if state & 1 << Holder.ACTIVE
+    else "leased" if state & 1 << Holder.LEASE
+    else "cached" if state & _CONTENT
+    else "free"
+    for state in range(_NUM_STATES)
+]  # fmt: skip
+"""The five classes of the ownership equation, by state."""
+
+MAX_KEYS_PER_EVENT = 4096
+"""Block keys that one event tells."""
+
+_LOOKUP_STEP = 256
+"""The most keys that are looked up together."""
+
+_FEW = 24
+"""So few blocks are done with sooner one by one than in arrays."""
+
+States = npt.NDArray[np.uint8]
 
 
 class BlockPool:
-    """Allocation, reference counts, content index and LRU eviction of `num_blocks` blocks. Not thread-safe."""
+    """Allocation, reference counts, content index and LRU eviction of `num_blocks` blocks. Not thread-safe.
 
-    def __init__(self, num_blocks: int, table: BlockTable) -> None:
+    What is counted per block lies in arrays, so that a request of a hundred thousand tokens costs little more than a
+    short one.
+
+    Args:
+        keys_per_block: hash blocks in a block, as many keys its announced content has.
+    """
+
+    def __init__(self, num_blocks: int, table: BlockTable, *, keys_per_block: int = 1) -> None:
         self.num_blocks = num_blocks
         self.table = table
-        self._holders: tuple[list[int], list[int], list[int]] = tuple([0] * num_blocks for _ in Holder)  # type: ignore[assignment]
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to be reused first
-        self._keys: list[list[bytes] | None] = [None] * num_blocks
-        self._parents: list[bytes | None] = [None] * num_blocks
-        self._by_key: dict[bytes, int] = {}
-        self._counts = [0] * len(_Class)
-        self._counts[_Class.FREE] = num_blocks
-        self._unannounced: set[int] = set()  # blocks with content of which no event tells
         self.events: list[KVEvent] = []
+        self._keys_per_block = keys_per_block
+        self._free = FreeQueue(num_blocks)
+        self._num_holders = np.zeros((len(Holder), num_blocks), dtype=np.int32)
+        self._states = np.zeros(num_blocks, dtype=np.uint8)
+        self._num_in_state = [num_blocks] + [0] * (_NUM_STATES - 1)
+        self._keys = np.full((num_blocks, keys_per_block), None, dtype=object)  # of what is not announced: the last
+        self._is_announced = np.zeros(num_blocks, dtype=np.bool_)  # where there is content
+        self._parents = np.full(num_blocks, None, dtype=object)
+        self._by_key: dict[bytes, int] = {}  # a block's last key
+        # Scalar accesses through a memoryview cost a third of numpy's: a decode takes one block at a time.
+        self._state_of = memoryview(self._states.data)
+        self._num_of = [memoryview(self._num_holders[holder].data) for holder in Holder]
+        self._marks = np.zeros(num_blocks, dtype=np.int64)  # for `_distinct`
 
     @property
     def num_available(self) -> int:
@@ -53,144 +86,289 @@ class BlockPool:
 
     def counts(self) -> BlockCounts:
         """Blocks by class; the five add up to the total."""
-        free, cached, active, leased, quarantined = self._counts
+        counts = Counter[str]()
+        for name, count in zip(_CLASSES, self._num_in_state, strict=True):
+            counts[name] += count
         return BlockCounts(
-            total=self.num_blocks, free=free, cached=cached, active=active, leased=leased, quarantined=quarantined
+            total=self.num_blocks,
+            free=counts["free"],
+            cached=counts["cached"],
+            active=counts["active"],
+            leased=counts["leased"],
+            quarantined=counts["quarantined"],
         )
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take blocks for a request (holder ACTIVE), evicting the least recently used content; None: not enough."""
         if num_blocks > len(self._free):
             return None
-        block_ids = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
-        for block_id in block_ids:
-            before = self._class_of(block_id)
-            self._forget(block_id)
-            self.table.reuse(block_id)  # before anything is written: late readers see it
-            self._holders[Holder.ACTIVE][block_id] = 1
-            self._count(before, _Class.ACTIVE)
-        return block_ids
+        if num_blocks <= _FEW:
+            return [self._allocate_one() for _ in range(num_blocks)]
+        block_ids = self._free.take(num_blocks)
+        before = self._states[block_ids]
+        self._forget(block_ids[before != 0])
+        taken: list[int] = block_ids.tolist()
+        self.table.reuse_all(taken)  # before anything is written: late readers see it
+        self._num_holders[Holder.ACTIVE, block_ids] = 1
+        self._set_states(block_ids, before, np.full(num_blocks, 1 << Holder.ACTIVE, dtype=np.uint8))
+        return taken
 
-    def hold(self, block_ids: Iterable[int], holder: Holder) -> None:
-        """Add one holder to each block."""
-        counts = self._holders[holder]
+    def _allocate_one(self) -> int:
+        block_id = self._free.take_one()
+        before = self._state_of[block_id]
+        if before:
+            self._forget_one(block_id)
+        self.table.reuse(block_id)
+        self._num_of[Holder.ACTIVE][block_id] = 1
+        self._set_state(block_id, before, 1 << Holder.ACTIVE)
+        return block_id
+
+    def hold(self, block_ids: Collection[int], holder: Holder) -> None:
+        """Add one holder to each block, as often as it is named."""
+        if len(block_ids) <= _FEW:
+            self._hold_few(block_ids, holder)
+            return
+        for held in self._distinct(block_ids):
+            before = self._states[held]
+            self._num_holders[holder, held] += 1
+            self._free.remove(held[before & _HELD == 0])
+            self._set_states(held, before, before | np.uint8(1 << holder))
+
+    def _hold_few(self, block_ids: Iterable[int], holder: Holder) -> None:
+        counts, states, bit = self._num_of[holder], self._state_of, 1 << holder
         for block_id in block_ids:
-            before = self._class_of(block_id)
+            before = states[block_id]
             counts[block_id] += 1
-            self._free.pop(block_id, None)
-            self._count(before, self._class_of(block_id))
+            if not before & _HELD:
+                self._free.remove_one(block_id)
+            if not before & bit:
+                self._set_state(block_id, before, before | bit)
 
     def release(self, block_ids: Sequence[int], holder: Holder) -> None:
-        """Take one holder from each block; the last one gone, it returns to the free queue.
+        """Take one holder from each block, as often as it is named; the last one gone, it returns to the free queue.
 
         Content stays findable. The end of a chain is reused before its beginning, and blocks without content first.
         """
-        counts = self._holders[holder]
+        if len(block_ids) <= _FEW:
+            self._release_few(block_ids, holder)
+            return
+        for released in self._distinct(block_ids[::-1]):
+            num_left = self._num_holders[holder, released] - 1
+            if num_left.min() < 0:
+                raise AssertionError(f"block {released[num_left.argmin()]} has no {holder.name} holder")
+            self._num_holders[holder, released] = num_left
+            before = self._states[released]
+            after = np.where(num_left == 0, before & np.uint8(~(1 << holder) & 0xFF), before)
+            self._set_states(released, before, after)
+            self._free.push(released[after == _CONTENT], cached=True)
+            self._free.push(released[after == 0], cached=False)
+
+    def _release_few(self, block_ids: Sequence[int], holder: Holder) -> None:
+        counts, states, num_in_state, others = self._num_of[holder], self._state_of, self._num_in_state, ~(1 << holder)
         for block_id in reversed(block_ids):
-            assert counts[block_id] > 0, f"block {block_id} has no {holder.name} holder"
-            before = self._class_of(block_id)
-            counts[block_id] -= 1
-            if not self.is_held(block_id):
-                self._free[block_id] = None
-                if self._keys[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
-            self._count(before, self._class_of(block_id))
+            num_left = counts[block_id] - 1
+            assert num_left >= 0, f"block {block_id} has no {holder.name} holder"
+            counts[block_id] = num_left
+            if not num_left:
+                before = states[block_id]
+                states[block_id] = after = before & others
+                num_in_state[before] -= 1
+                num_in_state[after] += 1
+                if not after & _HELD:
+                    self._free.push_one(block_id, cached=after != 0)
 
     def num_freed_by(self, holds: Iterable[Sequence[int]]) -> int:
         """Blocks that nobody would hold any more once these ACTIVE holds were released."""
-        active, leased, quarantined = self._holders
-        counts = Counter(chain.from_iterable(holds))
-        return sum(active[i] == n and not leased[i] and not quarantined[i] for i, n in counts.items())
+        block_ids, counts = np.unique(_as_ids(list(chain.from_iterable(holds))), return_counts=True)
+        only_active = self._states[block_ids] & _HELD == 1 << Holder.ACTIVE
+        return int((only_active & (self._num_holders[Holder.ACTIVE, block_ids] == counts)).sum())
+
+    def num_held(self, block_ids: Sequence[int]) -> int:
+        """How many of the blocks anybody holds."""
+        if len(block_ids) <= _FEW:
+            return sum(map(self.is_held, block_ids))
+        return int(np.count_nonzero(self._states[_as_ids(block_ids)] & _HELD))
 
     def is_held(self, block_id: int) -> bool:
         """Whether anybody holds the block."""
-        active, leased, quarantined = self._holders
-        return active[block_id] > 0 or leased[block_id] > 0 or quarantined[block_id] > 0
+        return bool(self._state_of[block_id] & _HELD)
 
     def has_content(self, block_id: int) -> bool:
         """Whether the block is hashed, and so immutable."""
-        return self._keys[block_id] is not None
+        return bool(self._state_of[block_id] & _CONTENT)
 
     def lookup(self, key: bytes) -> int | None:
         """The block whose last hash-block key is `key`."""
         return self._by_key.get(key)
 
-    def commit(self, block_id: int, keys: list[bytes], parent: bytes | None, *, announced: bool = True) -> None:
-        """The held block is full and confirmed: enter its content. A second copy of known content stays private.
+    def lookup_chain(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest prefix of `keys` that is here, each a block's last key."""
+        found: list[int] = []
+        start, step = 0, 1
+        while start < len(keys):
+            part = list(map(self._by_key.get, keys[start : start + step]))
+            if None in part:
+                return found + part[: part.index(None)]  # type: ignore[operator]
+            found += part  # type: ignore[arg-type]
+            start, step = start + step, min(4 * step, _LOOKUP_STEP)
+        return found
 
-        `announced` False: only `lookup` finds it; neither events nor the table say that it is there.
+    def commit(
+        self, block_ids: Sequence[int], keys: list[bytes], parent: bytes | None, *, announced: bool = True
+    ) -> None:
+        """Held blocks, consecutive ones of a request, are full and confirmed: enter their content.
+
+        A second copy of known content stays private.
+
+        Args:
+            block_ids: -1: not held, nothing to enter.
+            keys: of all their hash blocks, in order; of what is not announced, one per block.
+            parent: the key before the first; None: it is a root.
+            announced: False: only lookups find it; neither events nor the table say that it is there.
         """
-        if self._keys[block_id] is not None or keys[-1] in self._by_key:
+        per_block = self._keys_per_block if announced else 1
+        if len(block_ids) <= _FEW:
+            for first, block_id in zip(range(0, len(keys), per_block), block_ids, strict=True):
+                own = keys[first : first + per_block]
+                if block_id >= 0 and own[-1] not in self._by_key and not self.has_content(block_id):
+                    self._enter_one(block_id, own, keys[first - 1] if first else parent, announced=announced)
             return
-        self._keys[block_id] = keys
-        self._parents[block_id] = parent
+        ids = _as_ids(block_ids)
+        known = np.fromiter(map(self._by_key.__contains__, keys[per_block - 1 :: per_block]), np.bool_, len(ids))
+        fresh = np.flatnonzero(~known & (ids >= 0) & (self._states[ids] & _CONTENT == 0))
+        for run in np.split(fresh, np.flatnonzero(np.diff(fresh) != 1) + 1):
+            if run.size:
+                start, stop = int(run[0]), int(run[-1]) + 1
+                first = start * per_block
+                own = keys[first : stop * per_block]
+                self._enter(ids[start:stop], own, keys[first - 1] if first else parent, announced=announced)
+
+    def _enter_one(self, block_id: int, keys: list[bytes], parent: bytes | None, *, announced: bool) -> None:
         self._by_key[keys[-1]] = block_id
+        self._is_announced[block_id] = announced
+        before = self._state_of[block_id]
+        self._set_state(block_id, before, before | _CONTENT)
         if announced:
+            self._keys[block_id] = keys
+            self._parents[block_id] = parent
             self.table.publish(block_id, keys)
             self.events.append(BlockStored(keys=keys, parent=parent))
         else:
-            self._unannounced.add(block_id)
+            self._keys[block_id, -1] = keys[0]
 
-    def withdraw(self, block_id: int) -> None:
-        """The block's content turned out to be wrong: nobody finds it any more, and peers that read it refuse it."""
-        before = self._class_of(block_id)
-        self._forget(block_id)
-        self.table.reuse(block_id)
-        if before == _Class.CACHED:
-            self._free.move_to_end(block_id, last=False)
-        self._count(before, self._class_of(block_id))
+    def _enter(self, ids: Ids, keys: list[bytes], parent: bytes | None, *, announced: bool) -> None:
+        block_ids: list[int] = ids.tolist()
+        per_block = self._keys_per_block if announced else 1
+        last = keys[per_block - 1 :: per_block]
+        self._by_key.update(zip(last, block_ids, strict=True))
+        self._is_announced[ids] = announced
+        before = self._states[ids]
+        self._set_states(ids, before, before | np.uint8(_CONTENT))
+        self._keys[ids, -per_block:] = _as_objects(keys).reshape(-1, per_block)
+        if not announced:
+            return
+        self._parents[ids] = _as_objects([parent, *last[:-1]])
+        self.table.publish_all(block_ids, keys)
+        for start in range(0, len(keys), MAX_KEYS_PER_EVENT):
+            part = keys[start : start + MAX_KEYS_PER_EVENT]
+            self.events.append(BlockStored(keys=part, parent=keys[start - 1] if start else parent))
+
+    def withdraw(self, block_ids: Collection[int]) -> None:
+        """The blocks' content, where they have some, turned out to be wrong: nobody finds it any more, and peers that
+        read it refuse it.
+        """
+        for distinct in self._distinct(block_ids):
+            with_content = distinct[self._states[distinct] & _CONTENT != 0]
+            if not with_content.size:
+                continue
+            before = self._states[with_content]
+            self._forget(with_content)
+            self.table.reuse_all(with_content.tolist())
+            cached = with_content[before == _CONTENT]
+            self._free.remove(cached)
+            self._free.push(cached, cached=False)
+            self._set_states(with_content, before, before & np.uint8(_HELD))
 
     def snapshot_events(self) -> list[KVEvent]:
         """The whole content as events, for a reader that lost track; parents before children."""
         events: list[KVEvent] = [CacheCleared()]
         stored: set[int] = set()
         for block_id in self._by_key.values():
-            if block_id in self._unannounced:
+            if not self._is_announced[block_id]:
                 continue
-            chain: list[int] = []  # from the block up to its first ancestor that is told already, or is not here
+            line: list[int] = []  # from the block up to its first ancestor that is told already, or is not here
             ancestor: int | None = block_id
             while ancestor is not None and ancestor not in stored:
-                chain.append(ancestor)
+                line.append(ancestor)
                 stored.add(ancestor)
                 parent = self._parents[ancestor]
                 ancestor = None if parent is None else self._by_key.get(parent)
-            for member in reversed(chain):
-                keys = self._keys[member]
-                assert keys is not None
-                events.append(BlockStored(keys=keys, parent=self._parents[member]))
+            for member in reversed(line):
+                events.append(BlockStored(keys=list(self._keys[member]), parent=self._parents[member]))
         return events
 
     def check_integrity(self) -> None:
         """Raise AssertionError where a count, the free queue or the index contradicts the holders."""
-        classes = [self._class_of(block_id) for block_id in range(self.num_blocks)]
-        assert [classes.count(c) for c in _Class] == self._counts, (self._counts, classes)
+        assert np.bincount(self._states, minlength=_NUM_STATES).tolist() == self._num_in_state, self._num_in_state
+        assert (self._num_holders >= 0).all()
         for block_id in range(self.num_blocks):
-            assert (block_id in self._free) == (not self.is_held(block_id)), f"block {block_id}"
-            assert all(holder[block_id] >= 0 for holder in self._holders), f"block {block_id}"
-        indexed = {block_id: keys[-1] for block_id, keys in enumerate(self._keys) if keys is not None}
-        assert {key: block_id for block_id, key in indexed.items()} == self._by_key
+            state, keys = self._state_of[block_id], self._keys[block_id].tolist()
+            holders = sum(1 << holder for holder in Holder if self._num_holders[holder, block_id])
+            assert state & _HELD == holders, f"block {block_id}"
+            num_keys = (len(keys) if self._is_announced[block_id] else 1) if state & _CONTENT else 0
+            missing = [None] * (len(keys) - num_keys)
+            assert keys[: len(missing)] == missing, f"block {block_id}"
+            assert None not in keys[len(missing) :], f"block {block_id}"
+        indexed = {keys[-1]: block_id for block_id, keys in enumerate(self._keys) if keys[-1] is not None}
+        assert indexed == self._by_key
+        assert sum(keys[-1] is not None for keys in self._keys) == len(self._by_key)
+        self._free.check_integrity(np.flatnonzero(self._states == 0), np.flatnonzero(self._states == _CONTENT))
 
-    def _class_of(self, block_id: int) -> _Class:
-        active, leased, quarantined = self._holders
-        if quarantined[block_id]:
-            return _Class.QUARANTINED
-        if active[block_id]:
-            return _Class.ACTIVE
-        if leased[block_id]:
-            return _Class.LEASED
-        return _Class.FREE if self._keys[block_id] is None else _Class.CACHED
+    def _distinct(self, block_ids: Collection[int]) -> Iterator[Ids]:
+        """The blocks in parts of which none names a block twice."""
+        rest = _as_ids(block_ids)
+        while rest.size:
+            places = np.arange(rest.size)
+            self._marks[rest] = places
+            counts = self._marks[rest] == places
+            yield rest[counts]
+            rest = rest[~counts]
 
-    def _count(self, before: _Class, after: _Class) -> None:
-        self._counts[before] -= 1
-        self._counts[after] += 1
+    def _set_state(self, block_id: int, before: int, after: int) -> None:
+        self._state_of[block_id] = after
+        self._num_in_state[before] -= 1
+        self._num_in_state[after] += 1
 
-    def _forget(self, block_id: int) -> None:
-        keys = self._keys[block_id]
-        if keys is None:
-            return
+    def _set_states(self, block_ids: Ids, before: States, after: States) -> None:
+        self._states[block_ids] = after
+        gone, come = (np.bincount(states, minlength=_NUM_STATES).tolist() for states in (before, after))
+        self._num_in_state = [n - g + c for n, g, c in zip(self._num_in_state, gone, come, strict=True)]
+
+    def _forget_one(self, block_id: int) -> None:
+        keys = self._keys[block_id].tolist()
         self._keys[block_id] = None
+        self._parents[block_id] = None
         del self._by_key[keys[-1]]
-        if block_id in self._unannounced:
-            self._unannounced.discard(block_id)
-        else:
+        if self._is_announced[block_id]:
             self.events.append(BlockRemoved(keys=keys))
+
+    def _forget(self, with_content: Ids) -> None:
+        """What is in these blocks is found no more. Their states are the caller's to set."""
+        keys = self._keys[with_content]
+        self._keys[with_content] = None
+        self._parents[with_content] = None
+        for key in keys[:, -1].tolist():
+            del self._by_key[key]
+        removed = keys[self._is_announced[with_content]].ravel().tolist()
+        for start in range(0, len(removed), MAX_KEYS_PER_EVENT):
+            self.events.append(BlockRemoved(keys=removed[start : start + MAX_KEYS_PER_EVENT]))
+
+
+def _as_ids(block_ids: Collection[int]) -> Ids:
+    return np.fromiter(block_ids, np.int64, len(block_ids))
+
+
+def _as_objects(values: Sequence[bytes | None]) -> npt.NDArray[np.object_]:
+    objects = np.empty(len(values), dtype=object)
+    objects[:] = values
+    return objects

@@ -9,6 +9,9 @@ from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.kv_groups import num_held_at_end, num_held_at_once
 from pdkv.engine.request import Request, held_blocks
 
+MAX_COMMITTED_BLOCKS = 2048
+"""Blocks of a request and a KV group that enter the cache with one step, so that others do not wait for a long one."""
+
 
 class PrefixHit(NamedTuple):
     """Cached blocks of a request's first tokens."""
@@ -70,7 +73,7 @@ class KVCacheManager:
         tables: list[list[int]] = []
         for group, window in enumerate(self._windows):  # those without a window come first
             if not window:
-                tables.append(self._find_all(request, group, length))
+                tables.append(self.pool.lookup_chain(self._keys(request, group, 0, length)))
                 length = len(tables[group])
         length = self._find_window_length(request, length)
         for group, window in enumerate(self._windows):
@@ -79,16 +82,6 @@ class KVCacheManager:
             else:
                 tables.append(self._find_last(request, group, length))
         return PrefixHit(length * self.block_size, tables)
-
-    def _find_all(self, request: Request, group: int, length: int) -> list[int]:
-        """The first blocks that are there, at most `length`."""
-        found: list[int] = []
-        for key in self._keys(request, group, 0, length):
-            block_id = self.pool.lookup(key)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
 
     def _find_last(self, request: Request, group: int, length: int) -> list[int]:
         """A table of `length` entries, of which those that the next token sees are there."""
@@ -112,12 +105,11 @@ class KVCacheManager:
 
     def _shorten(self, request: Request, group: int, length: int) -> int:
         """The most blocks, at most `length`, behind which the group has what the next token sees."""
-        keys = self._keys(request, group, 0, length)
         needed = -(-(self._windows[group] - 1) // self.block_size)
         there = 0  # blocks in a row
         while there < min(needed, length):
             index = length - there - 1
-            if self.pool.lookup(keys[index]) is None:
+            if self.pool.lookup(_group_key(request.hash_keys[(index + 1) * self._keys_per_block - 1], group)) is None:
                 length, there = index, 0
             else:
                 there += 1
@@ -127,7 +119,7 @@ class KVCacheManager:
         """What the pool finds the request's blocks [start, stop) of one group by."""
         per_block = self._keys_per_block
         keys = request.hash_keys[(start + 1) * per_block - 1 : stop * per_block : per_block]
-        return [_group_key(key, group) for key in keys] if group else keys
+        return _group_keys(keys, group)
 
     # --- allocation -----------------------------------------------------------------------------------------------
 
@@ -164,7 +156,8 @@ class KVCacheManager:
         for table, window in zip(hit.tables, self._windows, strict=True):
             first = first_seen_block(window, resume_at, self.block_size)
             count += max(total - max(first, len(table)), 0)
-            count += sum(not self.pool.is_held(block_id) for block_id in table[first:])
+            own = table[first:]
+            count += len(own) - self.pool.num_held(own)
         return count
 
     def fits(self, num_tokens: int, hit: PrefixHit, resume_at: int) -> bool:
@@ -203,28 +196,32 @@ class KVCacheManager:
     def commit(self, request: Request) -> None:
         """Enter the request's full blocks of confirmed tokens into the cache; partial blocks never are.
 
-        Only the first group's content is told to those who follow the cache.
+        Only the first group's content is told to those who follow the cache. In groups without a window at most
+        MAX_COMMITTED_BLOCKS are entered: the request's next steps enter the others. What a window may soon give up, and
+        that is little, does not wait.
         """
         num_full = min(request.num_confirmed, request.num_tokens) // self.block_size
         if num_full > request.num_committed_blocks:
-            request.update_hash_keys(num_full * self.block_size, self.hash_block_size)
-            for group, table in enumerate(request.block_tables):
-                self._commit(request, group, table, num_full)
-            request.num_committed_blocks = num_full
+            num_now = min(num_full, request.num_committed_blocks + MAX_COMMITTED_BLOCKS)
+            request.update_hash_keys(
+                (num_full if self._has_windows else num_now) * self.block_size, self.hash_block_size
+            )
+            for group, window in enumerate(self._windows):
+                self._commit(request, group, num_full if window else num_now)
+            request.num_committed_blocks = num_now
         if self._has_windows:
             self._give_up_unseen(request)
 
-    def _commit(self, request: Request, group: int, table: Sequence[int], num_full: int) -> None:
-        keys, per_block = request.hash_keys, self._keys_per_block
-        for i in range(request.num_committed_blocks, num_full):
-            if table[i] < 0:
-                continue
-            parent = keys[i * per_block - 1] if i else None
-            own = keys[i * per_block : (i + 1) * per_block]
-            if group:
-                self.pool.commit(table[i], [_group_key(own[-1], group)], None, announced=False)
-            else:
-                self.pool.commit(table[i], own, parent)
+    def _commit(self, request: Request, group: int, stop: int) -> None:
+        first, per_block = max(request.num_committed_blocks, request.num_given_up[group]), self._keys_per_block
+        if first >= stop:
+            return
+        block_ids = request.block_tables[group][first:stop]
+        if group:
+            self.pool.commit(block_ids, self._keys(request, group, first, stop), None, announced=False)
+        else:
+            keys = request.hash_keys[first * per_block : stop * per_block]
+            self.pool.commit(block_ids, keys, request.hash_keys[first * per_block - 1] if first else None)
 
     def _give_up_unseen(self, request: Request) -> None:
         """Blocks that no token from the last confirmed one on sees are released: what a step in flight computes is
@@ -248,9 +245,7 @@ class KVCacheManager:
 
     def discard(self, block_ids: Sequence[int]) -> None:
         """What is in these blocks is not to be found any more; who holds them keeps them."""
-        for block_id in block_ids:
-            if self.pool.has_content(block_id):
-                self.pool.withdraw(block_id)
+        self.pool.withdraw(block_ids)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -277,3 +272,10 @@ class KVCacheManager:
 def _group_key(key: bytes, group: int) -> bytes:
     """What the pool finds a block of this group by: for the first group, the block's own key."""
     return key + group.to_bytes(2, "little") if group else key
+
+
+def _group_keys(keys: list[bytes], group: int) -> list[bytes]:
+    if not group:
+        return keys
+    suffix = _group_key(b"", group)
+    return [key + suffix for key in keys]

@@ -243,3 +243,11 @@ class BlockTables(BlockTable):
     def publish(self, block_id: int, keys: list[bytes]) -> None:
         for table in self._tables:
             table.publish(block_id, keys)
+
+    def reuse_all(self, block_ids: Sequence[int]) -> None:
+        for table in self._tables:
+            table.reuse_all(block_ids)
+
+    def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
+        for table in self._tables:
+            table.publish_all(block_ids, keys)

@@ -2,13 +2,12 @@
 
 import itertools
 import threading
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.nixl.agent import Memory
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.host.huge_pages import use_huge_pages
@@ -19,24 +18,8 @@ PAGE_BYTES = 4096
 WORD_BYTES = 8
 
 
-class GenerationTable(BlockTable):
-    """Generations in memory that peers read: one int64 per block, written by the engine's block pool only."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.values = np.zeros(num_blocks, dtype=np.int64)
-        self._view: memoryview[int] = memoryview(self.values.data)  # for single values ten times as fast as numpy
-
-    def generation(self, block_id: int) -> int:
-        return self._view[block_id]
-
-    def generations_of(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-        return self.values[np.asarray(block_ids, dtype=np.int64)]
-
-    def reuse(self, block_id: int) -> None:
-        self._view[block_id] += 1
-
-    def publish(self, block_id: int, keys: list[bytes]) -> None:
-        """Peers find blocks by hand-offs only: nothing to do."""
+class GenerationTable(LocalBlockTable):
+    """Generations in memory that peers read, written by the engine's block pool only. Hand-offs name the blocks."""
 
 
 class RegisteredBuffers(StagingBuffers):

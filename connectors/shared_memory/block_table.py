@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.block_table import BlockTable
-from pdkv.connectors.transfer.planning import Ids
+from pdkv.connectors.transfer.planning import Ids, as_ids
 
 KEY_BYTES = 16
 WAYS = 16
@@ -89,27 +89,40 @@ class SharedBlockTable(BlockTable):
 
     def __init__(self, arrays: TableArrays, shape: TableShape) -> None:
         self._shape = shape
+        self._arrays = arrays
+        self._flat_entries = arrays.entries.reshape(-1)
+        self._slots = np.full(shape.num_units, NO_UNIT, dtype=np.int64)  # a unit's entry in the flat index
         # Scalar accesses through a memoryview cost a third of numpy's; each is one aligned 8-byte load or store.
         self._generations = arrays.generations.data
         self._published = arrays.published.data
         self._keys = arrays.keys.reshape(-1).view(np.uint8).data
-        self._entries = arrays.entries.reshape(-1).data
-        self._slots: list[int | None] = [None] * shape.num_units  # a unit's entry in the flat index
+        self._entries = self._flat_entries.data
+        self._slot_of = memoryview(self._slots.data)
 
     def generation(self, block_id: int) -> int:
         return int(self._generations[block_id])
 
     def generations_of(self, block_ids: Sequence[int]) -> Ids:
-        return np.asarray(self._generations)[np.asarray(block_ids, dtype=np.int64)]
+        return self._arrays.generations[as_ids(block_ids)]
 
     def reuse(self, block_id: int) -> None:
         self._generations[block_id] += 1
         fence()  # before any byte of the new content
         for unit in self._units(block_id):
-            slot = self._slots[unit]
-            if slot is not None:
+            slot = self._slot_of[unit]
+            if slot != NO_UNIT:
                 self._entries[slot] = 0
-                self._slots[unit] = None
+                self._slot_of[unit] = NO_UNIT
+
+    def reuse_all(self, block_ids: Sequence[int]) -> None:
+        """They are all different."""
+        blocks = as_ids(block_ids)
+        self._arrays.generations[blocks] += 1
+        fence()  # before any byte of the new content
+        units = self._units_of(blocks)
+        slots = self._slots[units]
+        self._flat_entries[slots[slots != NO_UNIT]] = 0
+        self._slots[units] = NO_UNIT
 
     def publish(self, block_id: int, keys: list[bytes]) -> None:
         """Make the block findable by each of its keys. Publishing what is published changes nothing.
@@ -129,23 +142,64 @@ class SharedBlockTable(BlockTable):
         for unit, key in zip(units, keys, strict=True):
             self._insert(unit, key)
 
+    def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
+        """They are all different. Raises ValueError: not one key of 16 bytes per hash block."""
+        per_block = self._shape.keys_per_block
+        if len(keys) != per_block * len(block_ids) or set(map(len, keys)) != {KEY_BYTES}:
+            raise ValueError(f"{len(block_ids)} blocks need {per_block} keys of {KEY_BYTES} bytes each")
+        blocks, words = as_ids(block_ids), key_words(keys).reshape(-1, per_block, 2)
+        valid = self._arrays.generations[blocks] + 1
+        new = self._arrays.published[blocks] != valid
+        blocks, words, valid = blocks[new], words[new].reshape(-1, 2), valid[new]
+        units = self._units_of(blocks)
+        self._arrays.keys[units] = words
+        fence()  # the content and its keys are there before they count
+        self._arrays.published[blocks] = valid
+        self._insert_all(units, words)
+
     def close(self) -> None:
         """Let go of the memory. Idempotent; the table is of no use afterwards."""
         for view in (self._generations, self._published, self._keys, self._entries):
             view.release()
+        generations, published, keys, entries = self._arrays
+        self._arrays = TableArrays(generations[:0].copy(), published[:0].copy(), keys[:0].copy(), entries[:0].copy())
+        self._flat_entries = self._flat_entries[:0].copy()
 
     def _units(self, block_id: int) -> range:
         per_block = self._shape.keys_per_block
         return range(block_id * per_block, (block_id + 1) * per_block)
+
+    def _units_of(self, blocks: Ids) -> Ids:
+        per_block = self._shape.keys_per_block
+        return (blocks[:, None] * per_block + np.arange(per_block)).reshape(-1)
+
+    def _insert_all(self, units: Ids, words: Words) -> None:
+        """Each into an empty entry of its set; those whose set has too few go one by one."""
+        sets = (words[:, 1] & np.uint64(self._shape.num_sets - 1)).astype(np.int64)
+        order = np.argsort(sets, kind="stable")
+        starts = np.flatnonzero(np.diff(sets[order], prepend=-1))
+        ranks = np.empty(len(units), dtype=np.int64)  # among those of one set
+        ranks[order] = np.arange(len(units)) - np.repeat(starts, np.diff(starts, append=len(units)))
+        is_empty = self._arrays.entries[sets] == 0
+        ways = is_empty.argmax(axis=1)
+        fits = is_empty[np.arange(len(units)), ways]
+        later = np.flatnonzero(ranks)
+        is_own = np.cumsum(is_empty[later], axis=1) == ranks[later, None] + 1
+        ways[later], fits[later] = is_own.argmax(axis=1), is_own.any(axis=1)
+        slots = sets[fits] * WAYS + ways[fits]
+        self._flat_entries[slots] = words[fits, 0] >> _TAG_SHIFT << _TAG_SHIFT | (units[fits] + 1).astype(np.uint64)
+        self._slots[units[fits]] = slots
+        for i in np.flatnonzero(~fits):
+            self._insert(int(units[i]), words[i].tobytes())
 
     def _insert(self, unit: int, key: bytes) -> None:
         tag, first = _place(key, self._shape)
         entries = self._entries[first : first + WAYS].tolist()
         way = entries.index(0) if 0 in entries else unit % WAYS
         if entries[way]:  # a full set: one of its entries is no longer found, which costs a hit and nothing else
-            self._slots[(entries[way] & 0xFFFFFFFF) - 1] = None
+            self._slot_of[(entries[way] & 0xFFFFFFFF) - 1] = NO_UNIT
         self._entries[first + way] = tag << 32 | unit + 1
-        self._slots[unit] = first + way
+        self._slot_of[unit] = first + way
 
 
 def _place(key: bytes, shape: TableShape) -> tuple[int, int]:

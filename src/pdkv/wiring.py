@@ -43,7 +43,7 @@ def wire_core(
         shutdown: called once, when the core shuts down.
     """
     layout = card.layout
-    pool = BlockPool(card.num_blocks, block_table)
+    pool = BlockPool(card.num_blocks, block_table, keys_per_block=layout.block_size // card.hash_block_size)
     kv = KVCacheManager(
         pool,
         block_size=layout.block_size,

@@ -19,7 +19,7 @@ from pdkv.engine.finite_check import finite_rows, usable_rows
 from pdkv.engine.sampling.draw import argmax
 from pdkv.errors import InvalidRequest, NonFiniteLogits
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import EngineToRouter, Failed, Tokens
+from pdkv.wire.messages import BlockStored, EngineToRouter, Failed, Tokens
 
 torch.set_num_threads(1)
 
@@ -161,9 +161,11 @@ def test_kv_that_went_bad_in_the_cache_is_found_once(
     send(core, {"clean-0": CLEAN[0]})
     check_clean(core, run(core), expected[:1])
     blocks = core.scheduler.kv.pool
-    keys = [keys for keys in blocks._keys if keys is not None]
-    assert len(keys) == 2
-    second = next(b for b in range(blocks.num_blocks) if blocks._parents[b] is not None and blocks.has_content(b))
+    stored = blocks.snapshot_events()[-1]
+    assert blocks.counts().cached == 2
+    assert isinstance(stored, BlockStored)
+    second = blocks.lookup(stored.keys[-1])
+    assert stored.parent is not None
     kv_pool(core)[second, layer, 1, 0, 3] = float("nan")
     send(core, {"again": CLEAN[0], "clean-1": CLEAN[1]})
     messages = run(core)

@@ -92,7 +92,7 @@ def test_a_hit_is_the_longest_that_every_group_has(
 ) -> None:
     pool = BlockPool(60, LocalBlockTable(60))
     kv = KVCacheManager(pool, block_size=SIZE, hash_block_size=SIZE, windows=windows, max_step_tokens=8)
-    first = Request(submit(list(range(41))), "r", b"root", 0.0)
+    first = Request(submit(list(range(41))), "r", b"root" * 4, 0.0)
     hit = kv.find_hit(first)
     assert hit.num_tokens == 0
     assert kv.admit(first, hit, 41, 0)
@@ -102,13 +102,13 @@ def test_a_hit_is_the_longest_that_every_group_has(
     kv.free(first)
     for group, index in missing:
         if group < len(windows) and pool.has_content(tables[group][index]):
-            pool.withdraw(tables[group][index])
+            pool.withdraw([tables[group][index]])
 
     def has(group: int, length: int) -> bool:
         needed = range(first_seen_block(windows[group], length * SIZE, SIZE), length)
         return not any((group, index) in missing for index in needed)
 
-    second = Request(submit(list(range(num_wanted + 1))), "r", b"root", 0.0)
+    second = Request(submit(list(range(num_wanted + 1))), "r", b"root" * 4, 0.0)
     lengths = [n for n in range(num_wanted // SIZE + 1) if all(has(g, n) for g in range(len(windows)))]
     hit = kv.find_hit(second)
     assert hit.num_tokens == lengths[-1] * SIZE
@@ -123,6 +123,28 @@ def test_a_hit_is_the_longest_that_every_group_has(
 
 
 # --- a running engine ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 6), (6,), (0, 0, 6)])
+def test_a_long_prompt_enters_the_cache_over_several_steps(
+    monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...]
+) -> None:
+    """Ten blocks came at once. Those of a window enter before the first of them is given up."""
+    monkeypatch.setattr("pdkv.engine.kv_cache_manager.MAX_COMMITTED_BLOCKS", 3)
+    pool = BlockPool(60, LocalBlockTable(60))
+    kv = KVCacheManager(pool, block_size=SIZE, hash_block_size=SIZE, windows=windows, max_step_tokens=8)
+    request = Request(submit(list(range(41))), "r", b"root" * 4, 0.0)
+    assert kv.admit(request, kv.find_hit(request), 41, 40)  # of the window what the last token sees
+    tables = [list(table) for table in request.block_tables]
+    request.num_confirmed = 41
+    for turn in range(1, 5):
+        kv.commit(request)
+        for window, table in zip(windows, tables, strict=True):
+            entered = [pool.has_content(block_id) for block_id in table[:10] if block_id >= 0]
+            assert entered == [True, True] if window else [i < 3 * turn for i in range(10)]
+        pool.check_integrity()
+    hit = kv.find_hit(Request(submit(list(range(41))), "s", b"root" * 4, 0.0))
+    assert hit.tables == [table[:10] for table in tables]
 
 
 @pytest.mark.parametrize("groups", SHAPES, ids=["full+window", "window", "two windows"])

@@ -124,6 +124,53 @@ def test_a_writer_that_died_between_two_stores_is_not_believed(stores: str) -> N
     assert table.units([_key(1), _key(2)]) == [NO_UNIT, NO_UNIT]
 
 
+@pytest.mark.parametrize("num_blocks", [8, 64, 300])
+def test_many_blocks_at_once_are_as_one_by_one(num_blocks: int) -> None:
+    """Small tables overflow their sets: there some are not found in either, and none is found in a wrong place."""
+    one_by_one, at_once = _Table(num_blocks, keys_per_block=3), _Table(num_blocks, keys_per_block=3)
+    blocks = [(7 * i + 3) % num_blocks for i in range(num_blocks)]
+    for turn in range(3):
+        some = blocks[turn :: 1 + turn % 2]
+        keys = [_key(1000 * turn + unit) for unit in range(3 * len(some))]
+        for table in (one_by_one, at_once):
+            before = table.writer.generations_of(some)
+            if table is at_once:
+                table.writer.reuse_all(some)
+                table.writer.publish_all(some, keys)
+                table.writer.publish_all(some, keys)  # changes nothing
+            else:
+                for i, block in enumerate(some):
+                    table.writer.reuse(block)
+                    table.writer.publish(block, keys[3 * i : 3 * i + 3])
+            assert np.array_equal(table.writer.generations_of(some), before + 1)
+            expected = [3 * block + i for block in some for i in range(3)]
+            found = table.units(keys)
+            assert all(unit in (own, NO_UNIT) for unit, own in zip(found, expected, strict=True))
+            assert sum(unit == NO_UNIT for unit in found) <= len(found) // 20
+    assert np.array_equal(one_by_one.arrays.generations, at_once.arrays.generations)
+    assert np.array_equal(one_by_one.arrays.published, at_once.arrays.published)
+    assert np.array_equal(one_by_one.arrays.keys, at_once.arrays.keys)
+    at_once.writer.reuse_all(list(range(num_blocks)))
+    assert not at_once.arrays.entries.any()
+
+
+def test_a_full_set_takes_no_more_at_once_than_one_by_one() -> None:
+    table = _Table(64)
+    keys = [number.to_bytes(4, "little") * 2 + bytes(8) for number in range(64)]
+    table.writer.publish_all(list(range(64)), keys)
+    units = table.units(keys)
+    assert [unit for block, unit in enumerate(units) if unit not in (block, NO_UNIT)] == []
+    assert sum(unit != NO_UNIT for unit in units) == WAYS
+    table.writer.reuse_all(list(range(64)))
+    assert not table.arrays.entries.any()
+
+
+@pytest.mark.parametrize("keys", [[], [b"short", b"shorter"], [_key(1)], [bytes(15), bytes(17)]])
+def test_wrong_keys_of_many_blocks_are_refused(keys: list[bytes]) -> None:
+    with pytest.raises(ValueError, match="2 blocks need 1 keys of 16 bytes each"):
+        _Table(4).writer.publish_all([0, 1], keys)
+
+
 _OPERATIONS = st.lists(st.tuples(st.integers(0, 7), st.none() | st.integers(0, 9)), max_size=60)
 
 

@@ -80,7 +80,7 @@ class AgedTable(LocalBlockTable):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         rng = random.Random(7)
-        self.generations = [rng.randrange(1 << 17) for _ in range(num_blocks)]
+        self.values[:] = [rng.randrange(1 << 17) for _ in range(num_blocks)]
 
 
 def long_prompt(num_tokens: int) -> tuple[ConnectorConfig, list[int], RequestView]:
@@ -113,7 +113,7 @@ def test_a_long_prompt_in_scattered_blocks_is_handed_off_and_found(num_tokens: i
     assert not reader._named
     (load,) = reader._queued.values()
     assert load.source == block_ids
-    assert load.generations == [table.generations[block] for block in block_ids]
+    assert load.generations == table.values[block_ids].tolist()
 
 
 @pytest.mark.parametrize("num_tokens", [131_072, 160_000])
