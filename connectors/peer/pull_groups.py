@@ -44,11 +44,13 @@ def pack_groups(block_tables: BlockTables, table: BlockTable) -> bytes:
     return msgspec.msgpack.encode(named)
 
 
-def unpack_groups(payload: bytes) -> list[NamedGroup] | None:
-    """The inverse; None: no groups could be meant by that."""
+def unpack_groups(payload: bytes, num_groups: int) -> list[NamedGroup] | None:
+    """The inverse; None: so many groups could not be meant by that."""
     try:
         groups = decode_total(_GROUPS, payload)
     except MalformedMessage:
+        return None
+    if len(groups) != num_groups:  # before any is unpacked: a few bytes may name a million blocks
         return None
     named = [NamedGroup(first, blocks) for first, packed in groups if (blocks := unpack_blocks(packed)) is not None]
     if len(named) < len(groups) or any(group.first < 0 for group in named):
@@ -58,8 +60,6 @@ def unpack_groups(payload: bytes) -> list[NamedGroup] | None:
 
 def find_pairs(layout: KVLayout, groups: Sequence[NamedGroup], start: int, stop: int) -> BlockPairs | None:
     """Where the KV of tokens [start, stop) lies at a source; None: it does not have all of it any more."""
-    if len(groups) != layout.num_groups:
-        return None
     source: list[int] = []
     generations: list[int] = []
     for entries, (first, blocks) in zip(entries_to_load(layout, start, stop), groups, strict=True):

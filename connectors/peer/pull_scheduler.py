@@ -219,7 +219,10 @@ class PullScheduler(SchedulerConnector):
     ) -> Match | None:
         known = self._named_groups.get(key)
         if known is None or known[0] != handoff.payload:
-            known = self._named_groups[key] = (handoff.payload, unpack_groups(handoff.payload))
+            known = self._named_groups[key] = (
+                handoff.payload,
+                unpack_groups(handoff.payload, self.config.layout.num_groups),
+            )
         if unit != self.block_size or known[1] is None or start >= stop or start % unit:
             return None
         pairs = find_pairs(self.config.layout, known[1], start, stop)
