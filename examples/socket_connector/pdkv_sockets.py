@@ -22,7 +22,7 @@ from pdkv.connectors.peer.pull_scheduler import PullMetadata, PullScheduler
 from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.lanes import Lane, LaneConfig
-from pdkv.connectors.transfer.planning import Ids, as_ids
+from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.units import Bytes, UnitPart, UnitPool
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
 from pdkv.errors import PeerGone, TransferTimeout
@@ -109,7 +109,7 @@ class Server:
             question = msgspec.msgpack.decode(stream.read(MAX_QUESTION_BYTES), type=Question)
         ids = np.frombuffer(question.ids, dtype=np.int64)
         if question.part is None:
-            connection.sendall(as_ids(self._table.generations)[ids].tobytes())
+            connection.sendall(self._table.generations_of(ids.tolist()).tobytes())
             return
         for units in self._pool.cut(ids, question.part, PIECE_BYTES):
             image = np.empty(units.size * self._pool.unit_bytes(question.part), dtype=np.uint8)
