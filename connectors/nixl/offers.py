@@ -92,8 +92,8 @@ class OfferReader:
         job, incoming = worker.find_incoming(offer.key)
         piece = offer.piece
         incoming.check_range(piece)
-        offered = unpack_blocks(offer.blocks)
         ours = self._whole_blocks(incoming, offer) if offer.whole else self._units(incoming, offer)
+        offered = unpack_blocks(offer.blocks, ours.size)
         if offered is None or offered.ids.size != ours.size:
             raise TransferError(f"agent {blob.agent} offers something else than is wanted")
         theirs = offered.ids

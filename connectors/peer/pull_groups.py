@@ -44,17 +44,20 @@ def pack_groups(block_tables: BlockTables, table: BlockTable) -> bytes:
     return msgspec.msgpack.encode(named)
 
 
-def unpack_groups(payload: bytes, num_groups: int) -> list[NamedGroup] | None:
-    """The inverse; None: so many groups could not be meant by that."""
+def unpack_groups(payload: bytes, num_groups: int, most: int) -> list[NamedGroup] | None:
+    """The inverse; None: so many groups, of at most `most` blocks each, could not be meant by that."""
     try:
         groups = decode_total(_GROUPS, payload)
     except MalformedMessage:
         return None
     if len(groups) != num_groups:  # before any is unpacked: a few bytes may name a million blocks
         return None
-    named = [NamedGroup(first, blocks) for first, packed in groups if (blocks := unpack_blocks(packed)) is not None]
-    if len(named) < len(groups) or any(group.first < 0 for group in named):
-        return None
+    named: list[NamedGroup] = []
+    for first, packed in groups:
+        blocks = unpack_blocks(packed, most)
+        if blocks is None or first < 0:
+            return None
+        named.append(NamedGroup(first, blocks))
     return named
 
 

@@ -203,10 +203,13 @@ class PullScheduler(SchedulerConnector):
         """Tokens [start, stop) of a hand-off, as far as it goes; None: it cannot be had."""
         unit = self.source_block_size(handoff.engine, handoff.epoch)
         stop = min(stop, handoff.num_tokens)
+        if unit is None or start >= stop:
+            return None
+        most = request.num_tokens  # a block holds one token at least; a few bytes may name a million blocks
         if self.config.layout.groups:
-            return self._match_groups(request.transfer_key, handoff, unit, start, stop)
-        blocks = self._blocks_of(request.transfer_key, handoff)
-        if unit is None or blocks is None or start >= stop:
+            return self._match_groups(request.transfer_key, handoff, unit, start, stop, most)
+        blocks = self._blocks_of(request.transfer_key, handoff, most)
+        if blocks is None:
             return None
         wanted = blocks_of(start, stop, unit)
         if wanted.stop > blocks.ids.size:
@@ -215,22 +218,22 @@ class PullScheduler(SchedulerConnector):
         return Match(handoff.engine, handoff.epoch, start, stop, unit, source, generations)
 
     def _match_groups(
-        self, key: TransferKey, handoff: KVHandoff, unit: int | None, start: int, stop: int
+        self, key: TransferKey, handoff: KVHandoff, unit: int, start: int, stop: int, most: int
     ) -> Match | None:
         known = self._named_groups.get(key)
         if known is None or known[0] != handoff.payload:
             known = self._named_groups[key] = (
                 handoff.payload,
-                unpack_groups(handoff.payload, self.config.layout.num_groups),
+                unpack_groups(handoff.payload, self.config.layout.num_groups, most),
             )
-        if unit != self.block_size or known[1] is None or start >= stop or start % unit:
+        if unit != self.block_size or known[1] is None or start % unit:
             return None
         pairs = find_pairs(self.config.layout, known[1], start, stop)
         return None if pairs is None else Match(handoff.engine, handoff.epoch, start, stop, unit, *pairs)
 
-    def _blocks_of(self, key: TransferKey, handoff: KVHandoff) -> Blocks | None:
-        """What a hand-off's payload names: unpacked once for all questions about it; None: nothing."""
+    def _blocks_of(self, key: TransferKey, handoff: KVHandoff, most: int) -> Blocks | None:
+        """What a hand-off's payload names: unpacked once for all questions about it; None: not up to `most` blocks."""
         known = self._named.get(key)
         if known is None or known[0] != handoff.payload:
-            known = self._named[key] = (handoff.payload, unpack_blocks(handoff.payload))
+            known = self._named[key] = (handoff.payload, unpack_blocks(handoff.payload, most))
         return known[1]

@@ -29,7 +29,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.group_entries import entries_to_load, own_blocks
-from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
+from pdkv.connectors.transfer.block_runs import MAX_BLOCKS, pack_blocks, unpack_blocks
 from pdkv.connectors.transfer.planning import Ids, blocks_of
 from pdkv.errors import MalformedMessage, TransferError
 from pdkv.wire.decoding import decode_total
@@ -58,8 +58,9 @@ class PushTicket(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             TransferError: they are not as many as the tokens need.
         """
-        blocks = unpack_blocks(self.blocks)
-        if blocks is None or blocks.ids.size != len(blocks_of(self.start, self.stop, block_size)):
+        num_blocks = len(blocks_of(self.start, self.stop, block_size))
+        blocks = unpack_blocks(self.blocks, min(num_blocks, MAX_BLOCKS))
+        if blocks is None or blocks.ids.size != num_blocks:
             raise TransferError(
                 f"a ticket of engine {self.engine} does not name its blocks", transfer_id=self.transfer_id
             )

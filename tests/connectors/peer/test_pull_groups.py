@@ -15,7 +15,7 @@ from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.peer.group_entries import entries_to_load, own_blocks
 from pdkv.connectors.peer.pull_groups import NamedGroup, find_pairs, pack_groups
 from pdkv.connectors.peer.pull_groups import unpack_groups as unpack
-from pdkv.connectors.transfer.block_runs import Blocks, pack_blocks
+from pdkv.connectors.transfer.block_runs import MAX_BLOCKS, Blocks, pack_blocks
 from pdkv.connectors.transfer.planning import as_ids, first_seen_block
 from pdkv.engine.core import EngineCore
 from pdkv.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ def test_decode_goes_on_with_what_it_has_read(groups: tuple[KVGroup, ...], num_t
 def test_what_a_request_has_at_its_end_is_named() -> None:
     table = LocalBlockTable(40)
     tables = [[5, 6, 7, 9], [-1, -1, 30, 31]]
-    groups = unpack(pack_groups(tables, table), 2)
+    groups = unpack(pack_groups(tables, table), 2, MAX_BLOCKS)
     assert groups is not None
     assert [(first, blocks.ids.tolist()) for first, blocks in groups] == [(0, [5, 6, 7, 9]), (2, [30, 31])]
     assert entries_to_load(LAYOUT, 4, 15) == [range(1, 4), range(first_seen_block(6, 15, SIZE), 4)]
@@ -93,7 +93,7 @@ def test_what_a_request_has_at_its_end_is_named() -> None:
     ],
 )
 def test_a_payload_that_names_no_groups(payload: bytes, stop: int) -> None:
-    groups = unpack(payload, 2)
+    groups = unpack(payload, 2, MAX_BLOCKS)
     assert groups is None or find_pairs(LAYOUT, groups, 0, stop) is None
 
 

@@ -12,8 +12,9 @@ from pdkv.connectors.base import ConnectorConfig, FinishDecision, RequestView
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.pull_scheduler import PullScheduler
-from pdkv.connectors.peer.push_scheduler import PushScheduler, decode_ticket
+from pdkv.connectors.peer.push_scheduler import PushScheduler, PushTicket, decode_ticket
 from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, MAX_BLOCKS, pack_blocks, unpack_blocks
+from pdkv.errors import TransferError
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff, KVLayout
 
 LAYOUT = KVLayout(1, 1, 1, 16, "int64", 8)
@@ -140,9 +141,9 @@ def test_a_payload_is_unpacked_once_for_all_questions(monkeypatch: pytest.Monkey
     scheduler.update_peers([card])
     count = [0]
 
-    def counted(data: bytes) -> object:
+    def counted(data: bytes, most: int) -> object:
         count[0] += 1
-        return unpack_blocks(data)
+        return unpack_blocks(data, most)
 
     monkeypatch.setattr(pull_scheduler, "unpack_blocks", counted)
     handoff = KVHandoff("r", 1, "t", "p", "1", 40, pack_blocks([5, 9, 2]))
@@ -151,3 +152,21 @@ def test_a_payload_is_unpacked_once_for_all_questions(monkeypatch: pytest.Monkey
         assert scheduler.get_num_new_matched_tokens(waiting, 0).num_tokens == 40
     scheduler.update_state_after_alloc(waiting, [[1, 2, 3]], 40)
     assert count == [1]
+
+
+def test_a_short_payload_that_names_a_million_blocks_is_not_unpacked() -> None:
+    """Nor is a ticket: a few bytes would take 16 MB for each request that waits."""
+    payload = pack_blocks(range(MAX_BLOCKS))
+    assert len(payload) < 100
+    config = ConnectorConfig(engine="d", epoch="1", layout=LAYOUT, num_blocks=64)
+
+    class Reader(PullScheduler):
+        def source_block_size(self, engine: str, epoch: str) -> int | None:
+            return 16
+
+    reader = Reader(config, LocalBlockTable(64), PeerCards(config))
+    waiting = RequestView("r", 1, "t", "await_peer", 41, 40, (), KVHandoff("r", 1, "t", "p", "1", 40, payload))
+    assert reader.get_num_new_matched_tokens(waiting, 0).num_tokens == 0
+    assert reader._named["t", 1][1] is None
+    with pytest.raises(TransferError):
+        PushTicket("d", "1", "t", 1, 0, 40, payload).block_ids(16)
