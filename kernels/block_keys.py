@@ -4,17 +4,14 @@ The result is that of pdkv.block_keys.extend_keys. The compiled form releases th
 """
 
 import ctypes
-import logging
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from pdkv.block_keys import extend_keys
-
-logger = logging.getLogger(__name__)
+from pdkv.kernels.compiled import load_library
 
 KEY_BYTES = 16
 _FEW_KEYS = 8
@@ -23,16 +20,11 @@ _FEW_KEYS = 8
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    for path in sorted(Path(__file__).parent.glob("_block_keys.*.so")):
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError as error:  # built for another machine
-            logger.info("compiled block keys cannot be loaded: %s", error)
-            continue
+    library = load_library("_block_keys")
+    if library is not None:
         library.pdkv_block_keys.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2]
         library.pdkv_block_keys.restype = None
-        return library
-    return None
+    return library
 
 
 def available() -> bool:

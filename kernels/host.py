@@ -5,16 +5,14 @@ have a torch or numpy form beside. Calls release the GIL.
 """
 
 import ctypes
-import logging
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-logger = logging.getLogger(__name__)
+from pdkv.kernels.compiled import load_library
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Dtypes that the kernels take, by torch's name, with their numbers in vectors.h."""
@@ -57,18 +55,9 @@ class Rows(NamedTuple):
     row_bytes: int
 
 
-def _load(name: str) -> ctypes.CDLL | None:
-    for path in sorted(Path(__file__).parent.glob(f"{name}.*.so")):
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:  # built for another machine, or without its libraries here
-            logger.info("compiled kernels cannot be loaded: %s", error)
-    return None
-
-
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = _load("_host")
+    library = load_library("_host")
     if library is not None:
         library.pdkv_attend.argtypes = [ctypes.POINTER(AttentionArgs)]
         library.pdkv_attend.restype = ctypes.c_int
@@ -82,7 +71,7 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _sampler() -> ctypes.CDLL | None:
-    library = _load("_sampler")
+    library = load_library("_sampler")
     if library is not None:
         library.pdkv_draw.argtypes = [ctypes.POINTER(DrawArgs)]
         library.pdkv_draw.restype = ctypes.c_int
