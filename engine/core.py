@@ -41,6 +41,7 @@ from pdkv.wire.messages import (
     Submit,
     Tokens,
 )
+from pdkv.wire.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class EngineCore:
         self.prefill = prefill
         self.decode = decode
         self.counters = Counters()
+        self.watch = StepWatch()
         self.requests: dict[RequestKey, Request] = {}
         self._attempts: dict[str, int] = {}  # live requests' attempt
         self._transfers: dict[TransferKey, RequestKey] = {}  # live requests' transfers
@@ -173,7 +175,9 @@ class EngineCore:
         self.scheduler.queues.needs_step = False
         plan = self.scheduler.schedule(now)
         self._fail_rejected()
-        self._dirty = self._dirty or plan.num_tokens > 0
+        num_tokens = plan.num_tokens
+        self._dirty = self._dirty or num_tokens > 0
+        self.watch.begin(num_tokens)
         return self.executor.execute(plan)
 
     def finish_step(self, output: StepOutput, now: float) -> None:
@@ -190,6 +194,7 @@ class EngineCore:
         for send in result.sends:
             self.prefill.sending_ended(*send)
         self._fail_rejected()
+        self.watch.end()
 
     def take_messages(self, now: float) -> list[tuple[str, list[EngineToRouter]]]:
         """Messages for each router since the last call, cache events and load among them."""

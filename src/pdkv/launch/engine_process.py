@@ -128,7 +128,7 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
             on_progress=ack.progress,
             on_identity=ack.identified,
         )
-        server = EngineServer(spec.endpoint, core.card)
+        server = EngineServer(spec.endpoint, core.card, core.watch)
     except StartGivenUp:
         return 1
     except Exception as error:

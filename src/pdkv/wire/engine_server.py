@@ -37,6 +37,7 @@ from pdkv.wire.messages import (
     Ready,
     RouterToEngine,
 )
+from pdkv.wire.step_watch import StepWatch
 
 MAX_ROUTERS = 64
 """Routers that one engine serves at a time; the Hello of a further one is dropped."""
@@ -85,8 +86,10 @@ class _RouterPeer:
 class EngineServer:
     """The engine's socket. Used by one thread; only `poll` blocks. Answers a Hello with Ready(card) by itself."""
 
-    def __init__(self, endpoint: str, card: EngineCard) -> None:
+    def __init__(self, endpoint: str, card: EngineCard, watch: StepWatch | None = None) -> None:
         """Listen on `endpoint` (ipc:// or tcp://). An ipc:// endpoint has a second one, for the engine's beats.
+
+        `watch`: the steps of the engine, for its beats.
 
         Raises:
             StartupError: the endpoint cannot be bound.
@@ -98,6 +101,7 @@ class EngineServer:
         self._socket = self._context.socket(zmq.ROUTER)
         configure_socket(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a router that is gone must not pass unseen
+        self._watch = watch or StepWatch()
         self._heartbeat: Heartbeat | None = None
         self._peers: dict[bytes, _RouterPeer] = {}
         self._routers: dict[str, _RouterPeer] = {}
@@ -110,7 +114,7 @@ class EngineServer:
             self._socket.bind(endpoint)
             if endpoint.startswith("ipc://"):  # between hosts ZeroMQ's own heartbeats see a process that is stopped
                 self.card = msgspec.structs.replace(card, beats=endpoint + ".beats")
-                self._heartbeat = Heartbeat(self._context, self.card.beats, card.epoch)
+                self._heartbeat = Heartbeat(self._context, self.card.beats, card.epoch, self._watch)
         except zmq.ZMQError as error:
             self.close()
             raise StartupError(f"{card.engine} cannot listen on {endpoint}: {error}") from error
@@ -128,13 +132,11 @@ class EngineServer:
         Returns:
             Whether something is there.
         """
-        if self._heartbeat is None:
-            return self._poll(timeout_s, extra_fd)
-        self._heartbeat.end()
+        self._watch.rest()
         try:
             return self._poll(timeout_s, extra_fd)
         finally:
-            self._heartbeat.begin()
+            self._watch.wake()
 
     def _poll(self, timeout_s: float | None, extra_fd: int | None) -> bool:
         if self._events:

@@ -1,4 +1,4 @@
-"""An engine's beats: a thread publishes that the process runs, and since when its loop has been busy.
+"""An engine's beats: a thread publishes that the process runs, and what its loop is at.
 
 A long step is silent on the wire, and so is a process that is stopped. Only the former still beats.
 """
@@ -10,20 +10,21 @@ import zmq
 
 from pdkv.wire.frames import encode_message
 from pdkv.wire.messages import Beat
+from pdkv.wire.step_watch import StepWatch, late_after_s
 
-BEAT_S = 0.5
-"""Time between two beats."""
+BEAT_S = 0.2
+"""Time between two beats; one comes earlier when a step becomes late."""
 
 _MAX_UNREAD_BEATS = 16
 
 
 class Heartbeat:
-    """Publishes Beats at an endpoint until `close`. `begin` and `end` are the loop's, and cost an assignment."""
+    """Publishes Beats at an endpoint until `close`. A step costs nothing here: its begin and end are read, not told."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, epoch: str) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, epoch: str, watch: StepWatch) -> None:
         """Raises zmq.ZMQError: the endpoint cannot be bound."""
         self._epoch = epoch
-        self._busy_since: float | None = None
+        self._watch = watch
         self._stop = threading.Event()
         self._socket = context.socket(zmq.PUB)
         self._socket.linger = 0
@@ -36,24 +37,26 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def begin(self) -> None:
-        """The loop begins to work."""
-        self._busy_since = time.monotonic()
-
-    def end(self) -> None:
-        """The loop begins to wait."""
-        self._busy_since = None
-
     def close(self) -> None:
         """Stop beating. Idempotent."""
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
+        wait_s = BEAT_S
         try:
-            while not self._stop.wait(BEAT_S):
-                since = self._busy_since
-                busy_s = 0.0 if since is None else max(time.monotonic() - since, 0.0)
-                self._socket.send(memoryview(encode_message(Beat(self._epoch, busy_s))), zmq.NOBLOCK)
+            while not self._stop.wait(wait_s):
+                beat, wait_s = next_beat(self._watch, self._epoch, time.monotonic())
+                self._socket.send(memoryview(encode_message(beat)), zmq.NOBLOCK)
         finally:
             self._socket.close(linger=0)
+
+
+def next_beat(watch: StepWatch, epoch: str, now: float) -> tuple[Beat, float]:
+    """What to say now, and after how many seconds to speak again: at once when what is under way becomes late."""
+    work = watch.oldest
+    if work is None:
+        return Beat(epoch, 0.0), BEAT_S
+    busy_s = max(now - work.since, 0.0)
+    late_in_s = late_after_s(work.predicted_s) - busy_s
+    return Beat(epoch, busy_s, work.predicted_s), (min(late_in_s + 0.001, BEAT_S) if late_in_s >= 0.0 else BEAT_S)

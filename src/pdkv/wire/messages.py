@@ -434,10 +434,11 @@ class LoadReport(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """The engine's process runs. Sent twice a second beside the frames, by a thread of its own, in a long step, too."""
+    """The engine's process runs. Sent every 0.2 s beside the frames, by a thread of its own, in a long step, too."""
 
     epoch: Id
-    busy_s: Seconds  # since when its loop has been at what it does now; 0: it waits for something to do
+    busy_s: Seconds  # since when it has been at its oldest step, or at what else it does; 0: it waits
+    predicted_s: Seconds = 0.0  # how long that should take
 
 
 RouterToEngine = Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Peers | Resync

@@ -1,0 +1,109 @@
+"""What an engine's loop is at, since when, and how long that should take: its beats tell the router.
+
+The loop notes the begin and the end of each step; a thread reads the oldest that has not ended (`heartbeat.py`).
+"""
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+FIRST_STEP_S = 24.0
+"""Expected of a step while nothing is known of any: kernels are compiled, memory is touched for the first time."""
+
+OTHER_WORK_S = 1.0
+"""Expected of what the loop does outside of steps: messages, peers, snapshots of the cache."""
+
+LATE_S, LATE_FACTOR = 0.5, 5.0
+"""Work that takes longer than both is late."""
+
+_RISE, _FALL = 0.5, 0.05
+_NUM_SIZES = 32
+
+
+def late_after_s(predicted_s: float) -> float:
+    """When work of that prediction is late, in seconds after it began: max(LATE_S, LATE_FACTOR * predicted_s)."""
+    return max(LATE_S, LATE_FACTOR * predicted_s)
+
+
+class Work(NamedTuple):
+    """Something that has begun and has not ended."""
+
+    since: float  # time.monotonic
+    predicted_s: float
+
+
+class StepTimes:
+    """Predicts how long a step of a number of tokens takes, from those that were.
+
+    Sizes are powers of two. Each has a mean that follows longer steps at once (half of the way) and shorter ones slowly
+    (a twentieth): a prompt's chunks cost more the later they come, and a single quick step says little. A size that
+    was never seen is expected to cost as the next smaller one in proportion to its tokens, but no more than the next
+    larger one.
+    """
+
+    def __init__(self) -> None:
+        self._means_s = [0.0] * _NUM_SIZES  # 0: never seen
+
+    def predict_s(self, num_tokens: int) -> float:
+        """Seconds that such a step should take."""
+        size = min(num_tokens.bit_length(), _NUM_SIZES - 1)
+        return self._means_s[size] or self._guess_s(size)
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Such a step took so long."""
+        size = min(num_tokens.bit_length(), _NUM_SIZES - 1)
+        mean = self._means_s[size]
+        if mean:
+            mean += (seconds - mean) * (_RISE if seconds > mean else _FALL)
+        self._means_s[size] = mean or max(seconds, 1e-6)
+
+    def _guess_s(self, size: int) -> float:
+        means = self._means_s
+        larger = next((means[i] for i in range(size + 1, _NUM_SIZES) if means[i]), FIRST_STEP_S)
+        smaller = next((i for i in range(size - 1, -1, -1) if means[i]), None)
+        return larger if smaller is None else min(means[smaller] * 2.0 ** (size - smaller), larger)
+
+
+class StepWatch:
+    """Written by the engine's loop, read by its heartbeat. Steps may overlap, and end in the order of their begin."""
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self._turn: Work | None = None  # the loop is awake
+        self._step: Work | None = None  # the oldest that has not ended
+        self._steps: deque[tuple[Work, int]] = deque()  # with their tokens
+        self._last_end = 0.0
+
+    @property
+    def oldest(self) -> Work | None:
+        """The oldest work that has not ended. None: the loop waits for something to do."""
+        return self._step or self._turn
+
+    def wake(self) -> None:
+        """The loop begins to work."""
+        self._turn = Work(time.monotonic(), OTHER_WORK_S)
+
+    def rest(self) -> None:
+        """The loop begins to wait. Steps that have begun go on."""
+        self._turn = None
+
+    def begin(self, num_tokens: int) -> None:
+        """A step of so many tokens begins."""
+        work = Work(time.monotonic(), self.times.predict_s(num_tokens))
+        self._steps.append((work, num_tokens))
+        if self._step is None:
+            self._step = work
+
+    def end(self) -> None:
+        """The oldest step has ended; the next one has had the engine for itself since then.
+
+        Harmless where none has begun.
+        """
+        if not self._steps:
+            return
+        now = time.monotonic()
+        work, num_tokens = self._steps.popleft()
+        self.times.note(num_tokens, now - max(work.since, self._last_end))
+        self._last_end = now
+        self._turn = Work(now, OTHER_WORK_S) if self._turn is not None else None
+        self._step = Work(now, self._steps[0][0].predicted_s) if self._steps else None
