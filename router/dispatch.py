@@ -1,11 +1,12 @@
 """Dispatch: chooses engines for a request, drives its `RequestFlow` over the backends, and hands out its tokens."""
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pdkv.errors import (
 )
 from pdkv.log_limit import LogLimit
 from pdkv.router.backend import Backend
+from pdkv.router.books import Entry, kv_tokens
 from pdkv.router.flow import FlowMessage, RequestFlow, Sends
 from pdkv.router.generation import Generation
 from pdkv.router.policies import DEFAULT_POLICY
@@ -165,7 +167,7 @@ class Dispatcher:
                 state=e.life,
                 pid=e.pid,
                 load=e.load,
-                in_flight=e.in_flight,
+                in_flight=e.books.requests,
                 num_deaths=e.num_deaths,
             )
             for e in self.fleet.engines.values()
@@ -200,6 +202,7 @@ class Dispatcher:
         route = self._routes.choose(request, now)
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
         generation = Generation(flow, self.abort)
+        generation.num_uncached = self._routes.uncached_tokens(request, route.prefill)
         loop = asyncio.get_running_loop()
         generation.timer = loop.call_later(request.timeout_s, self._expire, generation)
         self._generations[flow.request_id] = generation
@@ -299,6 +302,9 @@ class Dispatcher:
             return
         flow = generation.flow
         sends = flow.handle(engine, message, now)
+        if generation.prompt_run_in != flow.attempt and isinstance(message, Tokens | HandedOff):
+            generation.prompt_run_in = flow.attempt
+            self._enter(generation)
         if isinstance(message, Tokens) and not flow.ended:
             for receiver, answer in sends:
                 self._send(receiver, answer)
@@ -317,9 +323,8 @@ class Dispatcher:
             self._apply(generation, flow.engine_died(engine, suspect=True))
             return
         if engine == flow.route.decode and flow.decode == "idle" and flow.prefill == "running":
-            others = self.fleet.candidates(("decode", "any"), self._clock(), without=(engine,))
-            if others:
-                flow.replace_decode(min(others, key=lambda e: e.load).name)
+            with contextlib.suppress(EngineUnavailable):
+                flow.replace_decode(self._routes.choose_decode(flow.request, flow.route.prefill, self._clock()))
                 self._apply(generation, ())
                 return
         self._apply(generation, flow.engine_died(engine))
@@ -335,7 +340,7 @@ class Dispatcher:
             self._blame(flow)
             if flow.may_restart and flow.attempt < self._max_retries and self._retry(generation):
                 return
-        self._hold(generation, _engines_in_use(flow))
+        self._enter(generation)
         if flow.ended:
             self._forget(generation)
         generation.wake()
@@ -352,6 +357,7 @@ class Dispatcher:
             return False
         logger.info("%s starts again: %s", flow.request_id, flow.failure)
         self.counters.retried += 1
+        generation.num_uncached = self._routes.uncached_tokens(flow.request, route.prefill)
         self._apply(generation, flow.restart(route, self._clock()))
         return True
 
@@ -361,14 +367,26 @@ class Dispatcher:
         if engine is not None and (flow.retryable or timed_out):
             engine.failed(self._clock())
 
-    def _hold(self, generation: Generation, engines: Iterable[str]) -> None:
-        """Count the generation as in flight on these engines and on no other."""
-        for name in generation.held:
-            state = self.fleet.engines[name]
-            state.in_flight = max(0, state.in_flight - 1)  # a new incarnation began at 0
-        generation.held = tuple(name for name in engines if self.fleet.is_ready(name))
-        for name in generation.held:
-            self.fleet.engines[name].in_flight += 1
+    def _enter(self, generation: Generation) -> None:
+        """Enter the generation in the books of the engines that it is under way on, and of no other."""
+        flow = generation.flow
+        for entry in generation.entries:
+            entry.strike()
+        generation.entries = []
+        if flow.ended:
+            return
+        kv = kv_tokens(flow.request)
+        uncached = 0 if generation.prompt_run_in == flow.attempt else generation.num_uncached
+        if flow.prefill_pending:
+            self._enter_one(generation, flow.route.prefill, uncached, 0)
+            uncached = 0
+        self._enter_one(generation, flow.route.decode, uncached, kv)
+
+    def _enter_one(self, generation: Generation, engine: str, prefill_tokens: int, kv: int) -> None:
+        if self.fleet.is_ready(engine):
+            entry = Entry(self.fleet.engines[engine].books, prefill_tokens, kv)
+            entry.enter()
+            generation.entries.append(entry)
 
     def _forget(self, generation: Generation) -> None:
         """Count the end, once."""
@@ -405,9 +423,3 @@ class Dispatcher:
         peers = Peers(cards=self.fleet.cards())
         for name in self._backends:
             self._send(name, peers)
-
-
-def _engines_in_use(flow: RequestFlow) -> tuple[str, ...]:
-    if flow.ended:
-        return ()
-    return (flow.route.prefill, flow.route.decode) if flow.prefill_pending else (flow.route.decode,)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from pdkv.router.books import Entry
 from pdkv.router.flow import RequestFlow
 from pdkv.router.request import Delta
 from pdkv.wire.messages import SourceCounts
@@ -13,7 +14,9 @@ class Generation:
 
     def __init__(self, flow: RequestFlow, on_abort: Callable[["Generation"], None]) -> None:
         self.flow = flow
-        self.held: tuple[str, ...] = ()  # engines on which it counts as in flight
+        self.entries: list[Entry] = []  # in the books of the engines that it is under way on
+        self.num_uncached = 0  # prompt tokens that this attempt computes
+        self.prompt_run_in = -1  # the last attempt in which the prompt was run
         self.timer: asyncio.TimerHandle | None = None
         self._on_abort = on_abort
         self._waiter: asyncio.Future[None] | None = None

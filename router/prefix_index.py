@@ -109,6 +109,14 @@ class PrefixIndex:
             if mask & part.bit and num_keys
         }
 
+    def match_one(self, engine: str, keys: Sequence[bytes]) -> int:
+        """Tokens of the longest prefix of `keys` that this engine holds."""
+        part, holders = self._parts.get(engine), self._holders
+        if part is None:
+            return 0
+        num_keys = next((i for i, key in enumerate(keys) if not holders.get(key, 0) & part.bit), len(keys))
+        return num_keys * self.hash_block_size
+
     def _store(self, part: _Part, keys: Sequence[bytes]) -> None:
         holders, bit = self._holders, part.bit
         room = part.max_keys - len(part.keys)

@@ -1,11 +1,30 @@
 """What goes into a generation and what comes out of it: the types between the HTTP front and dispatch."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from pdkv.block_keys import extend_keys
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import FinishReason, Order, TokenLogprob
+
+
+class PromptKeys:
+    """The block keys of one prompt: made once, for all of its choices and attempts."""
+
+    __slots__ = ("_keys", "_root")
+
+    def __init__(self) -> None:
+        self._root = b""
+        self._keys: list[bytes] = []
+
+    def of(self, root: bytes, token_ids: Sequence[int]) -> Sequence[bytes]:
+        """The keys of `token_ids` behind `root`, which is another one only if another model came."""
+        if root != self._root:
+            self._root, self._keys = root, []
+            extend_keys(self._keys, root, token_ids)
+        return self._keys
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +37,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     timeout_s: float
     label: str = ""  # the client's own name of the request, for logs only
+    near: str = ""  # the engine that ran this prompt for an earlier choice, and so has it in its cache
+    keys: PromptKeys = msgspec.field(default_factory=PromptKeys)
 
 
 class Delta(NamedTuple):

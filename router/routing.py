@@ -1,11 +1,12 @@
-"""Chooses the route of a request: a snapshot for the policy, then an order that both engines allow."""
+"""Chooses the engines of a request: a snapshot per side for the policy, then an order that both engines allow."""
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 
-from pdkv.block_keys import extend_keys, root_key
+from pdkv.block_keys import HASH_BLOCK_SIZE, root_key
 from pdkv.errors import EngineUnavailable, IncompatiblePeers
-from pdkv.router.policies import Snapshot, find_policy
+from pdkv.router.policies import EngineView, Side, Snapshot, find_policy
 from pdkv.router.prefix_index import PrefixIndex
 from pdkv.router.request import GenerateRequest, Route
 from pdkv.router.state import Fleet
@@ -24,40 +25,78 @@ class RouteChooser:
         self._index = index
         self._orders = tuple(orders)
         self._rng = rng
-        self._turn = 0
+        self._prefill_turn = 0
+        self._decode_turn = 0
+        self._num_prefill = 1  # candidates when one was chosen last
 
     def choose(self, request: GenerateRequest, now: float, *, without: Sequence[str] = ()) -> Route:
-        """A route for the request, if possible without the engines in `without`.
+        """Both sides, if possible without the engines in `without`; an aggregated engine is its own decode side.
 
         Raises:
             EngineUnavailable: no engine of a role is ready, or the two have no order in common.
         """
-        prefill = self._fleet.candidates(("prefill", "any"), now, without=without)
-        decode = self._fleet.candidates(("decode", "any"), now, without=without)
-        if not prefill or not decode:
-            raise EngineUnavailable(f"no {'decode' if prefill else 'prefill'} engine is ready")
-        snapshot = Snapshot(
-            prefill=prefill,
-            decode=decode,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            turn=self._turn,
-            rng=self._rng,
-            match=lambda: self._match(request),
-            marked=self._fleet.marked_pairs(now),
-        )
-        self._turn += 1
-        first, second = self.policy(snapshot)
-        if first == second:
-            return Route(first, second)
+        prefill = self.choose_prefill(request, now, without=without)
+        if self._fleet.engines[prefill].role == "any":
+            return Route(prefill, prefill)
+        return self.route(prefill, self.choose_decode(request, prefill, now, without=without))
+
+    def choose_prefill(self, request: GenerateRequest, now: float, *, without: Sequence[str] = ()) -> str:
+        """Who runs the prompt; for a choice after the first the engine that ran it before, as long as it may be asked.
+
+        Raises:
+            EngineUnavailable: no engine is ready that runs prompts.
+        """
+        engines = self._candidates("prefill", now, without)
+        self._num_prefill = len(engines)
+        if any(request.near == engine.name for engine in engines):
+            return request.near
+        self._prefill_turn += 1
+        return self._choose(request, engines, self._prefill_turn - 1)
+
+    def choose_decode(self, request: GenerateRequest, prefill: str, now: float, *, without: Sequence[str] = ()) -> str:
+        """Who decodes what `prefill` runs or ran; engines that failed to load from it lately come last.
+
+        Raises:
+            EngineUnavailable: no engine is ready that decodes.
+        """
+        engines = self._candidates("decode", now, without)
+        marked = self._fleet.marked_pairs(now)
+        if marked:
+            engines = [e for e in engines if (prefill, e.name) not in marked] or engines
+        # Without the shift both sides' turns would go round together: of 2 x 2 pairs only two would ever be used.
+        turn = self._decode_turn + self._decode_turn // math.lcm(self._num_prefill, len(engines))
+        self._decode_turn += 1
+        return self._choose(request, engines, turn)
+
+    def route(self, prefill: str, decode: str) -> Route:
+        """The two as a route. Raises EngineUnavailable where they have no order in common."""
+        if prefill == decode:
+            return Route(prefill, decode)
         try:
-            return Route(first, second, self._fleet.order(first, second, self._orders))
+            return Route(prefill, decode, self._fleet.order(prefill, decode, self._orders))
         except IncompatiblePeers as error:
             raise EngineUnavailable(str(error)) from error
 
+    def uncached_tokens(self, request: GenerateRequest, engine: str) -> int:
+        """Prompt tokens that the engine will have to compute, as far as the index knows; a block at least."""
+        cached = self._index.match_one(engine, self._keys(request))
+        return max(len(request.prompt_token_ids) - cached, HASH_BLOCK_SIZE)
+
+    def _candidates(self, side: Side, now: float, without: Sequence[str]) -> list[EngineView]:
+        engines = self._fleet.candidates(side, now, without=without)
+        if not engines:
+            raise EngineUnavailable(f"no {side} engine is ready")
+        return engines
+
+    def _choose(self, request: GenerateRequest, engines: Sequence[EngineView], turn: int) -> str:
+        return self.policy(Snapshot(engines, turn, self._rng, lambda: self._match(request))).name
+
     def _match(self, request: GenerateRequest) -> Mapping[str, int]:
         """Cached prompt tokens by engine."""
+        return self._index.match(self._keys(request))
+
+    def _keys(self, request: GenerateRequest) -> Sequence[bytes]:
+        """Of the prompt's full blocks."""
         card = self._fleet.cards()[0]  # what keys depend on is the same in all
         root = root_key(model=card.model, layout=card.layout.identity, cache_salt=request.cache_salt)
-        keys: list[bytes] = []
-        extend_keys(keys, root, request.prompt_token_ids)
-        return self._index.match(keys)
+        return request.keys.of(root, request.prompt_token_ids)

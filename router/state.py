@@ -1,14 +1,15 @@
 """The engines as the router sees them: card, life, load, breaker, and the pairs whose transfers failed."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from pdkv.errors import IncompatiblePeers
-from pdkv.router.policies import EngineView
+from pdkv.router.books import Books
+from pdkv.router.policies import EngineView, Side
 from pdkv.wire.messages import BlockCounts, EngineCard, LoadReport, Order
 from pdkv.wire.refusal_note import RefusalNote
 
@@ -45,7 +46,7 @@ class EngineState:
     life: EngineLife = "starting"
     card: EngineCard | None = None  # of the last incarnation
     load: LoadReport | None = None  # the last report of this incarnation
-    in_flight: int = 0  # requests of this router that it has, or will get
+    books: Books = field(default_factory=Books)  # what this router has given this incarnation
     num_deaths: int = 0
     num_quiet_ticks: int = 0  # since it was heard last
     busy_s: float = 0.0  # how long its loop had been at one thing, at its last beat
@@ -53,21 +54,6 @@ class EngineState:
     open_until: float = 0.0
     refusal: str | None = None  # why the incarnation that came last stays out
     note: RefusalNote | None = None  # where a launcher says why it keeps the engine out
-
-    @property
-    def waiting(self) -> int:
-        """Waiting requests: what the engine said, and what it has not had time to say yet."""
-        return max(self.load.waiting if self.load else 0, self.in_flight - self.running)
-
-    @property
-    def running(self) -> int:
-        """Running requests as the engine said last."""
-        return self.load.running if self.load else 0
-
-    @property
-    def load_score(self) -> int:
-        """waiting * 4 + running."""
-        return self.waiting * 4 + self.running
 
     @property
     def blocks(self) -> BlockCounts:
@@ -148,9 +134,12 @@ class EngineState:
             return None
         return self.refusal or (self.note.read() if self.note is not None else None)
 
-    def view(self) -> EngineView:
-        """What a policy sees."""
-        return EngineView(self.name, self.load_score, aggregated=self.role == "any")
+    def view(self, side: Side) -> EngineView:
+        """What a policy sees of it as a candidate for one side; an aggregated engine's work is one."""
+        books = self.books
+        if self.role == "any":
+            return EngineView(self.name, books.prefill_tokens + books.kv_tokens)
+        return EngineView(self.name, books.prefill_tokens if side == "prefill" else books.kv_tokens)
 
 
 class EngineSnapshot(NamedTuple):
@@ -215,7 +204,7 @@ class Fleet:
             raise
         self._identity = card.model
         state.refusal = None
-        state.life, state.card, state.load, state.in_flight = "ready", card, None, 0
+        state.life, state.card, state.load, state.books = "ready", card, None, Books()
         state.role, state.num_quiet_ticks, state.busy_s = card.role, 0, 0.0
         state.succeeded()
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
@@ -224,7 +213,7 @@ class Fleet:
     def went_down(self, name: str) -> None:
         """The incarnation that was ready is gone."""
         state = self.engines[name]
-        state.life, state.load, state.in_flight = "dead", None, 0
+        state.life, state.load, state.books = "dead", None, Books()
         state.num_deaths += 1
         self._marks = {pair: end for pair, end in self._marks.items() if name not in pair}
 
@@ -236,16 +225,16 @@ class Fleet:
         """Whether messages to the engine can be answered."""
         return self.engines[name].life == "ready"
 
-    def candidates(self, roles: Iterable[str], now: float, *, without: Sequence[str] = ()) -> list[EngineView]:
-        """Ready engines of these roles.
+    def candidates(self, side: Side, now: float, *, without: Sequence[str] = ()) -> list[EngineView]:
+        """Ready engines that can be this side of a request.
 
         Engines in `without`, then suspects, then those with an open breaker are left out if others are left.
         """
-        ready = [e for e in self.engines.values() if e.life == "ready" and e.role in roles]
+        ready = [e for e in self.engines.values() if e.life == "ready" and e.role in (side, "any")]
         others = [e for e in ready if e.name not in without] or ready
         awake = [e for e in others if not e.suspect] or others
         closed = [e for e in awake if e.open_until <= now] or awake
-        return [e.view() for e in closed]
+        return [e.view(side) for e in closed]
 
     def tick(self) -> None:
         """TICK_S have passed; who speaks sets its own count back."""

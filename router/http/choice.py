@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdkv.router.http.openai import Job, Prompt, ServedModel
-from pdkv.router.request import Delta, GenerateRequest
+from pdkv.router.request import Delta, GenerateRequest, PromptKeys
 from pdkv.text import TextStream
 from pdkv.wire.messages import TokenLogprob
 
@@ -45,6 +45,7 @@ class Choice:
         self.last_delta_at = 0.0
         """time.perf_counter of the last delta, 0 before the first."""
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._keys: PromptKeys = PromptKeys() if sibling is None else sibling._keys
         self._sibling = sibling
         self._shown_prompt: tuple[str, list[ShownLogprob]] | None = None
         self._job = job
@@ -75,8 +76,8 @@ class Choice:
             stop_token_ids=ends,
         )
 
-    def request(self, *, timeout_s: float, label: str) -> GenerateRequest:
-        """What to generate."""
+    def request(self, *, timeout_s: float, label: str, near: str = "") -> GenerateRequest:
+        """What to generate. `near`: the engine that ran the prompt for its sibling."""
         return GenerateRequest(
             prompt_token_ids=self.prompt.token_ids,
             params=self._params,
@@ -85,6 +86,8 @@ class Choice:
             priority=self._job.priority,
             timeout_s=timeout_s,
             label=label,
+            near=near,
+            keys=self._keys,
         )
 
     def push(self, delta: Delta) -> ChoiceDelta:

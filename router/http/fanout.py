@@ -114,7 +114,9 @@ class Fanout:
         if self._aborted:
             raise RequestAborted("the client went away", request_id=self._label)
         timeout_s = max(self._timeout_s - elapsed_s, 0.001)
-        generation = self._dispatcher.start(choice.request(timeout_s=timeout_s, label=self._label))
+        first = self._generations.get(choice.index - choice.index % self.job.n)
+        near = first.prefill_engine if first is not None else ""
+        generation = self._dispatcher.start(choice.request(timeout_s=timeout_s, label=self._label, near=near))
         self._generations[choice.index] = generation
         return generation
 

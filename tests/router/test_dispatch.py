@@ -136,7 +136,7 @@ def test_deadline_ends_the_request_everywhere_and_blames_the_engine_if_it_was_lo
         system.backends["prefill-1"].release()
 
     system = System(2, 1, policy="round_robin")
-    system.dispatcher._routes.policy = lambda snapshot: (snapshot.prefill[0].name, "decode-0")
+    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
     run(system, body)
 
 
@@ -231,7 +231,7 @@ def test_retryable_failure_goes_elsewhere_and_a_final_one_does_not() -> None:
                 assert info.value.code == "overloaded"
 
     system = System(2, 1)
-    system.dispatcher._routes.policy = lambda snapshot: (snapshot.prefill[0].name, snapshot.decode[0].name)
+    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
     run(system, body)
 
 
@@ -356,6 +356,38 @@ def test_load_balances_over_engines_by_what_is_in_flight() -> None:
             await collect(generation)
 
     run(System(2, 4, policy="least_loaded"), body)
+
+
+def test_books_are_kept_in_tokens_from_the_start_of_a_request_to_its_end() -> None:
+    """Prefill: what it has to compute, until the prompt is run. Decode: what its request's KV comes to."""
+
+    async def body(system: System) -> None:
+        prefill, decode = (system.dispatcher.fleet.engines[name].books for name in ("prefill-0", "decode-0"))
+        system.backends["prefill-0"].held = system.backends["decode-0"].held = True
+        generations = [system.dispatcher.start(make_request(num, max_tokens=5)) for num in (100, 40)]
+        assert (prefill.requests, prefill.prefill_tokens, decode.requests, decode.kv_tokens) == (2, 140, 2, 150)
+        generations[1].abort()
+        assert (prefill.requests, prefill.prefill_tokens, decode.requests, decode.kv_tokens) == (1, 100, 1, 105)
+        system.backends["prefill-0"].release()
+        while prefill.requests:
+            await asyncio.sleep(0)
+        assert (prefill.prefill_tokens, decode.requests, decode.kv_tokens) == (0, 1, 105)
+        system.backends["decode-0"].release()
+        await collect(generations[0])
+
+    run(System(1, 1), body)
+
+
+def test_an_aggregated_engine_has_no_prompt_to_compute_once_the_first_token_is_out() -> None:
+    async def body(system: System) -> None:
+        books = system.dispatcher.fleet.engines["any-0"].books
+        generation = system.dispatcher.start(make_request(100, max_tokens=5))
+        assert (books.requests, books.prefill_tokens, books.kv_tokens) == (1, 100, 105)
+        await anext(generation)
+        assert (books.requests, books.prefill_tokens, books.kv_tokens) == (1, 0, 105)
+        await collect(generation)
+
+    run(System(0, 1), body)
 
 
 def test_topology_and_snapshots_show_what_engines_said_last() -> None:

@@ -7,6 +7,8 @@ import pytest
 from scripted_engine import make_card
 
 from pdkv.errors import IncompatiblePeers
+from pdkv.router.books import Books, Entry
+from pdkv.router.policies import Side
 from pdkv.router.state import BREAKER_FAILURES, BREAKER_OPEN_S, ORDERS, PAIR_MARK_S, Fleet
 from pdkv.wire.messages import BlockCounts, KVLayout, LoadReport
 from pdkv.wire.refusal_note import RefusalNote
@@ -23,19 +25,29 @@ def make_fleet(kind: str = "pull") -> Fleet:
     return fleet
 
 
-def names(fleet: Fleet, role: str, now: float = 0.0, **options: Any) -> list[str]:
-    return [e.name for e in fleet.candidates((role,), now, **options)]
+def names(fleet: Fleet, side: Side, now: float = 0.0, **options: Any) -> list[str]:
+    return [e.name for e in fleet.candidates(side, now, **options)]
 
 
-def test_load_score_counts_waiting_four_times_and_what_is_on_its_way() -> None:
-    engine = make_fleet().engines["decode-0"]
-    assert engine.load_score == 0
-    engine.in_flight = 2
-    assert engine.load_score == 8  # the engine has not told of them yet
-    engine.load = LoadReport(waiting=0, running=7, blocks=BLOCKS)
-    assert engine.load_score == 7
-    engine.load = LoadReport(waiting=2, running=0, blocks=BLOCKS)
-    assert engine.load_score == 8
+def test_load_is_tokens_to_compute_for_prefill_and_tokens_of_kv_for_decode() -> None:
+    fleet = make_fleet()
+    for name, role in (("prefill-0", "prefill"), ("decode-0", "decode"), ("any-0", "any")):
+        engine = fleet.engines.get(name) or fleet.add(name, role)
+        Entry(engine.books, prefill_tokens=3000, kv_tokens=500).enter()
+    assert fleet.engines["prefill-0"].view("prefill").load == 3000
+    assert fleet.engines["decode-0"].view("decode").load == 500
+    assert fleet.engines["any-0"].view("prefill").load == fleet.engines["any-0"].view("decode").load == 3500
+
+
+def test_an_engine_that_comes_back_begins_with_empty_books() -> None:
+    """And what is struck from those of its predecessor later does not touch them."""
+    fleet = make_fleet()
+    entry = Entry(fleet.engines["prefill-0"].books, prefill_tokens=100, kv_tokens=0)
+    entry.enter()
+    fleet.went_down("prefill-0")
+    fleet.came_up("prefill-0", make_card("prefill-0", "prefill", epoch="e1"))
+    entry.strike()
+    assert fleet.engines["prefill-0"].books == Books()
 
 
 def test_description_is_the_topology_entry() -> None:
@@ -156,7 +168,7 @@ def test_another_model_stays_out_even_when_no_engine_of_the_first_one_is_left() 
         engine = refusing.engines["decode-0"].describe()
         assert (engine["state"], engine["pid"]) == ("refused", None)
         assert engine["reason"] == "decode-0 has model other, but the deployment started with model m"
-        assert refusing.candidates(["decode"], 0.0) == []
+        assert refusing.candidates("decode", 0.0) == []
         refusing.came_up("decode-0", make_card("decode-0", "decode"))
         engine = refusing.engines["decode-0"].describe()
         assert (engine["state"], engine["reason"]) == ("ready", None)

@@ -7,6 +7,7 @@ from typing import Any
 
 from scripted_engine import ScriptedEngine, expected_output, make_card
 
+from pdkv.router.books import Books
 from pdkv.router.dispatch import Delta, Dispatcher, GenerateRequest, Generation
 from pdkv.router.engine_client import EngineListener
 from pdkv.wire.messages import EngineCard, RequestKey, RouterToEngine
@@ -93,7 +94,7 @@ class System:
         """Nothing is left of any request."""
         assert self.dispatcher.num_generations == 0
         assert self.dispatcher._transfers == {}
-        assert [e.in_flight for e in self.dispatcher.engines()] == [0] * len(self.backends)
+        assert {e.name: e.books for e in self.dispatcher.fleet.engines.values() if e.books != Books()} == {}
         for backend in self.backends.values():
             assert not backend.engine.tasks
             assert not backend.engine.leases

@@ -137,6 +137,16 @@ def test_default_max_tokens_gives_way_to_the_models_length() -> None:
     assert [request.params.max_tokens for request in dispatcher.requests] == [3, 16]
 
 
+def test_choices_after_the_first_name_the_engine_that_ran_their_prompt() -> None:
+    """And bring its keys with them: it is hashed once."""
+    dispatcher = FakeDispatcher(say(ids("b")))
+    complete(dispatcher, prompt=["a", "c"], n=3)
+    by_prompt = [[r for r in dispatcher.requests if r.prompt_token_ids == ids(text)] for text in "ac"]
+    assert [[request.near for request in requests] for requests in by_prompt] == [["", "prefill-0", "prefill-0"]] * 2
+    assert [len({id(request.keys) for request in requests}) for requests in by_prompt] == [1, 1]
+    assert by_prompt[0][0].keys is not by_prompt[1][0].keys
+
+
 def test_choices_are_numbered_over_prompts_and_each_prompt_is_counted_once() -> None:
     def answer(request: GenerateRequest) -> list[Delta]:
         return [tokens(request.prompt_token_ids[0], *ids(str(request.choice)), end="stop")]

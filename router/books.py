@@ -1,0 +1,48 @@
+"""What one router has given the engines to do, in tokens: kept exactly, from a generation's start to its end."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdkv.router.request import GenerateRequest
+
+EXPECTED_OUTPUT = 256
+"""Output tokens that a request is taken to come to where it allows more: few use up what they may."""
+
+
+@dataclass(slots=True)
+class Books:
+    """Of one incarnation of an engine: the next one begins with new ones."""
+
+    requests: int = 0  # that it has, or will get
+    prefill_tokens: int = 0  # of prompts that it has to compute
+    kv_tokens: int = 0  # that its requests hold, or will hold
+
+
+class Entry(NamedTuple):
+    """A generation's part in the books of one engine."""
+
+    books: Books
+    prefill_tokens: int
+    kv_tokens: int
+
+    def enter(self) -> None:
+        """It is under way there."""
+        books = self.books
+        books.requests += 1
+        books.prefill_tokens += self.prefill_tokens
+        books.kv_tokens += self.kv_tokens
+
+    def strike(self) -> None:
+        """It is not any more."""
+        books = self.books
+        books.requests -= 1
+        books.prefill_tokens -= self.prefill_tokens
+        books.kv_tokens -= self.kv_tokens
+        assert books.requests >= 0, "a generation was struck from books that it was not in"
+        assert books.requests or not (books.prefill_tokens or books.kv_tokens), "tokens without a request"
+
+
+def kv_tokens(request: GenerateRequest) -> int:
+    """KV that a request is taken to need in the end, in tokens."""
+    max_tokens = request.params.max_tokens
+    return len(request.prompt_token_ids) + min(EXPECTED_OUTPUT if max_tokens is None else max_tokens, EXPECTED_OUTPUT)
