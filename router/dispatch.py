@@ -24,11 +24,12 @@ from pdkv.router.backend import Backend
 from pdkv.router.books import Entry, kv_tokens
 from pdkv.router.flow import FlowMessage, RequestFlow, Sends
 from pdkv.router.generation import Generation
+from pdkv.router.health import TICK_S
 from pdkv.router.policies import DEFAULT_POLICY
 from pdkv.router.prefix_index import PrefixIndex
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.router.routing import RouteChooser
-from pdkv.router.state import ORDERS, TICK_S, Counters, EngineSnapshot, Fleet
+from pdkv.router.state import ORDERS, Counters, EngineSnapshot, Fleet
 from pdkv.wire.frames import key_of
 from pdkv.wire.messages import (
     Allocated,
@@ -48,6 +49,7 @@ from pdkv.wire.messages import (
     RequestKey,
     Resync,
     RouterToEngine,
+    Submit,
     Tokens,
 )
 from pdkv.wire.refusal_note import RefusalNote
@@ -60,7 +62,7 @@ MAX_RETRIES = 1
 """Attempts on other engines after one that failed before its first token."""
 
 TELLING_TIMEOUT_S = 5.0
-"""A deadline below this that passes says more about the client than about the engine."""
+"""A deadline below this that passes says more about the client than about the engine, if nothing else is against it."""
 
 
 class Dispatcher:
@@ -180,8 +182,12 @@ class Dispatcher:
         return {e.name: e.connector_problem for e in engines if e.connector_problem is not None}
 
     def topology(self) -> dict[str, Any]:
-        """The engines as JSON-ready data: {"engines": [EngineState.describe() of each]}."""
-        return {"engines": [e.describe() for e in self.fleet.engines.values()]}
+        """JSON-ready: {"engines": [EngineState.describe() of each], "pairs": [those whose breaker is not closed]}."""
+        now = self._clock()
+        pairs = [
+            {"prefill": p, "decode": d, "breaker": state} for (p, d), state in self.fleet.pairs.states(now).items()
+        ]
+        return {"engines": [e.describe(now) for e in self.fleet.engines.values()], "pairs": pairs}
 
     @property
     def num_generations(self) -> int:
@@ -246,7 +252,7 @@ class Dispatcher:
         if not self.fleet.is_ready(name):
             return
         logger.warning("%s is gone: %s", name, reason)
-        self.fleet.went_down(name)
+        self.fleet.went_down(name, self._clock())
         self.index.remove_engine(name)
         for generation in list(self._generations.values()):
             if name in (generation.flow.route.prefill, generation.flow.route.decode):
@@ -260,7 +266,8 @@ class Dispatcher:
             self.counters.dropped_messages += sum(not isinstance(m, Beat) for m in messages)
             return
         now = self._clock()
-        self.fleet.engines[name].num_quiet_ticks = 0
+        if not isinstance(messages[0], Beat):
+            self.fleet.engines[name].health.heard()
         for message in messages:
             try:
                 self._take(name, message, now)
@@ -277,7 +284,7 @@ class Dispatcher:
             case LoadReport():
                 self.fleet.engines[name].load = message
             case Beat():
-                self.fleet.engines[name].busy_s = message.busy_s
+                self.fleet.engines[name].health.beat(message)
             case KVEvents():
                 if not self.index.apply(name, message):
                     self._send(name, Resync())
@@ -310,11 +317,18 @@ class Dispatcher:
                 self._send(receiver, answer)
             generation.wake()
             return
-        if isinstance(message, Loaded) and not message.ok:
-            self.counters.load_failures += 1
-            self.fleet.mark(flow.route.prefill, flow.route.decode, now)
-            logger.warning("KV load from %s to %s failed: %s", flow.route.prefill, flow.route.decode, message.code)
+        if isinstance(message, Loaded):
+            self._note_load(flow, message, now)
         self._apply(generation, sends)
+
+    def _note_load(self, flow: RequestFlow, loaded: Loaded, now: float) -> None:
+        """A KV load ended: the pair's breaker hears of it, unless its prefill engine is gone, which says it all."""
+        prefill, decode = flow.route.prefill, flow.route.decode
+        if not flow.prefill_gone:
+            self.fleet.pairs.loaded(prefill, decode, loaded.ok, now)
+        if not loaded.ok:
+            self.counters.load_failures += 1
+            logger.warning("KV load from %s to %s failed: %s", prefill, decode, loaded.code)
 
     def _survive(self, generation: Generation, engine: str, *, suspect: bool) -> None:
         """An engine of the generation's route died; only a decode part that has not begun can go elsewhere."""
@@ -362,10 +376,21 @@ class Dispatcher:
         return True
 
     def _blame(self, flow: RequestFlow) -> None:
-        engine = self.fleet.engines.get(flow.failed_engine or "")
-        timed_out = isinstance(flow.failure, RequestTimeout) and flow.request.timeout_s >= TELLING_TIMEOUT_S
-        if engine is not None and (flow.retryable or timed_out):
-            engine.failed(self._clock())
+        """An attempt failed: note by whose fault, if it can be told. A death is noted once, by the fleet."""
+        name, now = flow.failed_engine, self._clock()
+        if name is None or not self.fleet.is_ready(name):
+            return
+        engine = self.fleet.engines[name]
+        if isinstance(flow.failure, RequestTimeout):
+            evident = engine.health.explains_timeout(engine.has_work)
+            if flow.request.timeout_s < TELLING_TIMEOUT_S and not evident:
+                return
+            if flow.awaits_kv and not evident:  # which of the two was too slow?
+                self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
+                return
+        elif not flow.retryable:
+            return
+        engine.breaker.failed(now)
 
     def _enter(self, generation: Generation) -> None:
         """Enter the generation in the books of the engines that it is under way on, and of no other."""
@@ -400,7 +425,7 @@ class Dispatcher:
         if flow.failure is None:
             counters.finished += 1
             for name in set(flow.route[:2]):
-                self.fleet.engines[name].succeeded()
+                self.fleet.engines[name].succeeded(self._clock())
         elif isinstance(flow.failure, RequestAborted):
             counters.aborted += 1
         else:
@@ -410,6 +435,8 @@ class Dispatcher:
         """Pass a message on; a request that no frame can carry ends here."""
         if not self.fleet.is_ready(engine):
             return
+        if isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
+            self.fleet.begin_trial(engine, generation.flow.route, self._clock())
         try:
             self._backends[engine].send(message)
         except UnsendableMessage as error:

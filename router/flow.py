@@ -99,6 +99,16 @@ class RequestFlow:
         """Whether the prefill engine still has, or will have, work to do for it."""
         return not self.ended and not self.route.aggregated and self.prefill != "done"
 
+    @property
+    def prefill_gone(self) -> bool:
+        """Whether the prefill engine died after its part was over."""
+        return self._prefill_gone
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Whether a hand-off is made, and decode has neither loaded its KV nor gone on without; at the end: had."""
+        return self._handoff is not None and not self.declined and self.load is None and len(self.output_token_ids) < 2
+
     def take_delta(self) -> Delta | None:
         """All that piled up since the last call; None where nothing did. The end comes once, with or without tokens."""
         reason = self.finish_reason

@@ -60,7 +60,7 @@ class RouteChooser:
             EngineUnavailable: no engine is ready that decodes.
         """
         engines = self._candidates("decode", now, without)
-        marked = self._fleet.marked_pairs(now)
+        marked = self._fleet.pairs.avoided(now)
         if marked:
             engines = [e for e in engines if (prefill, e.name) not in marked] or engines
         # Without the shift both sides' turns would go round together: of 2 x 2 pairs only two would ever be used.

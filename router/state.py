@@ -1,4 +1,4 @@
-"""The engines as the router sees them: card, life, load, breaker, and the pairs whose transfers failed."""
+"""The engines as the router sees them: card, life, load, health, breakers."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,10 @@ import msgspec
 
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.books import Books
+from pdkv.router.breakers import Breaker, PairBreakers, common_sides
+from pdkv.router.health import EngineHealth
 from pdkv.router.policies import EngineView, Side
+from pdkv.router.request import Route
 from pdkv.wire.messages import BlockCounts, EngineCard, LoadReport, Order
 from pdkv.wire.refusal_note import RefusalNote
 
@@ -17,24 +20,6 @@ EngineLife = Literal["starting", "ready", "dead"]
 
 ORDERS: tuple[Order, ...] = ("prefill_first", "needs_peer_first", "concurrent")
 """Hand-off orders by preference; decode_first is taken only where it is asked for."""
-
-BREAKER_FAILURES = 5
-"""Consecutive failures that open an engine's breaker."""
-
-BREAKER_OPEN_S = 10.0
-"""How long an engine is passed over then; one more failure afterwards opens it again."""
-
-TICK_S = 0.5
-"""How often the router counts for how long its engines have been silent."""
-
-SUSPECT_TICKS = 6
-"""An engine that should send Beats and has said nothing for so many ticks is a suspect: stopped, or starved."""
-
-STUCK_STEP_S = 120.0
-"""An engine whose loop has been at one thing for so long is a suspect, too, although its process runs."""
-
-PAIR_MARK_S = 10.0
-"""How long a (prefill, decode) pair is passed over after a failed KV load."""
 
 
 @dataclass(slots=True)
@@ -48,10 +33,8 @@ class EngineState:
     load: LoadReport | None = None  # the last report of this incarnation
     books: Books = field(default_factory=Books)  # what this router has given this incarnation
     num_deaths: int = 0
-    num_quiet_ticks: int = 0  # since it was heard last
-    busy_s: float = 0.0  # how long its loop had been at one thing, at its last beat
-    num_failures: int = 0  # in a row
-    open_until: float = 0.0
+    health: EngineHealth = field(default_factory=EngineHealth)  # of the last incarnation
+    breaker: Breaker = field(default_factory=Breaker)  # of all incarnations
     refusal: str | None = None  # why the incarnation that came last stays out
     note: RefusalNote | None = None  # where a launcher says why it keeps the engine out
 
@@ -63,39 +46,30 @@ class EngineState:
         total = self.card.num_blocks if self.card is not None else 0
         return BlockCounts(total=total, free=total, cached=0, active=0, leased=0, quarantined=0)
 
-    def succeeded(self) -> None:
-        """A request went well: the breaker closes."""
-        self.num_failures = 0
-        self.open_until = 0.0
+    @property
+    def has_work(self) -> bool:
+        """Whether it should be at something for this router."""
+        return self.books.requests > 0
 
-    def failed(self, now: float) -> None:
-        """A request failed by the engine's fault."""
-        self.num_failures += 1
-        if self.num_failures >= BREAKER_FAILURES:
-            self.open_until = now + BREAKER_OPEN_S
+    def succeeded(self, now: float) -> None:
+        """A request went well there."""
+        self.breaker.succeeded(now)
+        self.health.answered(now)
 
     @property
-    def silent_for_s(self) -> float:
-        """For how long an engine that is ready has said nothing; 0 for one that sends no beats."""
-        return self.num_quiet_ticks * TICK_S if self.life == "ready" and self._beats else 0.0
+    def suspicion(self) -> str:
+        """Why an engine that is ready seems to be stopped or stuck; it may go on. Empty: it does not seem so."""
+        return self.health.suspicion(self.has_work) if self.life == "ready" else ""
 
     @property
-    def suspect(self) -> bool:
-        """Whether it seems to be stopped or stuck. It may go on: nothing is taken from it."""
-        return self.silent_for_s >= SUSPECT_TICKS * TICK_S or (self.life == "ready" and self.busy_s >= STUCK_STEP_S)
-
-    @property
-    def _beats(self) -> bool:
-        return self.card is not None and bool(self.card.beats)
+    def is_silent(self) -> bool:
+        """Whether it is ready, and its process seems to be stopped: what is sent there is answered by nobody."""
+        return self.life == "ready" and self.health.is_silent(self.has_work)
 
     @property
     def condition(self) -> str:
         """For people: "is ready", or why it cannot answer now."""
-        if self.life != "ready" or not self.suspect:
-            return f"is {self.life if self._reason() is None else 'refused'}"
-        if self.busy_s >= STUCK_STEP_S:
-            return f"has been in one step for {self.busy_s:.0f} s"
-        return f"has been silent for {self.silent_for_s:.1f} s"
+        return self.suspicion or f"is {self.life if self._reason() is None else 'refused'}"
 
     @property
     def connector_problem(self) -> str | None:
@@ -107,8 +81,8 @@ class EngineState:
         """Of the incarnation that is ready."""
         return self.card.pid if self.card is not None and self.life == "ready" else None
 
-    def describe(self) -> dict[str, Any]:
-        """JSON-ready: what the engine is and does; load, busy_s and blocks as it said last.
+    def describe(self, now: float) -> dict[str, Any]:
+        """JSON-ready: what the engine is and does; load, steps and blocks as it said last.
 
         State "refused" has a reason: the engine cannot work with the others, and gets no request.
         """
@@ -120,9 +94,13 @@ class EngineState:
             "ranks": list(self.card.rank_pids) if self.card is not None and self.life == "ready" else [],
             "state": self.life if reason is None else "refused",
             "reason": reason,
-            "suspect": self.suspect,
-            "silent_for_s": self.silent_for_s,
-            "busy_s": round(self.busy_s, 3) if self.life == "ready" else 0.0,
+            "suspect": bool(self.suspicion),
+            "suspicion": self.suspicion or None,
+            "breaker": self.breaker.state(now),
+            "last_probe": probe.describe(now) if (probe := self.health.last_probe) is not None else None,
+            "silent_for_s": self.health.silent_for_s if self.life == "ready" else 0.0,
+            "busy_s": round(self.health.busy_s, 3) if self.life == "ready" else 0.0,
+            "predicted_s": round(self.health.predicted_s, 6) if self.life == "ready" else 0.0,
             "waiting": load.waiting if load is not None else 0,
             "running": load.running if load is not None else 0,
             "blocks": msgspec.to_builtins(self.blocks),
@@ -176,7 +154,7 @@ class Fleet:
         self.engines: dict[str, EngineState] = {}
         self.complete_once = complete_once  # every engine has been ready at the same time
         self._identity = identity
-        self._marks: dict[tuple[str, str], float] = {}  # pair -> end of the mark
+        self.pairs = PairBreakers()
 
     def add(self, name: str, role: str, note: RefusalNote | None = None) -> EngineState:
         """Make an engine known that has yet to start."""
@@ -205,17 +183,17 @@ class Fleet:
         self._identity = card.model
         state.refusal = None
         state.life, state.card, state.load, state.books = "ready", card, None, Books()
-        state.role, state.num_quiet_ticks, state.busy_s = card.role, 0, 0.0
-        state.succeeded()
+        state.role, state.health = card.role, EngineHealth(bool(card.beats))
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
         return state
 
-    def went_down(self, name: str) -> None:
+    def went_down(self, name: str, now: float) -> None:
         """The incarnation that was ready is gone."""
         state = self.engines[name]
         state.life, state.load, state.books = "dead", None, Books()
         state.num_deaths += 1
-        self._marks = {pair: end for pair, end in self._marks.items() if name not in pair}
+        state.health = EngineHealth()
+        state.breaker.died(now)
 
     def cards(self) -> list[EngineCard]:
         """Cards of the engines that are ready."""
@@ -228,39 +206,45 @@ class Fleet:
     def candidates(self, side: Side, now: float, *, without: Sequence[str] = ()) -> list[EngineView]:
         """Ready engines that can be this side of a request.
 
-        Engines in `without`, then suspects, then those with an open breaker are left out if others are left.
+        Engines in `without`, then suspects, then those whose pairs fail, then those with an open breaker are left out
+        if others are left.
         """
         ready = [e for e in self.engines.values() if e.life == "ready" and e.role in (side, "any")]
         others = [e for e in ready if e.name not in without] or ready
-        awake = [e for e in others if not e.suspect] or others
-        closed = [e for e in awake if e.open_until <= now] or awake
+        awake = [e for e in others if not e.suspicion] or others
+        avoided = self.pairs.avoided(now)
+        paired = [e for e in awake if not self._is_avoided(e, avoided)] or awake
+        closed = [e for e in paired if e.breaker.passes(now)] or paired
         return [e.view(side) for e in closed]
+
+    def _is_avoided(self, engine: EngineState, pairs: frozenset[tuple[str, str]]) -> bool:
+        """Whether these pairs have the engine in common, or are all that it has."""
+        if not pairs or engine.role == "any":
+            return False
+        partners = [e.name for e in self.engines.values() if e.life == "ready" and e.role != engine.role]
+        own = [(engine.name, p) if engine.role == "prefill" else (p, engine.name) for p in partners]
+        return engine.name in common_sides(pairs) or all(pair in pairs for pair in own)
+
+    def begin_trial(self, engine: str, route: Route, now: float) -> None:
+        """A request of that route goes to the engine: of what is half open there, it is the trial."""
+        self.engines[engine].breaker.begin_trial(now)
+        if engine == route.decode:
+            self.pairs.begin_trial(route.prefill, engine, now)
 
     def tick(self) -> None:
         """TICK_S have passed; who speaks sets its own count back."""
         for engine in self.engines.values():
-            engine.num_quiet_ticks += 1
+            engine.health.tick()
 
     @property
     def fault(self) -> str:
         """Why no prompt can be run and decoded now, for people; empty where one can be."""
-        live = {e.role for e in self.engines.values() if e.life == "ready" and not e.suspect}
+        live = {e.role for e in self.engines.values() if e.life == "ready" and not e.suspicion}
         for role in ("prefill", "decode"):
             if "any" not in live and role not in live:
                 engines = [f"{e.name} {e.condition}" for e in self.engines.values() if e.role in (role, "any")]
                 return f"no {role} engine is live: {', '.join(engines) or 'there is none'}"
         return ""
-
-    def mark(self, prefill: str, decode: str, now: float) -> None:
-        """A KV load from `prefill` to `decode` failed."""
-        self._marks[prefill, decode] = now + PAIR_MARK_S
-
-    def marked_pairs(self, now: float) -> frozenset[tuple[str, str]]:
-        """Pairs that are passed over now."""
-        if not self._marks:
-            return frozenset()
-        self._marks = {pair: end for pair, end in self._marks.items() if end > now}
-        return frozenset(self._marks)
 
     def order(self, prefill: str, decode: str, preferred: Sequence[Order]) -> Order:
         """The first preferred order that both cards allow.

@@ -1,18 +1,21 @@
 """Engines that lie, that an own request ends, or that fall silent: what it costs, and what health says."""
 
+import asyncio
 import logging
 
 import pytest
 from dispatch_rig import InProcessBackend, System, check_right, collect, run
 from scripted_engine import make_request
 
-from pdkv.errors import EngineDied, InvalidRequest, RequestFailed, UnsendableMessage
-from pdkv.router.state import STUCK_STEP_S, SUSPECT_TICKS, TICK_S
+from pdkv.errors import EngineDied, InvalidRequest, RequestFailed, RequestTimeout, UnsendableMessage
+from pdkv.router.breakers import MIN_EVENTS
+from pdkv.router.health import IDLE_SILENT_TICKS, MUTE_TICKS, TICK_S
 from pdkv.wire.messages import (
     Beat,
     EngineToRouter,
     Failed,
     Finished,
+    Loaded,
     LoadReport,
     SourceCounts,
     Submit,
@@ -156,13 +159,13 @@ def test_an_engine_that_is_silent_is_a_suspect_until_it_speaks(role: str) -> Non
         dispatcher.connect()
         start_with_beats(system)
         assert dispatcher.fault == ""
-        for tick in range(1, SUSPECT_TICKS + 1):
+        for tick in range(1, IDLE_SILENT_TICKS + 1):
             assert dispatcher.fault == ""
             dispatcher.fleet.tick()
             for name, backend in system.backends.items():
                 if name != silent:
                     backend.say(Beat("e0", 0.0))
-            assert dispatcher.topology()["engines"][role == "decode"]["silent_for_s"] == tick * TICK_S
+            assert dispatcher.topology()["engines"][role == "decode"]["silent_for_s"] == round(tick * TICK_S, 3)
         assert dispatcher.fault == f"no {role} engine is live: {silent} has been silent for 3.0 s"
         suspects = {e["name"]: e["suspect"] for e in dispatcher.topology()["engines"]}
         assert [name for name, suspect in suspects.items() if suspect] == [silent]
@@ -172,17 +175,18 @@ def test_an_engine_that_is_silent_is_a_suspect_until_it_speaks(role: str) -> Non
     run(System(1, 1), body, start=False)
 
 
-def test_a_long_step_is_no_silence_and_one_without_end_is_a_fault() -> None:
+def test_a_long_step_is_no_silence_and_one_that_is_too_long_is_a_fault() -> None:
     async def body(system: System) -> None:
         dispatcher, backend = system.dispatcher, system.backends["any-0"]
         dispatcher.connect()
         start_with_beats(system)
-        for tick in range(4 * SUSPECT_TICKS):
+        for tick in range(4 * IDLE_SILENT_TICKS):
             dispatcher.fleet.tick()
-            backend.say(Beat("e0", tick * TICK_S))
+            backend.say(Beat("e0", tick * TICK_S, 3.0))
             assert dispatcher.fault == ""
-        backend.say(Beat("e0", STUCK_STEP_S))
-        assert dispatcher.fault == "no prefill engine is live: any-0 has been in one step for 120 s"
+        backend.say(Beat("e0", 15.1, 3.0))
+        reason = "any-0 has been at one step for 15.1 s, which should take 3 s"
+        assert dispatcher.fault == f"no prefill engine is live: {reason}"
         backend.say(Beat("e0", 0.0))
         assert dispatcher.fault == ""
 
@@ -194,13 +198,13 @@ def test_suspects_get_requests_only_where_nobody_else_is() -> None:
         dispatcher = system.dispatcher
         dispatcher.connect()
         start_with_beats(system)
-        for _ in range(SUSPECT_TICKS):
+        for _ in range(IDLE_SILENT_TICKS):
             dispatcher.fleet.tick()
         system.backends["any-1"].say(Beat("e0", 0.0))
         for n in range(4):
             await check_right(system, make_request(num_prompt=20 + n))
         assert not system.backends["any-0"].heard(Submit)
-        for _ in range(SUSPECT_TICKS):
+        for _ in range(IDLE_SILENT_TICKS):
             dispatcher.fleet.tick()
         await check_right(system, make_request())  # all are suspects: better one of them than nobody
 
@@ -209,8 +213,74 @@ def test_suspects_get_requests_only_where_nobody_else_is() -> None:
 
 def test_engines_without_beats_are_never_silent() -> None:
     async def body(system: System) -> None:
-        for _ in range(10 * SUSPECT_TICKS):
+        for _ in range(10 * IDLE_SILENT_TICKS):
             system.dispatcher.fleet.tick()
         assert system.dispatcher.fault == ""
+
+    run(System(1, 1), body)
+
+
+# --- who is to blame ----------------------------------------------------------------------------------------------
+
+
+async def time_out(system: System, num: int, timeout_s: float) -> None:
+    for _ in range(num):
+        with pytest.raises(RequestTimeout):
+            await collect(system.dispatcher.start(make_request(timeout_s=timeout_s)))
+
+
+@pytest.mark.parametrize("evidence", [True, False])
+def test_short_deadlines_open_a_breaker_only_where_the_engine_does_nothing(evidence: bool) -> None:
+    """Router 2: a hanging engine was the least loaded one for ever, as no short deadline ever told against it."""
+
+    async def body(system: System) -> None:
+        hanging = system.backends["any-0"]
+        hanging.held = True
+        system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+        if evidence:
+            for _ in range(MUTE_TICKS):
+                system.dispatcher.fleet.tick()
+        else:
+            hanging.say(Beat("e0", 0.5, 2.0))  # at a long step
+        await time_out(system, MIN_EVENTS, 0.01)
+        generation = system.dispatcher.start(make_request())
+        assert generation.prefill_engine == ("any-1" if evidence else "any-0")
+        assert system.dispatcher.topology()["engines"][0]["breaker"] == ("open" if evidence else "closed")
+        generation.abort()
+        hanging.release()
+        system.backends["any-1"].release()
+
+    run(System(0, 2), body)
+
+
+def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_the_pair() -> None:
+    async def body(system: System) -> None:
+        system.backends["decode-0"].held = True
+        await time_out(system, 1, 0.05)
+        assert system.dispatcher.topology()["pairs"] == [
+            {"prefill": "prefill-0", "decode": "decode-0", "breaker": "open"}
+        ]
+        assert {e["breaker"] for e in system.dispatcher.topology()["engines"]} == {"closed"}
+        system.backends["decode-0"].release()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pdkv.router.dispatch.TELLING_TIMEOUT_S", 0.0)
+        run(System(1, 1), body)
+
+
+def test_a_load_that_fails_because_its_prefill_engine_died_tells_nothing_of_the_pair() -> None:
+    async def body(system: System) -> None:
+        decode = system.backends["decode-0"]
+        decode.held = True
+        generation = system.dispatcher.start(make_request())
+        await anext(generation)
+        while not generation.flow.awaits_kv:
+            await asyncio.sleep(0)
+        system.backends["prefill-0"].die()
+        decode.say(Loaded(generation.request_id, 0, ok=False, code="peer_gone"))
+        assert system.dispatcher.counters.load_failures == 1
+        assert system.dispatcher.topology()["pairs"] == []
+        decode.release()
+        await collect(generation)
 
     run(System(1, 1), body)

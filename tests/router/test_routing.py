@@ -57,10 +57,10 @@ def test_aggregated_engines_do_both(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_pair_whose_transfers_failed_is_avoided_while_there_is_another(policy: str) -> None:
     chooser: Any = make_chooser(1, 2, policy)
-    chooser.fleet.mark("prefill-0", "decode-0", 0.0)
+    chooser.fleet.pairs.loaded("prefill-0", "decode-0", False, 0.0)
     Entry(chooser.fleet.engines["decode-1"].books, 0, 10_000).enter()
     assert {chooser.choose_decode(make_request(), "prefill-0", 1.0) for _ in range(8)} == {"decode-1"}
-    chooser.fleet.mark("prefill-0", "decode-1", 0.0)
+    chooser.fleet.pairs.loaded("prefill-0", "decode-1", False, 0.0)
     assert {chooser.choose_decode(make_request(), "prefill-0", 1.0) for _ in range(20)} & {"decode-0"}
 
 
@@ -72,7 +72,7 @@ def test_a_choice_after_the_first_goes_where_its_prompt_was_run(policy: str) -> 
     assert "prefill-1" not in {
         chooser.choose_prefill(make_request(near="prefill-1"), 0.0, without=("prefill-1",)) for _ in range(5)
     }
-    chooser.fleet.went_down("prefill-1")
+    chooser.fleet.went_down("prefill-1", 0.0)
     assert chooser.choose_prefill(make_request(near="prefill-1"), 0.0) in ("prefill-0", "prefill-2")
 
 
@@ -96,10 +96,10 @@ def test_a_prompt_is_hashed_once_for_all_choices_and_attempts() -> None:
 
 def test_a_side_without_engines_is_named() -> None:
     chooser: Any = make_chooser(1, 1)
-    chooser.fleet.went_down("decode-0")
+    chooser.fleet.went_down("decode-0", 0.0)
     assert chooser.choose_prefill(make_request(), 0.0) == "prefill-0"
     with pytest.raises(EngineUnavailable, match="no decode engine is ready"):
         chooser.choose(make_request(), 0.0)
-    chooser.fleet.went_down("prefill-0")
+    chooser.fleet.went_down("prefill-0", 0.0)
     with pytest.raises(EngineUnavailable, match="no prefill engine is ready"):
         chooser.choose(make_request(), 0.0)

@@ -8,9 +8,11 @@ from scripted_engine import make_card
 
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.books import Books, Entry
+from pdkv.router.breakers import CRASHES, MIN_EVENTS, OPEN_S
 from pdkv.router.policies import Side
-from pdkv.router.state import BREAKER_FAILURES, BREAKER_OPEN_S, ORDERS, PAIR_MARK_S, Fleet
-from pdkv.wire.messages import BlockCounts, KVLayout, LoadReport
+from pdkv.router.request import Route
+from pdkv.router.state import ORDERS, Fleet
+from pdkv.wire.messages import Beat, BlockCounts, KVLayout, LoadReport
 from pdkv.wire.refusal_note import RefusalNote
 
 BLOCKS = BlockCounts(total=10, free=4, cached=3, active=2, leased=1, quarantined=0)
@@ -44,7 +46,7 @@ def test_an_engine_that_comes_back_begins_with_empty_books() -> None:
     fleet = make_fleet()
     entry = Entry(fleet.engines["prefill-0"].books, prefill_tokens=100, kv_tokens=0)
     entry.enter()
-    fleet.went_down("prefill-0")
+    fleet.went_down("prefill-0", 0.0)
     fleet.came_up("prefill-0", make_card("prefill-0", "prefill", epoch="e1"))
     entry.strike()
     assert fleet.engines["prefill-0"].books == Books()
@@ -53,11 +55,11 @@ def test_an_engine_that_comes_back_begins_with_empty_books() -> None:
 def test_description_is_the_topology_entry() -> None:
     fleet = make_fleet()
     engine = fleet.engines["decode-0"]
-    assert engine.describe()["blocks"] == {
+    assert engine.describe(0.0)["blocks"] == {
         "total": 100, "free": 100, "cached": 0, "active": 0, "leased": 0, "quarantined": 0,
     }  # fmt: skip
     engine.load = LoadReport(waiting=1, running=2, blocks=BLOCKS)
-    assert engine.describe() == {
+    assert engine.describe(0.0) == {
         "name": "decode-0",
         "role": "decode",
         "pid": 1,
@@ -65,47 +67,73 @@ def test_description_is_the_topology_entry() -> None:
         "state": "ready",
         "reason": None,
         "suspect": False,
+        "suspicion": None,
+        "breaker": "closed",
+        "last_probe": None,
         "silent_for_s": 0.0,
         "busy_s": 0.0,
+        "predicted_s": 0.0,
         "waiting": 1,
         "running": 2,
         "blocks": {"total": 10, "free": 4, "cached": 3, "active": 2, "leased": 1, "quarantined": 0},
         "connector_problem": None,
     }
-    fleet.went_down("decode-0")
-    assert (engine.describe()["state"], engine.describe()["pid"], engine.load) == ("dead", None, None)
+    fleet.went_down("decode-0", 0.0)
+    assert (engine.describe(0.0)["state"], engine.describe(0.0)["pid"], engine.load) == ("dead", None, None)
 
 
 def test_dead_engine_is_no_candidate_until_it_is_back() -> None:
     fleet = make_fleet()
-    fleet.went_down("decode-0")
+    fleet.went_down("decode-0", 0.0)
     assert names(fleet, "decode") == ["decode-1"]
     assert [card.engine for card in fleet.cards()] == ["prefill-0", "prefill-1", "decode-1"]
     fleet.came_up("decode-0", make_card("decode-0", "decode", epoch="e1"))
     assert names(fleet, "decode") == ["decode-0", "decode-1"]
 
 
-def test_breaker_opens_after_failures_in_a_row_and_closes_with_a_success() -> None:
+def opened(fleet: Fleet, *engines: str, now: float = 0.0) -> None:
+    for name in engines:
+        for _ in range(MIN_EVENTS):
+            fleet.engines[name].breaker.failed(now)
+
+
+def test_an_engine_whose_breaker_is_open_comes_last_and_gets_one_trial_then() -> None:
     fleet = make_fleet()
-    engine = fleet.engines["prefill-0"]
-    for _ in range(BREAKER_FAILURES - 1):
-        engine.failed(now=0.0)
-    assert names(fleet, "prefill") == ["prefill-0", "prefill-1"]
-    engine.failed(now=0.0)
+    opened(fleet, "prefill-0")
     assert names(fleet, "prefill") == ["prefill-1"]
-    assert names(fleet, "prefill", now=BREAKER_OPEN_S) == ["prefill-0", "prefill-1"]
-    engine.failed(now=BREAKER_OPEN_S)  # the probe failed: open again at once
-    assert names(fleet, "prefill", now=BREAKER_OPEN_S + 1) == ["prefill-1"]
-    engine.succeeded()
-    assert names(fleet, "prefill", now=BREAKER_OPEN_S + 1) == ["prefill-0", "prefill-1"]
+    assert names(fleet, "prefill", now=OPEN_S) == ["prefill-0", "prefill-1"]
+    fleet.begin_trial("prefill-0", Route("prefill-0", "decode-0"), OPEN_S)
+    assert names(fleet, "prefill", now=OPEN_S) == ["prefill-1"]
+    fleet.engines["prefill-0"].succeeded(OPEN_S)
+    assert names(fleet, "prefill", now=OPEN_S) == ["prefill-0", "prefill-1"]
 
 
 def test_breakers_fail_open_when_all_are_open() -> None:
     fleet = make_fleet()
-    for name in ("prefill-0", "prefill-1"):
-        for _ in range(BREAKER_FAILURES):
-            fleet.engines[name].failed(now=0.0)
+    opened(fleet, "prefill-0", "prefill-1")
     assert names(fleet, "prefill") == ["prefill-0", "prefill-1"]
+
+
+def test_a_breaker_outlives_its_engine() -> None:
+    """Router 20: an engine came up with a clean record, so that a crash loop never ended it."""
+    fleet = make_fleet()
+    opened(fleet, "decode-0")
+    fleet.went_down("decode-0", 1.0)
+    fleet.came_up("decode-0", make_card("decode-0", "decode", epoch="e1"))
+    assert names(fleet, "decode", now=1.0) == ["decode-1"]
+    assert fleet.engines["decode-0"].describe(1.0)["breaker"] == "open"
+    for death in range(CRASHES):
+        fleet.went_down("decode-1", 20.0 + death)
+        fleet.came_up("decode-1", make_card("decode-1", "decode", epoch=f"e{death}"))
+    assert names(fleet, "decode", now=22.0) == ["decode-0"]
+
+
+def test_suspects_come_behind_open_breakers() -> None:
+    fleet = make_fleet()
+    opened(fleet, "prefill-0")
+    fleet.engines["prefill-1"].health.beat(Beat("e0", 1.0, 0.01))
+    assert names(fleet, "prefill") == ["prefill-0"]
+    assert "should take 0.01 s" in fleet.engines["prefill-1"].describe(0.0)["suspicion"]
 
 
 def test_unwanted_engines_are_left_out_if_others_are_left() -> None:
@@ -114,13 +142,27 @@ def test_unwanted_engines_are_left_out_if_others_are_left() -> None:
     assert names(fleet, "prefill", without=("prefill-0", "prefill-1")) == ["prefill-0", "prefill-1"]
 
 
-def test_marks_end_by_time_and_with_either_engine() -> None:
+def test_a_bad_decode_engine_marks_no_healthy_prefill() -> None:
+    """Router 20. A pair that fails is passed over as a pair; what several have in common, too, comes last."""
     fleet = make_fleet()
-    fleet.mark("prefill-0", "decode-0", now=0.0)
-    fleet.mark("prefill-1", "decode-0", now=1.0)
-    assert fleet.marked_pairs(PAIR_MARK_S) == {("prefill-1", "decode-0")}
-    fleet.went_down("decode-0")
-    assert fleet.marked_pairs(PAIR_MARK_S) == frozenset()
+    fleet.pairs.loaded("prefill-0", "decode-0", False, 0.0)
+    assert names(fleet, "prefill") == ["prefill-0", "prefill-1"]
+    assert names(fleet, "decode") == ["decode-0", "decode-1"]
+    fleet.pairs.loaded("prefill-1", "decode-0", False, 0.0)
+    assert names(fleet, "prefill") == ["prefill-0", "prefill-1"]
+    assert names(fleet, "decode") == ["decode-1"]
+    fleet.pairs.loaded("prefill-0", "decode-1", False, 0.0)
+    assert names(fleet, "prefill") == ["prefill-1"]
+    fleet.pairs.loaded("prefill-1", "decode-1", False, 0.0)
+    assert names(fleet, "prefill") == ["prefill-0", "prefill-1"], "nothing else is left"
+    assert fleet.pairs.avoided(OPEN_S) == frozenset()
+
+
+def test_an_engine_without_another_partner_comes_last_when_its_pair_fails() -> None:
+    fleet = make_fleet()
+    fleet.went_down("decode-1", 0.0)
+    fleet.pairs.loaded("prefill-0", "decode-0", False, 0.0)
+    assert names(fleet, "prefill") == ["prefill-1"]
 
 
 def test_complete_once_stays_true() -> None:
@@ -130,7 +172,7 @@ def test_complete_once_stays_true() -> None:
     fleet.came_up("prefill-0", make_card("prefill-0", "prefill"))
     assert not fleet.complete_once
     fleet.came_up("decode-0", make_card("decode-0", "decode"))
-    fleet.went_down("decode-0")
+    fleet.went_down("decode-0", 0.0)
     assert fleet.complete_once
 
 
@@ -157,7 +199,7 @@ def test_another_model_stays_out_even_when_no_engine_of_the_first_one_is_left() 
     """And a router that starts later is told which one that was."""
     fleet = make_fleet()
     for name in fleet.engines:
-        fleet.went_down(name)
+        fleet.went_down(name, 0.0)
     later = Fleet(identity="m")
     later.add("decode-0", "decode")
     for refusing in (fleet, later):
@@ -165,12 +207,12 @@ def test_another_model_stays_out_even_when_no_engine_of_the_first_one_is_left() 
             IncompatiblePeers, match="decode-0 has model other, but the deployment started with model m"
         ):
             refusing.came_up("decode-0", make_card("decode-0", "decode", model="other"))
-        engine = refusing.engines["decode-0"].describe()
+        engine = refusing.engines["decode-0"].describe(0.0)
         assert (engine["state"], engine["pid"]) == ("refused", None)
         assert engine["reason"] == "decode-0 has model other, but the deployment started with model m"
         assert refusing.candidates("decode", 0.0) == []
         refusing.came_up("decode-0", make_card("decode-0", "decode"))
-        engine = refusing.engines["decode-0"].describe()
+        engine = refusing.engines["decode-0"].describe(0.0)
         assert (engine["state"], engine["reason"]) == ("ready", None)
 
 
@@ -178,14 +220,14 @@ def test_what_the_launcher_says_about_an_engine_is_shown_while_it_is_not_ready(t
     note = RefusalNote(tmp_path / "decode-0.refused")
     fleet = Fleet()
     engine = fleet.add("decode-0", "decode", note)
-    assert (engine.describe()["state"], engine.describe()["reason"]) == ("starting", None)
+    assert (engine.describe(0.0)["state"], engine.describe(0.0)["reason"]) == ("starting", None)
     note.write("x" * 5000)
-    assert (engine.describe()["state"], engine.describe()["reason"]) == ("refused", "x" * 4096)
+    assert (engine.describe(0.0)["state"], engine.describe(0.0)["reason"]) == ("refused", "x" * 4096)
     fleet.came_up("decode-0", make_card("decode-0", "decode"))
-    assert engine.describe()["state"] == "ready"
-    fleet.went_down("decode-0")
+    assert engine.describe(0.0)["state"] == "ready"
+    fleet.went_down("decode-0", 0.0)
     note.clear()
-    assert (engine.describe()["state"], engine.describe()["reason"]) == ("dead", None)
+    assert (engine.describe(0.0)["state"], engine.describe(0.0)["reason"]) == ("dead", None)
 
 
 def test_unequal_block_sizes_are_compatible() -> None:

@@ -1,0 +1,152 @@
+"""Breakers: which engines, and which (prefill, decode) pairs, fail so often that others are asked first.
+
+They only re-rank: where nothing else is left, what is open is asked all the same. No clock: `now` is in seconds.
+"""
+
+from collections import deque
+from typing import Literal
+
+WINDOW_S = 30.0
+"""How long an event counts."""
+
+MIN_EVENTS, PAIR_MIN_EVENTS = 5, 1
+"""Events in the window before a breaker opens. A pair of which nothing good is known opens with its first failed load:
+another way costs nothing, and a second failure a recomputed prompt.
+"""
+
+FAILURE_RATE = 0.5
+"""Share of failures, of the events in the window, from which on a breaker is open."""
+
+OPEN_S = 10.0
+"""How long it stays open. Then it is half open: one request or probe at a time shows how it goes on."""
+
+TRIAL_S = 10.0
+"""How long a trial keeps others away if nothing is heard of it."""
+
+CRASH_WINDOW_S, CRASHES = 60.0, 3
+"""So many deaths in so short a time are a crash loop: a success in between closes nothing."""
+
+BreakerState = Literal["closed", "open", "half_open"]
+
+
+class Breaker:
+    """Counts the failures and successes of one thing in a window, by the second. Outlives an engine's incarnations."""
+
+    __slots__ = ("_counts", "_deaths", "_min_events", "_open_until", "_trial_until")
+
+    def __init__(self, min_events: int = MIN_EVENTS) -> None:
+        self._min_events = min_events
+        self._counts: deque[list[int]] = deque()  # [second, successes, failures]
+        self._deaths: deque[float] = deque(maxlen=CRASHES)
+        self._open_until: float | None = None  # None: closed
+        self._trial_until = 0.0
+
+    def state(self, now: float) -> BreakerState:
+        """How it stands."""
+        if self._open_until is None:
+            return "closed"
+        return "open" if now < self._open_until else "half_open"
+
+    def passes(self, now: float) -> bool:
+        """Whether a request may be given to it while there are others: closed, or half open and nothing under trial."""
+        if self._open_until is None:
+            return True
+        return now >= self._open_until and now >= self._trial_until
+
+    def begin_trial(self, now: float) -> None:
+        """A request or probe goes there. While the breaker is half open, no other one does."""
+        if self.state(now) == "half_open":
+            self._trial_until = now + TRIAL_S
+
+    def succeeded(self, now: float) -> None:
+        """Something went well. Half open: it closes, or in a crash loop is open for another while."""
+        self._note(now, 1)
+        if self.state(now) == "half_open":
+            self._trial_until = 0.0
+            if self._crashes(now):
+                self._open_until = now + OPEN_S
+            else:
+                self._open_until = None
+                self._counts.clear()
+
+    def failed(self, now: float) -> None:
+        """Something failed by its fault. Half open: it is open again."""
+        self._note(now, 2)
+        state = self.state(now)
+        successes, failures = self._totals(now)
+        enough = successes + failures >= self._min_events and failures >= FAILURE_RATE * (successes + failures)
+        if state == "half_open" or (state == "closed" and enough):
+            self._open(now)
+
+    def died(self, now: float) -> None:
+        """The engine's process ended: one failure, however many requests it had; the third in a minute opens."""
+        self._deaths.append(now)
+        self.failed(now)
+        if self._crashes(now):
+            self._open(now)
+
+    def _open(self, now: float) -> None:
+        self._open_until = now + OPEN_S
+        self._trial_until = 0.0
+
+    def _crashes(self, now: float) -> bool:
+        return len(self._deaths) == CRASHES and self._deaths[0] > now - CRASH_WINDOW_S
+
+    def _note(self, now: float, which: int) -> None:
+        second = int(now)
+        if not self._counts or self._counts[-1][0] != second:
+            self._counts.append([second, 0, 0])
+            while self._counts[0][0] <= second - WINDOW_S:
+                self._counts.popleft()
+        self._counts[-1][which] += 1
+
+    def _totals(self, now: float) -> tuple[int, int]:
+        recent = [counts for counts in self._counts if counts[0] > now - WINDOW_S]
+        return sum(counts[1] for counts in recent), sum(counts[2] for counts in recent)
+
+
+class PairBreakers:
+    """A breaker per (prefill, decode) pair: whether KV loads between them work."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[str, str], Breaker] = {}
+
+    def loaded(self, prefill: str, decode: str, ok: bool, now: float) -> None:
+        """A KV load from `prefill` to `decode` ended."""
+        breaker = self._pairs.get((prefill, decode))
+        if breaker is None:
+            breaker = self._pairs[prefill, decode] = Breaker(PAIR_MIN_EVENTS)
+        if ok:
+            breaker.succeeded(now)
+        else:
+            breaker.failed(now)
+
+    def begin_trial(self, prefill: str, decode: str, now: float) -> None:
+        """A request goes from one to the other."""
+        if (breaker := self._pairs.get((prefill, decode))) is not None:
+            breaker.begin_trial(now)
+
+    def avoided(self, now: float) -> frozenset[tuple[str, str]]:
+        """Pairs that are passed over now."""
+        if not self._pairs:
+            return frozenset()
+        return frozenset(pair for pair, breaker in self._pairs.items() if not breaker.passes(now))
+
+    def states(self, now: float) -> dict[tuple[str, str], BreakerState]:
+        """Of the pairs that are not closed."""
+        states = {pair: breaker.state(now) for pair, breaker in self._pairs.items()}
+        return {pair: state for pair, state in states.items() if state != "closed"}
+
+    def forget(self, name: str) -> None:
+        """The engine is gone for good."""
+        self._pairs = {pair: breaker for pair, breaker in self._pairs.items() if name not in pair}
+
+
+def common_sides(pairs: frozenset[tuple[str, str]]) -> frozenset[str]:
+    """Engines that explain several failing pairs: all those pairs have them in common, and nothing else.
+
+    (p0, d0) and (p1, d0) suspect d0 alone; (p0, d0) by itself suspects neither; with (p0, d1), too, p0 and d0 both
+    explain two of three, and both are suspected.
+    """
+    sides = [side for pair in pairs for side in pair]
+    return frozenset(side for side in sides if sides.count(side) > 1)
