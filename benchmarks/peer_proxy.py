@@ -18,7 +18,7 @@ def make_app(prefill: str, decode: str) -> web.Application:
     """The application; `prefill` and `decode` are base URLs."""
 
     async def session(app: web.Application) -> AsyncIterator[None]:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # idle ones, vLLM may be ending
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout()) as app[_SESSION]:
             yield
 

@@ -8,6 +8,7 @@ import argparse
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,17 +81,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)  # so that servers are ended
     names = options.names or list(BENCHMARKS)
     context = Context(options.models, _find_peer(options.vllm, names), options.quick)
+    failed = False
     for name in names:
         if name in NEEDS_PEER and context.vllm is None:
             print(f"{name}: skipped, it needs vLLM: python -m benchmarks.peers install {options.vllm}", flush=True)
             continue
-        outcome = _run(name, context)
+        try:
+            outcome = _run(name, context)
+        except Exception:  # of a peer, perhaps: the others are measured all the same
+            traceback.print_exc()
+            print(f"{name}: FAILED", flush=True)
+            failed = True
+            continue
         print(show(name, outcome.claims), f"({outcome.seconds:.0f} s)", flush=True)
         if options.out is not None:
             save({name: outcome}, options.out)
         elif not options.quick:
             save({name: outcome})
-    return 0
+    return int(failed)
 
 
 def _run(name: str, context: Context) -> Outcome:
