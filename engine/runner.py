@@ -25,8 +25,8 @@ _WARM_UP_REQUESTS = 6
 
 
 _NO_TOKEN = (
-    "no token can be chosen: the sampling parameters (min_tokens with stop_token_ids, logit_bias, penalties) forbid "
-    "every token, or overflow"
+    "no token can be chosen: the sampling parameters (min_tokens with stop_token_ids, allowed_token_ids, bad_words, "
+    "logit_bias, penalties) forbid every token, or overflow"
 )
 
 

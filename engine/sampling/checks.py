@@ -17,11 +17,35 @@ def check_for_vocab(params: SamplingParams, vocab_size: int, eos_token_ids: Coll
     for token_id in params.stop_token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"stop_token_ids: {token_id} is not in [0, {vocab_size})", param="stop_token_ids")
-    if params.min_tokens > 0 and len({*params.stop_token_ids, *eos_token_ids}) >= vocab_size:
+    for token_id in params.allowed_token_ids or ():
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"allowed_token_ids: {token_id} is not in [0, {vocab_size})", param="allowed_token_ids"
+            )
+    for word in params.bad_words_token_ids:
+        if not 0 <= min(word) <= max(word) < vocab_size:
+            raise InvalidRequest(f"bad_words: a token of {word} is not in [0, {vocab_size})", param="bad_words")
+    if params.bad_words:
+        raise InvalidRequest(
+            "bad_words are texts: an engine needs their tokens, bad_words_token_ids", param="bad_words"
+        )
+    if params.min_tokens > 0:
+        _check_choice_is_left(params, vocab_size, eos_token_ids)
+    if params.seed is None and not params.greedy:
+        raise InvalidRequest("a request that draws needs a seed; the router gives one", param="seed")
+
+
+def _check_choice_is_left(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    """Before `min_tokens`, no token that stops may be drawn."""
+    stops = {*params.stop_token_ids, *eos_token_ids}
+    if params.allowed_token_ids is not None and stops.issuperset(params.allowed_token_ids):
+        raise InvalidRequest(
+            f"min_tokens is {params.min_tokens}, but all of allowed_token_ids stop: none is left to choose",
+            param="min_tokens",
+        )
+    if len(stops) >= vocab_size:
         raise InvalidRequest(
             f"min_tokens is {params.min_tokens}, but stop_token_ids and the end-of-sequence tokens are all "
             f"{vocab_size} tokens of the vocabulary: none is left to choose",
             param="min_tokens",
         )
-    if params.seed is None and not params.greedy:
-        raise InvalidRequest("a request that draws needs a seed; the router gives one", param="seed")

@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: grammar bitmask, forbidden stop tokens, logit bias, penalties.
+"""What changes logits before a token is chosen: bitmask, allowed and forbidden tokens, logit bias, penalties.
 
 All work in place on float32 logits (n, vocab), for the rows that need them, at a cost independent of their number.
 """
@@ -45,6 +45,56 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> None:
 def forbid_tokens(logits: torch.Tensor, rows: NDArray[np.int64], token_ids: Sequence[NDArray[np.int64]]) -> None:
     """Set the logits of token_ids[i] to -inf in row rows[i]."""
     logits.view(-1)[_flat_indices(logits, rows, token_ids)] = -torch.inf
+
+
+def keep_tokens(logits: torch.Tensor, rows: NDArray[np.int64], token_ids: Sequence[NDArray[np.int64]]) -> None:
+    """Set the logits of row rows[i] to -inf, except those of token_ids[i]."""
+    flat, kept = logits.view(-1), _flat_indices(logits, rows, token_ids)
+    values = flat[kept]
+    logits.index_fill_(0, torch.from_numpy(rows).to(logits.device), -torch.inf)
+    flat[kept] = values
+
+
+class BadWords:
+    """The token sequences that one request's output must not hold, laid out so that all rows are compared at once."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        """None of the words is empty."""
+        self.last = np.array([word[-1] for word in words], np.int64)  # (words,)
+        self.num_before = np.array([len(word) - 1 for word in words], np.int64)  # (words,) tokens before the last
+        before = [(i, len(word) - 1 - at, token) for i, word in enumerate(words) for at, token in enumerate(word[:-1])]
+        table = np.array(before, np.int64).reshape(-1, 3)
+        self.word, self.distance, self.token = table[:, 0], table[:, 1], table[:, 2]  # (all tokens before,)
+
+
+def forbid_bad_words(
+    logits: torch.Tensor,
+    rows: NDArray[np.int64],
+    bad_words: Sequence[BadWords],
+    known: NDArray[np.int32],
+    num_tokens: NDArray[np.int64],
+    num_prompt: NDArray[np.int64],
+) -> None:
+    """Forbid each word's last token where the output ends with the others. The prompt's tokens do not count.
+
+    Args:
+        known: (len(rows), longest) prompt + output of each row, padded with anything.
+        num_tokens, num_prompt: (len(rows),) tokens known and tokens of the prompt.
+    """
+    index = np.arange(len(rows))
+    of_word = np.repeat(index, [len(words.last) for words in bad_words])
+    of_token = np.repeat(index, [len(words.token) for words in bad_words])
+    first_word = np.cumsum([0, *(len(words.last) for words in bad_words[:-1])])
+    word = np.concatenate([words.word for words in bad_words]) + first_word[of_token]
+    at = num_tokens[of_token] - np.concatenate([words.distance for words in bad_words])
+    wrong = known[of_token, np.maximum(at, 0)] != np.concatenate([words.token for words in bad_words])
+    matches = np.bincount(word[wrong], minlength=len(of_word)) == 0
+    num_before = np.concatenate([words.num_before for words in bad_words])
+    matches &= num_before <= (num_tokens - num_prompt)[of_word]
+    if matches.any():
+        last = np.concatenate([words.last for words in bad_words])[matches]
+        flat = rows[of_word[matches]] * logits.shape[1] + last
+        logits.view(-1)[torch.from_numpy(flat).to(logits.device)] = -torch.inf
 
 
 def add_bias(

@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 from pdkv.engine.plan import NewRequest, SampledTokens
 from pdkv.engine.sampling.checks import check_for_vocab
 from pdkv.engine.sampling.draw import DrawParams, argmax, draw
-from pdkv.engine.sampling.logit_processors import PenaltyRows, add_bias, apply_bitmask, apply_penalties, forbid_tokens
+from pdkv.engine.sampling.logit_processors import (
+    BadWords,
+    PenaltyRows,
+    add_bias,
+    apply_bitmask,
+    apply_penalties,
+    forbid_bad_words,
+    forbid_tokens,
+    keep_tokens,
+)
 from pdkv.engine.sampling.logprobs import token_logprobs
 from pdkv.engine.sampling.randomness import uniforms
 from pdkv.wire.messages import TokenLogprob
@@ -28,6 +37,8 @@ _ROW = np.dtype(
         ("num_prompt", np.int64),
         ("min_tokens", np.int64),
         ("biased", np.bool_),
+        ("restricted", np.bool_),
+        ("has_bad_words", np.bool_),
         ("penalized", np.bool_),
         ("repetition", np.float64),
         ("presence", np.float64),
@@ -50,6 +61,8 @@ class SamplingState:
         self._table: NDArray[Any] = np.zeros(max_num_seqs, _ROW)
         self._stop_ids: dict[int, NDArray[np.int64]] = {}  # by slot, where min_tokens asks for it
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # by slot: token ids, biases
+        self._allowed: dict[int, NDArray[np.int64]] = {}  # by slot: token ids
+        self._bad_words: dict[int, BadWords] = {}  # by slot
 
     def add(self, slot: int, request: NewRequest) -> None:
         """Take a request's parameters into `slot`, replacing what was there.
@@ -71,6 +84,8 @@ class SamplingState:
         row["num_prompt"] = len(request.prompt_token_ids)
         row["min_tokens"] = params.min_tokens
         row["biased"] = bool(params.logit_bias)
+        row["restricted"] = params.allowed_token_ids is not None
+        row["has_bad_words"] = bool(params.bad_words_token_ids)
         row["penalized"] = params.needs_penalties
         row["repetition"] = params.repetition_penalty
         row["presence"] = params.presence_penalty
@@ -82,12 +97,18 @@ class SamplingState:
         if params.logit_bias:
             ids, biases = zip(*params.logit_bias.items(), strict=True)
             self._bias[slot] = (np.array(ids, np.int64), np.array(biases, np.float32))
+        if params.allowed_token_ids is not None:
+            self._allowed[slot] = np.array(params.allowed_token_ids, np.int64)
+        if params.bad_words_token_ids:
+            self._bad_words[slot] = BadWords(params.bad_words_token_ids)
 
     def remove(self, slot: int) -> None:
         """Forget what `slot` holds. Idempotent."""
         self._table[slot] = np.zeros((), _ROW)
         self._stop_ids.pop(slot, None)
         self._bias.pop(slot, None)
+        self._allowed.pop(slot, None)
+        self._bad_words.pop(slot, None)
 
     def sample(
         self,
@@ -144,11 +165,22 @@ class SamplingState:
         early = np.flatnonzero(num_tokens - rows["num_prompt"] < rows["min_tokens"])
         biased = np.flatnonzero(rows["biased"])
         penalized = np.flatnonzero(rows["penalized"])
-        if bitmask is None and not (early.size or biased.size or penalized.size):
+        restricted = np.flatnonzero(rows["restricted"])
+        with_bad_words = np.flatnonzero(rows["has_bad_words"])
+        if bitmask is None and not (
+            early.size or biased.size or penalized.size or restricted.size or with_bad_words.size
+        ):
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if bitmask is not None:
             apply_bitmask(logits, bitmask)
+        if restricted.size:
+            keep_tokens(logits, restricted, [self._allowed[slot] for slot in slots[restricted].tolist()])
+        if with_bad_words.size:
+            lengths = num_tokens[with_bad_words].astype(np.int64)
+            known = token_ids[slots[with_bad_words], : lengths.max()]
+            words = [self._bad_words[slot] for slot in slots[with_bad_words].tolist()]
+            forbid_bad_words(logits, with_bad_words, words, known, lengths, rows["num_prompt"][with_bad_words])
         if early.size:
             forbid_tokens(logits, early, [self._stop_ids[slot] for slot in slots[early].tolist()])
         if biased.size:

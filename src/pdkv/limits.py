@@ -23,6 +23,18 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 """Entries of one request's `logit_bias` (OpenAI: 300)."""
 
+MAX_ALLOWED_TOKEN_IDS = 8192
+"""Entries of one request's `allowed_token_ids`: every choice's Submit carries them."""
+
+MAX_BAD_WORDS = 128
+"""Token sequences that one request may forbid; a bad word may be two, see `pdkv.text.bad_words` (vLLM: 128)."""
+
+MAX_BAD_WORD_TOKENS = 1024
+"""Tokens of all of them together: they are compared with the output in each step (vLLM: 1024)."""
+
+MAX_BAD_WORD_BYTES = 4096
+"""UTF-8 of all of one request's `bad_words`, before they are tokenized."""
+
 MAX_N = 128
 """Choices per prompt; `choice` of a Submit is below it."""
 
@@ -74,6 +86,19 @@ def check_stops(stop: Sequence[str]) -> None:
         )
     if not all(stop):
         raise InvalidRequest("stop must not hold an empty string", param="stop")
+
+
+def check_bad_words(words: Sequence[str]) -> None:
+    """Raises InvalidRequest for too many bad words, too many bytes of them together, or one without a letter."""
+    check_count("bad_words", len(words), MAX_BAD_WORDS)
+    size = sum(utf8_bytes(word, MAX_BAD_WORD_BYTES) for word in words)
+    if size > MAX_BAD_WORD_BYTES:
+        raise InvalidRequest(
+            f"bad_words must have at most {MAX_BAD_WORD_BYTES} bytes of UTF-8 in all, got at least {size}",
+            param="bad_words",
+        )
+    if not all(word.strip() for word in words):
+        raise InvalidRequest("bad_words must not hold an empty string, nor one of spaces alone", param="bad_words")
 
 
 def check_count(name: str, count: int, limit: int) -> None:

@@ -22,7 +22,7 @@ from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
 from pdkv.options import from_fields
 from pdkv.sampling_params import SamplingParams
-from pdkv.text import StopAutomaton, TextStream, Tokenizer
+from pdkv.text import StopAutomaton, TextStream, Tokenizer, with_bad_word_ids
 from pdkv.wire.messages import (
     Abort,
     EngineCard,
@@ -230,6 +230,7 @@ class LLM:
     def _make_choices(self, prompt: Prompt, params: SamplingParams) -> list[_Choice]:
         """One per choice of one prompt. The first one's prefill is the others' prefix hit, so they wait for it."""
         params.validate()
+        params = with_bad_word_ids(params, self.tokenizer)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not token_ids or prompt == "":
             raise InvalidRequest("prompt must not be empty", param="prompts")

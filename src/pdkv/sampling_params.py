@@ -6,7 +6,17 @@ from collections.abc import Callable
 import msgspec
 
 from pdkv.errors import InvalidRequest
-from pdkv.limits import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_TOKEN_IDS, check_count, check_stops
+from pdkv.limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_TOKEN_IDS,
+    check_bad_words,
+    check_count,
+    check_stops,
+)
 
 MAX_LOGPROBS = 20
 
@@ -36,6 +46,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is drawn; None = all may be
+    bad_words: tuple[str, ...] = ()  # texts that the output may not hold; whoever has the tokenizer makes them:
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the last token of each never follows its others
     logprobs: int | None = None  # number of alternatives per output token; 0 = the sampled token only
     prompt_logprobs: int | None = None
 
@@ -62,10 +75,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_stops(self.stop)
         check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        check_bad_words(self.bad_words)
+        self._check_token_lists()
         for token_id, bias in self.logit_bias.items():
             if not -100.0 <= bias <= 100.0:
                 raise InvalidRequest(
                     f"logit_bias must be in [-100, 100], got {bias!r} for token {token_id}", param="logit_bias"
+                )
+
+    def _check_token_lists(self) -> None:
+        if self.allowed_token_ids is not None:
+            check_count("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+            if not self.allowed_token_ids:
+                raise InvalidRequest(
+                    "allowed_token_ids must not be empty: leave it out where all tokens are allowed",
+                    param="allowed_token_ids",
+                )
+        if self.bad_words_token_ids:
+            words = self.bad_words_token_ids
+            num_tokens = sum(map(len, words))
+            if len(words) > MAX_BAD_WORDS or num_tokens > MAX_BAD_WORD_TOKENS or not all(words):
+                raise InvalidRequest(
+                    f"bad_words must be at most {MAX_BAD_WORDS} token sequences with at most {MAX_BAD_WORD_TOKENS} "
+                    f"tokens in all, none of them empty; got {len(words)} with {num_tokens} tokens "
+                    "(a word counts twice where a space before it makes another token)",
+                    param="bad_words",
                 )
 
 

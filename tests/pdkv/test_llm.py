@@ -91,6 +91,21 @@ def test_a_stop_token_id_is_the_last_token_and_not_in_the_text(llm: LLM) -> None
     assert whole.text.startswith(choice.text)
 
 
+def test_bad_words_do_not_come_and_only_allowed_tokens_do(llm: LLM) -> None:
+    letters = tuple(llm.tokenizer.encode("abc"))
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True, allowed_token_ids=letters)
+    [free] = llm.generate("hello", params, progress=False)[0].outputs
+    assert set(free.text) == set("abc")
+    assert "ab" in free.text
+    assert "c" in free.text
+    without = msgspec.structs.replace(params, bad_words=("ab", "cc"))
+    [choice] = llm.generate("hello", without, progress=False)[0].outputs
+    assert len(choice.text) == 60
+    assert set(choice.text) == set("abc")
+    assert "ab" not in choice.text
+    assert "cc" not in choice.text
+
+
 def test_choices_differ_and_the_seed_decides(llm: LLM) -> None:
     params = SamplingParams(n=4, seed=7, max_tokens=12, ignore_eos=True)
     once, again = (llm.generate("hello there", params, progress=False)[0] for _ in range(2))

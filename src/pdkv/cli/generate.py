@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from pdkv.cli.options import Flag, add_flags, build, collect, flags_of
@@ -59,6 +60,17 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     sampling.add_argument(
         "--stop-token-ids", nargs="+", action="extend", metavar="ID", default=[], help="ids that end it"
     )
+    sampling.add_argument(
+        "--allowed-token-ids", nargs="+", action="extend", metavar="ID", default=[], help="the only ids to draw from"
+    )
+    sampling.add_argument(
+        "--bad-words",
+        nargs="+",
+        action="extend",
+        metavar="TEXT",
+        default=[],
+        help="words that the output must not hold",
+    )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on behind the end-of-sequence token")
     add_flags(parser.add_argument_group("engine"), flags_of(EngineConfig))
     parser.set_defaults(run=run)
@@ -67,14 +79,23 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
 def read_params(arguments: argparse.Namespace, config: EngineConfig) -> SamplingParams:
     """The sampling parameters that the flags ask for, else the model's. Raises ConfigError or InvalidRequest."""
     values = collect(sampling_flags(), vars(arguments), environment={})
-    try:
-        stop_token_ids = tuple(int(text) for text in arguments.stop_token_ids)
-    except ValueError:
-        raise ConfigError(f"--stop-token-ids: whole numbers were expected, got {arguments.stop_token_ids!r}") from None
-    values |= {"stop": tuple(arguments.stop), "stop_token_ids": stop_token_ids, "ignore_eos": arguments.ignore_eos}
+    values |= {
+        "stop": tuple(arguments.stop),
+        "stop_token_ids": _whole_numbers("--stop-token-ids", arguments.stop_token_ids),
+        "allowed_token_ids": _whole_numbers("--allowed-token-ids", arguments.allowed_token_ids) or None,
+        "bad_words": tuple(arguments.bad_words),
+        "ignore_eos": arguments.ignore_eos,
+    }
     params = SamplingParams(**{**read_sampling_defaults(config.model, config.generation_config), **values})
     params.validate()
     return params
+
+
+def _whole_numbers(flag: str, texts: Sequence[str]) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, texts))
+    except ValueError:
+        raise ConfigError(f"{flag}: whole numbers were expected, got {texts!r}") from None
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,19 @@
 """Tokenizer, chat template, incremental detokenizer and stop strings. No torch, no transformers."""
 
+from pdkv.text.bad_words import with_bad_word_ids
 from pdkv.text.chat_template import ChatTemplate
 from pdkv.text.detokenizer import Detokenizer
 from pdkv.text.stop_strings import StopAutomaton, StopStrings
 from pdkv.text.text_stream import TextPiece, TextStream
 from pdkv.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopAutomaton", "StopStrings", "TextPiece", "TextStream", "Tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "Detokenizer",
+    "StopAutomaton",
+    "StopStrings",
+    "TextPiece",
+    "TextStream",
+    "Tokenizer",
+    "with_bad_word_ids",
+]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -75,6 +76,12 @@ def processed_logits(logits: torch.Tensor, new: NewRequest, eos: Sequence[int]) 
     if len(new.output_token_ids) < p.min_tokens:
         for token in {*eos, *p.stop_token_ids}:
             x[token] = -math.inf
+    if p.allowed_token_ids is not None:
+        x = [value if token in p.allowed_token_ids else -math.inf for token, value in enumerate(x)]
+    for *before, last in p.bad_words_token_ids:
+        output = new.output_token_ids
+        if len(before) <= len(output) and output[len(output) - len(before) :] == before:
+            x[last] = -math.inf
     for token, bias in p.logit_bias.items():
         x[token] += bias
     for token in set(new.prompt_token_ids + new.output_token_ids):
@@ -115,6 +122,18 @@ def expected_token(logits: torch.Tensor, new: NewRequest, eos: Sequence[int]) ->
     return None
 
 
+def random_words(
+    rng: np.random.Generator, prompt: list[int], output: list[int], vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Sequences that go on from the end of the text, from a place before it, or from the prompt."""
+    text = prompt + output
+    words = []
+    for last in rng.choice(vocab_size, vocab_size // 3, replace=False).tolist():
+        before = text[len(text) - int(rng.integers(0, 5)) :] if rng.random() < 0.5 else output[:2]
+        words.append((*before, last))
+    return tuple(words)
+
+
 def random_request(rng: np.random.Generator, vocab_size: int) -> NewRequest:
     def maybe(value: Any, default: Any) -> Any:
         return value if rng.random() < 0.4 else default
@@ -131,11 +150,14 @@ def random_request(rng: np.random.Generator, vocab_size: int) -> NewRequest:
         min_tokens=maybe(int(rng.integers(1, 12)), 0),
         max_tokens=None,
         stop_token_ids=maybe(tuple(rng.integers(0, vocab_size, 2).tolist()), ()),
+        allowed_token_ids=maybe(tuple(rng.integers(0, vocab_size, vocab_size // 2).tolist()), None),
         seed=int(rng.integers(-(2**63), 2**63)),
         logprobs=maybe(3, None),
     )
     prompt = rng.integers(0, vocab_size, rng.integers(1, 20)).tolist()
     output = rng.integers(0, vocab_size, rng.integers(0, 20)).tolist()
+    if rng.random() < 0.4:
+        p = msgspec.structs.replace(p, bad_words_token_ids=random_words(rng, prompt, output, vocab_size))
     return request(p, prompt, output, choice=int(rng.integers(0, 4)))
 
 
@@ -304,6 +326,42 @@ def test_min_tokens_forbids_eos_and_stop_tokens_until_reached() -> None:
     assert chosen == [[1], [1], [3]]
 
 
+def test_only_allowed_tokens_are_drawn() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).repeat(3, 1)
+    rows = [params(temperature=0.0, allowed_token_ids=ids) for ids in ((0, 1), (2, 0, 2), None)]
+    assert tokens_of(sample(logits, [request(p) for p in rows])) == [1, 2, 3]
+    drawn = [request(params(seed=i, temperature=50.0, allowed_token_ids=(0, 2))) for i in range(200)]
+    assert set(tokens_of(sample(logits[:1].expand(200, -1), drawn))) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "output", "chosen"),
+    [
+        ([[3]], [], 2),
+        ([[3], [2]], [], 1),
+        ([[1, 3]], [], 3),  # nothing of the word is there
+        ([[1, 3]], [1], 2),
+        ([[1, 3]], [1, 0], 3),
+        ([[0, 1, 3], [1, 2]], [0, 1], 1),
+        ([[0, 1, 3]], [1], 3),  # the word began in the prompt
+        ([[1] * 70 + [3]], [1], 3),  # longer than anything so far
+    ],
+)
+def test_the_last_token_of_a_bad_word_never_follows_its_others(
+    words: list[list[int]], output: list[int], chosen: int
+) -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).repeat(2, 1)
+    bad = params(temperature=0.0, bad_words_token_ids=tuple(map(tuple, words)))
+    rows = [request(GREEDY, [0], output), request(bad, [0], output)]
+    assert tokens_of(sample(logits, rows, slots=[2, 0])) == [3, chosen]
+
+
+def test_what_allows_nothing_gives_no_token() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    nothing = params(temperature=0.0, allowed_token_ids=(1, 2), bad_words_token_ids=((1,), (2,)))
+    assert [s.token_ids for s in sample(logits, [request(nothing)])] == [[]]
+
+
 def test_without_min_tokens_eos_can_be_drawn_even_if_ignored() -> None:
     logits = torch.tensor([[1.0, 9.0]])
     assert tokens_of(sample(logits, [request(params(temperature=0.0, ignore_eos=True))], [1])) == [1]
@@ -410,7 +468,15 @@ def test_prompt_logprobs() -> None:
 
 def test_a_reused_slot_forgets_its_former_request() -> None:
     state = SamplingState(2, 4, CPU, [3])
-    first = params(logit_bias={0: 100.0}, min_tokens=5, repetition_penalty=9.0, top_k=1, logprobs=2)
+    first = params(
+        logit_bias={0: 100.0},
+        min_tokens=5,
+        repetition_penalty=9.0,
+        top_k=1,
+        logprobs=2,
+        allowed_token_ids=(0,),
+        bad_words_token_ids=((3,),),
+    )
     state.add(1, request(first, [3]))
     state.remove(1)
     state.remove(1)
@@ -442,6 +508,10 @@ def test_logits_of_another_shape_are_refused() -> None:
     [
         ({"logit_bias": {50: 1.0}}, "logit_bias"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"allowed_token_ids": (3, 50)}, "allowed_token_ids"),
+        ({"allowed_token_ids": (3,), "stop_token_ids": (3,), "min_tokens": 1}, "min_tokens"),
+        ({"bad_words_token_ids": ((3, 50),)}, "bad_words"),
+        ({"bad_words": ("text",)}, "bad_words"),
         ({"seed": None}, "seed"),
     ],
 )

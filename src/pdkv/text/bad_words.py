@@ -1,0 +1,47 @@
+"""Words that must not be generated, as the token sequences that an engine can forbid."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pdkv.errors import InvalidRequest
+from pdkv.limits import check_bad_words, clip
+from pdkv.sampling_params import SamplingParams
+from pdkv.text.tokenizer import Tokenizer
+
+
+def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of `words`, by vLLM's rule.
+
+    A word is forbidden as it begins a text and, where a space before it makes another token of as many, behind a
+    space. What spells the word by other tokens is not found, as in vLLM.
+
+    Raises:
+        InvalidRequest: too many words or bytes, or a word without a token.
+    """
+    check_bad_words(words)
+    sequences = []
+    for word in dict.fromkeys(words):
+        bare, spaced = (
+            tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+        )
+        if not bare:
+            raise InvalidRequest(f"bad_words: the tokenizer has no token for {clip(word)!r}", param="bad_words")
+        sequences.append(bare)
+        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+            sequences.append(spaced)
+    return tuple(dict.fromkeys(sequences))
+
+
+def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """The same with tokens in the place of `bad_words`, as an engine needs them.
+
+    Raises:
+        InvalidRequest: as `bad_word_token_ids`, or too many sequences or tokens.
+    """
+    if not params.bad_words:
+        return params
+    token_ids = (*params.bad_words_token_ids, *bad_word_token_ids(params.bad_words, tokenizer))
+    params = msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=token_ids)
+    params.validate()
+    return params
