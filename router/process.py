@@ -17,7 +17,7 @@ import uvicorn
 import zmq
 from starlette.types import ASGIApp
 
-from pdkv.config import HttpLimits
+from pdkv.config import HttpApi, HttpLimits
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import Source, log_sampling_defaults, read_sampling_defaults
 from pdkv.router.budget import ByteBudget
@@ -65,6 +65,7 @@ def run_router(
     orders: Sequence[Order] = ORDERS,
     await_all: bool = True,
     limits: HttpLimits | None = None,
+    api: HttpApi | None = None,
     generation_config: Source = "auto",
     identity: str = "",
     lifeline_fd: int | None = None,
@@ -99,6 +100,7 @@ def run_router(
         config,
         served_model_name,
         limits=limits,
+        api=api,
         bodies=bodies,
         sampling_defaults=sampling_defaults,
     )

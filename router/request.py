@@ -35,6 +35,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     choice: int = 0
     cache_salt: str = ""
     priority: int = 0
+    affinity: str = ""  # requests that share it like to run where the others ran; empty: none
     timeout_s: float
     label: str = ""  # the client's own name of the request, for logs only
     near: str = ""  # the engine that ran this prompt for an earlier choice, and so has it in its cache

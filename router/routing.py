@@ -4,6 +4,8 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 
+import xxhash
+
 from pdkv.block_keys import HASH_BLOCK_SIZE, root_key
 from pdkv.errors import EngineUnavailable, IncompatiblePeers
 from pdkv.router.policies import EngineView, Side, Snapshot, find_policy
@@ -11,6 +13,21 @@ from pdkv.router.prefix_index import PrefixIndex
 from pdkv.router.request import GenerateRequest, Route
 from pdkv.router.state import Fleet
 from pdkv.wire.messages import Order
+
+
+AFFINITY_TOKENS = 4096
+"""A request of a `prompt_cache_key` goes to the key's engine although so many more tokens wait there."""
+
+
+def prefer(engines: Sequence[EngineView], key: str) -> Sequence[EngineView]:
+    """The candidates with the one that belongs to `key` seeming less loaded: the same one for all of its requests.
+
+    The choice is by rendezvous hashing: when an engine comes or goes, only the keys that it takes or had move.
+    """
+    if not key:
+        return engines
+    own = max(engines, key=lambda engine: xxhash.xxh3_64_intdigest(f"{engine.name}\0{key}"))
+    return [e._replace(load=e.load - AFFINITY_TOKENS) if e is own else e for e in engines]
 
 
 class RouteChooser:
@@ -51,7 +68,7 @@ class RouteChooser:
         if any(request.near == engine.name for engine in engines):
             return request.near
         self._prefill_turn += 1
-        return self._choose(request, engines, self._prefill_turn - 1)
+        return self._choose(request, prefer(engines, request.affinity), self._prefill_turn - 1)
 
     def choose_decode(self, request: GenerateRequest, prefill: str, now: float, *, without: Sequence[str] = ()) -> str:
         """Who decodes what `prefill` runs or ran; engines that failed to load from it lately come last.

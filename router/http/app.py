@@ -12,15 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdkv.config import HttpLimits
+from pdkv.config import HttpApi, HttpLimits
 from pdkv.limits import clip
 from pdkv.models.config import ModelConfig
 from pdkv.router.budget import ByteBudget
+from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.endpoint import GenerateEndpoint
 from pdkv.router.http.metrics import Metrics
-from pdkv.router.http.openai import Cancelled, Job, ServedModel, prepare_chat, prepare_completion, unknown_model
-from pdkv.router.http.protocol import decode_chat, decode_completion
+from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
 from pdkv.router.http.responses import describe_error, error_body
+from pdkv.router.http.served_model import Cancelled, ServedModel, unknown_model
 from pdkv.router.text_pool import TextPool
 from pdkv.text import Tokenizer
 
@@ -37,6 +38,7 @@ def create_app(
     *,
     request_timeout_s: float = 600.0,
     limits: HttpLimits | None = None,
+    api: HttpApi | None = None,
     bodies: ByteBudget | None = None,
     sampling_defaults: Mapping[str, Any] | None = None,
 ) -> Starlette:
@@ -46,10 +48,11 @@ def create_app(
         max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
         request_timeout_s: deadline of every request; a client may shorten its own by the header x-pd-timeout-s.
         limits: bounds of bodies (default: the options').
+        api: how requests are read (default: the options').
         sampling_defaults: fields of SamplingParams that requests get where they say nothing (`read_sampling_defaults`).
         bodies: the budget of bodies' bytes, where others take of it, too.
     """
-    limits = limits or HttpLimits()
+    limits, api = limits or HttpLimits(), api or HttpApi()
     bodies = bodies or body_budget(limits)
     _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
     metrics = Metrics(dispatcher)
@@ -108,9 +111,16 @@ def create_app(
         "bodies": bodies,
         "pool": pool,
     }
+
+    def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+        return prepare_completion(COMPLETION.decode(body, ignore_unknown=api.ignores_unknown), model, cancelled)
+
+    def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+        return prepare_chat(CHAT.decode(body, ignore_unknown=api.ignores_unknown), model, cancelled)
+
     routes = [
-        generate("/v1/completions", GenerateEndpoint("completions", _prepare_completion, **common)),
-        generate("/v1/chat/completions", GenerateEndpoint("chat_completions", _prepare_chat, **common)),
+        generate("/v1/completions", GenerateEndpoint("completions", completion, **common)),
+        generate("/v1/chat/completions", GenerateEndpoint("chat_completions", chat, **common)),
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", get_model),
         Route("/health", health),
@@ -125,14 +135,6 @@ def create_app(
 def body_budget(limits: HttpLimits) -> ByteBudget:
     """Of all bodies that are received or not yet tokenized."""
     return ByteBudget(limits.max_body_memory, "the bodies")
-
-
-def _prepare_completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
-    return prepare_completion(decode_completion(body), model, cancelled)
-
-
-def _prepare_chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
-    return prepare_chat(decode_chat(body), model, cancelled)
 
 
 def _model_provider(dispatcher: "Dispatcher", model: ServedModel) -> Callable[[], ServedModel]:

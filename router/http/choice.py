@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdkv.router.http.openai import Job, Prompt, ServedModel
+from pdkv.router.http.openai import Job
+from pdkv.router.http.prompts import Prompt
+from pdkv.router.http.served_model import ServedModel
 from pdkv.router.request import Delta, GenerateRequest, PromptKeys
 from pdkv.text import TextStream
 from pdkv.wire.messages import TokenLogprob
@@ -84,6 +86,7 @@ class Choice:
             choice=self.index % self._job.n,
             cache_salt=self._job.cache_salt,
             priority=self._job.priority,
+            affinity=self._job.affinity,
             timeout_s=timeout_s,
             label=label,
             near=near,

@@ -24,9 +24,10 @@ from pdkv.router.budget import ByteBudget, Share
 from pdkv.router.http.choice import ChoiceDelta
 from pdkv.router.http.fanout import Fanout
 from pdkv.router.http.metrics import Endpoint, Metrics, RequestMetrics
-from pdkv.router.http.openai import Cancelled, Job, ServedModel
+from pdkv.router.http.openai import Job
 from pdkv.router.http.request_body import Disconnected, read_body
 from pdkv.router.http.responses import WholeChoice, describe_error, error_status, prompt_extras, usage
+from pdkv.router.http.served_model import Cancelled, ServedModel
 from pdkv.router.http.sse import DONE, ChunkEncoder, error_event
 from pdkv.router.text_pool import INLINE_BYTES, TextPool
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from pdkv.errors import RequestAborted, RequestFailed
 from pdkv.router.http.choice import Choice, ChoiceDelta
 from pdkv.router.http.metrics import RequestMetrics
-from pdkv.router.http.openai import Job, ServedModel
+from pdkv.router.http.openai import Job
+from pdkv.router.http.served_model import ServedModel
 from pdkv.router.request import Delta
 
 if TYPE_CHECKING:

@@ -1,30 +1,56 @@
-"""The request bodies of the OpenAI API that the router takes, as typed structs. Nothing in a body is ever ignored.
+"""The request bodies that the router takes, as typed structs: OpenAI's API with vLLM's extras. Null is absent.
 
-A field whose type is `None` alone is known and not supported: null is accepted, anything else is refused by its name.
+Every field is known by name. What cannot be done has a type that leaves its neutral value only: `None` alone, one
+literal, an empty list, or a `_Neutral` bool. Labels are accepted for the client's sake and have no effect here.
+The `Lenient…` types are the same for `--unknown-fields ignore`.
 """
 
-import re
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from pdkv.errors import InvalidRequest
-from pdkv.limits import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOPS, clip
-
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What the wire to the engines can carry."""
+
+
+def _neutral(value: float) -> msgspec.Meta:
+    """For a bool or a number of which this value alone changes nothing; `decoding` refuses the others."""
+    return msgspec.Meta(extra={"only": value}, extra_json_schema={"enum": [value]})
+
+
+OnlyFalse = Annotated[bool, _neutral(False)]
+OnlyTrue = Annotated[bool, _neutral(True)]
+Empty = Annotated[list[Any], msgspec.Meta(max_length=0)]
+
+TRANSFER_FIELDS = frozenset(
+    {
+        *("kv_transfer_params", "ec_transfer_params", "do_remote_prefill", "do_remote_decode", "remote_host"),
+        *("remote_port", "remote_engine_id", "remote_block_ids", "remote_request_id", "tp_size", "handoff", "ticket"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "disagg_prefill_dp_rank"),
+    }
+)
+"""Names under which vLLM and SGLang take hosts and transfers from a request: no client may say where KV goes."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a stream is sent."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # usage in every chunk; needs include_usage, as in vLLM
+    include_obfuscation: OnlyFalse | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The only response format without a grammar."""
+
+    type: Literal["text"]
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat completions share; null is the same as absent."""
+    """What completions and chat completions share."""
 
-    model: str
+    model: str | None = None  # absent: the one that is served
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int64 | None = None
@@ -36,7 +62,17 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     seed: Int64 | None = None
     max_tokens: Int64 | None = None
     stop: str | list[str] | None = None
+    response_format: TextFormat | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: OnlyFalse | None = None
+    # labels
     user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    # hints: requests of one key go to one prefill engine where loads allow it
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory"] | None = None
+    session_id: str | None = None  # vLLM's
     # vLLM's extras
     top_k: Int64 | None = None
     min_p: float | None = None
@@ -49,6 +85,25 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     priority: Int64 | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int64 | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    ec_transfer_params: None = None
+    include_stop_str_in_output: OnlyFalse | None = None
+    kv_transfer_params: None = None
+    length_penalty: Annotated[float, _neutral(1.0)] | None = None
+    logprob_token_ids: None = None
+    repetition_detection: None = None
+    return_tokens_as_token_ids: OnlyFalse | None = None
+    spaces_between_special_tokens: OnlyTrue | None = None
+    stream_interval: Literal[1] | None = None
+    structured_outputs: None = None
+    thinking_token_budget: Literal[-1] | None = None
+    use_beam_search: OnlyFalse | None = None
+    vllm_xargs: None = None
+    watermarking: OnlyFalse | None = None
 
 
 class CompletionBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,8 +112,9 @@ class CompletionBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prompt: str | list[str | int | list[int]]
     logprobs: Int64 | None = None
     echo: bool | None = None
-    best_of: None = None
-    suffix: None = None
+    best_of: Int64 | None = None  # must be n: all choices are returned
+    suffix: Literal[""] | None = None
+    prompt_embeds: None = None
 
 
 class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,126 +124,153 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     text: str
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One turn of a conversation. The fields of a reply that clients send back are accepted where they are null."""
+class ToolFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an assistant called: the arguments as JSON text, or as an object."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call in an assistant's turn of the history."""
+
+    function: ToolFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a conversation. `content` may be null, or missing, in an assistant's turn only."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Sequence[TextPart] | None = None
     name: str | None = None
-    annotations: None = None
+    tool_calls: Sequence[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    annotations: Empty | None = None
     audio: None = None
     function_call: None = None
-    reasoning_content: None = None
-    refusal: None = None
-    tool_call_id: None = None
-    tool_calls: None = None
-
-
-class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The only response format without a grammar."""
-
-    type: Literal["text"]
+    refusal: Literal[""] | None = None
 
 
 class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Sequence[Message]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template: None = None
+    documents: Empty | None = None
+    media_io_kwargs: None = None
+    mm_processor_kwargs: None = None
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
-    response_format: TextFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    tool_choice: Literal["none", "auto"] | None = None  # calls are not parsed: with tools, "none" alone
+    parallel_tool_calls: bool | None = None
     audio: None = None
-    function_call: None = None
-    functions: None = None
-    metadata: None = None
-    modalities: None = None
-    parallel_tool_calls: None = None
+    echo: OnlyFalse | None = None
+    function_call: Literal["none", "auto"] | None = None
+    functions: Empty | None = None
+    include_reasoning: OnlyTrue | None = None
+    modalities: list[Literal["text"]] | None = None
     prediction: None = None
-    reasoning_effort: None = None
-    service_tier: None = None
-    store: None = None
-    tool_choice: None = None
-    tools: None = None
+    verbosity: Literal["medium"] | None = None
     web_search_options: None = None
 
 
-_MAX_CONTAINERS = 2 * MAX_MESSAGES + MAX_CHOICES + 64
-"""Lists and objects of one body: those of messages and their parts, or of prompts, and the few of other fields."""
+class TokenizeTextBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize of a text."""
 
-_MAX_STRINGS = 8 * MAX_MESSAGES + MAX_CHOICES + MAX_LOGIT_BIAS + MAX_STOPS + 256
-"""Strings of one body, names of fields included: four pairs per message or part."""
-
-_MAX_VALUES = 2**20
-"""Values of one body, as counted by commas: token ids for the most part."""
-
-_B = TypeVar("_B", CompletionBody, ChatBody)
-_completion_decoder = msgspec.json.Decoder(CompletionBody)
-_chat_decoder = msgspec.json.Decoder(ChatBody)
-
-_AT = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
-_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>[^`]*)`")
-_MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`")
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
-def decode_completion(body: bytes | bytearray) -> CompletionBody:
-    """Decode the body of POST /v1/completions.
+class TokenizeChatBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize of a conversation."""
 
-    Raises:
-        InvalidRequest: malformed JSON, an unknown, missing or unsupported field, or a wrong type; names the field.
-    """
-    return _decode(body, _completion_decoder)
-
-
-def decode_chat(body: bytes | bytearray) -> ChatBody:
-    """Decode the body of POST /v1/chat/completions; raises as `decode_completion`."""
-    return _decode(body, _chat_decoder)
-
-
-def _decode(body: bytes | bytearray, decoder: msgspec.json.Decoder[_B]) -> _B:
-    _check_size(body)
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _invalid_field(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise InvalidRequest("the body is not valid JSON: it is nested too deeply") from None
+    messages: Sequence[Message]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template: None = None
+    documents: Empty | None = None
+    media_io_kwargs: None = None
+    mm_processor_kwargs: None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
-def _check_size(body: bytes | bytearray) -> None:
-    """Refuse what would become a million small objects: 4 MiB of `[5],` take half a second to decode.
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
 
-    Counting is a hundred times cheaper. A text with many brackets is counted again without its strings.
-    """
-    num_containers = body.count(b"[") + body.count(b"{")
-    many_values = body.count(b",") > _MAX_VALUES
-    if num_containers <= _MAX_CONTAINERS and body.count(b'"') <= 2 * _MAX_STRINGS and not many_values:
-        return
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
-    if plain.count(b'"') > 2 * _MAX_STRINGS:
-        raise InvalidRequest(f"the body is not a request: it has more than {_MAX_STRINGS} texts and names of fields")
-    outside = b"".join(plain.split(b'"')[::2])
-    if outside.count(b"[") + outside.count(b"{") > _MAX_CONTAINERS:
-        raise InvalidRequest(f"the body is not a request: it has more than {_MAX_CONTAINERS} lists and objects")
-    if outside.count(b",") > _MAX_VALUES:
-        raise InvalidRequest(f"the body is not a request: it has more than {_MAX_VALUES} values")
+    tokens: list[int]
+    model: str | None = None
 
 
-def _invalid_field(text: str) -> InvalidRequest:
-    """msgspec's message as an error that names the field."""
-    at = _AT.search(text)
-    path = clip(at["path"].replace("[...]", "[]")) if at else ""
-    what = text[: at.start()] if at else text
-    if (unknown := _UNKNOWN.match(what)) is not None:
-        param = ".".join(part for part in (path, clip(unknown["field"])) if part)
-        return InvalidRequest(f"{param} is not a known field", param=param)
-    if (missing := _MISSING.match(what)) is not None:
-        param = ".".join(part for part in (path, missing["field"]) if part)
-        return InvalidRequest(f"{param} is required", param=param)
-    if not path:
-        return InvalidRequest(f"the body is not a request: {what}")
-    if what.startswith("Expected `null`"):
-        return InvalidRequest(f"{path} is not supported", param=path)
-    return InvalidRequest(f"{path}: {what}", param=path)
+class LenientStreamOptions(StreamOptions, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientTextFormat(TextFormat, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientCompletionBody(CompletionBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+    stream_options: LenientStreamOptions | None = None
+    response_format: LenientTextFormat | None = None
+
+
+class LenientTextPart(TextPart, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientToolFunction(ToolFunction, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientToolCall(ToolCall, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+    function: LenientToolFunction
+
+
+class LenientMessage(Message, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+    content: str | Sequence[LenientTextPart] | None = None
+    tool_calls: Sequence[LenientToolCall] | None = None
+
+
+class LenientChatBody(ChatBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+    messages: Sequence[LenientMessage]
+    stream_options: LenientStreamOptions | None = None
+    response_format: LenientTextFormat | None = None
+
+
+class LenientTokenizeTextBody(TokenizeTextBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientTokenizeChatBody(TokenizeChatBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+    messages: Sequence[LenientMessage]
+
+
+class LenientDetokenizeBody(DetokenizeBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""

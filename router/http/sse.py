@@ -37,6 +37,7 @@ class ChunkEncoder:
         head = _json({"id": reply_id, "object": kind, "created": created, "model": model})[:-1]
         self._head = b"data: " + head + b',"choices":['
         self._tail = b'],"usage":null' + _END if job.include_usage else b"]" + _END
+        self._num_tokens = [0] * len(choices)  # counted where every chunk shows it
         text_begin = b',"delta":{"content":' if job.chat else b',"text":'
         self._text_end = b"}" if job.chat else b""
         self._begins = [b'%b{"index":%d%b' % (self._head, choice.index, text_begin) for choice in choices]
@@ -46,6 +47,8 @@ class ChunkEncoder:
     def encode(self, delta: ChoiceDelta) -> bytes:
         """One delta: one chunk, before which a choice of chat says its role."""
         index = delta.choice
+        if self._job.continuous_usage:
+            return self._encode_with_usage(delta)
         # json, not msgspec: with everything but ASCII escaped, no client takes U+2028 and the like for a line's end.
         text = json.dumps(delta.text).encode("ascii")
         if not self._opened[index]:
@@ -54,6 +57,23 @@ class ChunkEncoder:
         if delta.finish_reason is None and delta.logprobs is None and not self._job.return_token_ids:
             return self._begins[index] + text + self._plain_end
         return self._full(delta, text, first=False)
+
+    def _encode_with_usage(self, delta: ChoiceDelta) -> bytes:
+        """The same, with the choice's usage so far: slower, and asked for by benchmarks only."""
+        index = delta.choice
+        opening = b""
+        if not self._opened[index]:
+            self._tail = self._usage_tail(index)
+            opening = self._opening(index)
+        self._num_tokens[index] += len(delta.token_ids)
+        self._tail = self._usage_tail(index)
+        first, self._opened[index] = not self._opened[index], True
+        return opening + self._full(delta, json.dumps(delta.text).encode("ascii"), first=first)
+
+    def _usage_tail(self, index: int) -> bytes:
+        num_prompt, num_tokens = len(self._choices[index].prompt.token_ids), self._num_tokens[index]
+        usage = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}'
+        return b'],"usage":' + usage % (num_prompt, num_tokens, num_prompt + num_tokens) + _END
 
     def _opening(self, index: int) -> bytes:
         if not self._job.chat:

@@ -104,6 +104,20 @@ class HandoffConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HttpApi:
+    """How the HTTP server reads requests."""
+
+    unknown_fields: Literal["reject", "ignore"] = option(
+        "reject", "what is done with a field that the server does not know: refuse the request, or drop the field"
+    )
+
+    @property
+    def ignores_unknown(self) -> bool:
+        """Whether unknown fields are dropped."""
+        return self.unknown_fields == "ignore"
+
+
+@dataclass(frozen=True, kw_only=True)
 class HttpLimits:
     """What one client, and all of them together, may cost the HTTP server."""
 

@@ -11,6 +11,9 @@ from pdkv.errors import InvalidRequest
 MAX_CACHE_SALT_BYTES = 256
 """UTF-8 of `cache_salt`: a key's worth. It is hashed once per prompt and copied into every choice's Submit."""
 
+MAX_AFFINITY_BYTES = 256
+"""UTF-8 of `prompt_cache_key` and of `session_id`."""
+
 MAX_STOPS = 64
 """Stop strings of one request (OpenAI: 4)."""
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdkv.config import EngineConfig, HandoffConfig, HttpLimits
+from pdkv.config import EngineConfig, HandoffConfig, HttpApi, HttpLimits
 from pdkv.errors import ConfigError
 from pdkv.options import option
 from pdkv.wire.messages import Order
@@ -61,6 +61,7 @@ class Deployment:
     prefill: EngineConfig
     decode: EngineConfig
     http: HttpLimits = field(default_factory=HttpLimits)
+    api: HttpApi = field(default_factory=HttpApi)
 
     @property
     def num_ranks(self) -> int:

@@ -138,6 +138,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         orders=launch.orders,
         log_level=launch.log_level,
         limits=deployment.http,
+        api=deployment.api,
     )
     return Fleet(
         engines=engines,

@@ -39,6 +39,7 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             orders=spec.orders or ORDERS,
             await_all=spec.await_all,
             limits=spec.limits,
+            api=spec.api,
             generation_config=spec.generation_config,
             identity=spec.identity,
             lifeline_fd=lifeline_fd,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdkv.config import EngineConfig, HandoffConfig, HttpLimits
+from pdkv.config import EngineConfig, HandoffConfig, HttpApi, HttpLimits
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import Order
 
@@ -61,6 +61,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
     log_level: str = "info"
     limits: HttpLimits = HttpLimits()
+    api: HttpApi = HttpApi()
     generation_config: Literal["auto", "none"] = "auto"
 
 

@@ -13,6 +13,12 @@ import jinja2.sandbox
 
 from pdkv.errors import InvalidRequest, ModelError
 
+_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""Variables of templates that requests set by fields of their own."""
+
+_FINAL_MESSAGE_ENDS = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Put behind the final message's content to find its end in the rendered text."""
+
 
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}` marks an assistant's text for training; to serve, it is just its body."""
@@ -70,19 +76,56 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template is broken: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt's text.
 
+        Args:
+            add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
+            continue_final_message: whether it ends within the last message, whose content is a text.
+            tools: functions that the template may describe.
+            variables: more of the template's variables, such as enable_thinking.
+
         Raises:
-            InvalidRequest: the template refuses the messages (a role it does not know, a wrong order).
+            InvalidRequest: the template refuses the messages (a role it does not know, a wrong order), a variable
+                has a name that is the template's own, or the final message is not found in the text.
         """
+        if taken := sorted(_OWN_VARIABLES.intersection(variables or {})):
+            raise InvalidRequest(f"chat_template_kwargs must not hold {taken[0]}", param="chat_template_kwargs")
+        turns = [dict(message) for message in messages]
+        if continue_final_message:
+            turns[-1]["content"] += _FINAL_MESSAGE_ENDS
+        values = {**self._special_tokens, **(variables or {})}
+        values |= {"messages": turns, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            text = self._template.render(values)
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise InvalidRequest(f"the model's chat template refuses messages: {error}", param="messages") from error
+        return _cut_behind_final_message(text) if continue_final_message else text
+
+
+def _cut_behind_final_message(text: str) -> str:
+    """Transformers' rule: spaces at the message's end are kept if the template keeps them."""
+    at = text.rfind(_FINAL_MESSAGE_ENDS.rstrip())
+    if at < 0:
+        raise InvalidRequest(
+            "continue_final_message: the model's chat template leaves the end of the final message out",
+            param="continue_final_message",
+        )
+    kept = text.startswith(_FINAL_MESSAGE_ENDS, at)
+    return text[:at] if kept else text[:at].rstrip()

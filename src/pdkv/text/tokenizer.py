@@ -97,15 +97,19 @@ class Tokenizer:
         """Text of a whole sequence."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt of a conversation, special tokens included.
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt of a conversation, special tokens included; `options` are those of `ChatTemplate.render`.
 
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages.
         """
         if self.chat_template is None:
             raise InvalidRequest("the model has no chat template: use /v1/completions", param="messages")
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.chat_template.render(messages, **options)
+
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary writes it; empty for an id that it lacks."""
+        return str(self._backend.id_to_token(token_id) or "")
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental detokenizer."""

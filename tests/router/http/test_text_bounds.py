@@ -17,7 +17,9 @@ from pdkv.config import HttpLimits
 from pdkv.errors import InvalidRequest, ServerBusy
 from pdkv.router.http import app as app_module
 from pdkv.router.http import openai
-from pdkv.router.http.protocol import decode_chat, decode_completion
+from pdkv.router.http.decoding import CHAT as CHAT_DECODER
+from pdkv.router.http.decoding import COMPLETION as COMPLETION_DECODER
+from pdkv.router.http.served_model import ServedModel
 from pdkv.router.text_pool import INLINE_BYTES, TextPool
 from pdkv.text import StopAutomaton, Tokenizer
 
@@ -115,12 +117,12 @@ def test_a_text_full_of_brackets_and_quotes_is_a_text() -> None:
     text = '[{"\\' * 200_000
     for prompt in (text, "\\" * 1_000_001, '"' * 1_000_000):
         body = json.dumps({"model": MODEL, "prompt": prompt}).encode()
-        assert decode_completion(body).prompt == prompt
-    assert decode_chat(json.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}]}).encode())
+        assert COMPLETION_DECODER.decode(body).prompt == prompt
+    assert CHAT_DECODER.decode(json.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}]}).encode())
 
 
-def served_model(max_model_len: int) -> openai.ServedModel:
-    return openai.ServedModel(
+def served_model(max_model_len: int) -> ServedModel:
+    return ServedModel(
         name=MODEL,
         tokenizer=tokenizer(),
         vocab_size=tokenizer().vocab_size,
@@ -140,7 +142,7 @@ def test_of_a_text_that_will_not_fit_only_the_beginning_is_tokenized(monkeypatch
         return encode(self, text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode", count)
-    body = decode_completion(completion(b'"' + b"z" * 12_800 + b'"'))
+    body = COMPLETION_DECODER.decode(completion(b'"' + b"z" * 12_800 + b'"'))
     with pytest.raises(InvalidRequest, match=r"the first 1600 of them have 1600 tokens") as raised:
         openai.prepare_completion(body, served_model(100))
     assert raised.value.code == "context_length_exceeded"
@@ -149,7 +151,9 @@ def test_of_a_text_that_will_not_fit_only_the_beginning_is_tokenized(monkeypatch
 
 def test_prompt_tokens_times_n_are_bounded() -> None:
     model = served_model(200_000)
-    body = decode_completion(completion(b"[" + b",".join([b"5"] * 150_000) + b"]", b', "n": 128, "max_tokens": 1'))
+    body = COMPLETION_DECODER.decode(
+        completion(b"[" + b",".join([b"5"] * 150_000) + b"]", b', "n": 128, "max_tokens": 1')
+    )
     with pytest.raises(InvalidRequest, match=r"prompt tokens times n must be at most 16777216, got 150000 \* 128"):
         openai.prepare_completion(body, model)
 
@@ -242,7 +246,7 @@ def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPat
         return encode(self, text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode", slow)
-    monkeypatch.setattr(Tokenizer, "render_chat", lambda self, messages: messages[0]["content"])
+    monkeypatch.setattr(Tokenizer, "render_chat", lambda self, messages, **_: messages[0]["content"])
 
     def body(text: str) -> bytes:
         prompt: dict[str, Any] = {"prompt": text}
