@@ -87,7 +87,7 @@ class Dispatcher:
             ConfigError: no such policy.
         """
         self.fleet = Fleet(complete_once=not await_all, identity=identity)
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(on_work=self._work_on_index_soon)
         self.counters = Counters()
         self._max_retries = max_retries
         self._clock = clock
@@ -144,6 +144,14 @@ class Dispatcher:
         """Engines that say nothing grow older by a tick; while this loop is held up, nobody does."""
         self.fleet.tick()
         self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _work_on_index_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._work_on_index)
+
+    def _work_on_index(self) -> None:
+        """A slice of what the index has put off; other callbacks have their turn before the next."""
+        if not self._closed and self.index.work():
+            self._work_on_index_soon()
 
     async def wait_ready(self) -> None:
         """Return when it has been ready for the first time.

@@ -1,68 +1,105 @@
 """Which engine has which prompt prefix in its cache, kept from the engines' numbered KV events.
 
-A block key is a hash of the whole prefix up to it, so the radix tree needs no nodes: a dict from key to the engines
-that hold it is the tree, and a match is a walk along the prompt's own keys.
+A block key is a hash of the whole prefix up to it, so the radix tree needs no nodes: a table from key to the engines
+that hold it, as a bit mask, is the tree, and a match is a walk along the prompt's own keys.
+
+Nothing here takes long at once, whatever an engine holds. An engine that dies or starts over loses its bit: from then
+on it matches nothing, and `work` clears the bit from the table slice by slice before another engine gets it. Events of
+more than a few keys wait for `work`, too. The table is cut into shards, so that none grows, or is cleared, in one go.
 """
 
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvents
+from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents
+
+SLICE_KEYS = 2048
+"""Keys that one call of `work` handles: two milliseconds."""
+
+INLINE_KEYS = 256
+"""Keys of events that are applied as they come, where none wait before them."""
+
+_NUM_SHARDS = 1024
+_SHARD_MASK = _NUM_SHARDS - 1
+_SHARD_SHIFT = 40  # of the key's hash: its low bits choose the place within a dict
+
+_MAX_WAITING_KEYS = 1 << 16
+"""Keys, beside those that the cache can hold twice, whose events may wait; an engine that tells more is asked anew."""
 
 
 class _Part:
     """One engine's part of the index."""
 
-    __slots__ = ("asked", "bit", "keys", "max_keys", "next_number")
+    __slots__ = ("asked", "bit", "done", "max_keys", "name", "next_number", "num_keys", "num_waiting", "waiting")
 
-    def __init__(self, bit: int, max_keys: int) -> None:
+    def __init__(self, name: str, bit: int, max_keys: int) -> None:
+        self.name = name
         self.bit = bit
         self.max_keys = max_keys
-        self.keys: set[bytes] = set()
+        self.num_keys = 0
         self.next_number: int | None = None  # None: nothing counts until a batch begins with CacheCleared
         self.asked = False  # a Resync is under way
+        self.waiting: deque[KVEvent] = deque()
+        self.done = 0  # keys of the first of them that are handled
+        self.num_waiting = 0  # keys of all of them
 
 
 class PrefixIndex:
-    """Keys by engine. Memory is one dict entry per distinct key and one set entry per key and engine."""
+    """Keys by engine. Memory is one table entry per distinct key."""
 
-    def __init__(self, hash_block_size: int = HASH_BLOCK_SIZE) -> None:
+    def __init__(self, hash_block_size: int = HASH_BLOCK_SIZE, *, on_work: Callable[[], None] | None = None) -> None:
+        """`on_work` is called when `work` has something to do again; it should see to it that it is called."""
         self.hash_block_size = hash_block_size
         self.num_gaps = 0
         self.num_excess_keys = 0  # that engines told beyond what their cache can hold
+        self._on_work = on_work
         self._parts: dict[str, _Part] = {}
-        self._holders: dict[bytes, int] = {}  # key -> bit mask of engines
+        self._by_bit: dict[int, str] = {}  # engines by the number of their bit
+        self._live = 0  # bits of engines
+        self._used = 0  # and of parts that are gone, until they are cleared from all shards
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(_NUM_SHARDS)]  # key -> bit mask of engines
+        self._behind: deque[_Part] = deque()  # with waiting events
+        self._gone: dict[int, int] = {}  # bit -> shards in which it is still to be cleared
+        self._next_shard = 0
+        self._dropped: deque[deque[KVEvent]] = deque()  # events of nobody: freed slice by slice, too
 
     @property
     def num_keys(self) -> int:
-        """Distinct keys that any engine holds."""
-        return len(self._holders)
+        """Distinct keys that any engine holds, and those of engines that are gone until they are cleared."""
+        return sum(map(len, self._shards))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return bool(self._behind or self._gone or self._dropped)
 
     def num_keys_of(self, engine: str) -> int:
         """Keys that the engine holds."""
         part = self._parts.get(engine)
-        return 0 if part is None else len(part.keys)
+        return 0 if part is None else part.num_keys
 
     def add_engine(self, engine: str, max_keys: int = sys.maxsize) -> None:
         """Begin with an empty part; an engine's first batch says what it holds. Keys beyond `max_keys` are dropped."""
         self.remove_engine(engine)
-        taken = {part.bit for part in self._parts.values()}
-        bit = next(1 << i for i in range(len(taken) + 1) if 1 << i not in taken)
-        self._parts[engine] = _Part(bit, max_keys)
+        self._parts[engine] = _Part(engine, self._take_bit(engine), max_keys)
 
     def remove_engine(self, engine: str) -> None:
         """The engine is gone, and its cache with it. Idempotent."""
         part = self._parts.pop(engine, None)
         if part is not None:
-            self._clear(part)
+            with _Noticed(self):
+                self._drop_waiting(part)
+                self._retire(part)
 
     def apply(self, engine: str, events: KVEvents) -> bool:
-        """Apply one batch of an engine.
+        """Apply one batch of an engine, at once or by and by.
 
         Returns:
-            False for a gap in the numbers: the engine's part is empty now, and a Resync must be asked for (once: what
-            comes before its answer is skipped).
+            False for a gap in the numbers, or for more than the engine's cache can hold while earlier batches still
+            wait: the engine's part is empty now, and a Resync must be asked for (once: what comes before its answer is
+            skipped).
         """
         part = self._parts.get(engine)
         if part is None:
@@ -71,73 +108,205 @@ class PrefixIndex:
         if not starts_over and events.number != part.next_number:
             if part.asked:
                 return True
-            self.num_gaps += 1
-            part.next_number, part.asked = None, True
-            self._clear(part)
-            return False
+            return self._start_over(part)
         part.asked = False
         part.next_number = events.number if events.more else events.number + 1
-        for event in events.events:
-            match event:
-                case BlockStored():
-                    self._store(part, event.keys)
-                case BlockRemoved():
-                    for key in event.keys:
-                        self._remove(part, key)
-                case CacheCleared():
-                    self._clear(part)
+        with _Noticed(self):
+            if starts_over:
+                self._drop_waiting(part)
+            num_keys = sum(map(_num_keys, events.events))
+            part.waiting.extend(events.events)
+            part.num_waiting += num_keys
+            if part.num_waiting == num_keys <= INLINE_KEYS and part not in self._behind:
+                self._advance(part, INLINE_KEYS)
+                return True
+            if part not in self._behind:
+                self._behind.append(part)
+            if part.num_waiting > _MAX_WAITING_KEYS + 2 * min(part.max_keys, sys.maxsize // 4):
+                return self._start_over(part)
         return True
+
+    def work(self) -> bool:
+        """Do a slice of what was put off; returns whether more is left."""
+        budget = SLICE_KEYS
+        while budget > 0:
+            if self._behind:
+                part = self._behind[0]
+                budget -= self._advance(part, budget) + 1
+                if not part.waiting:
+                    self._behind.popleft()
+                else:
+                    self._behind.rotate(-1)
+            elif self._gone:
+                budget -= self._clear_next_shard() + 1
+            elif self._dropped:
+                if self._dropped[0]:
+                    budget -= _num_keys(self._dropped[0].popleft()) + 1
+                else:
+                    self._dropped.popleft()
+            else:
+                return False
+        return self.has_work
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Tokens of the longest prefix of `keys` that each engine holds; engines without any are left out."""
-        holders = self._holders
-        alive = -1
-        lengths: list[tuple[int, int]] = []  # (engines, keys) that ended at that length
-        for i, key in enumerate(keys):
-            mask = holders.get(key, 0)
-            if alive & ~mask:
-                lengths.append((alive & ~mask, i))
+        alive, shards = self._live, self._shards
+        found: dict[str, int] = {}
+        for num_keys, key in enumerate(keys):
+            mask = shards[hash(key) >> _SHARD_SHIFT & _SHARD_MASK].get(key, 0)
+            ended = alive & ~mask
+            if ended:
+                if num_keys:
+                    found.update(dict.fromkeys(self._engines(ended), num_keys * self.hash_block_size))
                 alive &= mask
                 if not alive:
-                    break
-        else:
-            lengths.append((alive, len(keys)))
-        return {
-            engine: num_keys * self.hash_block_size
-            for engine, part in self._parts.items()
-            for mask, num_keys in lengths
-            if mask & part.bit and num_keys
-        }
+                    return found
+        if keys:
+            found.update(dict.fromkeys(self._engines(alive), len(keys) * self.hash_block_size))
+        return found
 
     def match_one(self, engine: str, keys: Sequence[bytes]) -> int:
         """Tokens of the longest prefix of `keys` that this engine holds."""
-        part, holders = self._parts.get(engine), self._holders
+        part, shards = self._parts.get(engine), self._shards
         if part is None:
             return 0
-        num_keys = next((i for i, key in enumerate(keys) if not holders.get(key, 0) & part.bit), len(keys))
-        return num_keys * self.hash_block_size
+        for num_keys, key in enumerate(keys):
+            if not shards[hash(key) >> _SHARD_SHIFT & _SHARD_MASK].get(key, 0) & part.bit:
+                return num_keys * self.hash_block_size
+        return len(keys) * self.hash_block_size
 
-    def _store(self, part: _Part, keys: Sequence[bytes]) -> None:
-        holders, bit = self._holders, part.bit
-        room = part.max_keys - len(part.keys)
-        if len(keys) > room:
-            keys = [key for key in keys if key not in part.keys]
-            self.num_excess_keys += max(len(keys) - room, 0)
-            keys = keys[:room]
-        for key in keys:
-            holders[key] = holders.get(key, 0) | bit
-        part.keys.update(keys)
+    # --- bits -----------------------------------------------------------------------------------------------------
 
-    def _remove(self, part: _Part, key: bytes) -> None:
-        if key not in part.keys:
-            return
-        part.keys.discard(key)
-        mask = self._holders[key] & ~part.bit
-        if mask:
-            self._holders[key] = mask
+    def _engines(self, mask: int) -> Iterator[str]:
+        while mask:
+            low = mask & -mask
+            yield self._by_bit[low.bit_length() - 1]
+            mask ^= low
+
+    def _take_bit(self, engine: str) -> int:
+        bit = ~self._used & (self._used + 1)  # the lowest that is free
+        self._used |= bit
+        self._live |= bit
+        self._by_bit[bit.bit_length() - 1] = engine
+        return bit
+
+    def _retire(self, part: _Part) -> None:
+        """What the part holds is nobody's any more."""
+        self._live &= ~part.bit
+        del self._by_bit[part.bit.bit_length() - 1]
+        if part.num_keys:
+            self._gone[part.bit] = _NUM_SHARDS
         else:
-            del self._holders[key]
+            self._used &= ~part.bit
+        part.num_keys = 0
+
+    def _clear_next_shard(self) -> int:
+        """Clear the bits of parts that are gone from one shard; returns how many keys it has."""
+        shard, gone = self._shards[self._next_shard], sum(self._gone)
+        self._next_shard = (self._next_shard + 1) % _NUM_SHARDS
+        num_keys = len(shard)
+        for key, mask in [(key, mask) for key, mask in shard.items() if mask & gone]:
+            if mask & ~gone:
+                shard[key] = mask & ~gone
+            else:
+                del shard[key]
+        for bit in list(self._gone):
+            self._gone[bit] -= 1
+            if not self._gone[bit]:
+                del self._gone[bit]
+                self._used &= ~bit
+        return num_keys
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def _start_over(self, part: _Part) -> bool:
+        """Empty the part until a Resync is answered; False, for `apply`."""
+        with _Noticed(self):
+            self.num_gaps += 1
+            part.next_number, part.asked = None, True
+            self._drop_waiting(part)
+            self._clear(part)
+        return False
 
     def _clear(self, part: _Part) -> None:
-        for key in list(part.keys):
-            self._remove(part, key)
+        if part.num_keys:
+            self._retire(part)
+            part.bit = self._take_bit(part.name)
+
+    def _drop_waiting(self, part: _Part) -> None:
+        if part.waiting:
+            self._dropped.append(part.waiting)
+            part.waiting, part.done, part.num_waiting = deque(), 0, 0
+        if part in self._behind:
+            self._behind.remove(part)
+
+    def _advance(self, part: _Part, budget: int) -> int:
+        """Apply so many keys of the events that wait, and all events without keys before them; returns how many."""
+        done = 0
+        while part.waiting and done < budget:
+            event = part.waiting[0]
+            keys: Sequence[bytes] = () if isinstance(event, CacheCleared) else event.keys
+            if part.done or len(keys) > budget - done:
+                keys = keys[part.done : part.done + budget - done]
+            match event:
+                case BlockStored():
+                    self._store(part, keys)
+                case BlockRemoved():
+                    self._remove(part, keys)
+                case CacheCleared():
+                    self._clear(part)
+            done += len(keys)
+            part.done += len(keys)
+            part.num_waiting -= len(keys)
+            if part.done >= _num_keys(event):
+                part.waiting.popleft()
+                part.done = 0
+        return done
+
+    def _store(self, part: _Part, keys: Sequence[bytes]) -> None:
+        bit, shards, room = part.bit, self._shards, part.max_keys - part.num_keys
+        num_new = num_excess = 0
+        for key in keys:
+            shard = shards[hash(key) >> _SHARD_SHIFT & _SHARD_MASK]
+            mask = shard.get(key, 0)
+            if mask & bit:
+                continue
+            if num_new == room:
+                num_excess += 1
+                continue
+            shard[key] = mask | bit
+            num_new += 1
+        part.num_keys += num_new
+        self.num_excess_keys += num_excess
+
+    def _remove(self, part: _Part, keys: Sequence[bytes]) -> None:
+        bit, shards = part.bit, self._shards
+        for key in keys:
+            shard = shards[hash(key) >> _SHARD_SHIFT & _SHARD_MASK]
+            mask = shard.get(key, 0)
+            if mask & bit:
+                part.num_keys -= 1
+                if mask == bit:
+                    del shard[key]
+                else:
+                    shard[key] = mask & ~bit
+
+
+class _Noticed:
+    """Around what may put something off: `on_work` is called behind it, unless there was work before."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._had_work = index.has_work
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        index = self._index
+        if not self._had_work and index.has_work and index._on_work is not None:
+            index._on_work()
+
+
+def _num_keys(event: KVEvent) -> int:
+    return 0 if isinstance(event, CacheCleared) else len(event.keys)

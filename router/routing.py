@@ -14,7 +14,6 @@ from pdkv.router.request import GenerateRequest, Route
 from pdkv.router.state import Fleet
 from pdkv.wire.messages import Order
 
-
 AFFINITY_TOKENS = 4096
 """A request of a `prompt_cache_key` goes to the key's engine although so many more tokens wait there."""
 
@@ -26,7 +25,7 @@ def prefer(engines: Sequence[EngineView], key: str) -> Sequence[EngineView]:
     """
     if not key:
         return engines
-    own = max(engines, key=lambda engine: xxhash.xxh3_64_intdigest(f"{engine.name}\0{key}"))
+    own = max(engines, key=lambda engine: xxhash.xxh3_64_intdigest(f"{engine.name}\0{key}".encode()))
     return [e._replace(load=e.load - AFFINITY_TOKENS) if e is own else e for e in engines]
 
 

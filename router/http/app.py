@@ -12,16 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdkv import __version__
 from pdkv.config import HttpApi, HttpLimits
 from pdkv.limits import clip
 from pdkv.models.config import ModelConfig
 from pdkv.router.budget import ByteBudget
 from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.endpoint import GenerateEndpoint
+from pdkv.router.http.intake import Intake
 from pdkv.router.http.metrics import Metrics
 from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
 from pdkv.router.http.responses import describe_error, error_body
 from pdkv.router.http.served_model import Cancelled, ServedModel, unknown_model
+from pdkv.router.http.tokenize import TextEndpoint, detokenize, tokenize
 from pdkv.router.text_pool import TextPool
 from pdkv.text import Tokenizer
 
@@ -89,6 +92,12 @@ def create_app(
     async def render_metrics(request: Request) -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def show_version(request: Request) -> Response:
+        return _json_response({"version": __version__})
+
+    async def server_load(request: Request) -> Response:
+        return _json_response({"server_load": metrics.in_flight})
+
     async def topology(request: Request) -> Response:
         return _json_response(dispatcher.topology())
 
@@ -107,10 +116,10 @@ def create_app(
         "model": model,
         "metrics": metrics,
         "request_timeout_s": request_timeout_s,
-        "limits": limits,
-        "bodies": bodies,
+        "intake": Intake(limits, bodies, pool),
         "pool": pool,
     }
+    of_texts: dict[str, Any] = {"model": model, "intake": common["intake"], "limits": limits, "api": api}
 
     def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
         return prepare_completion(COMPLETION.decode(body, ignore_unknown=api.ignores_unknown), model, cancelled)
@@ -121,9 +130,14 @@ def create_app(
     routes = [
         generate("/v1/completions", GenerateEndpoint("completions", completion, **common)),
         generate("/v1/chat/completions", GenerateEndpoint("chat_completions", chat, **common)),
+        Route("/tokenize", TextEndpoint(tokenize, **of_texts), methods=["POST"]),
+        Route("/detokenize", TextEndpoint(detokenize, **of_texts), methods=["POST"]),
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", get_model),
         Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", show_version),
+        Route("/load", server_load),
         Route("/metrics", render_metrics),
         Route("/topology", topology),
     ]

@@ -78,13 +78,6 @@ class BodyDecoder(Generic[T]):
         return value
 
 
-COMPLETION = BodyDecoder[CompletionBody](CompletionBody, LenientCompletionBody)
-CHAT = BodyDecoder[ChatBody](ChatBody, LenientChatBody)
-TOKENIZE_TEXT = BodyDecoder[TokenizeTextBody](TokenizeTextBody, LenientTokenizeTextBody)
-TOKENIZE_CHAT = BodyDecoder[TokenizeChatBody](TokenizeChatBody, LenientTokenizeChatBody)
-DETOKENIZE = BodyDecoder[DetokenizeBody](DetokenizeBody, LenientDetokenizeBody)
-
-
 def has_field(body: bytes | bytearray, name: str) -> bool:
     """Whether a body is an object with that field; what else is wrong with it is not looked at."""
     check_size(body)
@@ -176,3 +169,10 @@ def _allowed(type_: inspect.Type, path: Sequence[str]) -> list[object]:
 
 def _listed(values: Sequence[object]) -> str:
     return ", ".join("true" if value is True else "false" if value is False else repr(value) for value in values)
+
+
+COMPLETION = BodyDecoder[CompletionBody](CompletionBody, LenientCompletionBody)
+CHAT = BodyDecoder[ChatBody](ChatBody, LenientChatBody)
+TOKENIZE_TEXT = BodyDecoder[TokenizeTextBody](TokenizeTextBody, LenientTokenizeTextBody)
+TOKENIZE_CHAT = BodyDecoder[TokenizeChatBody](TokenizeChatBody, LenientTokenizeChatBody)
+DETOKENIZE = BodyDecoder[DetokenizeBody](DetokenizeBody, LenientDetokenizeBody)

@@ -17,19 +17,18 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from pdkv.config import HttpLimits
-from pdkv.errors import InvalidRequest, PdkvError, RequestTimeout, ServerBusy
+from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
 from pdkv.limits import clip
-from pdkv.router.budget import ByteBudget, Share
 from pdkv.router.http.choice import ChoiceDelta
 from pdkv.router.http.fanout import Fanout
+from pdkv.router.http.intake import Intake
 from pdkv.router.http.metrics import Endpoint, Metrics, RequestMetrics
 from pdkv.router.http.openai import Job
-from pdkv.router.http.request_body import Disconnected, read_body
+from pdkv.router.http.request_body import Disconnected
 from pdkv.router.http.responses import WholeChoice, describe_error, error_status, prompt_extras, usage
 from pdkv.router.http.served_model import Cancelled, ServedModel
 from pdkv.router.http.sse import DONE, ChunkEncoder, error_event
-from pdkv.router.text_pool import INLINE_BYTES, TextPool
+from pdkv.router.text_pool import TextPool
 
 if TYPE_CHECKING:
     from pdkv.router.dispatch import Dispatcher
@@ -59,19 +58,17 @@ class GenerateEndpoint:
         model: Callable[[], ServedModel],
         metrics: Metrics,
         request_timeout_s: float,
-        limits: HttpLimits,
-        bodies: ByteBudget,
+        intake: Intake,
         pool: TextPool,
     ) -> None:
-        """`bodies` and `pool` are shared by the endpoints."""
+        """`intake` and `pool` are shared by the endpoints."""
         self._name = name
         self._prepare = prepare
         self._dispatcher = dispatcher
         self._model = model
         self._metrics = metrics
         self._request_timeout_s = request_timeout_s
-        self._limits = limits
-        self._bodies = bodies
+        self._intake = intake
         self._pool = pool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,48 +117,17 @@ class GenerateEndpoint:
     async def _receive_job(
         self, headers: Headers, receive: Receive, exchange: "_Exchange", model: ServedModel, timeout_s: float
     ) -> tuple[Job, "asyncio.Task[None]"]:
-        """The checked request, and the task that ends when the client goes away. The body is dropped on return."""
-        body_timeout_s = min(timeout_s, self._limits.body_timeout_s)
-        with Share(self._bodies) as share:
-            try:
-                body = await read_body(
-                    headers, receive, share, limit=self._limits.max_body_bytes, timeout_s=body_timeout_s
-                )
-            except TimeoutError:
-                what = f"the body did not arrive within {body_timeout_s:g} s"
-                if timeout_s <= body_timeout_s:
-                    raise RequestTimeout(what, request_id=exchange.request_id) from None
-                raise InvalidRequest(f"{what} (--body-timeout-s)", status=408) from None
-            exchange.body_is_here = True
-            gone = asyncio.create_task(_wait_until_gone(receive))
-            try:
-                if len(body) <= INLINE_BYTES:
-                    return self._prepare(body, model, gone.done), gone
-                return await self._prepare_on_thread(body, model, gone, timeout_s, exchange), gone
-            except BaseException:
-                gone.cancel()
-                raise
+        """The checked request, and the task that ends when the client goes away."""
 
-    async def _prepare_on_thread(
-        self,
-        body: bytes | bytearray,
-        model: ServedModel,
-        gone: "asyncio.Task[None]",
-        timeout_s: float,
-        exchange: "_Exchange",
-    ) -> Job:
-        """Given up when the client goes away or its deadline passes."""
-        work = asyncio.ensure_future(self._pool.run(len(body), functools.partial(self._prepare, body, model)))
-        try:
-            await asyncio.wait({work, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            if gone.done():
-                raise Disconnected
-            raise RequestTimeout(f"the prompt was not tokenized within {timeout_s:g} s", request_id=exchange.request_id)
-        finally:
-            work.cancel()
-            del work  # a failure's traceback holds this frame: it must not hold the failure, and the body with it
+        def prepare(body: bytes | bytearray, cancelled: Cancelled) -> Job:
+            return self._prepare(body, model, cancelled)
+
+        def on_body() -> None:
+            exchange.body_is_here = True
+
+        return await self._intake.read(
+            headers, receive, prepare, timeout_s=timeout_s, request_id=exchange.request_id, on_body=on_body
+        )
 
 
 class _Exchange:
@@ -311,12 +277,6 @@ def _reply_id(job: Job, exchange: _Exchange) -> str:
 
 def _usage(fanout: Fanout) -> dict[str, Any]:
     return usage(fanout.num_prompt_tokens, fanout.num_completion_tokens, fanout.num_cached_tokens)
-
-
-async def _wait_until_gone(receive: Receive) -> None:
-    """Returns when the client has gone away; the body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _client_timeout(headers: Headers) -> float:

@@ -27,7 +27,9 @@ class Metrics:
         self.requests = Counter(
             "pdkv_requests", "Requests by endpoint and how they ended.", ["endpoint", "outcome"], registry=registry
         )
-        self.in_flight = Gauge("pdkv_requests_in_flight", "Requests that have not ended.", registry=registry)
+        self.in_flight = 0
+        in_flight = Gauge("pdkv_requests_in_flight", "Requests that have not ended.", registry=registry)
+        in_flight.set_function(lambda: self.in_flight)
         self.prompt_tokens = Counter("pdkv_prompt_tokens", "Prompt tokens of finished requests.", registry=registry)
         self.cached_tokens = Counter(
             "pdkv_cached_prompt_tokens", "Those of them that were not computed.", registry=registry
@@ -56,7 +58,7 @@ class RequestMetrics:
         self._began = time.perf_counter()
         self._first_token_seen = False
         self.inter_token = metrics.inter_token.observe
-        metrics.in_flight.inc()
+        metrics.in_flight += 1
 
     def first_token(self, now: float) -> None:
         """A choice got its first delta at `now` (time.perf_counter); the request's first one counts."""
@@ -72,7 +74,7 @@ class RequestMetrics:
 
     def ended(self, outcome: str) -> None:
         """The request is over: "ok", "disconnected" or an error's code."""
-        self._metrics.in_flight.dec()
+        self._metrics.in_flight -= 1
         self._metrics.duration.observe(time.perf_counter() - self._began)
         self._metrics.requests.labels(self._endpoint, outcome).inc()
 

@@ -167,6 +167,8 @@ def test_a_large_cache_is_told_in_parts_that_the_index_puts_together(monkeypatch
     index = PrefixIndex()
     index.add_engine("e0")
     assert all(index.apply("e0", part) for part in parts)
+    while index.work():
+        pass
     assert index.num_keys_of("e0") == len(keys)
     assert index.apply("e0", KVEvents(parts[0].number + 1, []))
     assert index.num_gaps == 0

@@ -1,12 +1,13 @@
 """The prefix index against a plain model, with gaps, resyncs and deaths."""
 
+import itertools
 from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkv.block_keys import extend_keys, root_key
-from pdkv.router.prefix_index import PrefixIndex
+from pdkv.router.prefix_index import SLICE_KEYS, PrefixIndex
 from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents
 
 
@@ -22,6 +23,15 @@ def synced(*engines: str) -> PrefixIndex:
         index.add_engine(engine)
         assert index.apply(engine, KVEvents(0, [CacheCleared()]))
     return index
+
+
+def settle(index: PrefixIndex) -> int:
+    """Do all that was put off; returns in how many slices."""
+    num_slices = 0
+    while index.has_work:
+        index.work()
+        num_slices += 1
+    return num_slices
 
 
 def test_match_is_the_longest_prefix_of_each_engine_in_tokens() -> None:
@@ -82,6 +92,7 @@ def test_death_clears_the_engines_part_and_a_new_one_starts_empty() -> None:
     index.add_engine("c")  # takes the free place
     assert index.match(keys) == {"b": 32}
     index.remove_engine("b")
+    settle(index)
     assert index.num_keys == 0
 
 
@@ -110,6 +121,14 @@ def test_index_equals_a_set_of_keys_per_engine(batches: list[tuple[str, list[KVE
                     model[engine].difference_update(keys)
                 case CacheCleared():
                     model[engine].clear()
+    check_matches(index, model)
+    settle(index)
+    check_matches(index, model)
+    assert index.num_keys == len(set().union(*model.values()))
+    assert [index.num_keys_of(engine) for engine in "abc"] == [len(model[engine]) for engine in "abc"]
+
+
+def check_matches(index: PrefixIndex, model: dict[str, set[bytes]]) -> None:
     for keys in PREFIXES:
         expected = {}
         for engine, held in model.items():
@@ -117,8 +136,7 @@ def test_index_equals_a_set_of_keys_per_engine(batches: list[tuple[str, list[KVE
             if length:
                 expected[engine] = 16 * length
         assert index.match(keys) == expected
-    assert index.num_keys == len(set().union(*model.values()))
-    assert [index.num_keys_of(engine) for engine in "abc"] == [len(model[engine]) for engine in "abc"]
+        assert {engine: index.match_one(engine, keys) for engine in model if expected.get(engine)} == expected
 
 
 def test_an_engine_cannot_tell_more_keys_than_its_cache_holds() -> None:
@@ -128,6 +146,131 @@ def test_an_engine_cannot_tell_more_keys_than_its_cache_holds() -> None:
     keys = [i.to_bytes(16) for i in range(250)]
     assert index.apply("e", KVEvents(1, [CacheCleared(), BlockStored(keys[:80], None)]))
     assert index.apply("e", KVEvents(2, [BlockStored(keys[:80], None), BlockStored(keys[60:], None)]))
+    settle(index)
     assert (index.num_keys_of("e"), index.num_excess_keys) == (100, 150)
     assert index.apply("e", KVEvents(3, [BlockRemoved(keys[:50]), BlockStored(keys[200:], None)]))
+    settle(index)
     assert (index.num_keys_of("e"), index.num_keys) == (100, 100)
+
+
+# --- nothing takes long at once -----------------------------------------------------------------------------------
+
+MANY = [i.to_bytes(16) for i in range(8 * SLICE_KEYS)]
+
+
+def hold(index: PrefixIndex, engine: str, number: int = 1) -> None:
+    """The engine says that it has MANY keys."""
+    assert index.apply(engine, KVEvents(number, [CacheCleared(), BlockStored(MANY, None)]))
+
+
+def test_an_engine_that_dies_matches_nothing_at_once_and_is_cleared_in_slices() -> None:
+    index = synced("a", "b")
+    hold(index, "a")
+    index.apply("b", KVEvents(1, [BlockStored(MANY[:3], None)]))
+    settle(index)
+    index.remove_engine("a")
+    assert index.match(MANY) == {"b": 48}
+    assert index.num_keys == len(MANY)
+    left = [index.num_keys]
+    while index.work():
+        left.append(index.num_keys)
+    assert index.num_keys == 3
+    assert len(left) >= 8
+    assert max(a - b for a, b in itertools.pairwise(left)) < 2 * SLICE_KEYS
+    assert index.match(MANY) == {"b": 48}
+
+
+def test_a_resync_is_taken_in_slices_and_matches_as_far_as_it_came() -> None:
+    index = synced("a")
+    hold(index, "a")
+    held = [index.num_keys_of("a")]
+    while index.work():
+        held.append(index.num_keys_of("a"))
+        assert index.match(MANY) == ({"a": 16 * held[-1]} if held[-1] else {})
+    assert index.num_keys_of("a") == len(MANY)
+    assert held[0] == 0
+    assert max(b - a for a, b in itertools.pairwise(held)) <= SLICE_KEYS
+
+
+def test_an_engine_that_starts_over_forgets_at_once_what_it_had_and_what_waits() -> None:
+    index = synced("a")
+    hold(index, "a")
+    settle(index)
+    assert index.apply("a", KVEvents(2, [CacheCleared(), BlockStored(MANY[:2], None)]))
+    assert (index.match(MANY), index.num_keys_of("a")) == ({"a": 32}, 2)
+    hold(index, "a", number=3)
+    assert index.apply("a", KVEvents(9, [CacheCleared(), BlockStored(MANY[:1], None)]))
+    settle(index)
+    assert (index.match(MANY), index.num_keys) == ({"a": 16}, 1)
+
+
+def test_events_keep_their_order_behind_those_that_wait() -> None:
+    index = synced("a")
+    hold(index, "a")
+    assert index.apply("a", KVEvents(2, [BlockRemoved([MANY[5]])]))
+    settle(index)
+    assert index.match(MANY) == {"a": 80}
+    assert index.num_keys_of("a") == len(MANY) - 1
+
+
+def test_a_bit_is_used_again_only_when_it_is_cleared() -> None:
+    index = synced("a")
+    hold(index, "a")
+    settle(index)
+    for life in range(4):
+        index.remove_engine("a")
+        index.add_engine("a")
+        assert index.apply("a", KVEvents(0, [CacheCleared(), BlockStored(MANY[:life], None)]))
+        assert index.match(MANY) == ({"a": 16 * life} if life else {})
+    index.work()
+    hold(index, "a")
+    settle(index)
+    assert index.match(MANY) == {"a": 16 * len(MANY)}
+    index.remove_engine("a")
+    settle(index)
+    assert index.num_keys == 0
+
+
+def test_an_engine_that_tells_more_than_is_worked_off_is_asked_anew() -> None:
+    index = PrefixIndex()
+    index.add_engine("a", max_keys=len(MANY))
+    hold(index, "a", number=0)
+    answers = []
+    for number in range(1, 20):
+        answers.append(index.apply("a", KVEvents(number, [BlockStored(MANY, None)])))
+    assert answers.count(False) == 1
+    assert index.num_gaps == 1
+    settle(index)
+    assert index.num_keys == 0
+    hold(index, "a", number=20)
+    settle(index)
+    assert index.num_keys_of("a") == len(MANY)
+
+
+def test_whoever_works_is_called_once_each_time_that_there_is_work_again() -> None:
+    calls = []
+    index = PrefixIndex(on_work=lambda: calls.append(1))
+    index.add_engine("a")
+    assert index.apply("a", KVEvents(0, [CacheCleared(), BlockStored(MANY[:10], None)]))
+    assert not calls
+    hold(index, "a")
+    index.remove_engine("a")
+    assert len(calls) == 1
+    settle(index)
+    index.remove_engine("a")
+    assert len(calls) == 1
+    index.add_engine("a")
+    hold(index, "a")
+    assert len(calls) == 2
+
+
+def test_a_thousand_engines_match_with_their_own_lengths() -> None:
+    index = PrefixIndex()
+    expected = {}
+    for number in range(1000):
+        length = number * 7 % 65
+        index.add_engine(f"e{number}")
+        assert index.apply(f"e{number}", KVEvents(0, [CacheCleared(), BlockStored(MANY[:length], None)]))
+        if length:
+            expected[f"e{number}"] = 16 * length
+    assert index.match(MANY[:64]) == expected

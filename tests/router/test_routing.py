@@ -13,7 +13,7 @@ from pdkv.router.books import Entry
 from pdkv.router.policies import POLICIES
 from pdkv.router.prefix_index import PrefixIndex
 from pdkv.router.request import Route
-from pdkv.router.routing import RouteChooser
+from pdkv.router.routing import AFFINITY_TOKENS, RouteChooser
 from pdkv.router.state import ORDERS, Fleet
 from pdkv.wire.messages import BlockStored, CacheCleared, KVEvents
 
@@ -103,3 +103,23 @@ def test_a_side_without_engines_is_named() -> None:
     chooser.fleet.went_down("prefill-0", 0.0)
     with pytest.raises(EngineUnavailable, match="no prefill engine is ready"):
         chooser.choose(make_request(), 0.0)
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware"])
+def test_requests_of_one_key_go_to_one_engine_while_its_load_allows_it(policy: str) -> None:
+    chooser: Any = make_chooser(4, 1, policy)
+
+    def engines_of(key: str) -> set[str]:
+        return {chooser.choose_prefill(make_request(affinity=key), 0.0) for _ in range(8)}
+
+    owners = {key: engines_of(key) for key in "abcdefghijklmnop"}
+    assert all(len(engines) == 1 for engines in owners.values())
+    assert len(set().union(*owners.values())) == 4
+    [owner] = owners["a"]
+    books = Entry(chooser.fleet.engines[owner].books, AFFINITY_TOKENS - 1, 0)
+    books.enter()
+    assert engines_of("a") == {owner}
+    Entry(chooser.fleet.engines[owner].books, 2, 0).enter()
+    assert owner not in engines_of("a")
+    chooser.fleet.went_down(owner)
+    assert all(engines_of(key) == engines for key, engines in owners.items() if engines != {owner})
