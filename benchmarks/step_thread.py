@@ -7,6 +7,7 @@ Connectors take turns, so that a slow phase of the machine falls on all of them.
 import gc
 import random
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -94,7 +95,12 @@ class DrawsOnly(Executor):
 
 @contextmanager
 def engine(
-    connector: tuple[str, Mapping[str, str]] | None, num_blocks: int, *, max_tokens: int, batch: int
+    connector: tuple[str, Mapping[str, str]] | None,
+    num_blocks: int,
+    *,
+    max_tokens: int,
+    batch: int,
+    notify: Callable[[], None] = lambda: None,
 ) -> Iterator[EngineCore]:
     """An engine with one router, "r".
 
@@ -102,6 +108,7 @@ def engine(
         connector: its name and its options; None: it has none.
         max_tokens: of one step.
         batch: requests of one step.
+        notify: called on any thread when the connector has news for the next step.
     """
     name = f"step-thread-{secrets.token_hex(4)}"
     with ExitStack() as stack:
@@ -110,7 +117,7 @@ def engine(
             config = ConnectorConfig(
                 engine=name, epoch=f"{name}.0", layout=LAYOUT, num_blocks=num_blocks, options=connector[1]
             )
-            made = make_connector(connector[0], config, lambda: None)
+            made = make_connector(connector[0], config, notify)
             stack.callback(made.shutdown)
             shape = (num_blocks, LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, BLOCK_SIZE, LAYOUT.head_size)
             pool = made.allocate_kv_cache()
@@ -174,15 +181,22 @@ def decode_steps(quick: bool) -> list[Claim]:
         for i in range(num_requests)
     ]
     took: dict[str, list[float]] = {name: [] for name in names}
+    news = {name: threading.Event() for name in names}
     with ExitStack() as stack:
         cores = {
             name: stack.enter_context(
-                engine(CONNECTORS[name], num_requests * (num_blocks + 32), max_tokens=65_536, batch=num_requests)
+                engine(
+                    CONNECTORS[name],
+                    num_requests * (num_blocks + 32),
+                    max_tokens=65_536,
+                    batch=num_requests,
+                    notify=news[name].set,
+                )
             )
             for name in names
         }
-        for core in cores.values():
-            _fill(core, prompts, max_tokens=(rounds + 2) * steps + 8)
+        for name, core in cores.items():
+            _fill(core, prompts, 32 * BLOCK_SIZE, news[name])
         gc.collect()
         gc.freeze()  # as engines do when they have started
         gc.disable()
@@ -204,14 +218,20 @@ def _has_nixl() -> bool:
     return True
 
 
-def _fill(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int) -> None:
-    """All prompts are computed, and what they owe to others is sent."""
+def _fill(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int, news: threading.Event) -> None:
+    """All prompts are computed, and what they owe to others is sent.
+
+    Where a prompt waits for the connector's answer, the others take no step: their tokens must last.
+    """
     for i, prompt in enumerate(prompts):
         core.handle("r", submit(f"q{i}", prompt, max_tokens), time.monotonic())
     for _ in range(1000):
+        news.clear()
         _step(core)
         if not core.scheduler.waiting and all(r.output_token_ids for r in core.scheduler.running):
             return
+        if core.scheduler.waiting and all(r.output_token_ids for r in core.scheduler.running):
+            news.wait(1.0)
     raise AssertionError("the prompts are never computed")
 
 
