@@ -424,6 +424,14 @@ class KVConnector(ABC):
         return cls
 
     @classmethod
+    def hit_tokens(cls, options: Mapping[str, str], block_size: int) -> int:
+        """What others save is found up to multiples of so many tokens; 0: it finds nothing by content.
+
+        What the token behind such an end sees of a window is kept until it was shown: else it could not be saved.
+        """
+        return 0
+
+    @classmethod
     def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
         """The packages that it needs with these options; of no options at all: that it may need with some."""
         return ()

@@ -106,12 +106,14 @@ class InProcessExecutor(ModelExecutor):
         parallel: TensorParallel = ALONE,
         weights: WeightFiles | None = None,
         grouped: bool = True,
+        hit_tokens: int = 0,
     ) -> None:
         """Load the weights; on CUDA also run `max_num_batched_tokens` tokens to measure the memory that a step takes.
 
         Args:
             weights: the model's files, already open; None: they are opened here.
             grouped: as in `make_layout`.
+            hit_tokens: as in `kept_from`.
 
         Raises:
             ModelError: the weights are missing, broken, or changed while they were read.
@@ -129,6 +131,7 @@ class InProcessExecutor(ModelExecutor):
         self.max_model_len = resolve_max_model_len(model_config, config.max_model_len)
         self.layout = make_layout(model_config, block_size=config.block_size, dtype=dtype, shard=shard, grouped=grouped)
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._hit_tokens = hit_tokens
         size_bytes = pool_bytes(config, self.device)
         if size_bytes is not None:
             self._size_pool(config, size_bytes)  # before the weights, which may take minutes
@@ -157,7 +160,7 @@ class InProcessExecutor(ModelExecutor):
     def _size_pool(self, config: EngineConfig, size_bytes: int) -> None:
         self.num_blocks = num_blocks_that_fit(self.layout, size_bytes)
         self.max_model_len = length_that_fits(
-            config, self.layout, self.num_blocks, self.max_model_len, self._max_num_batched_tokens
+            config, self.layout, self.num_blocks, self.max_model_len, self._max_num_batched_tokens, self._hit_tokens
         )
 
     def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:

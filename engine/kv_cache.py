@@ -83,20 +83,25 @@ def check_pool(pool: torch.Tensor, layout: KVLayout, num_blocks: int) -> None:
 
 
 def length_that_fits(
-    config: EngineConfig, layout: KVLayout, num_blocks: int, max_model_len: int, max_step_tokens: int = 0
+    config: EngineConfig,
+    layout: KVLayout,
+    num_blocks: int,
+    max_model_len: int,
+    max_step_tokens: int = 0,
+    hit_tokens: int = 0,
 ) -> int:
     """The longest request that the engine may promise: one that the pool does not hold would be cut short.
 
     Args:
         max_model_len: what was asked for, else the model's, which a smaller pool caps.
-        max_step_tokens: tokens of one step; counts where layers have a window.
+        max_step_tokens: tokens of one step; counts where layers have a window, as does `hit_tokens` (kv_groups.py).
 
     Raises:
         ConfigError: what was asked for does not fit; names both figures, and what to set.
     """
 
     def needs(num_tokens: int) -> int:
-        return num_held_at_once(layout.windows, num_tokens, layout.block_size, max_step_tokens)
+        return num_held_at_once(layout.windows, num_tokens, layout.block_size, max_step_tokens, hit_tokens)
 
     if needs(max_model_len) <= num_blocks:
         return max_model_len

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.engine.block_pool import BlockPool, Holder
-from pdkv.engine.kv_groups import num_held_at_end, num_held_at_once
+from pdkv.engine.kv_groups import kept_from, num_held_at_end, num_held_at_once
 from pdkv.engine.request import Request, held_blocks
 
 MAX_COMMITTED_BLOCKS = 2048
@@ -27,6 +27,7 @@ class KVCacheManager:
         block_size: tokens per KV block, a multiple of `hash_block_size`.
         windows: by KV group, how many tokens its layers see; 0: all.
         max_step_tokens: tokens of one step.
+        hit_tokens: what a store's hits, which end at multiples of so many tokens, need of a window is kept; 0: none.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class KVCacheManager:
         hash_block_size: int,
         windows: Sequence[int] = (0,),
         max_step_tokens: int = 0,
+        hit_tokens: int = 0,
     ) -> None:
         assert block_size % hash_block_size == 0
         self.pool = pool
@@ -45,6 +47,7 @@ class KVCacheManager:
         self._windows = tuple(windows)
         self._has_windows = any(windows)
         self._max_step_tokens = max_step_tokens
+        self._hit_tokens = hit_tokens
         self._keys_per_block = block_size // hash_block_size
         self._step_blocks: dict[int, list[Sequence[int]]] = {}  # step in flight -> blocks of requests that left since
 
@@ -54,11 +57,12 @@ class KVCacheManager:
 
     def num_kept(self, num_tokens: int) -> int:
         """Blocks, of all groups, that a request keeps behind its first `num_tokens` tokens."""
-        return num_held_at_end(self._windows, num_tokens, self.block_size)
+        return num_held_at_end(self._windows, num_tokens, self.block_size, self._hit_tokens)
 
     def num_at_once(self, num_tokens: int) -> int:
         """Blocks, of all groups, that a request of `num_tokens` tokens may need while it is computed."""
-        return num_held_at_once(self._windows, num_tokens, self.block_size, self._max_step_tokens)
+        sizes = (self.block_size, self._max_step_tokens, self._hit_tokens)
+        return num_held_at_once(self._windows, num_tokens, *sizes)
 
     # --- hits -----------------------------------------------------------------------------------------------------
 
@@ -227,9 +231,10 @@ class KVCacheManager:
         """Blocks that no token from the last confirmed one on sees are released: what a step in flight computes is
         behind that one, so it neither reads nor writes them. Their content can be found until they are reused.
         """
+        seen = kept_from(request.num_confirmed, self._hit_tokens)
         for group, (window, table) in enumerate(zip(self._windows, request.block_tables, strict=True)):
             start = request.num_given_up[group]
-            stop = min(first_seen_block(window, request.num_confirmed, self.block_size), len(table))
+            stop = min(first_seen_block(window, seen, self.block_size), len(table))
             if start < stop:
                 self.pool.release(table[start:stop], Holder.ACTIVE)
                 table[start:stop] = [-1] * (stop - start)

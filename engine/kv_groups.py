@@ -45,20 +45,30 @@ def _group_size(counts: Sequence[int]) -> int:
     return next(size for size in range(max(counts), 0, -1) if sum(-(-n // size) * size for n in counts) <= most)
 
 
-def num_held_at_once(windows: Sequence[int], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+def kept_from(num_tokens: int, hit_tokens: int) -> int:
+    """What the token behind so many of the first `num_tokens` sees is kept behind all of them.
+
+    A store's hits end at multiples of `hit_tokens` (0: there is none). The last one that a prompt of so many tokens can
+    use leaves a token to compute.
+    """
+    return max(num_tokens - 1, 0) // hit_tokens * hit_tokens if hit_tokens else num_tokens
+
+
+def num_held_at_once(
+    windows: Sequence[int], num_tokens: int, block_size: int, max_step_tokens: int, hit_tokens: int = 0
+) -> int:
     """The most blocks, of all groups together, that a request of `num_tokens` tokens holds while it is computed.
 
     Args:
         max_step_tokens: tokens of one step: a window's blocks stay until the steps that see them are confirmed.
+        hit_tokens: as in `kept_from`.
     """
     blocks = -(-num_tokens // block_size)
-    return sum(
-        min(blocks, -(-(window - 1 + STEPS_AHEAD * max_step_tokens) // block_size) + 1) if window else blocks
-        for window in windows
-    )
+    ahead = STEPS_AHEAD * max_step_tokens + hit_tokens
+    return sum(min(blocks, -(-(window - 1 + ahead) // block_size) + 1) if window else blocks for window in windows)
 
 
-def num_held_at_end(windows: Sequence[int], num_tokens: int, block_size: int) -> int:
-    """The blocks, of all groups together, that the token behind the first `num_tokens` sees."""
-    blocks = -(-num_tokens // block_size)
-    return sum(blocks - first_seen_block(window, num_tokens, block_size) for window in windows)
+def num_held_at_end(windows: Sequence[int], num_tokens: int, block_size: int, hit_tokens: int = 0) -> int:
+    """The blocks, of all groups together, that are kept behind the first `num_tokens` tokens."""
+    blocks, seen = -(-num_tokens // block_size), kept_from(num_tokens, hit_tokens)
+    return sum(blocks - first_seen_block(window, seen, block_size) for window in windows)

@@ -9,6 +9,7 @@ What kinds of children go together, and what comes of it:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
@@ -172,6 +173,10 @@ class MultiConnector(KVConnector):
             "one_process": any(c.one_process for c in connectors),
         }
         return type(cls.__name__, (cls,), flags)
+
+    @classmethod
+    def hit_tokens(cls, options: Mapping[str, str], block_size: int) -> int:
+        return lcm(*(n for spec in cls.specs if (n := spec.connector.hit_tokens(spec.options, block_size))), 1)
 
     @classmethod
     def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:

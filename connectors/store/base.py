@@ -6,6 +6,7 @@ store gives back is verified before it reaches a block (envelope.py): a store ne
 """
 
 from collections.abc import Callable, Mapping
+from math import lcm
 from typing import ClassVar
 
 from pdkv.connectors.base import (
@@ -41,6 +42,7 @@ class StoreConnector(KVConnector):
 
     kind: ClassVar[ConnectorKind] = "store"
     content_addressed: ClassVar[bool] = True
+    kv_groups: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = StoreMetadata
     options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
     options: StoreConnectorOptions
@@ -50,7 +52,8 @@ class StoreConnector(KVConnector):
         super().__init__(config, notify)
         groups = self.options.layer_groups
         if not groups:
-            groups = min(LAYERWISE_GROUPS, config.layout.num_layers) if self.options.load == "layerwise" else 1
+            most = min((len(group.layers) for group in config.layout.groups), default=config.layout.num_layers)
+            groups = min(LAYERWISE_GROUPS, most) if self.options.load == "layerwise" else 1
         self.sealer = make_sealer(sign=self.options.sign, key_file=self.options.sign_key_file)
         self.cut = StoreCut(
             config,
@@ -59,6 +62,10 @@ class StoreConnector(KVConnector):
             signer=self.sealer.identity,
         )
         self._store: KVStore | None = None
+
+    @classmethod
+    def hit_tokens(cls, options: Mapping[str, str], block_size: int) -> int:
+        return lcm(cls.options_type.parse(options).tokens_per_value, block_size)
 
     @classmethod
     def probe(cls, options: Mapping[str, str]) -> str:

@@ -1,13 +1,14 @@
 """What is known of a store's content: answers from memory, lookups on a thread, a deadline for each.
 
-A chain of keys is looked up from its first key that nobody knows; the answer is how many keys in a row are there.
+A chain of keys is looked up from its first key that nobody knows; the answer is how many keys in a row are there. Of
+other keys the answer is which of them are there.
 """
 
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
@@ -37,9 +38,10 @@ JOIN_TIMEOUT_S = 5.0
 
 @dataclass(eq=False, slots=True)
 class _Lookup:
-    """Keys of a chain; answered is the one that nobody knew, the first."""
+    """Keys that nobody knew or, of a chain, that come behind the first one that nobody knew."""
 
     keys: list[bytes]
+    is_chain: bool
     deadline: float
     wanted: bool  # somebody waits for it
     answered: bool = False
@@ -124,26 +126,45 @@ class KeyLookups:
         now = time.monotonic()
         with self._changed:
             first = next((i for i, key in enumerate(keys) if not self._believes(key, now)), len(keys))
-            if first == len(keys):
+            if first == len(keys) or self._misses_now(keys[first], now, wanted=wanted):
                 return first
-            key = keys[first]
-            if key in self._barred:
-                return first
-            miss = self._misses.get(key)
-            if miss is not None and (not miss.told or now - miss.time < MISS_VALID_S):
-                miss.told = miss.told or wanted
-                return first
-            lookup = self._pending.get(key)
-            if lookup is not None:
-                lookup.wanted = lookup.wanted or wanted
-                return None
-            if len(self._pending) >= (1 if self._problem else MAX_LOOKUPS):
-                self.num_refused += wanted
-                return first
-            lookup = self._pending[key] = _Lookup(list(keys[first:]), now + self._timeout_s, wanted)
-            self._queue.append(lookup)
-            self._changed.notify_all()
-            return None
+            return None if self._begin(keys[first:], now, wanted=wanted, is_chain=True) else first
+
+    def look_up(self, keys: Sequence[bytes], *, wanted: bool = True) -> list[bool] | None:
+        """Which of the keys are stored; None: it is being looked up, and `notify` will tell. `wanted`: as above."""
+        now = time.monotonic()
+        with self._changed:
+            answers = [self._believes(key, now) for key in keys]
+            unknown = [
+                key
+                for key, is_there in zip(keys, answers, strict=True)
+                if not (is_there or self._misses_now(key, now, wanted=wanted))
+            ]
+            return None if unknown and self._begin(unknown, now, wanted=wanted, is_chain=False) else answers
+
+    def _misses_now(self, key: bytes, now: float, *, wanted: bool) -> bool:
+        """Whether a key is known to be of no use."""
+        if key in self._barred:
+            return True
+        miss = self._misses.get(key)
+        if miss is None or (miss.told and now - miss.time >= MISS_VALID_S):
+            return False
+        miss.told = miss.told or wanted
+        return True
+
+    def _begin(self, keys: Sequence[bytes], now: float, *, wanted: bool, is_chain: bool) -> bool:
+        """Look the keys up, the first of which nobody knows; False: there are too many lookups."""
+        lookup = self._pending.get(keys[0])
+        if lookup is not None:
+            lookup.wanted = lookup.wanted or wanted
+            return True
+        if len(self._pending) >= (1 if self._problem else MAX_LOOKUPS):
+            self.num_refused += wanted
+            return False
+        lookup = self._pending[keys[0]] = _Lookup(list(keys), is_chain, now + self._timeout_s, wanted)
+        self._queue.append(lookup)
+        self._changed.notify_all()
+        return True
 
     def is_known(self, key: bytes) -> bool:
         """Whether the value is believed to be stored."""
@@ -220,14 +241,21 @@ class KeyLookups:
         while len(self._misses) > MAX_KNOWN_KEYS:
             self._misses.popitem(last=False)
 
-    def _answer(self, lookup: _Lookup, num_found: int) -> None:
-        """The first `num_found` keys are there and the next one is not; a late answer corrects the miss."""
-        self._add(lookup.keys[:num_found])
-        if num_found < len(lookup.keys) and not (lookup.answered and not num_found):
-            self._missed(lookup.keys[num_found])
+    def _answer(self, lookup: _Lookup, stored: Container[bytes]) -> None:
+        """These keys are there: of a chain those before the first one that is not. A late answer corrects the miss."""
+        keys = lookup.keys
+        if lookup.is_chain:
+            num_found = next((i for i, key in enumerate(keys) if key not in stored), len(keys))
+            found, missing = keys[:num_found], keys[num_found : num_found + 1]
+        else:
+            found, missing = [k for k in keys if k in stored], [k for k in keys if k not in stored]
+        self._add(found)
+        if found or not lookup.answered:
+            for key in missing:
+                self._missed(key)
         if not lookup.answered:
             lookup.answered = True
-            del self._pending[lookup.keys[0]]
+            del self._pending[keys[0]]
 
     def _failed(self, what: str) -> None:
         if not self._problem:
@@ -261,8 +289,7 @@ class KeyLookups:
                 error = f"a lookup failed ({failure!r})"
             with self._changed:
                 for lookup in lookups:
-                    found = next((i for i, key in enumerate(lookup.keys) if key not in stored), len(lookup.keys))
-                    self._answer(lookup, found)
+                    self._answer(lookup, stored)
                 if error:
                     self.num_failed += len(lookups)
                     self._failed(error)
@@ -293,7 +320,7 @@ class KeyLookups:
                 now = time.monotonic()
                 late = [lookup for lookup in self._pending.values() if lookup.deadline <= now]
                 for lookup in late:
-                    self._answer(lookup, 0)
+                    self._answer(lookup, ())
                     self.num_timeouts += 1
                     self._failed(f"no answer to a lookup within {self._timeout_s:g} s")
                 if not late:

@@ -40,21 +40,18 @@ def buffer_bytes(capacity: int, unit_bytes: int) -> int:
     return capacity + capacity // unit_bytes * ENVELOPE_BYTES
 
 
-def pack(
-    values: Sequence[Value], parts: Sequence[tuple[ValuePart, int]], capacity: int, *, split: bool
-) -> Iterator[list[Piece]]:
-    """Fill buffers of `capacity` bytes of images, at least one value of any part, with all parts of all values.
+def pack(pieces: Sequence[Piece], capacity: int, *, split: bool) -> Iterator[list[Piece]]:
+    """Fill buffers of `capacity` bytes of images, at least one value of any part, with all values of all pieces.
 
     Args:
-        parts: with the bytes of a unit of each.
-        split: a layer group begins a buffer of its own.
+        split: a stage begins a buffer of its own.
     """
-    pieces: list[Piece] = []
+    packed: list[Piece] = []
     room = capacity
-    for part, unit_bytes in parts:
-        if split and pieces and pieces[-1].part.group != part.group:
-            yield pieces
-            pieces, room = [], capacity
+    for part, values, unit_bytes in pieces:
+        if split and packed and packed[-1].part.stage != part.stage:
+            yield packed
+            packed, room = [], capacity
         first = 0
         while first < len(values):
             stop = first
@@ -62,13 +59,13 @@ def pack(
                 room -= values[stop].num_units * unit_bytes
                 stop += 1
             if stop > first:
-                pieces.append(Piece(part, values[first:stop], unit_bytes))
+                packed.append(Piece(part, values[first:stop], unit_bytes))
                 first = stop
             if first < len(values):
-                yield pieces
-                pieces, room = [], capacity
-    if pieces:
-        yield pieces
+                yield packed
+                packed, room = [], capacity
+    if packed:
+        yield packed
 
 
 def lay_out(pieces: Sequence[Piece], buffer: Bytes) -> list[Slot]:

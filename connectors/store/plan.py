@@ -1,21 +1,25 @@
-"""What a store connector keeps under which key: values of several units, cut by KV heads and layers, and a step's
-orders about them. Pure; nothing here touches a store or a pool.
+"""What a store connector keeps under which key: values of several units, cut by KV groups, heads and layers, and a
+step's orders about them. Pure; nothing here touches a store or a pool.
 """
 
 import hashlib
 import struct
+from bisect import bisect_left
 from collections.abc import Sequence
+from math import lcm
 from typing import NamedTuple
 
 import msgspec
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, TransferKey
+from pdkv.connectors.peer.group_entries import entries_to_load
 from pdkv.connectors.store import envelope
+from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import ConfigError
 
-_SUFFIX = struct.Struct("<IHHHHH8s")  # tokens_per_value, shards, groups, shard, group, format, signer
+_SUFFIX = struct.Struct("<IHHHHH8s")  # tokens_per_value, shards, layer groups, shard, layer group, format, signer
 _KEY_BYTES = 16
 
 
@@ -35,11 +39,14 @@ class Cut(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Tokens [start, start + num_tokens) of a request; every part of them is stored under `key` + its suffix."""
+    """Tokens [start, start + num_tokens) of a request in one KV group; every part of them is stored under `key` + its
+    suffix.
+    """
 
-    key: bytes  # of the last hash block, or of a transfer's tail
-    start: int  # a multiple of tokens_per_value
-    num_tokens: int  # fewer than tokens_per_value: a tail, whose last unit may be partly filled
+    key: bytes  # of the last hash block, or of a transfer's tail; then the KV group, of the second one on
+    start: int  # a multiple of a whole value's tokens
+    num_tokens: int  # fewer than those of a whole one: a tail, whose last unit may be partly filled
+    group: int = 0
 
     @property
     def stop(self) -> int:
@@ -57,12 +64,16 @@ class ValuePart(NamedTuple):
 
     suffix: bytes
     part: UnitPart
-    group: int
+    stage: int  # of a forward pass: loads of several layer groups and KV groups come in stage by stage
     owned: bool  # this rank writes it; others may hold the same heads
 
 
 class StoreCut:
     """The cut of one rank's KV.
+
+    Of a KV group without a window a value has `tokens_per_value` tokens; of one with a window it is a block, since a
+    hit needs exactly the blocks that its next token sees. A hit ends where a value of every group ends, at multiples of
+    `hit_tokens`, or with a hand-off.
 
     Raises:
         ConfigError: heads, layers or tokens that cannot be cut so.
@@ -72,24 +83,37 @@ class StoreCut:
         self, config: ConnectorConfig, *, tokens_per_value: int, layer_groups: int, signer: bytes = b""
     ) -> None:
         layout = config.layout
-        heads, layers = layout.kv_heads_of_all_ranks, layout.num_layers
+        heads = layout.kv_heads_of_all_ranks
+        num_layers = [len(group.layers) for group in layout.groups] or [layout.num_layers]
         if tokens_per_value < HASH_BLOCK_SIZE or tokens_per_value % HASH_BLOCK_SIZE:
             raise ConfigError(f"tokens_per_value must be a multiple of {HASH_BLOCK_SIZE}, got {tokens_per_value}")
-        if not 1 <= layer_groups <= layers:
-            raise ConfigError(f"layer_groups must be 1 to {layers} (the model's layers), got {layer_groups}")
+        if not 1 <= layer_groups <= min(num_layers):
+            of_group = "of the model's smallest KV group" if layout.groups else "the model's layers"
+            raise ConfigError(f"layer_groups must be 1 to {min(num_layers)} ({of_group}), got {layer_groups}")
         shards = min(config.kv_shards, heads)  # more ranks than heads: heads are replicated, not cut
         if heads % shards or config.kv_shards % config.tp or config.kv_shards % shards:
             raise ConfigError(f"{heads} KV heads on {config.tp} ranks cannot be cut into {config.kv_shards} shards")
+        self.layout = layout
+        self.windows = layout.windows
+        self.has_windows = any(self.windows)
         self.cut = Cut(tokens_per_value, shards, layer_groups, envelope.FORMAT, signer)
-        self.tokens_per_value = tokens_per_value
         self.layer_groups = layer_groups
+        self.value_tokens = [layout.block_size if window else tokens_per_value for window in self.windows]
+        """Of a whole value, by KV group."""
+        self.hit_tokens = lcm(tokens_per_value, layout.block_size) if self.has_windows else tokens_per_value
         self.suffixes = [self.cut.suffix(s, g) for g in range(layer_groups) for s in range(shards)]  # of all ranks
-        self._bounds = [group * layers // layer_groups for group in range(layer_groups + 1)]
+        self._bounds = [[i * n // layer_groups for i in range(layer_groups + 1)] for n in num_layers]  # by KV group
+        self._places = layout.places
         self._model = config.model
-        self.parts = self._parts_of_rank(config, shards)
-        """Of this rank, by layer group."""
+        self.parts = [self._parts_of_rank(config, shards, group) for group in range(layout.num_groups)]
+        """Of this rank, by KV group, by layer group."""
 
-    def _parts_of_rank(self, config: ConnectorConfig, shards: int) -> list[ValuePart]:
+    @property
+    def num_stages(self) -> int:
+        """Parts of a load that a forward pass waits for one by one."""
+        return self.layer_groups * len(self.parts)
+
+    def _parts_of_rank(self, config: ConnectorConfig, shards: int, kv_group: int) -> list[ValuePart]:
         heads, tp, rank = config.layout.kv_heads_of_all_ranks, config.tp, config.rank
         per_shard = heads // shards
         replicas = max(tp // heads, 1)
@@ -100,36 +124,100 @@ class StoreCut:
                 f"rank {rank} of {tp} has {config.layout.num_kv_heads} of {heads} KV heads, {shards} shards give it "
                 f"{count * per_shard}"
             )
+        bounds = self._bounds[kv_group]
         return [
             ValuePart(
                 self.cut.suffix(first + i, group),
-                UnitPart(i * per_shard, (i + 1) * per_shard, self._bounds[group], self._bounds[group + 1]),
-                group,
+                UnitPart(i * per_shard, (i + 1) * per_shard, bounds[group], bounds[group + 1]),
+                kv_group * self.layer_groups + group,
                 rank % replicas == 0,
             )
             for group in range(self.layer_groups)
             for i in range(count)
         ]
 
-    def group_that_begins_at(self, layer: int) -> int | None:
-        """The layer group whose first layer this is."""
-        return self._bounds.index(layer) if layer in self._bounds[:-1] else None
+    def stage_that_begins_at(self, layer: int) -> int | None:
+        """The stage whose first layer this one of the model is."""
+        kv_group, index = self._places[layer]
+        bounds = self._bounds[kv_group][:-1]
+        return kv_group * self.layer_groups + bounds.index(index) if index in bounds else None
 
-    def whole_values(self, block_keys: Sequence[bytes], start: int, stop: int) -> list[Value]:
-        """Whole values that end in (start, stop]. `block_keys`: one per hash block of the request."""
-        size, units = self.tokens_per_value, self.tokens_per_value // HASH_BLOCK_SIZE
+    # --- values ---------------------------------------------------------------------------------------------------
+
+    def is_whole(self, value: Value) -> bool:
+        """Whether it is found by content."""
+        return value.num_tokens == self.value_tokens[value.group]
+
+    def whole_values(self, block_keys: Sequence[bytes], start: int, stop: int, group: int = 0) -> list[Value]:
+        """Whole values of a KV group that end in (start, stop]. `block_keys`: one per hash block of the request."""
+        size = self.value_tokens[group]
+        units = size // HASH_BLOCK_SIZE
         last = min(stop // size, len(block_keys) // units)
-        return [Value(block_keys[(i + 1) * units - 1], i * size, size) for i in range(start // size, last)]
+        suffix = _group_suffix(group)
+        return [
+            Value(block_keys[(i + 1) * units - 1] + suffix, i * size, size, group) for i in range(start // size, last)
+        ]
 
-    def tail(self, key: TransferKey, num_tokens: int) -> Value | None:
-        """The tokens of a prompt behind its last whole value; found by their transfer only. None: there are none."""
-        length = num_tokens % self.tokens_per_value
-        if not length:
-            return None
+    def tails(self, key: TransferKey, num_tokens: int) -> list[Value]:
+        """The tokens of a prompt behind the last whole value of each KV group; found by their transfer only."""
         transfer_id, attempt = key
         name = f"{len(self._model)}:{self._model}{len(transfer_id)}:{transfer_id}{attempt}".encode()
         digest = hashlib.blake2b(name, digest_size=_KEY_BYTES, person=b"pdkv-tail").digest()
-        return Value(digest, num_tokens - length, length)
+        return [
+            Value(digest + _group_suffix(group), num_tokens - length, length, group)
+            for group, size in enumerate(self.value_tokens)
+            if (length := num_tokens % size)
+        ]
+
+    def values_to_load(
+        self, block_keys: Sequence[bytes], start: int, stop: int, tails: Sequence[Value] = ()
+    ) -> list[Value]:
+        """Values that a load of tokens [start, stop) needs, in the order of their tokens.
+
+        Args:
+            tails: those of the hand-off that is read to its end; they stand where no whole value does.
+        """
+        size = self.layout.block_size
+        values: list[Value] = []
+        for group, entries in enumerate(entries_to_load(self.layout, start, stop)):
+            covered = -(-stop // self.value_tokens[group]) * self.value_tokens[group]
+            values += self.whole_values(block_keys, entries.start * size, stop if tails else covered, group)
+        values += [tail for tail in tails if start < tail.stop]
+        return sorted(values, key=lambda value: (value.start, value.group)) if self.windows != (0,) else values
+
+    def last_of_window(self, block_keys: Sequence[bytes], end: int, tails: Sequence[Value]) -> Value | None:
+        """The value that stands at the end of a hit in the last group with a window; None: it needs none there."""
+        group = len(self.windows) - 1
+        if self.windows[group] <= 1:
+            return None
+        own = [tail for tail in tails if tail.group == group]
+        return own[0] if own else self.whole_values(block_keys, end - self.layout.block_size, end, group)[-1]
+
+    def values_to_save(
+        self, block_keys: Sequence[bytes], start: int, stop: int, group: int, table: Sequence[int], *, last: bool
+    ) -> list[Value]:
+        """Whole values that hits can use once tokens [start, stop) are in a KV group's blocks for good.
+
+        Of a window only what is there, for hits that end in (start, stop]; `last`: and for the hand-off that ends here.
+        """
+        window, size = self.windows[group], self.layout.block_size
+        if not window:
+            return self.whole_values(block_keys, start, stop, group)
+        there = bisect_left(table, True, key=lambda block_id: block_id >= 0)
+        ends = [*range((start // self.hit_tokens + 1) * self.hit_tokens, stop + 1, self.hit_tokens)]
+        values: list[Value] = []
+        done = 0
+        for end in [*ends, stop] if last else ends:
+            first = first_seen_block(window, end, size)
+            if first >= there:
+                values += self.whole_values(block_keys, max(first, done) * size, end, group)
+                done = end // size
+        return values
+
+
+def _group_suffix(group: int) -> bytes:
+    """What tells a value's KV group: nothing for the first."""
+    return group.to_bytes(2, "little") if group else b""
 
 
 # --- a step's orders ----------------------------------------------------------------------------------------------
@@ -142,8 +230,15 @@ class StoreLoad(msgspec.Struct):
     values: list[Value]  # the first one holds token `start`
     start: int  # a multiple of the block size
     stop: int
-    block_ids: list[int]  # the first one begins with token `start`
+    block_tables: list[list[int]]  # by KV group, the first block begins with token `start`; -1: nothing goes there
     layerwise: bool = False  # the request computes in this step, behind its load
+
+
+class BlockSpan(NamedTuple):
+    """Blocks of a request in one KV group."""
+
+    first_token: int  # of the first block
+    block_ids: list[int]
 
 
 class StoreSave(msgspec.Struct, frozen=True):
@@ -153,17 +248,21 @@ class StoreSave(msgspec.Struct, frozen=True):
     batch: TransferKey
     values: list[Value]
     check: list[Value]  # believed to be stored; written where the store does not have them
-    first_token: int
-    block_ids: list[int]  # the first one begins with first_token
+    spans: list[BlockSpan]  # by KV group
     last: bool  # the transfer is complete with this save
     replaced: list[bytes] = []  # keys of values that were damaged: what may still be there goes first
 
+    @property
+    def block_ids(self) -> list[int]:
+        """All blocks that it reads."""
+        return [block_id for span in self.spans for block_id in span.block_ids]
+
 
 class StoreDrop(msgspec.Struct, frozen=True):
-    """A hand-off is over: nothing more of it is saved, and its tail is deleted."""
+    """A hand-off is over: nothing more of it is saved, and its tails are deleted."""
 
     key: TransferKey
-    tail: Value | None
+    tails: list[Value]
 
 
 class StoreMetadata(KVConnectorMetadata, kw_only=True):

@@ -16,7 +16,7 @@ class LoadProgress:
     def __init__(self, load: StoreLoad, num_parts: int) -> None:
         self.num_damaged = 0
         self._load = load
-        self._num_open = {value.start: num_parts for value in load.values}
+        self._num_open = {(value.start, value.group): num_parts for value in load.values}
         self._gap = load.stop
         self._lock = threading.Lock()
 
@@ -32,7 +32,7 @@ class LoadProgress:
     def filled(self, value: Value) -> None:
         """One part of the value is in its blocks."""
         with self._lock:
-            self._num_open[value.start] -= 1
+            self._num_open[value.start, value.group] -= 1
 
     def missed(self, values: Sequence[Value], num_damaged: int) -> None:
         """These are not to be had, some of them because they are not what was saved."""
@@ -44,22 +44,22 @@ class LoadProgress:
     def num_tokens(self) -> int:
         """Tokens of the load, from its first one on, that are in their blocks with all parts."""
         with self._lock:
-            stop = next((v.start for v in self._load.values if self._num_open[v.start]), self._load.stop)
+            stop = next((start for (start, _), num_open in self._num_open.items() if num_open), self._load.stop)
             return max(min(stop, self._gap) - self._load.start, 0)
 
 
 class LayerLoad:
-    """A load that the forward pass waits for, layer group by layer group."""
+    """A load that the forward pass waits for, stage by stage."""
 
     def __init__(self, num_jobs: Sequence[int]) -> None:
-        self._num_open = list(num_jobs)  # by layer group
+        self._num_open = list(num_jobs)  # by stage
         self._failed = False
         self._changed = threading.Condition()
 
-    def done(self, group: int) -> None:
-        """A job of that group has filled its blocks."""
+    def done(self, stage: int) -> None:
+        """A job of that stage has filled its blocks."""
         with self._changed:
-            self._num_open[group] -= 1
+            self._num_open[stage] -= 1
             self._changed.notify_all()
 
     def fail(self) -> None:
@@ -73,7 +73,7 @@ class LayerLoad:
         """Whether the rest does not come."""
         return self._failed
 
-    def wait(self, group: int, timeout_s: float) -> bool:
-        """Whether the group's layers came in, or the load has failed, within that time."""
+    def wait(self, stage: int, timeout_s: float) -> bool:
+        """Whether the stage's layers came in, or the load has failed, within that time."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._failed or not self._num_open[group], timeout_s)
+            return self._changed.wait_for(lambda: self._failed or not self._num_open[stage], timeout_s)

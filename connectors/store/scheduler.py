@@ -1,8 +1,7 @@
 """The scheduler side of store connectors: what is found, what is loaded, what is saved, and whose tail is dropped."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -33,7 +32,16 @@ from pdkv.connectors.base import (
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.options import TransferOptions
-from pdkv.connectors.store.plan import Cut, StoreCut, StoreDrop, StoreLoad, StoreMetadata, StoreSave, Value
+from pdkv.connectors.store.plan import (
+    BlockSpan,
+    Cut,
+    StoreCut,
+    StoreDrop,
+    StoreLoad,
+    StoreMetadata,
+    StoreSave,
+    Value,
+)
 from pdkv.errors import IncompatiblePeers, MalformedMessage
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import EngineCard
@@ -56,12 +64,12 @@ class _Loading(NamedTuple):
     values: list[Value]  # whole ones, which other requests may find
 
 
-@dataclass(slots=True)
-class _Sources:
-    """Where a request's tokens up to `stop` could be had from."""
+class _Sources(NamedTuple):
+    """Where a request's tokens [start, stop) could be had from: whole values by content, then a hand-off's tails."""
 
-    values: list[Value]
+    start: int
     stop: int
+    tails: list[Value]
 
 
 _cuts = msgspec.msgpack.Decoder(Cut)
@@ -108,7 +116,7 @@ class StoreScheduler(SchedulerConnector):
         self._saving: set[bytes] = set()
         self._batches: dict[TransferKey, _Batch] = {}
         self._num_save_bytes = 0
-        self._handoffs: dict[TransferKey, Value | None] = {}  # being saved or leased, with their tails
+        self._handoffs: dict[TransferKey, list[Value]] = {}  # being saved or leased, with their tails
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # last keys of requests
         self._numbers = count()
         self._payload = msgspec.msgpack.encode(cut.cut)
@@ -123,7 +131,7 @@ class StoreScheduler(SchedulerConnector):
         least = max(self._options.min_hit_tokens, 1)
         if sources.stop - num_computed_tokens < least:
             return NO_MATCH
-        stop = self._found(sources)
+        stop = self._found(request.block_keys, sources)
         if stop is None:
             return ASK_AGAIN
         return self._matched(stop, num_computed_tokens) if stop - num_computed_tokens >= least else NO_MATCH
@@ -139,35 +147,70 @@ class StoreScheduler(SchedulerConnector):
             self.num_refused_handoffs += 1
             return NO_MATCH
         sources = self._sources(request, num_computed)
-        if request.kv_ready:
+        ends_there = handoff.num_tokens <= request.num_wanted or not self._cut.has_windows
+        if request.kv_ready and ends_there:
             return self._matched(sources.stop, num_computed)
         source = (handoff.engine, handoff.epoch)
-        if self._peers.knows(*source) or source == self._me:
+        if not request.kv_ready and (self._peers.knows(*source) or source == self._me):
             return ASK_AGAIN
-        stop = self._found(sources)
+        stop = self._found(request.block_keys, sources)
         return ASK_AGAIN if stop is None else self._matched(stop, num_computed)
 
     def _sources(self, request: RequestView, start: int) -> _Sources:
-        """Values for tokens from `start` on: whole ones by content, then the tail of the request's own hand-off."""
+        """The most that could be stored of the tokens from `start` on that the request wants."""
         wanted, handoff, cut = request.num_wanted, request.handoff, self._cut
+        tails: list[Value] = []
         if request.kv == "await_peer" and handoff is not None:
+            if wanted >= handoff.num_tokens or not cut.has_windows:  # other ends see another window
+                tails = cut.tails(request.source_key, handoff.num_tokens)
             wanted = min(wanted, handoff.num_tokens)
-        values = cut.whole_values(request.block_keys, start, wanted)
-        stop = values[-1].stop if values else start
-        if request.kv == "await_peer" and handoff is not None:
-            tail = cut.tail(request.source_key, handoff.num_tokens)
-            if tail is not None and tail.start <= max(stop, start) < wanted:
-                return _Sources([*values, tail], wanted)
-        return _Sources(values, stop)
+        whole = min(len(request.block_keys) * HASH_BLOCK_SIZE, wanted) // cut.hit_tokens * cut.hit_tokens
+        stop = max(whole, start)
+        if tails and stop < wanted and (cut.has_windows or tails[0].start <= stop):
+            return _Sources(start, wanted, tails)
+        return _Sources(start, stop, [])
 
-    def _found(self, sources: _Sources) -> int | None:
-        """The end of what is stored without a gap; None: it is being looked up."""
-        num_found = self.lookups.num_found([value.key for value in sources.values])
+    def _found(self, block_keys: Sequence[bytes], sources: _Sources, *, wanted: bool = True) -> int | None:
+        """The end of the longest hit: without a gap in groups without a window, and in the others all that the next
+        token sees. None: it is being looked up.
+        """
+        start, stop, _ = sources
+        cut, windows = self._cut, self._cut.windows
+        values = cut.values_to_load(block_keys, *sources)
+        chain = [value for value in values if not windows[value.group]] if cut.has_windows else values
+        num_found = self.lookups.num_found([value.key for value in chain], wanted=wanted)
         if num_found is None:
             return None
-        if num_found == len(sources.values):
-            return sources.stop
-        return sources.values[num_found].start
+        if num_found < len(chain):
+            stop = chain[num_found].start // cut.hit_tokens * cut.hit_tokens
+            sources = _Sources(start, stop, [])
+        if not cut.has_windows or stop <= start:
+            return stop
+        return self._found_windows(block_keys, sources, wanted=wanted)
+
+    def _found_windows(self, block_keys: Sequence[bytes], sources: _Sources, *, wanted: bool) -> int | None:
+        """The longest end up to `sources.stop` whose windows are stored. Asks from the end on: first which ends have
+        their last block, then for the whole window of those.
+        """
+        start, stop, _ = sources
+        cut, step = self._cut, self._cut.hit_tokens
+        ends = [sources, *(_Sources(start, end, []) for end in range((stop - 1) // step * step, start, -step))]
+        lasts = [cut.last_of_window(block_keys, end.stop, end.tails) for end in ends]
+        there = self.lookups.look_up([value.key for value in lasts if value is not None], wanted=wanted)
+        if there is None:
+            return None
+        answers = iter(there)
+        for end in [end for end, last in zip(ends, lasts, strict=True) if last is None or next(answers)]:
+            if end.stop > stop:
+                continue  # sees what is known to be missing
+            needed = [v for v in cut.values_to_load(block_keys, *end) if cut.windows[v.group]]
+            found = self.lookups.look_up([value.key for value in needed], wanted=wanted)
+            if found is None:
+                return None
+            if all(found):
+                return end.stop
+            stop = min(value.start for value, is_there in zip(needed, found, strict=True) if not is_there)
+        return start
 
     def _matched(self, stop: int, start: int) -> MatchedTokens:
         return MatchedTokens(stop - start, self._mode) if stop > start else NO_MATCH
@@ -183,12 +226,11 @@ class StoreScheduler(SchedulerConnector):
         if num_external_tokens <= 0 or key in self._loading:
             return None
         stop = start + num_external_tokens
-        values = [value for value in self._sources(request, start).values if value.start < stop]
-        size = self._block_size
-        blocks = list(block_tables[0][start // size : -(-stop // size)])
-        self._queued[key] = StoreLoad(key, values, start, stop, blocks)
-        whole = [value for value in values if value.num_tokens == self._cut.tokens_per_value]
-        self._loading[key] = _Loading(start, whole)
+        tails = [tail for tail in self._sources(request, start).tails if tail.start < stop]
+        values = self._cut.values_to_load(request.block_keys, start, stop, tails)
+        entries = slice(start // self._block_size, -(-stop // self._block_size))
+        self._queued[key] = StoreLoad(key, values, start, stop, [list(table[entries]) for table in block_tables])
+        self._loading[key] = _Loading(start, [value for value in values if self._cut.is_whole(value)])
         return None
 
     # --- orders ---------------------------------------------------------------------------------------------------
@@ -220,7 +262,7 @@ class StoreScheduler(SchedulerConnector):
         is_handoff = request.kv == "handoff"
         new: list[Value] = []
         check: list[Value] = []
-        for value in self._cut.whole_values(request.block_keys, confirmed.start, confirmed.stop):
+        for value in self._values_to_save(confirmed):
             if value.key in self._saving or self.lookups.is_known(value.key):
                 if is_handoff:
                     check.append(value)
@@ -228,26 +270,28 @@ class StoreScheduler(SchedulerConnector):
                 check.append(value)
             else:
                 new.append(value)
-        tail = self._cut.tail(key, confirmed.stop) if confirmed.last else None
+        tails = self._cut.tails(key, confirmed.stop) if confirmed.last else []
         if is_handoff:
-            self._handoffs[key] = tail
+            self._handoffs[key] = tails
         elif self._num_save_bytes + self._num_bytes(new) > self._max_save_bytes:
             self.num_skipped_saves += len(new)
             return None
         if not (new or check or confirmed.last):
             return None
-        return self._make_save(confirmed, new, check, tail)
+        return self._make_save(confirmed, new, check, tails)
+
+    def _values_to_save(self, confirmed: ConfirmedRange) -> Iterator[Value]:
+        keys, start, stop = confirmed.request.block_keys, confirmed.start, confirmed.stop
+        for group, table in enumerate(confirmed.block_tables):
+            yield from self._cut.values_to_save(keys, start, stop, group, table, last=confirmed.last)
 
     def _make_save(
-        self, confirmed: ConfirmedRange, new: list[Value], check: list[Value], tail: Value | None
+        self, confirmed: ConfirmedRange, new: list[Value], check: list[Value], tails: list[Value]
     ) -> StoreSave:
         key = confirmed.request.transfer_key
         batch = (f"{key[0]}/save-{next(self._numbers)}", key[1])
         keys = [value.key for value in new]
-        values = [*new, tail] if tail is not None else new
-        size = self._block_size
-        first = min((value.start for value in (*values, *check)), default=0) // size
-        last = -(-max((value.stop for value in (*values, *check)), default=0) // size)
+        values = [*new, *tails]
         self._saving.update(keys)
         self._batches[batch] = _Batch(keys + [value.key for value in check], self._num_bytes(values))
         self._num_save_bytes += self._batches[batch].num_bytes
@@ -256,11 +300,17 @@ class StoreScheduler(SchedulerConnector):
             batch=batch,
             values=values,
             check=check,
-            first_token=first * size,
-            block_ids=list(confirmed.block_tables[0][first:last]),
+            spans=[self._span(table, g, [*values, *check]) for g, table in enumerate(confirmed.block_tables)],
             last=confirmed.last,
             replaced=[key for key in keys if self.lookups.is_barred(key)],
         )
+
+    def _span(self, table: Sequence[int], group: int, values: Sequence[Value]) -> BlockSpan:
+        """The blocks that hold a KV group's values."""
+        own, size = [value for value in values if value.group == group], self._block_size
+        first = min((value.start for value in own), default=0) // size
+        last = -(-max((value.stop for value in own), default=0) // size)
+        return BlockSpan(first * size, list(table[first:last]))
 
     def _num_bytes(self, values: Sequence[Value]) -> int:
         return sum(value.num_tokens for value in values) * self._token_bytes
@@ -275,9 +325,9 @@ class StoreScheduler(SchedulerConnector):
         """Look up what a waiting request may find, unless it has asked itself."""
         if not self._is_first_sight(block_keys):
             return
-        values = self._cut.whole_values(block_keys, 0, len(block_keys) * HASH_BLOCK_SIZE)
-        if values and values[-1].stop >= self._options.min_hit_tokens:
-            self.lookups.num_found([value.key for value in values], wanted=False)
+        stop = len(block_keys) * HASH_BLOCK_SIZE // self._cut.hit_tokens * self._cut.hit_tokens
+        if stop >= max(self._options.min_hit_tokens, 1):
+            self._found(block_keys, _Sources(0, stop, []), wanted=False)
 
     def _is_first_sight(self, block_keys: Sequence[bytes]) -> bool:
         """Whether these keys are new here; remembers them."""

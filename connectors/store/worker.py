@@ -16,7 +16,7 @@ from pdkv.connectors.stats import stats_of_tiers
 from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.store.options import TransferOptions
 from pdkv.connectors.store.pieces import Piece, Slot, buffer_bytes, lay_out, pack
-from pdkv.connectors.store.plan import StoreCut, StoreLoad, StoreMetadata, StoreSave, Value, ValuePart
+from pdkv.connectors.store.plan import BlockSpan, StoreCut, StoreLoad, StoreMetadata, StoreSave, Value, ValuePart
 from pdkv.connectors.store.progress import LayerLoad, LoadProgress
 from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.transfer.jobs import Transfer
@@ -100,8 +100,8 @@ class StoreWorker(TransferWorker):
             self._pool = UnitPool(kv_cache)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        per_value = self._cut.tokens_per_value // HASH_BLOCK_SIZE
-        sizes = [self._pool.unit_bytes(part.part) for part in self._cut.parts]
+        sizes = [self._pool.unit_bytes(part.part) for parts in self._cut.parts for part in parts]
+        per_value = max(self._cut.value_tokens) // HASH_BLOCK_SIZE
         self._capacity = max(self._options.staging_bytes, max(sizes) * per_value)  # of a buffer, in bytes of images
         threads = self._options.io_threads + self._options.save_threads
         buffer_size = buffer_bytes(self._capacity, min(sizes))
@@ -123,58 +123,61 @@ class StoreWorker(TransferWorker):
             self._start_save(save, meta.earlier_steps or ON_HOST)
         for drop in meta.drops:
             self.drop(drop.key)
-            if drop.tail is not None:
-                keys = [drop.tail.key + part.suffix for part in self._cut.parts if part.owned]
+            if drop.tails:
+                keys = [tail.key + part.suffix for tail in drop.tails for part in self._owned(tail.group)]
                 name = (f"{drop.key[0]}/drop-{next(self._numbers)}", drop.key[1])
                 tasks = [Task(_Delete(keys), self._save_lane(drop.key))] if keys else []
                 self.submit(name, "send", tasks)
 
     def _start_load(self, load: StoreLoad) -> None:
-        orders = [_Read(load, pieces) for pieces in self._pieces(load.values, self._cut.parts, split=load.layerwise)]
-        self._progress[load.key] = LoadProgress(load, len(self._cut.parts))
+        orders = [_Read(load, pieces) for pieces in self._pieces(load.values, split=load.layerwise)]
+        self._progress[load.key] = LoadProgress(load, len(self._cut.parts[0]))
         if load.layerwise:
-            num_jobs = [0] * self._cut.layer_groups
+            num_jobs = [0] * self._cut.num_stages
             for order in orders:
-                num_jobs[order.pieces[0].part.group] += 1
+                num_jobs[order.pieces[0].part.stage] += 1
             self._layer_loads[load.key] = LayerLoad(num_jobs)
             self._step_loads.append(load.key)
         self.submit(load.key, "receive", [Task(order) for order in orders])
 
     def _start_save(self, save: StoreSave, after: StepDone) -> None:
         tasks: list[Task] = []
-        if any(part.owned for part in self._cut.parts):
-            whole = [value for value in save.values if value.num_tokens == self._cut.tokens_per_value]
-            per_job = max(self._capacity // max(self._value_bytes, 1), 1)
-            chunks = [whole[i : i + per_job] for i in range(0, len(whole), per_job)]
-            tasks = [
-                Task(_Write(save, chunk, False, after), self._save_lane((save.batch[0], i)))
-                for i, chunk in enumerate(chunks)
-            ]
+        if self._owned(0):
+            whole = [value for value in save.values if self._cut.is_whole(value)]
+            for i, pieces in enumerate(self._chunks(whole)):
+                tasks.append(Task(_Write(save, pieces, False, after), self._save_lane((save.batch[0], i))))
             if save.check:
                 tasks.append(Task(_Write(save, save.check, True, after), self._save_lane(save.batch)))
-            tails = save.values[len(whole) :]
-            if tails:  # in the lane in which it will be deleted
+            tails = [value for value in save.values if not self._cut.is_whole(value)]
+            if tails:  # in the lane in which they will be deleted
                 tasks.append(Task(_Write(save, tails, False, after), self._save_lane(save.key)))
         is_handoff = save.key != save.batch
         self.submit(save.key, "send", tasks, batch=save.batch if is_handoff else None, last=save.last or not is_handoff)
 
-    @property
-    def _value_bytes(self) -> int:
-        """Of all parts that this rank writes."""
-        units = self._cut.tokens_per_value // HASH_BLOCK_SIZE
-        return units * sum(self._pool.unit_bytes(part.part) for part in self._cut.parts if part.owned)
+    def _owned(self, group: int) -> list[ValuePart]:
+        """The parts of a KV group's values that this rank writes."""
+        return [part for part in self._cut.parts[group] if part.owned]
+
+    def _chunks(self, values: Sequence[Value]) -> Iterator[list[Value]]:
+        """Values of one KV group that fill a buffer with all parts that this rank writes."""
+        for group, size in enumerate(self._cut.value_tokens):
+            own = [value for value in values if value.group == group]
+            units = size // HASH_BLOCK_SIZE
+            value_bytes = units * sum(self._pool.unit_bytes(part.part) for part in self._owned(group))
+            per_job = max(self._capacity // value_bytes, 1)
+            yield from (own[i : i + per_job] for i in range(0, len(own), per_job))
 
     def _save_lane(self, key: TransferKey) -> Lane:
         return ("save", crc32(f"{key[0]}/{key[1]}".encode()) % self._options.save_threads)
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Loads of this step that are not in at the step's deadline fail."""
-        group = self._cut.group_that_begins_at(layer) if self._step_loads else None
-        if group is None:
+        stage = self._cut.stage_that_begins_at(layer) if self._step_loads else None
+        if stage is None:
             return
         for key in self._step_loads:
             load = self._layer_loads[key]
-            if not load.failed and not load.wait(group, max(self._layer_deadline - time.monotonic(), 0.0)):
+            if not load.failed and not load.wait(stage, max(self._layer_deadline - time.monotonic(), 0.0)):
                 load.fail()
                 self.stop_jobs(lambda job, key=key: job.key == key, TransferTimeout.code)  # type: ignore[misc]
 
@@ -248,7 +251,7 @@ class StoreWorker(TransferWorker):
                 layers.fail()
             raise
         if layers is not None:
-            layers.done(order.pieces[0].part.group)
+            layers.done(order.pieces[0].part.stage)
         return num_bytes
 
     def _fill_blocks(self, load: StoreLoad, slot: Slot) -> None:
@@ -256,7 +259,7 @@ class StoreWorker(TransferWorker):
         value, part = slot.value, slot.part.part
         start, stop = max(value.start, load.start), min(value.stop, load.stop)
         if start < stop:
-            units = unit_index(load.block_ids, self._block_size, start - load.start, stop - load.start)
+            units = self._units(BlockSpan(load.start, load.block_tables[value.group]), start, stop)
             unit_bytes = self._pool.unit_bytes(part)
             first = (start - value.start) // HASH_BLOCK_SIZE * unit_bytes
             self._pool.scatter(units, part, slot.body[first : first + units.size * unit_bytes])
@@ -271,14 +274,13 @@ class StoreWorker(TransferWorker):
         return outcome._replace(code=code, num_tokens=num_tokens, num_damaged=progress.num_damaged)
 
     def _write(self, job: Job, order: _Write) -> int:
-        parts = [part for part in self._cut.parts if part.owned]
         values = order.values
         if order.check:
-            keys = [value.key + part.suffix for value in values for part in parts]
-            there = self._values.store.contains_for_all(keys)
+            parts = self._owned(0)  # of every group as many, with the same suffixes
+            there = self._values.store.contains_for_all([v.key + part.suffix for v in values for part in parts])
             values = [value for i, value in enumerate(values) if not all(there[i * len(parts) : (i + 1) * len(parts)])]
         num_bytes = 0
-        for pieces in self._pieces(values, parts):
+        for pieces in self._pieces(values, owned=True):
             with self._staging.take(job.remaining_s()) as buffer:
                 slots = lay_out(pieces, buffer)
                 for slot in slots:
@@ -292,19 +294,28 @@ class StoreWorker(TransferWorker):
 
     def _gather(self, job: Job, order: _Write, slot: Slot) -> None:
         body, part = slot.body, slot.part.part
-        units = self._units(order.save, slot.value)
+        value = slot.value
+        units = self._units(order.save.spans[value.group], value.start, value.stop)
         self._pool.gather(units, part, body, after=order.after, timeout_s=job.remaining_s())
-        num_used = slot.value.num_tokens % HASH_BLOCK_SIZE
+        num_used = value.num_tokens % HASH_BLOCK_SIZE
         if num_used:  # what earlier owners of the block left behind the tail stays here
             last = body[-self._pool.unit_bytes(part) :]
             last.reshape(part.num_layers * 2 * part.num_heads, HASH_BLOCK_SIZE, -1)[:, num_used:] = 0
 
-    def _units(self, save: StoreSave, value: Value) -> Ids:
-        start = value.start - save.first_token
-        return unit_index(save.block_ids, self._block_size, start, start + value.num_tokens)
+    def _units(self, span: BlockSpan, start: int, stop: int) -> Ids:
+        """The units that hold tokens [start, stop)."""
+        size = self._block_size
+        first, last = (start - span.first_token) // size, -(-(stop - span.first_token) // size)
+        origin = span.first_token + first * size
+        return unit_index(span.block_ids[first:last], size, start - origin, stop - origin)
 
-    def _pieces(
-        self, values: Sequence[Value], parts: Sequence[ValuePart], *, split: bool = False
-    ) -> Iterator[list[Piece]]:
-        sized = [(part, self._pool.unit_bytes(part.part)) for part in parts]
-        return pack(values, sized, self._capacity, split=split)
+    def _pieces(self, values: Sequence[Value], *, split: bool = False, owned: bool = False) -> Iterator[list[Piece]]:
+        """Buffers' worth of all parts of the values; `owned`: of those that this rank writes."""
+        pieces = [
+            Piece(part, own, self._pool.unit_bytes(part.part))
+            for group, parts in enumerate(self._cut.parts)
+            if (own := [value for value in values if value.group == group])
+            for part in parts
+            if part.owned or not owned
+        ]
+        return pack(pieces, self._capacity, split=split)

@@ -241,12 +241,21 @@ def _load_rank(plan: _Plan, source: ModelSource, parallel: TensorParallel) -> In
         parallel=parallel,
         weights=source.files,
         grouped=_knows_groups(plan.handoff),
+        hit_tokens=_hit_tokens(plan),
     )
 
 
 def _knows_groups(handoff: HandoffConfig | None) -> bool:
     """Whether layers with a window may have blocks of their own. Raises what `choose_connector` raises."""
     return handoff is None or choose_connector(handoff.connector, handoff.connector_config).kv_groups
+
+
+def _hit_tokens(plan: _Plan) -> int:
+    """Where what others have stored ends; 0: the engine finds nothing by content."""
+    if plan.handoff is None:
+        return 0
+    options = plan.handoff.connector_config
+    return choose_connector(plan.handoff.connector, options).hit_tokens(options, plan.config.block_size)
 
 
 def _make_connector(
@@ -309,6 +318,7 @@ def _connect(
         limits=plan.limits,
         eos_token_ids=plan.model.eos_token_ids,
         vocab_size=plan.model.vocab_size,
+        hit_tokens=_hit_tokens(plan),
         shutdown=lambda: _shut_down(executor, connector, scheduler_side),
     )
 

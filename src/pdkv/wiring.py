@@ -33,6 +33,7 @@ def wire_core(
     eos_token_ids: Sequence[int],
     vocab_size: int,
     shutdown: Callable[[], None],
+    hit_tokens: int = 0,
     local_prefill_tokens: int = LOCAL_PREFILL_TOKENS,
 ) -> EngineCore:
     """An engine around an executor whose KV pool has card.num_blocks blocks, enough for card.max_model_len tokens.
@@ -41,6 +42,7 @@ def wire_core(
         connector: the scheduler side; None for an engine without peers and stores.
         block_table: what the block pool writes; from the connector where there is one.
         shutdown: called once, when the core shuts down.
+        hit_tokens: of the connector.
     """
     layout = card.layout
     pool = BlockPool(card.num_blocks, block_table, keys_per_block=layout.block_size // card.hash_block_size)
@@ -50,6 +52,7 @@ def wire_core(
         hash_block_size=card.hash_block_size,
         windows=layout.windows,
         max_step_tokens=limits.max_num_batched_tokens,
+        hit_tokens=hit_tokens,
     )
     assert kv.num_at_once(card.max_model_len) <= card.num_blocks, "a request of the longest length must fit alone"
     external = ExternalKV(connector, pool, block_size=layout.block_size, num_groups=layout.num_groups)

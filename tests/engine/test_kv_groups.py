@@ -13,7 +13,7 @@ from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.core import EngineCore
 from pdkv.engine.kv_cache_manager import KVCacheManager
-from pdkv.engine.kv_groups import make_groups, num_held_at_end, num_held_at_once
+from pdkv.engine.kv_groups import kept_from, make_groups, num_held_at_end, num_held_at_once
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import SchedulerLimits
@@ -149,8 +149,13 @@ def test_a_long_prompt_enters_the_cache_over_several_steps(
 
 @pytest.mark.parametrize("groups", SHAPES, ids=["full+window", "window", "two windows"])
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_blocks_outside_the_window_are_given_up_while_the_request_runs(groups: tuple[KVGroup, ...], chunk: int) -> None:
-    core = make_core(num_blocks=64, limits=SchedulerLimits(8, chunk), max_model_len=60, groups=groups)
+@pytest.mark.parametrize("hit_tokens", [0, 8])
+def test_blocks_outside_the_window_are_given_up_while_the_request_runs(
+    groups: tuple[KVGroup, ...], chunk: int, hit_tokens: int
+) -> None:
+    """With a store, but for what the last hit in front of the request's end needs."""
+    limits = SchedulerLimits(8, chunk)
+    core = make_core(num_blocks=64, limits=limits, max_model_len=60, groups=groups, hit_tokens=hit_tokens)
     prompt = list(range(100, 130))
     core.handle("r", submit(prompt, max_tokens=20), 0.0)
     request = core.requests["a", 0]
@@ -163,13 +168,20 @@ def test_blocks_outside_the_window_are_given_up_while_the_request_runs(groups: t
         if request.block_tables:
             stop = -(-request.num_computed // SIZE)
             for group, table in zip(groups, request.block_tables, strict=True):
-                first = first_seen_block(group.window, request.num_confirmed, SIZE)
+                first = first_seen_block(group.window, kept_from(request.num_confirmed, hit_tokens), SIZE)
                 assert [block_id >= 0 for block_id in table[:stop]] == [i >= first for i in range(stop)]
             assert pool.counts().active == len(request.held_blocks())
             most = max(most, pool.counts().active)
     assert output_of(messages, "a") == expected_tokens(prompt, 20, layer_windows(groups))
-    assert most <= num_held_at_once([group.window for group in groups], 50, SIZE, chunk)
+    assert most <= num_held_at_once([group.window for group in groups], 50, SIZE, chunk, hit_tokens)
     assert at_rest(core)
+
+
+def test_what_is_kept_for_a_store_is_what_the_last_hit_needs() -> None:
+    assert [kept_from(n, 8) for n in (0, 1, 8, 9, 16, 17)] == [0, 0, 0, 8, 8, 16]
+    assert kept_from(17, 0) == 17
+    assert num_held_at_end([0, 6], 17, SIZE, 8) == 5 + 3
+    assert num_held_at_end([0, 6], 17, SIZE) == 5 + 2
 
 
 @pytest.mark.parametrize("groups", SHAPES, ids=["full+window", "window", "two windows"])

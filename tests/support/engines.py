@@ -28,6 +28,7 @@ def make_core(
     connector: str = "memory",
     max_model_len: int | None = None,
     groups: tuple[KVGroup, ...] = (),
+    hit_tokens: int = 0,
 ) -> EngineCore:
     """An engine with router "r".
 
@@ -72,6 +73,7 @@ def make_core(
         eos_token_ids=[EOS],
         vocab_size=VOCAB_SIZE,
         shutdown=executor.shutdown,
+        hit_tokens=hit_tokens,
     )
     executor.pool.blocks = core.scheduler.kv.pool
     core.router_joined("r", "1")

@@ -29,7 +29,7 @@ from pdkv.connectors.store.worker import StoreWorker
 from pdkv.errors import StoreError
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.memory_store import MemoryStore
-from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
+from pdkv.wire.messages import EngineCard, KVGroup, KVHandoff, KVLayout
 
 WAIT_S = 20.0
 TOTAL_HEADS = 4
@@ -102,10 +102,10 @@ class RigConnector(StoreConnector):
         return self.current
 
 
-def make_layout(block_size: int, tp: int = 1) -> KVLayout:
+def make_layout(block_size: int, tp: int = 1, groups: tuple[KVGroup, ...] = ()) -> KVLayout:
     return KVLayout(
-        num_layers=3, num_kv_heads=max(TOTAL_HEADS // tp, 1), head_size=4, block_size=block_size, dtype="float32",
-        dtype_bytes=4, total_kv_heads=TOTAL_HEADS,
+        num_layers=len(groups[0].layers) if groups else 3, num_kv_heads=max(TOTAL_HEADS // tp, 1), head_size=4,
+        block_size=block_size, dtype="float32", dtype_bytes=4, total_kv_heads=TOTAL_HEADS, groups=groups,
     )  # fmt: skip
 
 
@@ -127,10 +127,18 @@ class Engine:
     """One engine's connector on all its ranks, driven by hand."""
 
     def __init__(
-        self, store: KVStore, name: str = "e", *, block_size: int = 16, tp: int = 1, kv_shards: int = 1, **options: str
+        self,
+        store: KVStore,
+        name: str = "e",
+        *,
+        block_size: int = 16,
+        tp: int = 1,
+        kv_shards: int = 1,
+        groups: tuple[KVGroup, ...] = (),
+        **options: str,
     ) -> None:
         self.name, self.tp = name, tp
-        self.layout = make_layout(block_size, tp)
+        self.layout = make_layout(block_size, tp, groups)
         self.block_size = block_size
         self.woken = threading.Semaphore(0)
         self.step_id = 0
@@ -152,7 +160,7 @@ class Engine:
         self.workers: list[StoreWorker] = []
         self.pools: list[torch.Tensor] = []
         heads = self.layout.num_kv_heads
-        shape = (NUM_BLOCKS, 3, 2, heads, block_size, 4)
+        shape = (NUM_BLOCKS, self.layout.num_layers, 2, heads, block_size, 4)
         for rank, connector in enumerate(self.connectors):
             worker = connector.make_worker_side(rank)
             assert isinstance(worker, StoreWorker)

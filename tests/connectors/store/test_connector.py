@@ -215,7 +215,7 @@ def test_a_hand_off_that_its_first_token_ended_is_forgotten(store: FaultyStore, 
     request = view("t", kv="handoff", num_tokens=129)
     engine.save(request, scattered(64, 16), 64)
     meta = engine.step(finished=[("t", 1)])
-    assert [drop.tail for drop in meta.drops] == [None]
+    assert [drop.tails for drop in meta.drops] == [[]]
     assert engine.wait(("t", 1)).code == TransferCancelled.code
     assert engine.worker.num_open_jobs == 0
     assert not engine.worker._transfers
