@@ -317,6 +317,8 @@ class Dispatcher:
             return
         flow = generation.flow
         sends = flow.handle(engine, message, now)
+        if isinstance(message, Tokens):
+            generation.arrived(now)
         if generation.prompt_run_in != flow.attempt and isinstance(message, Tokens | HandedOff):
             generation.prompt_run_in = flow.attempt
             self._enter(generation)

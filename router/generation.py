@@ -20,6 +20,7 @@ class Generation:
         self.timer: asyncio.TimerHandle | None = None
         self._on_abort = on_abort
         self._waiter: asyncio.Future[None] | None = None
+        self._arrivals: list[float] = []
 
     @property
     def request_id(self) -> str:
@@ -75,6 +76,15 @@ class Generation:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def arrived(self, now: float) -> None:
+        """Tokens have come from an engine."""
+        self._arrivals.append(now)
+
+    def take_arrivals(self) -> list[float]:
+        """When tokens came since the last call, whenever the reader takes them."""
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
 
     def wake(self) -> None:
         """Something is new for the reader."""

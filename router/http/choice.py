@@ -44,8 +44,8 @@ class Choice:
         self.prompt: Prompt = job.prompts[index // job.n]
         self.finished = False
         self.num_tokens = 0
-        self.last_delta_at = 0.0
-        """time.perf_counter of the last delta, 0 before the first."""
+        self.last_token_at = 0.0
+        """When the last tokens came from the engines, on time.perf_counter; 0 before the first."""
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
         self._keys: PromptKeys = PromptKeys() if sibling is None else sibling._keys
         self._sibling = sibling

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _STARTS_IN_A_ROW = 16
 
+STALL_S = 0.05
+"""Tokens that lie here for longer wait for a client that does not read: the time is counted apart from the engines'."""
+
 
 class Fanout:
     """Of each prompt the first choice goes first, the others after its first delta: the prompt's blocks are hits then.
@@ -128,12 +131,15 @@ class Fanout:
 
     def _show(self, choice: Choice, generation: "Generation", delta: Delta) -> ChoiceDelta:
         """What a delta of an engine shows to the client."""
-        now = time.perf_counter()
-        if choice.last_delta_at:
-            self._metrics.inter_token(now - choice.last_delta_at)
-        else:
-            self._metrics.first_token(now)
-        choice.last_delta_at = now
+        arrivals = generation.take_arrivals()
+        for at in arrivals:
+            if choice.last_token_at:
+                self._metrics.inter_token(at - choice.last_token_at)
+            else:
+                self._metrics.first_token(at)
+            choice.last_token_at = at
+        if arrivals and (waited_s := time.perf_counter() - arrivals[0]) > STALL_S:
+            self._metrics.client_stall(waited_s)
         shown = choice.push(delta)
         if choice.finished and delta.finish_reason is None:
             generation.abort()  # a stop string: the engines know nothing of it

@@ -38,7 +38,12 @@ class Metrics:
             "pdkv_generated_tokens", "Output tokens of finished requests.", registry=registry
         )
         self.first_token = self._histogram("pdkv_time_to_first_token_seconds", "From a request to its first token.", 0)
-        self.inter_token = self._histogram("pdkv_inter_token_seconds", "Between two deltas of one choice.", 0)
+        self.inter_token = self._histogram(
+            "pdkv_inter_token_seconds", "Between two arrivals of one choice's tokens from the engines.", 0
+        )
+        self.client_stall = self._histogram(
+            "pdkv_client_stall_seconds", "Tokens that waited for a client that did not read, 50 ms and more.", 0.025
+        )
         self.duration = self._histogram("pdkv_request_seconds", "From a request to its end.", 0.001)
 
     def _histogram(self, name: str, text: str, shortest_s: float) -> Histogram:
@@ -58,10 +63,11 @@ class RequestMetrics:
         self._began = time.perf_counter()
         self._first_token_seen = False
         self.inter_token = metrics.inter_token.observe
+        self.client_stall = metrics.client_stall.observe
         metrics.in_flight += 1
 
     def first_token(self, now: float) -> None:
-        """A choice got its first delta at `now` (time.perf_counter); the request's first one counts."""
+        """A choice's first tokens came from the engines at `now` (time.perf_counter); a request's first count."""
         if not self._first_token_seen:
             self._first_token_seen = True
             self._metrics.first_token.observe(now - self._began)

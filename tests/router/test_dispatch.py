@@ -485,3 +485,18 @@ def test_cached_tokens_are_known_with_the_first_token() -> None:
 def test_unknown_policy_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="unknown policy"):
         Dispatcher(policy="best")
+
+
+def test_when_tokens_came_is_kept_for_a_reader_that_comes_late() -> None:
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(make_request(max_tokens=6))
+        while not generation.flow.ended:
+            await asyncio.sleep(0)
+        delta = await anext(generation)
+        arrivals = generation.take_arrivals()
+        assert len(delta.token_ids) == 6
+        assert len(arrivals) == 6
+        assert arrivals == sorted(arrivals)
+        assert generation.take_arrivals() == []
+
+    run(System(1, 1), body)

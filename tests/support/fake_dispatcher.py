@@ -1,6 +1,7 @@
 """A dispatcher without engines: it answers by a function of the request, or as the test says, delta by delta."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,17 @@ class FakeGeneration:
         self.ended = False
         self.over = asyncio.Event()  # aborted, or the reader saw the failure
         self._items: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self._arrivals: list[float] = []
 
-    def put(self, item: Delta | Exception) -> None:
-        """The next delta, or the failure that ends it."""
+    def put(self, item: Delta | Exception, *, at: float | None = None) -> None:
+        """The next delta, or the failure that ends it; `at`: when its tokens came (time.perf_counter)."""
         self._items.put_nowait(item)
+        if isinstance(item, Delta) and item.token_ids:
+            self._arrivals.append(time.perf_counter() if at is None else at)
+
+    def take_arrivals(self) -> list[float]:
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
 
     def abort(self) -> None:
         if not self.ended and not self.aborted:

@@ -1,5 +1,8 @@
 """What /metrics says."""
 
+import time
+
+import pytest
 from asgi_client import begin, call, run
 from fake_dispatcher import FakeDispatcher, say, tokens
 from prometheus_client.parser import text_string_to_metric_families
@@ -97,3 +100,29 @@ def test_connectors_by_their_names_and_parts() -> None:
     tier = ("multi/1-store/0-redis", "decode-1", "decode")
     assert samples[("pdkv_connector_tier_hits_total", *tier)] == 16
     assert samples[("pdkv_connector_tier_failures_total", *tier)] == 17
+
+
+def test_latencies_are_those_of_the_engines_and_a_clients_stall_is_counted_apart() -> None:
+    async def main() -> None:
+        dispatcher = FakeDispatcher()
+        app = make_app(dispatcher)
+        _, task = begin(app, "POST", "/v1/completions", {"prompt": "x", "stream": True})
+        generation = await dispatcher.next_generation(0)
+        later = time.perf_counter() + 100.0
+        for at in (later, later + 0.25, later + 0.5):
+            generation.put(tokens(*ids("a")), at=at)
+        generation.put(tokens(*ids("a"), end="stop"), at=later + 0.75)
+        await task
+        samples = await scrape(app)
+        assert 95.0 < samples[("pdkv_time_to_first_token_seconds_sum",)] < 105.0
+        assert samples[("pdkv_inter_token_seconds_count",)] == 3
+        assert samples[("pdkv_inter_token_seconds_sum",)] == pytest.approx(0.75)
+        assert samples[("pdkv_client_stall_seconds_count",)] == 0
+        _, task = begin(app, "POST", "/v1/completions", {"prompt": "x", "stream": True})
+        (await dispatcher.next_generation(1)).put(tokens(*ids("a"), end="stop"), at=time.perf_counter() - 5.0)
+        await task
+        samples = await scrape(app)
+        assert samples[("pdkv_client_stall_seconds_count",)] == 1
+        assert 5.0 <= samples[("pdkv_client_stall_seconds_sum",)] < 35.0
+
+    run(main())
