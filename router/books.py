@@ -42,7 +42,11 @@ class Entry(NamedTuple):
         assert books.requests or not (books.prefill_tokens or books.kv_tokens), "tokens without a request"
 
 
+def expected_output(max_tokens: int | None) -> int:
+    """Output tokens that a request is taken to come to; at least one."""
+    return EXPECTED_OUTPUT if max_tokens is None else max(min(max_tokens, EXPECTED_OUTPUT), 1)
+
+
 def kv_tokens(request: GenerateRequest) -> int:
     """KV that a request is taken to need in the end, in tokens."""
-    max_tokens = request.params.max_tokens
-    return len(request.prompt_token_ids) + min(EXPECTED_OUTPUT if max_tokens is None else max_tokens, EXPECTED_OUTPUT)
+    return len(request.prompt_token_ids) + expected_output(request.params.max_tokens)

@@ -28,6 +28,7 @@ from pdkv.router.health import TICK_S
 from pdkv.router.policies import DEFAULT_POLICY
 from pdkv.router.prefix_index import PrefixIndex
 from pdkv.router.request import Delta, GenerateRequest
+from pdkv.router.room import Room
 from pdkv.router.routing import RouteChooser
 from pdkv.router.state import ORDERS, Counters, EngineSnapshot, Fleet
 from pdkv.wire.frames import key_of
@@ -88,6 +89,9 @@ class Dispatcher:
         """
         self.fleet = Fleet(complete_once=not await_all, identity=identity)
         self.index = PrefixIndex(on_work=self._work_on_index_soon)
+        self.room = Room(self.fleet)
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when there may be room for more generations than before."""
         self.counters = Counters()
         self._max_retries = max_retries
         self._clock = clock
@@ -123,6 +127,7 @@ class Dispatcher:
             self._apply(generation, generation.flow.fail(EngineUnavailable("the router is shutting down")))
         for backend in self._backends.values():
             backend.close()
+        self.on_room()  # who waits is told by `start`
 
     @property
     def ready(self) -> bool:
@@ -204,8 +209,12 @@ class Dispatcher:
 
     # --- generations ----------------------------------------------------------------------------------------------
 
+    def has_room(self) -> bool:
+        """Whether a generation should begin now. Where none can run at all, `start` is to say so."""
+        return self._closed or not self.fleet.complete_once or self.room.free
+
     def start(self, request: GenerateRequest) -> Generation:
-        """Send a request to engines.
+        """Send a request to engines, also where there is no room: who calls has asked, or has a reason not to.
 
         Raises:
             EngineUnavailable: none can take it now.
@@ -221,6 +230,7 @@ class Dispatcher:
         generation.timer = loop.call_later(request.timeout_s, self._expire, generation)
         self._generations[flow.request_id] = generation
         self._transfers[flow.transfer_id] = generation
+        self.room.enter(kv_tokens(request))
         self.counters.started += 1
         self._apply(generation, flow.start(now))
         return generation
@@ -249,6 +259,7 @@ class Dispatcher:
         keys_per_block = -(-card.layout.block_size // card.hash_block_size)
         self.index.add_engine(name, card.num_blocks * keys_per_block)
         self._send_peers()
+        self.on_room()
         if self.ready:
             self._settled.set()
 
@@ -408,6 +419,7 @@ class Dispatcher:
         for entry in generation.entries:
             entry.strike()
         generation.entries = []
+        self.on_room()
         if flow.ended:
             return
         kv = kv_tokens(flow.request)
@@ -429,6 +441,7 @@ class Dispatcher:
         if self._generations.pop(flow.request_id, None) is None:
             return
         self._transfers.pop(flow.transfer_id, None)
+        self.room.leave(kv_tokens(flow.request))
         if generation.timer is not None:
             generation.timer.cancel()
         counters.duplicate_tokens += flow.num_duplicates

@@ -17,15 +17,17 @@ import uvicorn
 import zmq
 from starlette.types import ASGIApp
 
-from pdkv.config import HttpApi, HttpLimits
+from pdkv.config import AccessConfig, AdmissionConfig, HttpApi, HttpLimits
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import Source, log_sampling_defaults, read_sampling_defaults
+from pdkv.router.admission import Admission
 from pdkv.router.budget import ByteBudget
 from pdkv.router.dispatch import Dispatcher
 from pdkv.router.engine_client import EngineClient
 from pdkv.router.http.app import body_budget, create_app
 from pdkv.router.http.connections import Connections, connection_limit, raise_open_files_limit
 from pdkv.router.http.limits import LimitedProtocol
+from pdkv.router.keys import KeyRing
 from pdkv.router.policies import DEFAULT_POLICY
 from pdkv.router.state import ORDERS
 from pdkv.text import Tokenizer
@@ -66,6 +68,8 @@ def run_router(
     await_all: bool = True,
     limits: HttpLimits | None = None,
     api: HttpApi | None = None,
+    admission: AdmissionConfig | None = None,
+    access: AccessConfig | None = None,
     generation_config: Source = "auto",
     identity: str = "",
     lifeline_fd: int | None = None,
@@ -94,6 +98,8 @@ def run_router(
     limits = limits or HttpLimits()
     max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(engines))
     bodies = body_budget(limits)
+    access = access or AccessConfig()
+    keys = KeyRing(access.api_key_file) if access.api_key_file is not None else None
     app = create_app(
         dispatcher,
         Tokenizer.from_dir(model),
@@ -102,6 +108,9 @@ def run_router(
         limits=limits,
         api=api,
         bodies=bodies,
+        admission=Admission(dispatcher, admission),
+        keys=keys,
+        access=access,
         sampling_defaults=sampling_defaults,
     )
     server = _Server(server_config(app, limits, bodies, max_connections))
@@ -109,7 +118,7 @@ def run_router(
     gc.freeze()  # what lives as long as the process need not be looked at again
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(server, dispatcher, listen_fd, lifeline_fd, on_ready))
+            runner.run(_serve(server, dispatcher, listen_fd, lifeline_fd, on_ready, keys))
     finally:
         context.term()
     return 0
@@ -137,6 +146,7 @@ async def _serve(
     listen_fd: int,
     lifeline_fd: int | None,
     on_ready: Callable[[], None] | None,
+    keys: KeyRing | None,
 ) -> None:
     loop = asyncio.get_running_loop()
 
@@ -153,6 +163,8 @@ async def _serve(
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; it sends SIGTERM
     loop.add_signal_handler(signal.SIGTERM, stop)
+    if keys is not None:
+        loop.add_signal_handler(signal.SIGHUP, keys.reload)
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, lifeline_readable)
     dispatcher.connect()

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from pdkv import __version__
-from pdkv.config import HttpApi, HttpLimits
+from pdkv.config import AccessConfig, HttpApi, HttpLimits
 from pdkv.limits import clip
 from pdkv.models.config import ModelConfig
+from pdkv.router.admission import Admission
 from pdkv.router.budget import ByteBudget
+from pdkv.router.http.auth import Authenticate
 from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.endpoint import GenerateEndpoint
 from pdkv.router.http.intake import Intake
@@ -25,6 +29,7 @@ from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
 from pdkv.router.http.responses import describe_error, error_body
 from pdkv.router.http.served_model import Cancelled, ServedModel, unknown_model
 from pdkv.router.http.tokenize import TextEndpoint, detokenize, tokenize
+from pdkv.router.keys import KeyRing
 from pdkv.router.text_pool import TextPool
 from pdkv.text import Tokenizer
 
@@ -43,6 +48,9 @@ def create_app(
     limits: HttpLimits | None = None,
     api: HttpApi | None = None,
     bodies: ByteBudget | None = None,
+    admission: Admission | None = None,
+    keys: KeyRing | None = None,
+    access: AccessConfig | None = None,
     sampling_defaults: Mapping[str, Any] | None = None,
 ) -> Starlette:
     """The ASGI application in front of a dispatcher, which the caller connects and closes.
@@ -54,9 +62,13 @@ def create_app(
         api: how requests are read (default: the options').
         sampling_defaults: fields of SamplingParams that requests get where they say nothing (`read_sampling_defaults`).
         bodies: the budget of bodies' bytes, where others take of it, too.
+        admission: the queue in front of the dispatcher (default: one with the options' defaults).
+        keys: API keys that clients need (default: they need none).
+        access: the rest of who may do what.
     """
     limits, api = limits or HttpLimits(), api or HttpApi()
     bodies = bodies or body_budget(limits)
+    admission = admission or Admission(dispatcher)
     _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
     metrics = Metrics(dispatcher)
     served = ServedModel(
@@ -112,7 +124,7 @@ def create_app(
         pool.close()
 
     common: dict[str, Any] = {
-        "dispatcher": dispatcher,
+        "admission": admission,
         "model": model,
         "metrics": metrics,
         "request_timeout_s": request_timeout_s,
@@ -142,8 +154,25 @@ def create_app(
         Route("/topology", topology),
     ]
     return Starlette(
-        routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error, Exception: _internal_error}
+        routes=routes,
+        lifespan=lifespan,
+        middleware=_middleware(keys, access or AccessConfig()),
+        exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
+
+
+def _middleware(keys: KeyRing | None, access: AccessConfig) -> list[Middleware]:
+    """The outermost first: a browser asks about its origin without a key."""
+    found: list[Middleware] = []
+    if access.cors_origins:
+        found.append(
+            Middleware(
+                CORSMiddleware, allow_origins=access.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
+        )
+    if keys is not None:
+        found.append(Middleware(Authenticate, keys=keys, protect_metrics=access.protect_metrics))
+    return found
 
 
 def body_budget(limits: HttpLimits) -> ByteBudget:

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
 from pdkv.limits import clip
+from pdkv.router.admission import Admission, Visit
 from pdkv.router.http.choice import ChoiceDelta
 from pdkv.router.http.fanout import Fanout
 from pdkv.router.http.intake import Intake
@@ -30,9 +31,6 @@ from pdkv.router.http.served_model import Cancelled, ServedModel
 from pdkv.router.http.sse import DONE, ChunkEncoder, error_event
 from pdkv.router.text_pool import TextPool
 
-if TYPE_CHECKING:
-    from pdkv.router.dispatch import Dispatcher
-
 logger = logging.getLogger(__name__)
 
 RawHeaders = list[tuple[bytes, bytes]]
@@ -41,6 +39,9 @@ Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled], Job]
 
 _INLINE_LOGPROBS = 256
 """Tokens with logprobs that are encoded on the event loop; with 20 alternatives each they take some milliseconds."""
+
+TENANT = "pdkv.tenant"
+"""Where a scope names the Tenant whose request it is; absent: clients need no key."""
 
 MAX_LABEL = 256
 """Characters of a client's x-request-id."""
@@ -54,7 +55,7 @@ class GenerateEndpoint:
         name: Endpoint,
         prepare: Prepare,
         *,
-        dispatcher: "Dispatcher",
+        admission: Admission,
         model: Callable[[], ServedModel],
         metrics: Metrics,
         request_timeout_s: float,
@@ -64,7 +65,7 @@ class GenerateEndpoint:
         """`intake` and `pool` are shared by the endpoints."""
         self._name = name
         self._prepare = prepare
-        self._dispatcher = dispatcher
+        self._admission = admission
         self._model = model
         self._metrics = metrics
         self._request_timeout_s = request_timeout_s
@@ -77,7 +78,8 @@ class GenerateEndpoint:
         exchange = _Exchange(send, headers.get("x-request-id"))
         outcome = "internal_error"
         try:
-            outcome = await self._serve(headers, receive, exchange, metrics)
+            with self._admission.arrive(scope.get(TENANT, self._admission.anonymous)) as visit:
+                outcome = await self._serve(headers, receive, exchange, metrics, visit)
         except Disconnected:
             outcome = "disconnected"
         except PdkvError as error:
@@ -88,13 +90,20 @@ class GenerateEndpoint:
         finally:
             metrics.ended(outcome)
 
-    async def _serve(self, headers: Headers, receive: Receive, exchange: "_Exchange", metrics: RequestMetrics) -> str:
+    async def _serve(
+        self, headers: Headers, receive: Receive, exchange: "_Exchange", metrics: RequestMetrics, visit: Visit
+    ) -> str:
         """Serve one request and say how it ended."""
         exchange.check_label()
         timeout_s = min(_client_timeout(headers), self._request_timeout_s)
         model = self._model()
         job, gone = await self._receive_job(headers, receive, exchange, model, timeout_s)
-        fanout = Fanout(job, model, self._dispatcher, metrics, timeout_s=timeout_s, label=exchange.request_id)
+        try:
+            job = self._admit(job, visit)
+        except BaseException:
+            gone.cancel()
+            raise
+        fanout = Fanout(job, model, visit, metrics, timeout_s=timeout_s, label=exchange.request_id)
         gone.add_done_callback(lambda _: fanout.abort())
         try:
             async with aclosing(fanout.deltas()) as deltas:
@@ -107,12 +116,28 @@ class GenerateEndpoint:
         finally:
             gone.cancel()
             fanout.abort()
+            visit.used(fanout.num_prompt_tokens + fanout.num_completion_tokens)
         metrics.served(
             num_prompt_tokens=fanout.num_prompt_tokens,
             num_cached_tokens=fanout.num_cached_tokens,
             num_completion_tokens=fanout.num_completion_tokens,
         )
         return "ok"
+
+    def _admit(self, job: Job, visit: Visit) -> Job:
+        """The request as its tenant may have it. Raises InvalidRequest and TooManyRequests."""
+        tenant = visit.tenant
+        tenant.check_priority(job.priority)
+        if self._admission.config.require_cache_salt and not job.cache_salt:
+            raise InvalidRequest(
+                "cache_salt is required here (--require-cache-salt): send a secret of whoever may share the cache, "
+                "such as a random text per user",
+                param="cache_salt",
+            )
+        lengths = [len(prompt.token_ids) for prompt in job.prompts]
+        visit.hold(lengths, job.n, job.params.max_tokens, stream=job.stream)
+        salt = tenant.salted(job.cache_salt)
+        return job if salt == job.cache_salt else msgspec.structs.replace(job, cache_salt=salt)
 
     async def _receive_job(
         self, headers: Headers, receive: Receive, exchange: "_Exchange", model: ServedModel, timeout_s: float
@@ -151,13 +176,15 @@ class _Exchange:
                 param="x-request-id",
             )
 
-    async def send_json(self, status: int, body: object, engines: tuple[str, str] = ("", "")) -> None:
-        """The whole response."""
+    async def send_json(
+        self, status: int, body: object, engines: tuple[str, str] = ("", ""), *, retry_after_s: float = 1.0
+    ) -> None:
+        """The whole response; `retry_after_s` is said with 429 and 503."""
         data = msgspec.json.encode(body)
         headers = self._headers(b"application/json", engines)
         headers.append((b"content-length", b"%d" % len(data)))
-        if status == 503:
-            headers.append((b"retry-after", b"1"))
+        if status in (429, 503):
+            headers.append((b"retry-after", b"%d" % math.ceil(retry_after_s)))
         if not self.body_is_here:
             headers.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -182,7 +209,7 @@ class _Exchange:
             await self.end_events(error_event(error))
         else:
             status, body = describe_error(error)
-            await self.send_json(status, body)
+            await self.send_json(status, body, retry_after_s=getattr(error, "retry_after_s", 1.0))
 
     def _headers(self, content_type: bytes, engines: tuple[str, str]) -> RawHeaders:
         headers = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode("latin-1"))]

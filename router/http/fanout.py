@@ -1,6 +1,7 @@
 """All choices of one request as one stream of deltas, over as many generations."""
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -14,7 +15,8 @@ from pdkv.router.http.served_model import ServedModel
 from pdkv.router.request import Delta
 
 if TYPE_CHECKING:
-    from pdkv.router.dispatch import Dispatcher, Generation
+    from pdkv.router.admission import Visit
+    from pdkv.router.dispatch import Generation
 
 _STARTS_IN_A_ROW = 16
 
@@ -32,7 +34,7 @@ class Fanout:
         self,
         job: Job,
         model: ServedModel,
-        dispatcher: "Dispatcher",
+        visit: "Visit",
         metrics: RequestMetrics,
         *,
         timeout_s: float,
@@ -40,9 +42,10 @@ class Fanout:
     ) -> None:
         self.job = job
         self.choices = list(_make_choices(job, model))
-        self._dispatcher = dispatcher
+        self._visit = visit
         self._metrics = metrics
         self._timeout_s = timeout_s
+        self._began = time.monotonic()
         self._label = label
         self._generations: dict[int, Generation] = {}  # by choice index
         self._aborted = False
@@ -79,6 +82,7 @@ class Fanout:
     def abort(self) -> None:
         """Give up every generation that is not over; `deltas` then raises RequestAborted. Idempotent."""
         self._aborted = True
+        self._visit.abort()
         for generation in self._generations.values():
             generation.abort()
 
@@ -90,14 +94,13 @@ class Fanout:
         """
         if len(self.choices) == 1:
             [choice] = self.choices
-            generation = self._start(choice)
+            generation = await self._start(choice)
             async for delta in generation:
                 yield [self._show(choice, generation, delta)]
                 if choice.finished:
                     return
             raise self._ended_early()
         for choice in self.choices[:: self.job.n]:
-            self._start(choice)
             self._pump(choice)
             await self._take_turns(choice.index // self.job.n)
         num_unfinished = len(self.choices)
@@ -113,16 +116,16 @@ class Fanout:
             num_unfinished -= sum(delta.finish_reason is not None for delta in deltas)
             yield deltas
 
-    def _start(self, choice: Choice, elapsed_s: float = 0.0) -> "Generation":
-        """`elapsed_s`: what has passed of the deadline, which all choices share."""
+    async def _start(self, choice: Choice) -> "Generation":
+        """Begin a choice, at once or when it is its turn; the deadline is the request's."""
         if self._aborted:
             raise RequestAborted("the client went away", request_id=self._label)
+        elapsed_s = time.monotonic() - self._began if choice.index % self.job.n else 0.0  # the first ones begin with it
         timeout_s = max(self._timeout_s - elapsed_s, 0.001)
         first = self._generations.get(choice.index - choice.index % self.job.n)
         near = first.prefill_engine if first is not None else ""
-        generation = self._dispatcher.start(choice.request(timeout_s=timeout_s, label=self._label, near=near))
-        self._generations[choice.index] = generation
-        return generation
+        request = choice.request(timeout_s=timeout_s, label=self._label, near=near)
+        return await self._visit.start(request, functools.partial(self._generations.__setitem__, choice.index))
 
     async def _take_turns(self, index: int) -> None:
         """Between starts: a thousand choices must not hold up other requests."""
@@ -156,14 +159,12 @@ class Fanout:
     async def _collect(self, choice: Choice) -> None:
         """Put what a choice gives where `deltas` takes it; its siblings start behind its first delta."""
         siblings = range(choice.index + 1, choice.index + self.job.n) if choice.index % self.job.n == 0 else range(0)
-        generation = self._generations[choice.index]
-        began = time.monotonic()
         try:
+            generation = await self._start(choice)
             async for delta in generation:
                 self._arrived.append(self._show(choice, generation, delta))
                 self._wake.set()
                 for index in siblings:
-                    self._start(self.choices[index], time.monotonic() - began)
                     self._pump(self.choices[index])
                     await self._take_turns(index)
                 siblings = range(0)

@@ -13,6 +13,8 @@ from pdkv.errors import (
     RequestAborted,
     RequestTimeout,
     ServerBusy,
+    TooManyRequests,
+    Unauthorized,
 )
 from pdkv.limits import clip
 from pdkv.router.http.choice import Choice, ChoiceDelta, ShownLogprob
@@ -23,6 +25,8 @@ from pdkv.wire.messages import TokenLogprob
 _MAX_MESSAGE_CHARS = 1024
 """Of an error: whatever of the client's words is in it, the reply is small."""
 
+_KINDS = {403: "permission_error", 429: "rate_limit_error"}
+
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
 
@@ -30,8 +34,10 @@ _LEAST_LOGPROB = -9999.0
 def error_status(error: PdkvError) -> int:
     """HTTP status of a failure."""
     match error:
-        case InvalidRequest():
+        case InvalidRequest() | Unauthorized():
             return error.status
+        case TooManyRequests():
+            return 429
         case EngineUnavailable() | EngineDied() | ServerBusy() | RequestAborted():  # the server's own abort
             return 503
         case RequestTimeout():
@@ -42,7 +48,7 @@ def error_status(error: PdkvError) -> int:
 
 def error_body(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's shape; a long message or field name is clipped."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = None if param is None else clip(param)
     return {"error": {"message": clip(message, _MAX_MESSAGE_CHARS), "type": kind, "param": param, "code": code}}
 

@@ -305,6 +305,7 @@ def _connect(
         num_blocks=executor.num_blocks,
         max_model_len=executor.max_model_len,
         max_num_seqs=plan.limits.max_num_seqs,
+        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         tp=plan.config.tp,
         rank_blobs=[rank.blob for rank in ranks] if worker is not None else [],
         rank_pids=[rank.pid for rank in ranks],

@@ -155,3 +155,41 @@ class HttpLimits:
             raise ConfigError(
                 f"max_url_bytes ({self.max_url_bytes}) must be at most max_header_bytes ({self.max_header_bytes})"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionConfig:
+    """What may wait for engines in the router (docs/admission.md)."""
+
+    max_queued_requests: int = option(
+        16384, "choices of requests that may wait for engines, each prompt n times; further requests get 429", ge=1
+    )
+    max_queued_tokens: int = option(1 << 22, "prompt tokens of them; further requests get 429", ge=1)
+    best_priority: int = option(
+        0, "the most urgent priority that clients without a key may ask for; lower is more urgent"
+    )
+    require_cache_salt: bool = option(
+        False, "refuse requests without cache_salt: nobody finds out by cached tokens what others asked"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessConfig:
+    """Who may use the router (docs/admission.md)."""
+
+    api_key_file: Path | None = option(
+        None, "TOML file of API keys, made by `pd key new`; without it, clients need none", metavar="FILE"
+    )
+    protect_metrics: bool = option(False, "/metrics and /topology only with a key that has admin = true")
+    cors_origin: str = option(
+        "", "web origins whose pages may use the API, separated by commas; * = all", metavar="ORIGINS"
+    )
+
+    def __post_init__(self) -> None:
+        if self.protect_metrics and self.api_key_file is None:
+            raise ConfigError("protect_metrics needs an api_key_file: without keys there is no admin")
+
+    @property
+    def cors_origins(self) -> list[str]:
+        """One by one."""
+        return [origin.strip() for origin in self.cors_origin.split(",") if origin.strip()]

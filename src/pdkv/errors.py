@@ -15,6 +15,9 @@ PdkvError
 ├── UnsendableMessage        a message to a peer that no frame can carry
 ├── EngineUnavailable        no engine can take the request now: HTTP 503
 ├── ServerBusy               the router is at one of its limits: HTTP 503
+│   └── Draining             it takes no new requests: it is about to stop
+├── TooManyRequests          the queue is full, or a key's limit is reached: HTTP 429
+├── Unauthorized             no API key, or an unknown one: HTTP 401; one that may not do this: 403
 ├── RequestFailed            one request ended with an error
 │   ├── RequestTimeout       its deadline passed
 │   ├── RequestAborted       its client or its router gave it up
@@ -124,9 +127,39 @@ class EngineUnavailable(PdkvError):
 
 
 class ServerBusy(PdkvError):
-    """The router is at one of its limits; the same request can work a moment later."""
+    """The router is at one of its limits; the same request can work `retry_after_s` later."""
 
     code = "server_busy"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(ServerBusy):
+    """The router takes no new requests: it is about to stop."""
+
+    code = "draining"
+
+
+class TooManyRequests(PdkvError):
+    """The queue is full, or a key has as much as it may have; try again after `retry_after_s`, whole seconds."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unauthorized(PdkvError):
+    """No API key, an unknown one, or (status 403) one that may not do this."""
+
+    code = "invalid_api_key"
+
+    def __init__(self, message: str, *, status: int = 401) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RequestFailed(PdkvError):

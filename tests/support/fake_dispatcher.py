@@ -25,6 +25,7 @@ class FakeGeneration:
         self.aborted = False
         self.ended = False
         self.over = asyncio.Event()  # aborted, or the reader saw the failure
+        self.on_end: Callable[[], None] = lambda: None
         self._items: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         self._arrivals: list[float] = []
 
@@ -43,6 +44,7 @@ class FakeGeneration:
             self.aborted = True
             self.over.set()
             self.put(RequestAborted("aborted", request_id="r"))
+            self.on_end()
 
     def __aiter__(self) -> "FakeGeneration":
         return self
@@ -54,8 +56,11 @@ class FakeGeneration:
         if isinstance(item, Exception):
             self.ended = True
             self.over.set()
+            self.on_end()
             raise item
         self.ended = item.finish_reason is not None
+        if self.ended:
+            self.on_end()
         return item
 
 
@@ -70,6 +75,8 @@ class FakeDispatcher:
         self.connector_problems: dict[str, str] = {}
         self.num_cached_tokens = 0
         self.generations: list[FakeGeneration] = []
+        self.num_slots = 1 << 30  # generations that may run at once
+        self.on_room: Callable[[], None] = lambda: None
         self.started = asyncio.Event()  # set by every start
         self.counters = SimpleNamespace(retried=2, dropped_messages=3)
 
@@ -82,11 +89,25 @@ class FakeDispatcher:
         """All that was started."""
         return [generation.request for generation in self.generations]
 
+    @property
+    def num_running(self) -> int:
+        """Generations that have not ended."""
+        return sum(not (generation.ended or generation.aborted) for generation in self.generations)
+
+    def has_room(self) -> bool:
+        return self.num_running < self.num_slots
+
+    def give_room(self, num_slots: int) -> None:
+        """So many generations may run now."""
+        self.num_slots = num_slots
+        self.on_room()
+
     def start(self, request: GenerateRequest) -> FakeGeneration:
         if not self.available:
             raise EngineUnavailable("no decode engine is ready")
         generation = FakeGeneration(request)
         generation.num_cached_tokens = self.num_cached_tokens
+        generation.on_end = lambda: self.on_room()
         self.generations.append(generation)
         for item in self.answer(request) if self.answer is not None else ():
             generation.put(item)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.cli.options import Flag, add_flags, build, collect, flags_of, warn_of_secrets
-from pdkv.config import EngineConfig, HandoffConfig, HttpApi, HttpLimits
+from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HttpApi, HttpLimits
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
@@ -39,6 +39,8 @@ def flag_groups() -> dict[str, list[Flag]]:
         "engines": flags_of(EngineConfig),
         "hand-off": [_with_choices(flag, "connector", SHIPPED) for flag in flags_of(HandoffConfig)],
         "HTTP": [*flags_of(HttpLimits), *flags_of(HttpApi)],
+        "admission": flags_of(AdmissionConfig),
+        "access": flags_of(AccessConfig),
     }
     for role in ROLES:
         groups[f"{role} engines only"] = flags_of(EngineConfig, role=role, exclude=("model", "generation_config"))
@@ -88,6 +90,8 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
         handoff=build(HandoffConfig, values),
         http=build(HttpLimits, values),
         api=build(HttpApi, values),
+        admission=build(AdmissionConfig, values),
+        access=build(AccessConfig, values),
         prefill=build(EngineConfig, values, role="prefill"),
         decode=build(EngineConfig, values, role="decode"),
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pdkv import __version__
 from pdkv.cli import connector as cli_connector
 from pdkv.cli import generate as cli_generate
+from pdkv.cli import key as cli_key
 from pdkv.cli import launch as cli_launch
 from pdkv.cli.options import Parser
 from pdkv.errors import ConfigError, InvalidRequest, PdkvError
@@ -40,4 +41,5 @@ def make_parser() -> argparse.ArgumentParser:
     cli_launch.add_command(commands)
     cli_generate.add_command(commands)
     cli_connector.add_command(commands)
+    cli_key.add_command(commands)
     return parser

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdkv.config import EngineConfig, HandoffConfig, HttpApi, HttpLimits
+from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HttpApi, HttpLimits
 from pdkv.errors import ConfigError
 from pdkv.options import option
 from pdkv.wire.messages import Order
@@ -62,6 +62,8 @@ class Deployment:
     decode: EngineConfig
     http: HttpLimits = field(default_factory=HttpLimits)
     api: HttpApi = field(default_factory=HttpApi)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)
 
     @property
     def num_ranks(self) -> int:

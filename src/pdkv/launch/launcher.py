@@ -20,6 +20,7 @@ from pdkv.launch.specs import EngineAddress, EngineSpec, Role, RouterSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import read_sampling_defaults
+from pdkv.router.keys import read_key_file
 from pdkv.router.policies import find_policy
 
 _BACKLOG = 4096
@@ -65,6 +66,8 @@ def check_deployment(deployment: Deployment) -> None:
     find_policy(deployment.launch.policy)
     check_models(deployment)
     check_pools(deployment)
+    if deployment.access.api_key_file is not None:
+        read_key_file(deployment.access.api_key_file)
 
 
 def check_models(deployment: Deployment) -> None:
@@ -139,6 +142,8 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         log_level=launch.log_level,
         limits=deployment.http,
         api=deployment.api,
+        admission=deployment.admission,
+        access=deployment.access,
     )
     return Fleet(
         engines=engines,

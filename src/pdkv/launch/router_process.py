@@ -40,6 +40,8 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             await_all=spec.await_all,
             limits=spec.limits,
             api=spec.api,
+            admission=spec.admission,
+            access=spec.access,
             generation_config=spec.generation_config,
             identity=spec.identity,
             lifeline_fd=lifeline_fd,

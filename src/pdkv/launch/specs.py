@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdkv.config import EngineConfig, HandoffConfig, HttpApi, HttpLimits
+from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HttpApi, HttpLimits
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import Order
 
@@ -62,6 +62,8 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     limits: HttpLimits = HttpLimits()
     api: HttpApi = HttpApi()
+    admission: AdmissionConfig = AdmissionConfig()
+    access: AccessConfig = AccessConfig()
     generation_config: Literal["auto", "none"] = "auto"
 
 

@@ -154,6 +154,7 @@ class EngineCard(Message, frozen=True):
     rank_blobs: Annotated[list[Blob], Meta(max_length=MAX_RANKS)] = []  # what each rank's connector needs to be reached
     rank_pids: Annotated[list[Natural], Meta(max_length=MAX_RANKS)] = []  # per rank; the first is `pid`
     beats: Text = ""  # ZeroMQ endpoint of its Beats; "": it sends none
+    max_num_batched_tokens: Natural = 0  # of its largest step; 0: not known
 
 
 class KVHandoff(Message, frozen=True):

@@ -86,12 +86,12 @@ def test_every_sampling_parameter_reaches_the_engine() -> None:
         "prompt_logprobs": 2,
     }
     dispatcher = FakeDispatcher(say(ids("ab")))
-    reply = complete(dispatcher, **fields, logprobs=4, cache_salt="tenant", priority=-3, user="somebody")
+    reply = complete(dispatcher, **fields, logprobs=4, cache_salt="tenant", priority=3, user="somebody")
     assert reply.status == 200
     [request] = dispatcher.requests
     fields |= {"logit_bias": {5: -100.0, 6: 1.5}, "stop": (), "stop_token_ids": (9,)}  # stop strings are the router's
     assert request.params == SamplingParams(**fields, logprobs=4)
-    assert (request.cache_salt, request.priority) == ("tenant", -3)
+    assert (request.cache_salt, request.priority) == ("tenant", 3)
 
 
 def test_null_is_the_same_as_absent() -> None:

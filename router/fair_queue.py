@@ -1,0 +1,130 @@
+"""Who is next: by priority, then fairly between tenants by tokens, then fairly between one tenant's requests.
+
+Between tenants it is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): each has a virtual time that rises
+by cost / weight with what is taken of it, the lowest is next, and who was idle begins at the time of the one that was
+taken last, so that idleness earns nothing. What a request turns out to cost is settled afterwards, as in "Fairness in
+Serving Large Language Models" (Sheng et al., OSDI 2024). Within a tenant each request is a flow of its own, and the
+lowest finish tag is next (self-clocked fair queueing, Golestani, INFOCOM 1994): a short one passes a long one that came
+a little earlier, and a long one waits at most for its own cost's worth of those that came later.
+"""
+
+import heapq
+import itertools
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Flow:
+    """A tenant's place in one priority, as long as anybody waits there."""
+
+    __slots__ = ("clock", "heap", "num_waiting", "virtual")
+
+    def __init__(self, virtual: float) -> None:
+        self.virtual = virtual
+        self.clock = 0.0  # cost of all that was taken
+        self.num_waiting = 0
+        self.heap: list[tuple[float, int, Waiting[object]]] = []
+
+
+class Turns:
+    """What one request has had of its tenant's flow; its items wait one behind the other."""
+
+    __slots__ = ("flow", "tag")
+
+    def __init__(self) -> None:
+        self.flow: Flow | None = None
+        self.tag = 0.0
+
+
+class Waiting(Generic[T]):
+    """An item that waits; `item` is None once it was taken or removed."""
+
+    __slots__ = ("cost", "flow", "item", "priority", "weight")
+
+    def __init__(self, item: T, priority: int, cost: float, weight: float, flow: Flow) -> None:
+        self.item: T | None = item
+        self.priority = priority
+        self.cost = cost
+        self.weight = weight
+        self.flow = flow
+
+
+class _Class:
+    """One priority."""
+
+    def __init__(self) -> None:
+        self.flows: dict[str, Flow] = {}
+        self.virtual = 0.0
+        self.num_waiting = 0
+
+
+class FairQueue(Generic[T]):
+    """A queue of items. `push` and `pop` cost O(log waiting + tenants that wait), `remove` O(1), amortized."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, _Class] = {}
+        self._numbers = itertools.count()
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    @property
+    def best_priority(self) -> int | None:
+        """The most urgent priority that anybody waits with; lower is more urgent."""
+        return min(self._classes, default=None)
+
+    def push(
+        self, item: T, *, tenant: str, turns: Turns, priority: int, cost: float, weight: float = 1.0
+    ) -> Waiting[T]:
+        """Let an item wait. `cost` in tokens; `turns` are those of the request that it belongs to."""
+        assert cost > 0
+        level = self._classes.get(priority)
+        if level is None:
+            level = self._classes[priority] = _Class()
+        flow = level.flows.get(tenant)
+        if flow is None:
+            flow = level.flows[tenant] = Flow(level.virtual)
+        elif not flow.num_waiting:
+            flow.virtual = max(flow.virtual, level.virtual)
+        began = turns.tag if turns.flow is flow else 0.0
+        turns.flow, turns.tag = flow, max(flow.clock, began) + cost
+        waiting = Waiting(item, priority, cost, weight, flow)
+        heapq.heappush(flow.heap, (turns.tag, next(self._numbers), waiting))  # type: ignore[misc]
+        flow.num_waiting += 1
+        level.num_waiting += 1
+        self._num_waiting += 1
+        return waiting
+
+    def pop(self) -> T:
+        """Take the next item; the queue must not be empty."""
+        level = self._classes[min(self._classes)]
+        flow = min((f for f in level.flows.values() if f.num_waiting), key=lambda f: f.virtual)
+        while True:
+            _, _, waiting = heapq.heappop(flow.heap)
+            if waiting.item is not None:
+                break
+        level.virtual = max(level.virtual, flow.virtual)
+        flow.virtual += waiting.cost / waiting.weight
+        flow.clock += waiting.cost
+        item: T = waiting.item  # type: ignore[assignment]
+        self._left(waiting)  # type: ignore[arg-type]
+        return item
+
+    def remove(self, waiting: Waiting[T]) -> None:
+        """Take an item out that waits no more. Idempotent, and harmless once it was taken."""
+        if waiting.item is not None:
+            self._left(waiting)
+
+    def _left(self, waiting: Waiting[T]) -> None:
+        waiting.item = None
+        flow, level = waiting.flow, self._classes[waiting.priority]
+        flow.num_waiting -= 1
+        level.num_waiting -= 1
+        self._num_waiting -= 1
+        if not level.num_waiting:
+            del self._classes[waiting.priority]
+        elif len(flow.heap) > 2 * flow.num_waiting + 16:  # those that were removed must not pile up
+            flow.heap = [entry for entry in flow.heap if entry[2].item is not None]
+            heapq.heapify(flow.heap)

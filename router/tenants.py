@@ -1,0 +1,125 @@
+"""Who a request belongs to, what they may have of the router, and what they have of it now."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from pdkv.errors import InvalidRequest, TooManyRequests
+
+ANONYMOUS = "anonymous"
+"""The one tenant of a router without keys."""
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant may have; 0: as much as there is."""
+
+    weight: float = 1.0  # its share of the engines, beside others that wait
+    best_priority: int = 0  # the most urgent priority that it may ask for; lower is more urgent
+    max_requests: int = 0  # at the same time
+    max_streams: int = 0  # of them
+    tokens_per_minute: int = 0  # of prompts and outputs
+    salt: str = ""  # its own part of every cache salt; "": it shares its cache with others that have none
+    admin: bool = False  # may use /admin, and /metrics and /topology where they are protected
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """Tokens that may be used: as many as a minute brings are there at most, and a large request may borrow."""
+
+    per_minute: int  # 0: no bound
+    tokens: float
+    filled_at: float
+
+    def take(self, num_tokens: int, now: float) -> float:
+        """Use tokens, which may leave a debt; returns 0, or the seconds after which it can be tried again."""
+        if not self.per_minute:
+            return 0.0
+        rate = self.per_minute / 60
+        self.tokens = min(self.tokens + (now - self.filled_at) * rate, float(self.per_minute))
+        self.filled_at = now
+        wanted = min(num_tokens, self.per_minute)  # more than a minute's worth needs a full bucket
+        if self.tokens < wanted:
+            return (wanted - self.tokens) / rate
+        self.tokens -= num_tokens
+        return 0.0
+
+
+class Tenant:
+    """One tenant: its grant, and what it uses. One event loop at a time."""
+
+    def __init__(self, name: str, grant: Grant, clock: Callable[[], float]) -> None:
+        self.name = name
+        self.num_requests = 0
+        self.num_streams = 0
+        self.num_refused = 0
+        self.num_tokens = 0  # prompt and output of all requests that ended
+        self._clock = clock
+        self._bucket = TokenBucket(grant.tokens_per_minute, float(grant.tokens_per_minute), clock())
+        self.grant = grant
+
+    def change(self, grant: Grant) -> None:
+        """Other limits from now on; what is under way goes on."""
+        if grant.tokens_per_minute != self.grant.tokens_per_minute:
+            self._bucket = TokenBucket(grant.tokens_per_minute, float(grant.tokens_per_minute), self._clock())
+        self.grant = grant
+
+    def enter(self) -> None:
+        """A request comes. Raises TooManyRequests."""
+        limit = self.grant.max_requests
+        if limit and self.num_requests >= limit:
+            self._refuse(f"{limit} requests at a time", 1.0)
+        self.num_requests += 1
+
+    def leave(self) -> None:
+        """It is over."""
+        self.num_requests -= 1
+        assert self.num_requests >= 0, "more requests left than came"
+
+    def enter_stream(self) -> None:
+        """A request that streams begins. Raises TooManyRequests."""
+        limit = self.grant.max_streams
+        if limit and self.num_streams >= limit:
+            self._refuse(f"{limit} streams at a time", 1.0)
+        self.num_streams += 1
+
+    def leave_stream(self) -> None:
+        """It is over."""
+        self.num_streams -= 1
+        assert self.num_streams >= 0, "more streams left than came"
+
+    def take_tokens(self, num_tokens: int) -> None:
+        """Use tokens of this minute's. Raises TooManyRequests."""
+        wait_s = self._bucket.take(num_tokens, self._clock())
+        if wait_s:
+            self._refuse(f"{self.grant.tokens_per_minute} tokens a minute", wait_s)
+
+    def settle(self, num_taken: int, num_used: int) -> None:
+        """Fewer or more than were taken were used."""
+        self.num_tokens += num_used
+        if self._bucket.per_minute:
+            self._bucket.tokens += num_taken - num_used
+
+    def check_priority(self, priority: int) -> None:
+        """Raises InvalidRequest for a more urgent one than it may ask for."""
+        best = self.grant.best_priority
+        if priority < best:
+            raise InvalidRequest(
+                f"priority must be at least {best} (lower is more urgent), got {priority}", param="priority"
+            )
+
+    def salted(self, cache_salt: str) -> str:
+        """The cache salt of a request: nobody else's, whatever the client said."""
+        if not self.grant.salt:
+            return cache_salt
+        return hashlib.sha256(f"{len(self.grant.salt)}:{self.grant.salt}{cache_salt}".encode()).hexdigest()
+
+    def _refuse(self, limit: str, retry_after_s: float) -> None:
+        self.num_refused += 1
+        whose = "clients without a key" if self.name == ANONYMOUS else f"the key {self.name!r}"
+        seconds = math.ceil(max(retry_after_s, 1.0))
+        raise TooManyRequests(
+            f"{whose} may have at most {limit}: try again in {seconds} s", retry_after_s=float(seconds)
+        )
