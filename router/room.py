@@ -56,7 +56,7 @@ class Room:
     def _engines(self, side: Side) -> list[EngineState]:
         """Those that can be asked; suspects only where there are no others."""
         ready = [e for e in self._fleet.engines.values() if e.life == "ready" and e.role in (side, "any")]
-        return [e for e in ready if not e.suspect] or ready
+        return [e for e in ready if not e.suspicion] or ready
 
 
 def _card(engine: EngineState) -> EngineCard:

@@ -41,7 +41,7 @@ def test_all_generations_need_no_more_kv_than_the_decode_engines_have() -> None:
     assert room.free
     room.enter(1)
     assert not room.free
-    fleet.went_down("decode-1")
+    fleet.went_down("decode-1", 0.0)
     room.leave(1)
     assert not room.free
     blocks = BlockCounts(total=100, free=100, cached=0, active=0, leased=0, quarantined=0)
@@ -77,7 +77,7 @@ def test_without_an_engine_of_a_role_there_is_no_room(role: str) -> None:
     fleet, room = make_room()
     for i in range(2):
         assert room.free
-        fleet.went_down(f"{role}-{i}")
+        fleet.went_down(f"{role}-{i}", 0.0)
     assert not room.free
 
 
