@@ -121,5 +121,5 @@ def test_requests_of_one_key_go_to_one_engine_while_its_load_allows_it(policy: s
     assert engines_of("a") == {owner}
     Entry(chooser.fleet.engines[owner].books, 2, 0).enter()
     assert owner not in engines_of("a")
-    chooser.fleet.went_down(owner)
+    chooser.fleet.went_down(owner, 0.0)
     assert all(engines_of(key) == engines for key, engines in owners.items() if engines != {owner})
