@@ -19,6 +19,7 @@ from pdkv.log_limit import LogLimit
 from pdkv.wire.frames import key_of
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
+    PROBE_SALT,
     Abort,
     CacheCleared,
     Continue,
@@ -415,7 +416,8 @@ class EngineCore:
             self._end(request)
 
     def _end(self, request: Request) -> None:
-        self.counters.add(request.sources())
+        if request.submit.cache_salt != PROBE_SALT:
+            self.counters.add(request.sources())
         self._forget(request)
 
     def _abort(self, request: Request) -> None:

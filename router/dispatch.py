@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from pdkv.config import HealthConfig
 from pdkv.errors import (
     EngineUnavailable,
     IncompatiblePeers,
@@ -24,10 +25,11 @@ from pdkv.router.backend import Backend
 from pdkv.router.books import Entry, kv_tokens
 from pdkv.router.flow import FlowMessage, RequestFlow, Sends
 from pdkv.router.generation import Generation
-from pdkv.router.health import TICK_S
+from pdkv.router.health import TICK_S, EngineVerdict, HealthSnapshot
 from pdkv.router.policies import DEFAULT_POLICY
 from pdkv.router.prefix_index import PrefixIndex
-from pdkv.router.request import Delta, GenerateRequest
+from pdkv.router.probes import Prober, probe_request
+from pdkv.router.request import Delta, GenerateRequest, Route
 from pdkv.router.room import Room
 from pdkv.router.routing import RouteChooser
 from pdkv.router.state import ORDERS, Counters, EngineSnapshot, Fleet
@@ -62,6 +64,8 @@ logger = logging.getLogger(__name__)
 MAX_RETRIES = 1
 """Attempts on other engines after one that failed before its first token."""
 
+NO_PROBES = HealthConfig(probe_interval_s=0.0)
+
 TELLING_TIMEOUT_S = 5.0
 """A deadline below this that passes says more about the client than about the engine, if nothing else is against it."""
 
@@ -77,6 +81,7 @@ class Dispatcher:
         max_retries: int = MAX_RETRIES,
         await_all: bool = True,
         identity: str = "",
+        health: HealthConfig = NO_PROBES,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -96,6 +101,7 @@ class Dispatcher:
         self._max_retries = max_retries
         self._clock = clock
         self._routes = RouteChooser(self.fleet, self.index, policy=policy, orders=orders, rng=rng or random.Random())
+        self.prober = Prober(self.fleet, orders, health.probe_interval_s)
         self._backends: dict[str, Backend] = {}
         self._generations: dict[str, Generation] = {}  # by request_id
         self._transfers: dict[str, Generation] = {}  # by transfer_id
@@ -146,8 +152,8 @@ class Dispatcher:
         return self.fleet.fault
 
     def _tick(self) -> None:
-        """Engines that say nothing grow older by a tick; while this loop is held up, nobody does."""
-        self.fleet.tick()
+        """Once per TICK_S of this loop: while it is held up, nobody grows older."""
+        self.look_after_engines()
         self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _work_on_index_soon(self) -> None:
@@ -157,6 +163,13 @@ class Dispatcher:
         """A slice of what the index has put off; other callbacks have their turn before the next."""
         if not self._closed and self.index.work():
             self._work_on_index_soon()
+
+    def look_after_engines(self) -> None:
+        """TICK_S have passed: engines that say nothing grow older, and one of those that do nothing is probed."""
+        self.fleet.tick()
+        now = self._clock()
+        if self.ready and (route := self.prober.due(now)) is not None:
+            self._launch(probe_request(route), route, now)
 
     async def wait_ready(self) -> None:
         """Return when it has been ready for the first time.
@@ -202,6 +215,19 @@ class Dispatcher:
         ]
         return {"engines": [e.describe(now) for e in self.fleet.engines.values()], "pairs": pairs}
 
+    def health(self) -> HealthSnapshot:
+        """What the router thinks of its engines now."""
+        now = self._clock()
+        return HealthSnapshot(
+            [
+                EngineVerdict(e.name, e.role, bool(e.suspicion), e.breaker.state(now) != "closed")
+                for e in self.fleet.engines.values()
+            ],
+            num_pairs_open=len(self.fleet.pairs.states(now)),
+            probes_ok=self.prober.num_ok,
+            probes_failed=self.prober.num_failed,
+        )
+
     @property
     def num_generations(self) -> int:
         """Generations that have not ended."""
@@ -223,6 +249,11 @@ class Dispatcher:
             raise EngineUnavailable("the router is shutting down")
         now = self._clock()
         route = self._routes.choose(request, now)
+        self.counters.started += 1
+        return self._launch(request, route, now)
+
+    def _launch(self, request: GenerateRequest, route: Route, now: float) -> Generation:
+        """Begin a generation on these engines."""
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
         generation = Generation(flow, self.abort)
         generation.num_uncached = self._routes.uncached_tokens(request, route.prefill)
@@ -231,7 +262,6 @@ class Dispatcher:
         self._generations[flow.request_id] = generation
         self._transfers[flow.transfer_id] = generation
         self.room.enter(kv_tokens(request))
-        self.counters.started += 1
         self._apply(generation, flow.start(now))
         return generation
 
@@ -399,7 +429,7 @@ class Dispatcher:
     def _blame(self, flow: RequestFlow) -> None:
         """An attempt failed: note by whose fault, if it can be told. A death is noted once, by the fleet."""
         name, now = flow.failed_engine, self._clock()
-        if name is None or not self.fleet.is_ready(name):
+        if flow.request.probe or name is None or not self.fleet.is_ready(name):
             return
         engine = self.fleet.engines[name]
         if isinstance(flow.failure, RequestTimeout):
@@ -444,6 +474,9 @@ class Dispatcher:
         self.room.leave(kv_tokens(flow.request))
         if generation.timer is not None:
             generation.timer.cancel()
+        if flow.request.probe:
+            self.prober.ended(flow, self._clock())
+            return
         counters.duplicate_tokens += flow.num_duplicates
         if flow.failure is None:
             counters.finished += 1

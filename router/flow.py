@@ -92,7 +92,7 @@ class RequestFlow:
     @property
     def may_restart(self) -> bool:
         """Whether it failed in a way that other engines may mend, before the client has seen a token."""
-        return self.failure is not None and self.retryable and not self.output_token_ids
+        return self.failure is not None and self.retryable and not (self.output_token_ids or self.request.probe)
 
     @property
     def prefill_pending(self) -> bool:

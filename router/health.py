@@ -4,7 +4,7 @@ Silence is counted in ticks of the router's own loop, which handles what has arr
 loop is held up, no engine grows silent.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pdkv.wire.messages import Beat
@@ -41,6 +41,25 @@ class ProbeResult(NamedTuple):
         }
 
 
+class EngineVerdict(NamedTuple):
+    """What the router thinks of one engine, for metrics."""
+
+    name: str
+    role: str
+    suspect: bool
+    breaker_open: bool
+
+
+class HealthSnapshot(NamedTuple):
+    """What the router thinks of its engines, for metrics."""
+
+    engines: list[EngineVerdict]
+    num_pairs_open: int = 0
+    probes_ok: int = 0
+    probes_failed: int = 0
+    num_moved: int = 0  # requests
+
+
 @dataclass(slots=True)
 class EngineHealth:
     """One incarnation of an engine, by what it says."""
@@ -50,7 +69,8 @@ class EngineHealth:
     mute_ticks: int = 0  # since it said anything but that it lives
     busy_s: float = 0.0  # how long its oldest step had taken, at its last beat
     predicted_s: float = 0.0  # how long that step should take
-    last_probe: ProbeResult | None = field(default=None)
+    last_good: float = 0.0  # when a request or probe last went well
+    last_probe: ProbeResult | None = None
 
     def heard(self) -> None:
         """It said something about requests, its cache or its load."""
@@ -67,6 +87,7 @@ class EngineHealth:
 
     def answered(self, now: float) -> None:
         """A request went well there: a probe that failed before says nothing any more."""
+        self.last_good = now
         if self.last_probe is not None and self.last_probe.fault:
             self.last_probe = ProbeResult(now, 0.0)
 

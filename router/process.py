@@ -17,7 +17,7 @@ import uvicorn
 import zmq
 from starlette.types import ASGIApp
 
-from pdkv.config import AccessConfig, AdmissionConfig, HttpApi, HttpLimits
+from pdkv.config import AccessConfig, AdmissionConfig, HealthConfig, HttpApi, HttpLimits
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import Source, log_sampling_defaults, read_sampling_defaults
 from pdkv.router.admission import Admission
@@ -70,6 +70,7 @@ def run_router(
     api: HttpApi | None = None,
     admission: AdmissionConfig | None = None,
     access: AccessConfig | None = None,
+    health: HealthConfig | None = None,
     generation_config: Source = "auto",
     identity: str = "",
     lifeline_fd: int | None = None,
@@ -87,7 +88,13 @@ def run_router(
     Raises:
         ConfigError: an unknown policy, a model directory that is broken, or engines that cannot work together.
     """
-    dispatcher = Dispatcher(policy=policy, orders=orders, await_all=await_all, identity=identity)
+    dispatcher = Dispatcher(
+        policy=policy,
+        orders=orders,
+        health=health or HealthConfig(),
+        await_all=await_all,
+        identity=identity,
+    )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     for engine in engines:
         client = EngineClient(engine.name, engine.endpoint, router_id=router_id, context=context)

@@ -37,6 +37,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     affinity: str = ""  # requests that share it like to run where the others ran; empty: none
     timeout_s: float
+    probe: bool = False  # the router's own, to see whether an engine works: it is tried there and nowhere else
     label: str = ""  # the client's own name of the request, for logs only
     near: str = ""  # the engine that ran this prompt for an earlier choice, and so has it in its cache
     keys: PromptKeys = msgspec.field(default_factory=PromptKeys)

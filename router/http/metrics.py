@@ -8,6 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdkv.router.http.health_metrics import HealthCollector
+
 if TYPE_CHECKING:
     from pdkv.router.dispatch import Dispatcher
 
@@ -24,6 +26,7 @@ class Metrics:
     def __init__(self, dispatcher: "Dispatcher") -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(dispatcher))
+        registry.register(HealthCollector(dispatcher))
         self.requests = Counter(
             "pdkv_requests", "Requests by endpoint and how they ended.", ["endpoint", "outcome"], registry=registry
         )

@@ -22,6 +22,7 @@ from pdkv.router.http.protocol import ChatBody, CompletionBody
 from pdkv.router.http.served_model import Cancelled, ServedModel
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import StopAutomaton, with_bad_word_ids
+from pdkv.wire.messages import PROBE_SALT
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -212,6 +213,8 @@ def _check_params(params: SamplingParams, body: CompletionBody | ChatBody, model
     """What SamplingParams cannot check by itself: it knows no model."""
     if body.cache_salt is not None:
         check_cache_salt(body.cache_salt)
+        if body.cache_salt == PROBE_SALT:
+            raise InvalidRequest("cache_salt is the one that the router keeps for itself", param="cache_salt")
     for name in ("prompt_cache_key", "session_id"):
         key = getattr(body, name)
         if key is not None and utf8_bytes(key, MAX_AFFINITY_BYTES) > MAX_AFFINITY_BYTES:

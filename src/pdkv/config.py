@@ -193,3 +193,16 @@ class AccessConfig:
     def cors_origins(self) -> list[str]:
         """One by one."""
         return [origin.strip() for origin in self.cors_origin.split(",") if origin.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """How the router finds out which engines work (docs/health.md)."""
+
+    probe_interval_s: float = option(
+        10.0, "how long an engine may have nothing to do before the router has it generate a token; 0: never"
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probe_interval_s < math.inf:
+            raise ConfigError(f"probe_interval_s must be 0 or more and finite, got {self.probe_interval_s}")

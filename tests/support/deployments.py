@@ -176,6 +176,7 @@ def launches(model: Path) -> Iterator[Launch]:
         """Start `pd launch` on a free port with small engines; further flags override these."""
         defaults = ["--model", str(model), "--port", "0", "--kv-cache-memory", "8MiB", "--threads", "1"]
         defaults.append("--check-finite")  # no test's model computes NaN, unless it is about that
+        defaults += ["--probe-interval-s", "0"]  # the books of engines are compared
         deployment = Running([*defaults, *flags], environment or {}, directory)
         running.append(deployment)
         if wait:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.router.dispatch import EngineSnapshot
+from pdkv.router.health import EngineVerdict, HealthSnapshot
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.wire.messages import BlockCounts, ConnectorStats, LoadReport, SourceCounts, TokenLogprob
 
@@ -123,6 +124,10 @@ class FakeDispatcher:
 
     def topology(self) -> dict[str, Any]:
         return {"engines": [{"name": "decode-1", "role": "decode", "state": "ready"}]}
+
+    def health(self) -> HealthSnapshot:
+        engines = [EngineVerdict("decode-1", "decode", True, False), EngineVerdict("prefill-0", "prefill", False, True)]
+        return HealthSnapshot(engines, num_pairs_open=4, probes_ok=5, probes_failed=6, num_moved=7)
 
     def engines(self) -> list[EngineSnapshot]:
         load = LoadReport(

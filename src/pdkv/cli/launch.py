@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.cli.options import Flag, add_flags, build, collect, flags_of, warn_of_secrets
-from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HttpApi, HttpLimits
+from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HealthConfig, HttpApi, HttpLimits
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
@@ -41,6 +41,7 @@ def flag_groups() -> dict[str, list[Flag]]:
         "HTTP": [*flags_of(HttpLimits), *flags_of(HttpApi)],
         "admission": flags_of(AdmissionConfig),
         "access": flags_of(AccessConfig),
+        "health": flags_of(HealthConfig),
     }
     for role in ROLES:
         groups[f"{role} engines only"] = flags_of(EngineConfig, role=role, exclude=("model", "generation_config"))
@@ -92,6 +93,7 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
         api=build(HttpApi, values),
         admission=build(AdmissionConfig, values),
         access=build(AccessConfig, values),
+        health=build(HealthConfig, values),
         prefill=build(EngineConfig, values, role="prefill"),
         decode=build(EngineConfig, values, role="decode"),
     )

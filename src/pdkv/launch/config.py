@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HttpApi, HttpLimits
+from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HealthConfig, HttpApi, HttpLimits
 from pdkv.errors import ConfigError
 from pdkv.options import option
 from pdkv.wire.messages import Order
@@ -64,6 +64,7 @@ class Deployment:
     api: HttpApi = field(default_factory=HttpApi)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
 
     @property
     def num_ranks(self) -> int:

@@ -144,6 +144,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         api=deployment.api,
         admission=deployment.admission,
         access=deployment.access,
+        health=deployment.health,
     )
     return Fleet(
         engines=engines,

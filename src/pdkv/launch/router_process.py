@@ -42,6 +42,7 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             api=spec.api,
             admission=spec.admission,
             access=spec.access,
+            health=spec.health,
             generation_config=spec.generation_config,
             identity=spec.identity,
             lifeline_fd=lifeline_fd,

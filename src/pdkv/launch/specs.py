@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HttpApi, HttpLimits
+from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HealthConfig, HttpApi, HttpLimits
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import Order
 
@@ -64,6 +64,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     api: HttpApi = HttpApi()
     admission: AdmissionConfig = AdmissionConfig()
     access: AccessConfig = AccessConfig()
+    health: HealthConfig = HealthConfig()
     generation_config: Literal["auto", "none"] = "auto"
 
 

@@ -38,6 +38,9 @@ MAX_CONNECTOR_PARTS = 64
 MAX_LAYERS = 4096
 """Of a model, and so of its KV groups."""
 
+PROBE_SALT = "\0probe"
+"""Cache salt of the router's probes; no client can have it. Engines do not count their prompts."""
+
 MAX_LIST = 1 << 21
 """Entries of a list of tokens, log probabilities or block keys: in memory an entry is many times its bytes."""
 

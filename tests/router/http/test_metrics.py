@@ -87,6 +87,17 @@ def test_engines_as_they_reported_themselves() -> None:
     assert samples[("pdkv_retries_total",)] == 2
 
 
+def test_what_the_router_thinks_of_its_engines() -> None:
+    samples = run(scrape(make_app(FakeDispatcher())))
+    assert samples[("pdkv_engine_suspect", "decode-1", "decode")] == 1
+    assert samples[("pdkv_engine_suspect", "prefill-0", "prefill")] == 0
+    assert samples[("pdkv_engine_breaker_open", "decode-1", "decode")] == 0
+    assert samples[("pdkv_engine_breaker_open", "prefill-0", "prefill")] == 1
+    assert samples[("pdkv_pair_breakers_open",)] == 4
+    assert (samples[("pdkv_probes_total", "ok")], samples[("pdkv_probes_total", "failed")]) == (5, 6)
+    assert samples[("pdkv_moves_total",)] == 7
+
+
 def test_connectors_by_their_names_and_parts() -> None:
     samples = run(scrape(make_app(FakeDispatcher())))
     counts = {key[0]: value for key, value in samples.items() if key[1:] == ("multi/0-p2p", "decode-1", "decode")}
