@@ -28,7 +28,7 @@ MAX_KEYS = 1024
 MAX_FILE_BYTES = 1 << 20
 
 _PREFIX = "pdk_"
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One [[key]] of the file; what is left out is a Grant's default."""
 
     name: Annotated[str, Meta(pattern=_NAME)]
-    hash: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+    hash: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
     weight: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     max_requests: _Count = 0

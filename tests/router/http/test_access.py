@@ -1,0 +1,281 @@
+"""Keys over the real application: who gets in, whose cache it is, and what a tenant may have."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from asgi_client import Exchange, begin, call, run
+from fake_dispatcher import FakeDispatcher, FakeGeneration, say, tokens
+from small_app import MODEL, ids, make_app
+
+from pdkv.config import AccessConfig, AdmissionConfig
+from pdkv.router.admission import Admission
+from pdkv.router.dispatch import Dispatcher
+from pdkv.router.keys import KeyRing, make_key
+from pdkv.router.request import GenerateRequest
+
+BODY = {"model": MODEL, "prompt": "what was said before", "max_tokens": 2}
+
+
+class Rig:
+    """An application with the keys "a", "b" and, of an admin, "root"."""
+
+    def __init__(self, tmp_path: Path, answer: Any = None, *, limits: str = "", **access: Any) -> None:
+        self.dispatcher = FakeDispatcher(answer)
+        made = {name: make_key(name, admin=name == "root") for name in ("a", "b", "root")}
+        self.keys = {name: key for name, (key, _) in made.items()}
+        self.file = tmp_path / "keys"
+        self.file.write_text("\n".join(lines + limits for _, lines in made.values()))
+        self.file.chmod(0o600)
+        self.ring = KeyRing(self.file)
+        config = AdmissionConfig(**access.pop("admission", {}))
+        self.admission = Admission(cast(Dispatcher, self.dispatcher), config)
+        self.app = make_app(
+            self.dispatcher,
+            keys=self.ring,
+            admission=self.admission,
+            access=AccessConfig(api_key_file=self.file, **access),
+        )
+
+    def headers(self, name: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.keys[name]}"}
+
+    async def post(self, name: str, **fields: Any) -> Exchange:
+        return await call(self.app, "POST", "/v1/completions", BODY | fields, self.headers(name))
+
+    def begin(self, name: str, **fields: Any) -> tuple[Exchange, "asyncio.Task[None]"]:
+        return begin(self.app, "POST", "/v1/completions", BODY | fields, self.headers(name))
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer pdk_wrong"}, {"authorization": "Basic YTpi"}])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/tokenize", "/load", "/admin/engines", "/nowhere"])
+def test_without_a_key_nothing_is_served_but_what_is_open(headers: dict[str, str], path: str, tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    reply = run(call(rig.app, "GET" if "v1/m" in path else "POST", path, BODY, headers))
+    assert reply.status == 401
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert rig.dispatcher.generations == []
+    assert run(call(rig.app, "GET", "/health")).status == 200
+
+
+def test_admin_paths_need_an_admins_key(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    reply = run(call(rig.app, "POST", "/admin/engines", None, rig.headers("a")))
+    assert (reply.status, reply.json()["error"]["type"]) == (403, "permission_error")
+    assert run(call(rig.app, "POST", "/admin/nothing-here", None, rig.headers("root"))).status == 404
+
+
+def test_metrics_and_topology_are_open_or_an_admins(tmp_path: Path) -> None:
+    open_rig, rig = Rig(tmp_path), Rig(tmp_path, protect_metrics=True)
+    for path in ("/metrics", "/topology"):
+        assert run(call(open_rig.app, "GET", path)).status == 200
+        assert run(call(rig.app, "GET", path)).status == 401
+        assert run(call(rig.app, "GET", path, None, rig.headers("a"))).status == 403
+        assert run(call(rig.app, "GET", path, None, rig.headers("root"))).status == 200
+
+
+def test_no_page_and_no_error_shows_a_key_a_hash_or_a_salt(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, say(ids("ok")))
+    pages = [run(rig.post("a")), run(rig.post("a", priority=-1))]
+    pages += [run(call(rig.app, "GET", path, None, rig.headers("root"))) for path in ("/metrics", "/topology")]
+    pages.append(run(call(rig.app, "GET", "/v1/models", None, {"authorization": f"Bearer {rig.keys['a']}x"})))
+    text = "".join(page.body.decode() + str(page.headers) for page in pages)
+    secrets = [line.split('"')[1] for line in rig.file.read_text().splitlines() if line.startswith(("hash", "salt"))]
+    for secret in (*rig.keys.values(), *secrets):
+        assert secret.removeprefix("sha256:") not in text
+
+
+def cache(request: GenerateRequest, seen: set[tuple[str, tuple[int, ...]]]) -> int:
+    """Cached tokens, as an engine's prefix cache would have them: of the same salt and prompt."""
+    key = (request.cache_salt, tuple(request.prompt_token_ids))
+    return len(request.prompt_token_ids) if key in seen else seen.add(key) or 0
+
+
+def test_cached_tokens_say_nothing_about_another_keys_prompts(tmp_path: Path) -> None:
+    """Attack 16: `cached_tokens` told what others had asked. With and without a salt of the client's own."""
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    rig = Rig(tmp_path)
+
+    def answer(request: GenerateRequest) -> list[Any]:
+        rig.dispatcher.num_cached_tokens = cache(request, seen)
+        return [tokens(*ids("ok"), end="length")]
+
+    class Caching(FakeDispatcher):
+        def start(self, request: GenerateRequest) -> FakeGeneration:
+            generation = super().start(request)
+            generation.num_cached_tokens = self.num_cached_tokens
+            return generation
+
+    rig.dispatcher.__class__ = Caching
+    rig.dispatcher.answer = answer
+
+    async def cached(name: str, **fields: Any) -> int:
+        reply = await rig.post(name, **fields)
+        assert reply.status == 200, reply.body
+        return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async def main() -> None:
+        for salt in ({}, {"cache_salt": "shared"}):
+            assert await cached("a", **salt) == 0
+            assert await cached("a", **salt) > 0
+            assert await cached("b", **salt) == 0
+        for salt in {request.cache_salt for request in rig.dispatcher.requests}:  # nor can a client claim another's
+            assert await cached("b", cache_salt=salt) == 0
+
+    run(main())
+
+
+def test_a_cache_salt_can_be_required() -> None:
+    dispatcher = FakeDispatcher(say(ids("ok")))
+    admission = Admission(cast(Dispatcher, dispatcher), AdmissionConfig(require_cache_salt=True))
+    app = make_app(dispatcher, admission=admission)
+    for fields, status in (({}, 400), ({"cache_salt": ""}, 400), ({"cache_salt": "mine"}, 200)):
+        reply = run(call(app, "POST", "/v1/completions", BODY | fields))
+        assert reply.status == status
+        if status == 400:
+            assert reply.json()["error"]["param"] == "cache_salt"
+            assert "--require-cache-salt" in reply.json()["error"]["message"]
+    assert admission.num_pending == 0
+
+
+def test_any_client_may_not_put_itself_before_all_others(tmp_path: Path) -> None:
+    """40 streams of priority -2**31 held all others for 20 s."""
+    app = make_app(dispatcher := FakeDispatcher(say(ids("ok"))))
+    reply = run(call(app, "POST", "/v1/completions", BODY | {"priority": -(2**31)}))
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "priority")
+    assert reply.json()["error"]["message"] == "priority must be at least 0 (lower is more urgent), got -2147483648"
+    assert dispatcher.generations == []
+    rig = Rig(tmp_path, say(ids("ok")), limits="priority = -2\n")
+    assert [run(rig.post("a", priority=priority)).status for priority in (-3, -2, 5)] == [400, 200, 200]
+
+
+def test_a_key_has_its_streams_and_requests_and_others_have_theirs(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, limits="max_streams = 1\nmax_requests = 2\n")
+
+    async def main() -> None:
+        stream, task = rig.begin("a", stream=True)
+        await rig.dispatcher.next_generation(0)
+        refused = await rig.post("a", stream=True)
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"] == {
+            "message": "the key 'a' may have at most 1 streams at a time: try again in 1 s",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "rate_limit_exceeded",
+        }
+        whole, whole_task = rig.begin("a")
+        await rig.dispatcher.next_generation(1)
+        assert (await rig.post("a")).status == 429
+        other, other_task = rig.begin("b", stream=True)
+        for number in range(3):
+            (await rig.dispatcher.next_generation(number)).put(tokens(*ids("ok"), end="stop"))
+        await asyncio.gather(task, whole_task, other_task)
+        assert stream.status == whole.status == other.status == 200
+        assert {t.name: (t.num_requests, t.num_streams) for t in rig.ring.tenants} == dict.fromkeys("ab", (0, 0)) | {
+            "root": (0, 0)
+        }
+
+    run(main())
+
+
+def test_a_key_has_its_tokens_a_minute(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, say(ids("ok")), limits="tokens_per_minute = 30\n")  # a request has 20
+    assert [run(rig.post(name)).status for name in ("a", "a", "b")] == [200, 429, 200]
+    reply = run(rig.post("a"))
+    assert 1 <= int(reply.headers["retry-after"]) <= 60
+    assert {t.name: t.num_tokens for t in rig.ring.tenants} == {"a": 20, "b": 20, "root": 0}
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_is_429_before_the_body_is_read_and_a_draining_router_503(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, admission={"max_queued_requests": 1})
+    rig.dispatcher.num_slots = 0
+
+    async def main() -> None:
+        waiting, task = rig.begin("a")
+        while not rig.admission.num_waiting:
+            await asyncio.sleep(0)
+
+        async def never() -> Any:
+            raise AssertionError("the body is read")
+
+        for status, code in ((429, "rate_limit_exceeded"), (503, "draining")):
+            if status == 503:
+                rig.admission.drain()
+            refused = Exchange("POST", "/v1/completions", b"", rig.headers("b"))
+            await rig.app(refused.scope, never, refused.send)
+            assert (refused.status, refused.json()["error"]["code"]) == (status, code)
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.headers["connection"] == "close"
+        rig.dispatcher.give_room(1)
+        (await rig.dispatcher.next_generation(0)).put(tokens(*ids("ok"), end="stop"))
+        await task
+        assert waiting.status == 200
+
+    run(main())
+
+
+def test_a_client_that_leaves_while_it_waits_leaves_no_trace() -> None:
+    dispatcher = FakeDispatcher()
+    dispatcher.num_slots = 0
+    admission = Admission(cast(Dispatcher, dispatcher))
+    app = make_app(dispatcher, admission=admission)
+
+    async def main() -> None:
+        exchange, task = begin(app, "POST", "/v1/completions", BODY | {"n": 3})
+        while not admission.num_waiting:
+            await asyncio.sleep(0)
+        exchange.disconnect()
+        await task
+        assert (admission.num_waiting, admission.num_pending, admission.pending_tokens) == (0, 0, 0)
+        dispatcher.give_room(9)
+        await asyncio.sleep(0)
+        assert dispatcher.generations == []
+
+    run(main())
+
+
+def test_a_deadline_that_passes_in_the_queue_is_504() -> None:
+    dispatcher = FakeDispatcher()
+    dispatcher.num_slots = 0
+    reply = run(call(make_app(dispatcher), "POST", "/v1/completions", BODY, {"x-pd-timeout-s": "0.01"}))
+    assert (reply.status, reply.json()["error"]["code"]) == (504, "timeout")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_choices_and_prompts_of_one_request_begin_one_by_one_as_there_is_room(stream: bool) -> None:
+    """1,000 choices in one place: each begins when the one before has ended, and all are answered."""
+    dispatcher = FakeDispatcher(say(ids("ok")))
+    dispatcher.num_slots = 1
+    admission = Admission(cast(Dispatcher, dispatcher))
+    most = 0
+    start = dispatcher.start
+
+    def counted(request: GenerateRequest) -> Any:
+        nonlocal most
+        most = max(most, dispatcher.num_running + 1)
+        return start(request)
+
+    dispatcher.start = counted  # type: ignore[method-assign]
+    body = {"model": MODEL, "prompt": ["a"] * 8, "n": 125, "max_tokens": 2, "stream": stream}
+    reply = run(call(make_app(dispatcher, admission=admission), "POST", "/v1/completions", body))
+    assert reply.status == 200
+    assert len(dispatcher.generations) == 1000
+    assert most == 1
+    assert (admission.num_pending, admission.pending_tokens, admission.num_waiting) == (0, 0, 0)
+
+
+def test_pages_of_other_origins_may_not_use_the_api_unless_they_are_named(tmp_path: Path) -> None:
+    ask = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    rig = Rig(tmp_path, say(ids("ok")))
+    assert "access-control-allow-origin" not in run(call(rig.app, "OPTIONS", "/v1/completions", None, ask)).headers
+    rig = Rig(tmp_path, say(ids("ok")), cors_origin="https://chat.example, https://other.example")
+    allowed = run(call(rig.app, "OPTIONS", "/v1/completions", None, ask))
+    assert (allowed.status, allowed.headers["access-control-allow-origin"]) == (200, "https://chat.example")
+    foreign = run(call(rig.app, "OPTIONS", "/v1/completions", None, ask | {"origin": "https://evil.example"}))
+    assert "access-control-allow-origin" not in foreign.headers
