@@ -6,6 +6,7 @@ import logging
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pdkv.errors import (
 from pdkv.log_limit import LogLimit
 from pdkv.router.backend import Backend
 from pdkv.router.books import Entry, kv_tokens
+from pdkv.router.changes import Changes
 from pdkv.router.flow import FlowMessage, RequestFlow, Sends
 from pdkv.router.generation import Generation
 from pdkv.router.health import TICK_S, EngineVerdict, HealthSnapshot
@@ -98,6 +100,7 @@ class Dispatcher:
         self.on_room: Callable[[], None] = lambda: None
         """Called when there may be room for more generations than before."""
         self.counters = Counters()
+        self.changes = Changes()  # of engines, and of what they have to do; not told token by token
         self._max_retries = max_retries
         self._clock = clock
         self._routes = RouteChooser(self.fleet, self.index, policy=policy, orders=orders, rng=rng or random.Random())
@@ -108,18 +111,29 @@ class Dispatcher:
         self._settled = asyncio.Event()  # it is known whether this start succeeds
         self._refusal: IncompatiblePeers | None = None  # why it does not
         self._ticker: asyncio.TimerHandle | None = None
+        self._connected = False
         self._closed = False
         self._log_limit = LogLimit()
 
     # --- engines --------------------------------------------------------------------------------------------------
 
     def add_backend(self, backend: Backend, role: str, refusal: Path | None = None) -> None:
-        """Make an engine known, before `connect`. `refusal`: where a launcher says why it keeps the engine out."""
+        """Make an engine known, at any time. `refusal`: where a launcher says why it keeps the engine out."""
         self._backends[backend.name] = backend
         self.fleet.add(backend.name, role, RefusalNote(refusal) if refusal is not None else None)
+        if self._connected:
+            backend.connect(self)
+
+    def remove_backend(self, name: str) -> None:
+        """Disconnect from an engine for good: what it works on ends or goes elsewhere, as if it had died."""
+        self.engine_down(name, "it was removed")
+        self._backends.pop(name).close()
+        self.fleet.remove(name)
+        self.changes.notify()
 
     def connect(self) -> None:
         """Connect to all engines, in the running event loop."""
+        self._connected = True
         for backend in self._backends.values():
             backend.connect(self)
         self._tick()
@@ -134,11 +148,17 @@ class Dispatcher:
         for backend in self._backends.values():
             backend.close()
         self.on_room()  # who waits is told by `start`
+        self.changes.notify()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def ready(self) -> bool:
         """Whether requests can be served: every engine has been ready once, and a pair is ready now."""
-        roles = {e.role for e in self.fleet.engines.values() if e.life == "ready"}
+        roles = {e.role for e in self.fleet.engines.values() if e.life == "ready" and not e.draining}
         return self.fleet.complete_once and not self._closed and ("any" in roles or {"prefill", "decode"} <= roles)
 
     @property
@@ -213,7 +233,16 @@ class Dispatcher:
         pairs = [
             {"prefill": p, "decode": d, "breaker": state} for (p, d), state in self.fleet.pairs.states(now).items()
         ]
-        return {"engines": [e.describe(now) for e in self.fleet.engines.values()], "pairs": pairs}
+        num_requests = Counter(name for g in self._generations.values() for name in g.flow.engines)
+        return {"engines": [e.describe(now, num_requests[e.name]) for e in self.fleet.engines.values()], "pairs": pairs}
+
+    def describe_engine(self, name: str) -> dict[str, Any]:
+        """One engine, as in `topology`."""
+        return self.fleet.engines[name].describe(self._clock(), self.num_requests_on(name))
+
+    def num_requests_on(self, name: str) -> int:
+        """Generations for which the engine has work, will have some, or holds KV."""
+        return sum(name in generation.flow.engines for generation in self._generations.values())
 
     def health(self) -> HealthSnapshot:
         """What the router thinks of its engines now."""
@@ -290,6 +319,7 @@ class Dispatcher:
         self.index.add_engine(name, card.num_blocks * keys_per_block)
         self._send_peers()
         self.on_room()
+        self.changes.notify()
         if self.ready:
             self._settled.set()
 
@@ -308,6 +338,7 @@ class Dispatcher:
                 key = (generation.request_id, generation.flow.attempt)
                 self._survive(generation, name, suspect=key in suspects)
         self._send_peers()
+        self.changes.notify()
 
     def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
         """One frame of an engine that is up."""
@@ -409,6 +440,7 @@ class Dispatcher:
         if flow.ended:
             self._forget(generation)
         generation.wake()
+        self.changes.notify()
 
     def _retry(self, generation: Generation) -> bool:
         """Begin again on engines other than the one that failed. False: there are none."""
@@ -480,7 +512,7 @@ class Dispatcher:
         counters.duplicate_tokens += flow.num_duplicates
         if flow.failure is None:
             counters.finished += 1
-            for name in set(flow.route[:2]):
+            for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
                 self.fleet.engines[name].succeeded(self._clock())
         elif isinstance(flow.failure, RequestAborted):
             counters.aborted += 1

@@ -39,6 +39,9 @@ RECONNECT_S = 0.05
 HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 5.0, 20.0
 """Between hosts: how often a connection is tried out, and how long an engine may be silent then."""
 
+LAST_WORDS_MS = 100
+"""How long ZeroMQ may take to pass on what was sent before a connection is closed on purpose."""
+
 FRAMES_PER_TURN = 64
 """Frames that a client hands over before other callbacks of the event loop have their turn."""
 
@@ -122,11 +125,12 @@ class EngineClient:
         self._outbox.append((encoded, key_of(message)))
 
     def close(self) -> None:
-        """Disconnect for good, without a word to the listener. Idempotent."""
+        """Disconnect for good, without a word to the listener; what was queued still leaves. Idempotent."""
         self._listener = None
         if self._reconnect is not None:
             self._reconnect.cancel()
-        self._shut()
+        self._flush()
+        self._shut(linger_ms=LAST_WORDS_MS if self.card is not None else 0)
 
     def _open(self) -> None:
         self._reconnect = None
@@ -152,7 +156,7 @@ class EngineClient:
         self._loop.add_reader(_descriptor(socket), callback)
         self._loop.call_soon(callback)
 
-    def _shut(self) -> None:
+    def _shut(self, *, linger_ms: int = 0) -> None:
         self._outbox.clear()
         self.card = None
         if self._beats is not None:
@@ -164,7 +168,7 @@ class EngineClient:
         self._loop.remove_reader(_descriptor(self._monitor))
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=0)
+        self._socket.close(linger=linger_ms)
         self._socket = self._monitor = None
 
     def _lost(self, reason: str) -> None:

@@ -109,6 +109,14 @@ class RequestFlow:
         """Whether a hand-off is made, and decode has neither loaded its KV nor gone on without; at the end: had."""
         return self._handoff is not None and not self.declined and self.load is None and len(self.output_token_ids) < 2
 
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Engines that work on it, will, or hold something for it: a prefill engine until its lease may end."""
+        if self.ended:
+            return ()
+        over = self.route.aggregated or (self.prefill == "done" and self._released)
+        return (self.route.decode,) if over else (self.route.prefill, self.route.decode)
+
     def take_delta(self) -> Delta | None:
         """All that piled up since the last call; None where nothing did. The end comes once, with or without tokens."""
         reason = self.finish_reason

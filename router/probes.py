@@ -38,7 +38,7 @@ class Prober:
         """What to probe now, if anything; it is under way from then on, until `ended`."""
         if not self._interval_s or self._under_way is not None:
             return None
-        ready = [e for e in self._fleet.engines.values() if e.life == "ready" and not e.is_silent]
+        ready = [e for e in self._fleet.engines.values() if e.life == "ready" and not e.is_silent and not e.draining]
         route = self._half_open_pair(ready, now) or next(
             (route for e in ready if self._is_due(e, now) and (route := self._route(e, ready, now)) is not None), None
         )
@@ -59,8 +59,8 @@ class Prober:
                     self._fleet.engines[name].succeeded(now)
                     self._fleet.engines[name].health.last_probe = ProbeResult(now, seconds)
             return
-        if isinstance(flow.failure, RequestAborted | EngineDied):
-            return  # the router stops, or a death, which tells more
+        if isinstance(flow.failure, RequestAborted | EngineDied) or not self._fleet.engines.keys() >= set(route[:2]):
+            return  # the router stops, or a death, which tells more, or an engine was removed
         self.num_failed += 1
         if flow.awaits_kv and not any(self._fleet.engines[name].suspicion for name in route[:2]):
             self._fleet.pairs.loaded(route.prefill, route.decode, False, now)

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -18,16 +18,20 @@ import zmq
 from starlette.types import ASGIApp
 
 from pdkv.config import AccessConfig, AdmissionConfig, HealthConfig, HttpApi, HttpLimits
+from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import Source, log_sampling_defaults, read_sampling_defaults
 from pdkv.router.admission import Admission
 from pdkv.router.budget import ByteBudget
 from pdkv.router.dispatch import Dispatcher
 from pdkv.router.engine_client import EngineClient
+from pdkv.router.http.admin import create_admin_app
 from pdkv.router.http.app import body_budget, create_app
-from pdkv.router.http.connections import Connections, connection_limit, raise_open_files_limit
+from pdkv.router.http.connections import Connections, connection_limit
+from pdkv.router.http.drain import Drain
 from pdkv.router.http.limits import LimitedProtocol
 from pdkv.router.keys import KeyRing
+from pdkv.router.operations import Operations
 from pdkv.router.policies import DEFAULT_POLICY
 from pdkv.router.state import ORDERS
 from pdkv.text import Tokenizer
@@ -36,7 +40,8 @@ from pdkv.wire.messages import Order
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 1
-"""How long connections may take to end after a stop; then they are cut. The launcher kills a router after 2 s."""
+"""How long connections may take to end after a stop, when nothing is left to be answered, or no time for it; then they
+are cut. The launcher kills a router 2 s after that."""
 
 
 class EngineEndpoint(NamedTuple):
@@ -74,9 +79,15 @@ def run_router(
     generation_config: Source = "auto",
     identity: str = "",
     lifeline_fd: int | None = None,
+    admin_socket: Path | None = None,
+    marks_file: Path | None = None,
+    drain_s: float = 0.0,
     on_ready: Callable[[], None] | None = None,
 ) -> int:
     """Serve until SIGTERM, or until the writer of the lifeline is gone; call it in the main thread.
+
+    After SIGTERM nothing new is taken, and what runs may go on for `drain_s`; a second SIGTERM ends it at once.
+    Operators are served on `admin_socket`; what they say is kept in `marks_file` (`Operations`).
 
     `listen_fd` is a bound, listening TCP socket. `on_ready` is called once: when every engine has been ready, or
     without `await_all` when a prompt can be run and decoded. Requests before that are answered with 503 where they
@@ -96,9 +107,12 @@ def run_router(
         identity=identity,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def make_client(name: str, endpoint: str) -> EngineClient:
+        return EngineClient(name, endpoint, router_id=router_id, context=context)
+
     for engine in engines:
-        client = EngineClient(engine.name, engine.endpoint, router_id=router_id, context=context)
-        dispatcher.add_backend(client, engine.role, engine.refusal)
+        dispatcher.add_backend(make_client(engine.name, engine.endpoint), engine.role, engine.refusal)
     config = load_model_config(model)
     sampling_defaults = read_sampling_defaults(model, generation_config)
     log_sampling_defaults(model, sampling_defaults)
@@ -107,6 +121,8 @@ def run_router(
     bodies = body_budget(limits)
     access = access or AccessConfig()
     keys = KeyRing(access.api_key_file) if access.api_key_file is not None else None
+    queue = Admission(dispatcher, admission)
+    drain = Drain(queue)
     app = create_app(
         dispatcher,
         Tokenizer.from_dir(model),
@@ -115,17 +131,23 @@ def run_router(
         limits=limits,
         api=api,
         bodies=bodies,
-        admission=Admission(dispatcher, admission),
+        admission=queue,
         keys=keys,
         access=access,
         sampling_defaults=sampling_defaults,
+        drain=drain,
     )
     server = _Server(server_config(app, limits, bodies, max_connections))
+    admin = None
+    if admin_socket is not None:
+        operations = Operations(dispatcher, make_client, marks_file)
+        admin = AdminServer(create_admin_app(dispatcher, operations), admin_socket)
+    stopping = _Stopping(server, dispatcher, drain, drain_s)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(server, dispatcher, listen_fd, lifeline_fd, on_ready, keys))
+            runner.run(_serve(server, admin, dispatcher, stopping, listen_fd, lifeline_fd, on_ready, keys))
     finally:
         context.term()
     return 0
@@ -144,12 +166,71 @@ def server_config(app: ASGIApp, limits: HttpLimits, bodies: ByteBudget, max_conn
         server_header=False,
         timeout_keep_alive=cast(int, limits.idle_timeout_s),  # seconds for loop.call_later: fractions are fine
         timeout_graceful_shutdown=SHUTDOWN_S,
+        backlog=LISTEN_BACKLOG,  # uvicorn listens anew
     )
+
+
+class AdminServer:
+    """Serves the operators' application on a unix socket."""
+
+    def __init__(self, app: ASGIApp, path: Path) -> None:
+        """`path` may exist, if a predecessor was killed."""
+        self._server = _Server(
+            uvicorn.Config(
+                app, uds=str(path), ws="none", lifespan="off", access_log=False, log_config=None, log_level="warning",
+                server_header=False, timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+        )  # fmt: skip
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Serve until the end of the block."""
+        task = asyncio.create_task(self._server.serve())
+        try:
+            yield
+        finally:
+            self._server.should_exit = True
+            await task
+
+
+class _Stopping:
+    """How the router comes to its end: at once, or when what has begun is answered."""
+
+    def __init__(self, server: _Server, dispatcher: Dispatcher, drain: Drain, drain_s: float) -> None:
+        self._server = server
+        self._dispatcher = dispatcher
+        self._drain = drain
+        self._drain_s = drain_s
+        self._task: asyncio.Task[None] | None = None
+
+    def on_signal(self) -> None:
+        """SIGTERM: the first one lets requests end, the second one does not."""
+        if self._task is not None or not self._drain_s:
+            self.now()
+        else:
+            self._drain.begin()
+            self._task = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        num_requests = self._drain.num_requests
+        if num_requests:
+            logger.info("stopping: %d requests still run, at most %g s", num_requests, self._drain_s)
+        if not await self._drain.wait_idle(self._drain_s):
+            logger.warning("%d requests did not end within %g s and are cut", self._drain.num_requests, self._drain_s)
+        self.now()
+
+    def now(self) -> None:
+        """Whatever still runs is cut. Idempotent."""
+        self._drain.begin()
+        self._dispatcher.close()
+        self._server.should_exit = True
 
 
 async def _serve(
     server: _Server,
+    admin: AdminServer | None,
     dispatcher: Dispatcher,
+    stopping: _Stopping,
     listen_fd: int,
     lifeline_fd: int | None,
     on_ready: Callable[[], None] | None,
@@ -157,28 +238,25 @@ async def _serve(
 ) -> None:
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        dispatcher.close()
-        server.should_exit = True
-
     def lifeline_readable() -> None:
         assert lifeline_fd is not None
         if not os.read(lifeline_fd, 1):
             loop.remove_reader(lifeline_fd)
             logger.warning("the launcher is gone")
-            stop()
+            stopping.now()
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; it sends SIGTERM
-    loop.add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(signal.SIGTERM, stopping.on_signal)
     if keys is not None:
         loop.add_signal_handler(signal.SIGHUP, keys.reload)
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, lifeline_readable)
     dispatcher.connect()
     announcement = loop.create_task(_announce(dispatcher, on_ready))
-    announcement.add_done_callback(lambda task: stop() if not task.cancelled() and task.exception() else None)
+    announcement.add_done_callback(lambda task: stopping.now() if not task.cancelled() and task.exception() else None)
     try:
-        await server.serve(sockets=[socket.socket(fileno=listen_fd)])
+        async with admin.serving() if admin is not None else contextlib.nullcontext():
+            await server.serve(sockets=[socket.socket(fileno=listen_fd)])
     finally:
         dispatcher.close()
         announcement.cancel()

@@ -55,7 +55,8 @@ class Room:
 
     def _engines(self, side: Side) -> list[EngineState]:
         """Those that can be asked; suspects only where there are no others."""
-        ready = [e for e in self._fleet.engines.values() if e.life == "ready" and e.role in (side, "any")]
+        engines = self._fleet.engines.values()
+        ready = [e for e in engines if e.life == "ready" and e.role in (side, "any") and not e.draining]
         return [e for e in ready if not e.suspicion] or ready
 
 

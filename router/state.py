@@ -36,6 +36,8 @@ class EngineState:
     health: EngineHealth = field(default_factory=EngineHealth)  # of the last incarnation
     breaker: Breaker = field(default_factory=Breaker)  # of all incarnations
     refusal: str | None = None  # why the incarnation that came last stays out
+    draining: bool = False  # an operator wants it to be given nothing more; outlives its incarnations
+    assigned: str | None = None  # the role that an operator gave it; outlives its incarnations, too
     note: RefusalNote | None = None  # where a launcher says why it keeps the engine out
 
     @property
@@ -69,6 +71,8 @@ class EngineState:
     @property
     def condition(self) -> str:
         """For people: "is ready", or why it cannot answer now."""
+        if self.life == "ready" and self.draining:
+            return "is draining"
         return self.suspicion or f"is {self.life if self._reason() is None else 'refused'}"
 
     @property
@@ -81,8 +85,10 @@ class EngineState:
         """Of the incarnation that is ready."""
         return self.card.pid if self.card is not None and self.life == "ready" else None
 
-    def describe(self, now: float) -> dict[str, Any]:
+    def describe(self, now: float, num_requests: int = 0) -> dict[str, Any]:
         """JSON-ready: what the engine is and does; load, steps and blocks as it said last.
+
+        `num_requests` of this router are not done with it. One that is draining and has none is drained.
 
         State "refused" has a reason: the engine cannot work with the others, and gets no request.
         """
@@ -96,6 +102,9 @@ class EngineState:
             "reason": reason,
             "suspect": bool(self.suspicion),
             "suspicion": self.suspicion or None,
+            "draining": self.draining,
+            "drained": self.draining and not num_requests,
+            "requests": num_requests,
             "breaker": self.breaker.state(now),
             "last_probe": probe.describe(now) if (probe := self.health.last_probe) is not None else None,
             "silent_for_s": self.health.silent_for_s if self.life == "ready" else 0.0,
@@ -147,7 +156,7 @@ class Counters:
 
 
 class Fleet:
-    """All engines by name. Names are fixed; incarnations come and go."""
+    """All engines by name. Incarnations come and go."""
 
     def __init__(self, *, complete_once: bool = False, identity: str = "") -> None:
         """`identity`: of the model that engines must have; empty: that of the first one that comes up."""
@@ -161,6 +170,11 @@ class Fleet:
         assert name not in self.engines, f"two engines are named {name}"
         state = self.engines[name] = EngineState(name, role, note=note)
         return state
+
+    def remove(self, name: str) -> None:
+        """Forget an engine that is down or never was up."""
+        del self.engines[name]
+        self.pairs.forget(name)
 
     def came_up(self, name: str, card: EngineCard) -> EngineState:
         """An incarnation of the engine is ready.
@@ -183,7 +197,7 @@ class Fleet:
         self._identity = card.model
         state.refusal = None
         state.life, state.card, state.load, state.books = "ready", card, None, Books()
-        state.role, state.health = card.role, EngineHealth(bool(card.beats))
+        state.role, state.health = state.assigned or card.role, EngineHealth(bool(card.beats))
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
         return state
 
@@ -193,23 +207,25 @@ class Fleet:
         state.life, state.load, state.books = "dead", None, Books()
         state.num_deaths += 1
         state.health = EngineHealth()
-        state.breaker.died(now)
+        if not state.draining:  # else it was to end
+            state.breaker.died(now)
 
     def cards(self) -> list[EngineCard]:
         """Cards of the engines that are ready."""
         return [e.card for e in self.engines.values() if e.life == "ready" and e.card is not None]
 
     def is_ready(self, name: str) -> bool:
-        """Whether messages to the engine can be answered."""
-        return self.engines[name].life == "ready"
+        """Whether messages to the engine can be answered; not those to one that was removed."""
+        state = self.engines.get(name)
+        return state is not None and state.life == "ready"
 
     def candidates(self, side: Side, now: float, *, without: Sequence[str] = ()) -> list[EngineView]:
-        """Ready engines that can be this side of a request.
+        """Ready engines that can be this side of a request, without those that are draining.
 
         Engines in `without`, then suspects, then those whose pairs fail, then those with an open breaker are left out
         if others are left.
         """
-        ready = [e for e in self.engines.values() if e.life == "ready" and e.role in (side, "any")]
+        ready = [e for e in self.engines.values() if e.life == "ready" and e.role in (side, "any") and not e.draining]
         others = [e for e in ready if e.name not in without] or ready
         awake = [e for e in others if not e.suspicion] or others
         avoided = self.pairs.avoided(now)
@@ -239,7 +255,7 @@ class Fleet:
     @property
     def fault(self) -> str:
         """Why no prompt can be run and decoded now, for people; empty where one can be."""
-        live = {e.role for e in self.engines.values() if e.life == "ready" and not e.suspicion}
+        live = {e.role for e in self.engines.values() if e.life == "ready" and not e.suspicion and not e.draining}
         for role in ("prefill", "decode"):
             if "any" not in live and role not in live:
                 engines = [f"{e.name} {e.condition}" for e in self.engines.values() if e.role in (role, "any")]

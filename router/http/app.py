@@ -16,12 +16,14 @@ from starlette.routing import Route
 
 from pdkv import __version__
 from pdkv.config import AccessConfig, HttpApi, HttpLimits
+from pdkv.errors import Draining
 from pdkv.limits import clip
 from pdkv.models.config import ModelConfig
 from pdkv.router.admission import Admission
 from pdkv.router.budget import ByteBudget
 from pdkv.router.http.auth import Authenticate
 from pdkv.router.http.decoding import CHAT, COMPLETION
+from pdkv.router.http.drain import Drain
 from pdkv.router.http.endpoint import GenerateEndpoint
 from pdkv.router.http.intake import Intake
 from pdkv.router.http.metrics import Metrics
@@ -52,6 +54,7 @@ def create_app(
     keys: KeyRing | None = None,
     access: AccessConfig | None = None,
     sampling_defaults: Mapping[str, Any] | None = None,
+    drain: Drain | None = None,
 ) -> Starlette:
     """The ASGI application in front of a dispatcher, which the caller connects and closes.
 
@@ -65,10 +68,12 @@ def create_app(
         admission: the queue in front of the dispatcher (default: one with the options' defaults).
         keys: API keys that clients need (default: they need none).
         access: the rest of who may do what.
+        drain: counts the requests that generate (default: over `admission`).
     """
     limits, api = limits or HttpLimits(), api or HttpApi()
     bodies = bodies or body_budget(limits)
     admission = admission or Admission(dispatcher)
+    drain = drain or Drain(admission)
     _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
     metrics = Metrics(dispatcher)
     served = ServedModel(
@@ -83,6 +88,9 @@ def create_app(
     created = int(time.time())
 
     async def health(request: Request) -> Response:
+        if drain.draining:
+            text = f"the server is stopping: {drain.num_requests} requests still run"
+            return _json_response(error_body(text, status=503, code=Draining.code), status=503)
         fault = dispatcher.fault
         if not fault:
             problems = dispatcher.connector_problems
@@ -114,7 +122,7 @@ def create_app(
         return _json_response(dispatcher.topology())
 
     def generate(path: str, endpoint: GenerateEndpoint) -> Route:
-        return Route(path, endpoint, methods=["POST"])
+        return Route(path, drain.counted(endpoint), methods=["POST"])
 
     pool = TextPool(limits.max_queued_text)
 

@@ -1,7 +1,6 @@
 """How many connections the HTTP server may have, and which of them go when there are too many."""
 
 import os
-import resource
 import time
 from typing import Protocol
 
@@ -76,13 +75,6 @@ def _older(since: dict[Evictable, float], age_s: float) -> Evictable | None:
     """The first of what is oldest first, where it is that old."""
     oldest = next(iter(since), None)
     return None if oldest is None or time.monotonic() - since[oldest] < age_s else oldest
-
-
-def raise_open_files_limit() -> int:
-    """Make the soft limit on open files the hard one; returns it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
 
 
 def connection_limit(asked: int, open_files_limit: int, num_engines: int) -> int:

@@ -35,7 +35,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"pdkv {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [[], ["launch"], ["generate"], ["connector"], ["connector", "list"]])
+COMMANDS = ["launch", "engines", "drain", "resume", "role", "scale", "restart", "generate", "connector"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["connector", "list"]])
 def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*command, "--help") == 0
     assert capsys.readouterr().out.startswith("usage: " + " ".join(["pd", *command]))
@@ -45,7 +48,16 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         ([], "COMMAND"),
-        (["serve"], "unknown command 'serve'; known: launch, generate, connector"),
+        (
+            ["serve"],
+            "unknown command 'serve'; known: launch, engines, drain, resume, role, scale, restart, generate, conn",
+        ),
+        (["scale"], "say how many: --prefill N, --decode M, or both"),
+        (["scale", "--decode", "0"], "--decode must be at least 1, got 0: to have none, stop the launch"),
+        (["scale", "--decode", "2", "--drain-s", "-1"], "--drain-s: a number of seconds of at least 0"),
+        (["restart"], "say --rolling: engines are restarted one after the other"),
+        (["role", "decode-0", "chef"], "unknown value 'chef'; known: prefill, decode, any"),
+        (["launch", "--drain-s", "-1"], "drain_s must be 0 or more and finite, got -1.0"),
         (["lanch"], "unknown command 'lanch' (did you mean 'launch'?)"),
         (
             ["launch", "--prefil", "2"],

@@ -72,7 +72,7 @@ def test_a_kill_during_the_start_leaves_no_process(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_0_while_a_stream_runs(launch: Launch, number: signal.Signals) -> None:
-    deployment = launch("--prefill", "1", "--decode", "1")
+    deployment = launch("--prefill", "1", "--decode", "1", "--drain-s", "0")
     body = {"model": "served", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with (
         httpx.Client(timeout=30) as client,

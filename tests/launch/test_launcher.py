@@ -11,7 +11,8 @@ from small_models import make_hf_config
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
-from pdkv.launch.launcher import check_deployment, plan_fleet
+from pdkv.launch.launcher import check_deployment
+from pdkv.launch.plan import plan_fleet
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.supervisor import Fleet
 

@@ -15,8 +15,9 @@ from pdkv.errors import ConfigError, IncompatiblePeers, StartupError
 from pdkv.host.memory_limits import num_oom_kills
 from pdkv.launch import supervisor as module
 from pdkv.launch.children import Child
+from pdkv.launch.keeper import backoff_s
 from pdkv.launch.specs import EngineAddress, EngineSpec, RouterSpec
-from pdkv.launch.supervisor import Fleet, Supervisor, backoff_s
+from pdkv.launch.supervisor import Fleet, Supervisor
 
 FakeChild = Callable[[str, int, str], Child]
 
@@ -299,6 +300,126 @@ def test_stop_kills_who_does_not_go(deck: Deck, monkeypatch: pytest.MonkeyPatch)
 
     deck.run(scenario)
     assert not deck.newest("decode-0").alive
+
+
+def another(name: str = "decode-2") -> tuple[EngineSpec, EngineAddress]:
+    """One more engine."""
+    spec = EngineSpec(
+        name=name, role="decode", epoch="", config=EngineConfig(), handoff=HandoffConfig(), endpoint=f"ipc://{name}",
+        num_engines=3,
+    )  # fmt: skip
+    return spec, EngineAddress(name, "decode", spec.endpoint)
+
+
+def test_engines_are_added_and_removed_and_a_restarted_router_is_told_of_those_of_now(deck: Deck) -> None:
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        await deck.supervisor.add_engine(*another())
+        assert deck.supervisor.pid_of("decode-2") == deck.newest("decode-2").pid
+        os.kill(deck.newest("decode-2").pid, signal.SIGKILL)  # it is kept running like the others
+        for _ in range(5):
+            name = await deck.ready.get()
+        assert name == "decode-2"
+        await deck.supervisor.remove_engine("decode-0")
+        assert not deck.newest("decode-0").alive
+        assert deck.newest("decode-1").alive
+        os.kill(deck.newest("router").pid, signal.SIGKILL)
+        assert await deck.ready.get() == "router"
+        assert [a.name for a in deck.routers[-1].engines] == ["decode-1", "decode-2"] == list(deck.supervisor.engines)
+        assert deck.supervisor.pid_of("decode-0") is None
+
+    deck.run(scenario)
+
+
+@pytest.mark.parametrize(("behaviour", "error"), [("die", StartupError), ("refuse", ConfigError)])
+def test_of_an_engine_that_cannot_be_added_nothing_is_left(deck: Deck, behaviour: str, error: type[Exception]) -> None:
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        deck.behaviour["decode-2"] = behaviour
+        with pytest.raises(error):
+            await deck.supervisor.add_engine(*another())
+        assert list(deck.supervisor.engines) == ["decode-0", "decode-1"]
+        deck.behaviour["decode-2"] = "serve"
+        await deck.supervisor.add_engine(*another())
+        assert deck.newest("decode-2").alive
+
+    deck.run(scenario)
+
+
+def test_an_engine_that_is_still_starting_can_be_removed(deck: Deck) -> None:
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        deck.behaviour["decode-2"] = "silent"
+        adding = asyncio.ensure_future(deck.supervisor.add_engine(*another()))
+        while not any(child.name == "decode-2" for child in deck.started):
+            await asyncio.sleep(0)
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+        assert not deck.newest("decode-2").alive
+        assert "decode-2" not in deck.supervisor.engines
+
+    deck.run(scenario)
+
+
+def test_a_restart_that_is_asked_for_is_no_failure_and_takes_all_ranks(
+    ranked_deck: Deck, caplog: pytest.LogCaptureFixture
+) -> None:
+    deck = ranked_deck
+
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        before = [deck.newest(name) for name in ("decode-1", "decode-1.1")]
+        spec = deck.supervisor.engines["decode-1"]
+        await asyncio.gather(deck.supervisor.restart_engine(spec), deck.supervisor.restart_engine(spec))
+        assert not any(child.alive for child in before)
+        assert all(deck.newest(name).alive for name in ("decode-1", "decode-1.1"))
+        assert len(deck.started) == 6, "it was asked for twice and done once"
+
+    deck.run(scenario)
+    assert not caplog.records
+    assert len(set(deck.epochs)) == 3
+
+
+def test_a_restart_that_fails_is_told_and_tried_again(deck: Deck) -> None:
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        for _ in range(3):
+            deck.ready.get_nowait()
+        deck.behaviour["decode-0"] = "die"
+        with pytest.raises(StartupError, match="decode-0 died before it was ready: exited with 3"):
+            await deck.supervisor.restart_engine(deck.supervisor.engines["decode-0"])
+        deck.behaviour["decode-0"] = "serve"
+        assert await deck.ready.get() == "decode-0"
+        deck.behaviour["decode-0"] = "die"
+        os.kill(deck.newest("decode-0").pid, signal.SIGKILL)
+        for _ in range(3):
+            await deck.failed.get()
+        deck.behaviour["decode-0"] = "serve"
+        await deck.supervisor.restart_engine(deck.supervisor.engines["decode-0"])  # it need not wait for the backoff
+        assert deck.newest("decode-0").alive
+
+    deck.run(scenario)
+
+
+def test_a_stop_waits_for_the_router_and_keeps_the_engines_for_it(deck: Deck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ROUTER_GRACE_S", 0.05)
+    deck.behaviour["router"] = "stubborn"
+
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        for _ in range(3):
+            deck.ready.get_nowait()
+        stop = asyncio.ensure_future(deck.supervisor.stop(drain_s=60.0))
+        await asyncio.sleep(0)
+        os.kill(deck.newest("decode-0").pid, signal.SIGKILL)
+        assert await deck.ready.get() == "decode-0", "requests that are still answered need it"
+        assert not stop.done()
+        deck.supervisor.hurry()
+        await stop
+        assert not deck.newest("router").alive
+        assert [child.name for child in deck.started].count("router") == 1
+
+    deck.run(scenario)
 
 
 def test_stop_in_the_middle_of_a_start(deck: Deck) -> None:

@@ -25,7 +25,7 @@ import os, resource, sys
 from pathlib import Path
 from pdkv.router.process import EngineEndpoint, run_router
 
-listen_fd, lifeline_fd, ready_fd, model, run_dir, open_files = sys.argv[1:7]
+listen_fd, lifeline_fd, ready_fd, model, run_dir, open_files, drain_s = sys.argv[1:8]
 if int(open_files):
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(open_files) // 2, int(open_files)))
 code = run_router(
@@ -35,6 +35,9 @@ code = run_router(
     model=Path(model),
     served_model_name="small",
     lifeline_fd=int(lifeline_fd),
+    admin_socket=Path(run_dir, "admin.sock"),
+    marks_file=Path(run_dir, "engines.json"),
+    drain_s=float(drain_s),
     on_ready=lambda: os.write(int(ready_fd), b"1"),
 )
 assert "torch" not in sys.modules
@@ -109,15 +112,16 @@ def _readable(fd: int) -> bool:
 class RouterProcess:
     """`run_router` in a process of its own, on a socket that this process made."""
 
-    def __init__(self, model: Path, run_dir: Path, open_files: int = 0) -> None:
+    def __init__(self, model: Path, run_dir: Path, open_files: int = 0, drain_s: float = 0.0) -> None:
         """`open_files`: its hard limit on descriptors, the soft one being half of it; 0: this process's."""
         self.run_dir = run_dir
         self.lifeline_read, self.lifeline_write = os.pipe()
         self._ready_read, ready_write = os.pipe()
         with closing(socket.create_server(("127.0.0.1", 0))) as listener:
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            self.listener = listener.dup()
             fds = [listener.fileno(), self.lifeline_read, ready_write]
-            arguments = [*map(str, fds), str(model), str(run_dir), str(open_files)]
+            arguments = [*map(str, fds), str(model), str(run_dir), str(open_files), str(drain_s)]
             self.process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], pass_fds=fds)
         os.close(ready_write)
         self.client = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
@@ -127,6 +131,7 @@ class RouterProcess:
 
     def close(self) -> None:
         self.client.close()
+        self.listener.close()
         self.process.kill()
         self.process.wait()
         for fd in (self.lifeline_read, self.lifeline_write, self._ready_read):
@@ -206,6 +211,128 @@ def test_stream_in_progress_ends_with_an_error_when_the_router_is_stopped(
     assert any("shutting down" in line for line in rest)
     assert not any("[DONE]" in line for line in rest)
     assert router.process.wait(TIMEOUT_S) == 0
+
+
+@pytest.fixture
+def draining_router(model_dir: Path, tmp_path: Path) -> Iterator[RouterProcess]:
+    """It may take a minute to answer what has begun when it is asked to stop."""
+    router = RouterProcess(model_dir, tmp_path, drain_s=60.0)
+    yield router
+    router.close()
+
+
+def hold(engine: ScriptedEngine) -> threading.Event:
+    """The engine does nothing until this is set."""
+    go, step = threading.Event(), engine.step
+
+    def held(key: tuple[str, int]) -> None:
+        go.wait(TIMEOUT_S)
+        step(key)
+
+    engine.step = held  # type: ignore[method-assign]
+    return go
+
+
+def test_what_has_begun_is_answered_after_sigterm_and_nothing_begins(
+    draining_router: RouterProcess, engines: dict[str, EngineThread]
+) -> None:
+    """Finding 8 of the router's review; one answer is streamed, one is not."""
+    router = draining_router
+    for name in ("prefill-0", "decode-0"):
+        engines[name] = EngineThread(name, router.run_dir)
+    go = hold(engines["decode-0"].engine)
+    router.wait_ready()
+    body = {"model": "small", "prompt": list(range(20)), "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+    whole: list[httpx.Response] = []
+    asks = threading.Thread(target=lambda: whole.append(router.client.post("/v1/completions", json=body | {"seed": 1})))
+    with (
+        httpx.Client(base_url=router.url, timeout=TIMEOUT_S) as other,
+        other.stream("POST", "/v1/completions", json=body | {"stream": True}) as response,
+    ):
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: {")
+        asks.start()
+        while ask(router, "/topology").json()["engines"][1]["requests"] < 2:  # each answer lets it come in
+            pass
+        router.process.send_signal(signal.SIGTERM)
+        while (health := ask(router, "/health")).status_code == 200:
+            pass
+        assert health.json()["error"]["code"] == "draining"
+        refused = httpx.post(router.url + "/v1/completions", json=body, timeout=TIMEOUT_S)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert refused.headers["retry-after"] == "1"
+        assert refused.headers["connection"] == "close"
+        go.set()
+        rest = list(lines)
+        asks.join()
+    assert rest[-2] == "data: [DONE]"
+    assert len(whole[0].json()["choices"][0]["token_ids"]) == 5
+    assert router.process.wait(TIMEOUT_S) == 0
+
+
+def test_a_second_sigterm_cuts_what_still_runs(
+    draining_router: RouterProcess, engines: dict[str, EngineThread]
+) -> None:
+    router = draining_router
+    for name in ("prefill-0", "decode-0"):
+        engines[name] = EngineThread(name, router.run_dir)
+    engines["decode-0"].engine.receive = lambda message: None  # type: ignore[method-assign]
+    router.wait_ready()
+    body = {"model": "small", "prompt": [1, 2, 3], "max_tokens": 5, "stream": True, "ignore_eos": True}
+    with router.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: {")
+        router.process.send_signal(signal.SIGTERM)
+        while ask(router, "/health").status_code == 200:
+            pass
+        router.process.send_signal(signal.SIGTERM)
+        assert any("shutting down" in line for line in lines)
+    assert router.process.wait(TIMEOUT_S) == 0
+
+
+def test_as_many_connections_wait_as_the_launcher_has_asked_for(router: RouterProcess) -> None:
+    """Finding 18 of the router's review: uvicorn listens anew, and by itself for half as many."""
+    assert router.client.get("/health").status_code == 503
+    info = router.listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+    allowed = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    assert int.from_bytes(info[28:32], sys.byteorder) == min(4096, allowed)  # tcpi_sacked of a listening socket
+
+
+def test_operators_are_served_on_their_socket_only(router: RouterProcess, engines: dict[str, EngineThread]) -> None:
+    for name in ("prefill-0", "decode-0"):
+        engines[name] = EngineThread(name, router.run_dir)
+    router.wait_ready()
+    assert router.client.get("/admin/engines").status_code == 404
+    transport = httpx.HTTPTransport(uds=str(router.run_dir / "admin.sock"))
+    with httpx.Client(transport=transport, base_url="http://admin", timeout=TIMEOUT_S) as admin:
+        names = [e["name"] for e in admin.get("/admin/engines").json()["engines"]]
+        assert names == ["prefill-0", "decode-0"]
+        for method, path, json_body, status, message in (
+            ("POST", "/decode-0/drain", None, 409, "would leave no engine that can decode"),
+            ("POST", "/decode-7/drain", None, 404, "there is no engine 'decode-7' (did you mean 'decode-0'?)"),
+            ("POST", "/decode-0/role", {"role": "chef"}, 400, "role must be one of prefill, decode, any, got 'chef'"),
+            ("POST", "/decode-0/role", {"rôle": "any"}, 400, "the body is no RoleBody"),
+            ("POST", "/decode-0/drain?wait_s=nan", None, 400, "wait_s must be a number of seconds"),
+            ("GET", "/decode-0?until=done", None, 400, "until must be ready or drained, got 'done'"),
+            ("GET", "/decode-0?until=ready&pid=-1", None, 400, "pid must be a whole number, got '-1'"),
+            ("DELETE", "/decode-0?force=yes", None, 400, "force must be true or false, got 'yes'"),
+            ("PUT", "/decode-0", {"role": "any"}, 400, "the body is no EngineBody"),
+        ):
+            answer = admin.request(method, "/admin/engines" + path, json=json_body)
+            assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), answer.text
+        drained = admin.post("/admin/engines/decode-0/drain?force=true&wait_s=20").json()
+        assert (drained["draining"], drained["drained"]) == (True, True)
+        assert router.client.get("/health").status_code == 503
+        assert admin.post("/admin/engines/decode-0/resume").json()["draining"] is False
+        assert router.client.get("/health").status_code == 200
+        engines["decode-1"] = EngineThread("decode-1", router.run_dir)
+        body = {"role": "decode", "endpoint": f"ipc://{router.run_dir}/decode-1"}
+        assert admin.put("/admin/engines/decode-1", json=body).status_code == 200
+        added = admin.get("/admin/engines/decode-1?until=ready&wait_s=20").json()
+        assert (added["state"], added["role"]) == ("ready", "decode")
+        assert {complete(router, 20 + i).headers["x-pd-decode-engine"] for i in range(4)} == {"decode-0", "decode-1"}
+        assert admin.delete("/admin/engines/decode-0").json() == {"removed": "decode-0"}
+        assert complete(router, 30).headers["x-pd-decode-engine"] == "decode-1"
 
 
 def test_router_ends_with_its_launcher(router: RouterProcess) -> None:

@@ -67,6 +67,17 @@ def test_handshake_and_messages_in_both_directions_keep_their_order(server: Engi
     connected(server, context, body)
 
 
+def test_what_a_router_sends_last_arrives_before_it_is_gone(server: EngineServer, context: Context) -> None:
+    """Finding 8 of the router's review: what was queued at a stop was discarded."""
+
+    async def body(client: EngineClient, listener: Listener) -> None:
+        client.send(Abort("q", 0))
+        client.close()
+        assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q", 0))]
+
+    connected(server, context, body)
+
+
 def test_many_frames_under_a_busy_sender_do_not_lose_the_wake_up(server: EngineServer, context: Context) -> None:
     """Sends and receives interleave, so that the edge of ZeroMQ's descriptor may be swallowed by a send."""
 

@@ -62,7 +62,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "launch",
         help=summary,
         usage="pd launch [--model DIR] [--prefill N] [--decode M] [--connector NAME] [OPTION …]",
-        description=f"{summary.capitalize()}. Ctrl-C stops them.",
+        description=f"{summary.capitalize()}. Ctrl-C stops them when what runs is answered; twice: at once.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 from pdkv import __version__
 from pdkv.cli import connector as cli_connector
+from pdkv.cli import engines as cli_engines
 from pdkv.cli import generate as cli_generate
 from pdkv.cli import key as cli_key
 from pdkv.cli import launch as cli_launch
+from pdkv.cli import restart as cli_restart
+from pdkv.cli import scale as cli_scale
 from pdkv.cli.options import Parser
 from pdkv.errors import ConfigError, InvalidRequest, PdkvError
 from pdkv.secret_options import without_secrets
@@ -39,6 +42,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pdkv {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     cli_launch.add_command(commands)
+    cli_engines.add_commands(commands)
+    cli_scale.add_command(commands)
+    cli_restart.add_command(commands)
     cli_generate.add_command(commands)
     cli_connector.add_command(commands)
     cli_key.add_command(commands)

@@ -25,6 +25,9 @@ class LaunchConfig:
     served_model_name: str | None = option(None, "the model's name in the API (default: its directory's name)")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "least level of the log lines on stderr")
     start_timeout_s: float = option(120.0, "how long a process may take to become ready")
+    drain_s: float = option(
+        30.0, "how long running requests may go on after a stop, or before an engine is stopped; 0 = not at all"
+    )
     start_method: Literal["fork", "spawn"] = option(
         "fork", "fork: from one process that has imported torch; spawn: each imports"
     )
@@ -38,6 +41,8 @@ class LaunchConfig:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         if self.start_timeout_s <= 0:
             raise ConfigError(f"start_timeout_s must be above 0, got {self.start_timeout_s}")
+        if not 0 <= self.drain_s < math.inf:
+            raise ConfigError(f"drain_s must be 0 or more and finite, got {self.drain_s}")
         if self.served_model_name == "":
             raise ConfigError("served_model_name must not be empty")
 

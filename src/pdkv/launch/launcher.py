@@ -1,31 +1,32 @@
 """`pd launch`: check everything that can be checked, listen, start the fleet, say when it is ready, end it cleanly."""
 
 import asyncio
-import dataclasses
+import contextlib
 import logging
 import os
 import signal
 import socket
 import time
 
-from pdkv.config import DEFAULT_MODEL, EngineConfig
 from pdkv.connectors.registry import connector_target
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, PdkvError
 from pdkv.host.linux import become_subreaper
-from pdkv.host.memory_limits import check_host_memory, format_bytes
+from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.launch.config import Deployment
-from pdkv.launch.cpus import default_threads, spin_rounds, split_cpu_bind
+from pdkv.launch.control import ControlServer
+from pdkv.launch.fleet_control import SPIN_VARIABLE, FleetControl
+from pdkv.launch.plan import check_pools, plan_fleet
+from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
-from pdkv.launch.specs import EngineAddress, EngineSpec, Role, RouterSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import read_sampling_defaults
 from pdkv.router.keys import read_key_file
 from pdkv.router.policies import find_policy
 
-_BACKLOG = 4096
-_DEFAULT_NAME = "pdkv-default"  # of the embedded model in the API
 _LAST_CHILDREN_S = 1.0
+_ROUTER_ANSWER_S = 4.0
+"""How long a router that is to drain may take to say a word; one that is stopped is not waited for."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def launch(deployment: Deployment) -> int:
     listener = listen(deployment.launch.host, deployment.launch.port)
     for path in sweep_leftovers():
         logger.info("removed %s, which a killed launch left behind", path)
+    raise_open_files_limit()  # of all processes
     become_subreaper()
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # until the loop handles them: the directory must go
     lifeline_read, lifeline_write = os.pipe()
@@ -49,9 +51,7 @@ def launch(deployment: Deployment) -> int:
         with listener, RunDirectory() as run_dir:
             try:
                 fleet = plan_fleet(deployment, run_dir)
-                threads = [spec.config.threads or 1 for spec in fleet.engines for _ in range(spec.config.tp)]
-                os.environ.setdefault("GOMP_SPINCOUNT", str(spin_rounds(threads)))  # libgomp knows no other way
-                asyncio.run(_serve(deployment, fleet, listener, lifeline_read))
+                asyncio.run(_serve(deployment, fleet, run_dir, listener, lifeline_read))
             finally:
                 os.close(lifeline_write)  # who is not known to the supervisor goes now
                 _reap_rest(_LAST_CHILDREN_S)
@@ -65,7 +65,7 @@ def check_deployment(deployment: Deployment) -> None:
     connector_target(deployment.handoff.connector)
     find_policy(deployment.launch.policy)
     check_models(deployment)
-    check_pools(deployment)
+    check_pools(deployment.prefill, deployment.launch.prefill, deployment.decode, deployment.launch.decode)
     if deployment.access.api_key_file is not None:
         read_key_file(deployment.access.api_key_file)
 
@@ -87,14 +87,6 @@ def check_models(deployment: Deployment) -> None:
         )
 
 
-def check_pools(deployment: Deployment) -> None:
-    """Refuse KV pools that do not fit into this host's memory together: each alone might. Raises ConfigError."""
-    engines = [(deployment.prefill, deployment.launch.prefill), (deployment.decode, deployment.launch.decode)]
-    pools = [(config.host_kv_bytes, count) for config, count in engines if count and config.in_host_memory]
-    sizes = " and ".join(f"{count} KV pool{'s' * (count > 1)} of {format_bytes(size)}" for size, count in pools)
-    check_host_memory(sum(size * count for size, count in pools), f"{sizes} (--kv-cache-memory)")
-
-
 def listen(host: str, port: int) -> socket.socket:
     """The listening socket, which the router inherits.
 
@@ -107,7 +99,7 @@ def listen(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(_BACKLOG)
+            listener.listen(LISTEN_BACKLOG)
         except OSError:
             listener.close()
             raise
@@ -116,115 +108,99 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
-    """Name every process and give it its share of the machine. Raises ConfigError for a wrong --cpu-bind."""
-    launch = deployment.launch
-    engines: list[EngineSpec] = []
-    if launch.prefill:
-        engines += _plan_engines(deployment, deployment.prefill, run_dir, "prefill", "prefill", launch.prefill)
-        engines += _plan_engines(deployment, deployment.decode, run_dir, "decode", "decode", launch.decode)
-    else:
-        engines += _plan_engines(deployment, deployment.decode, run_dir, "any", "engine", launch.decode)
-    model = deployment.prefill.model
-    router = RouterSpec(
-        router_id="router",
-        engines=[
-            EngineAddress(spec.name, spec.role, spec.endpoint, run_dir.path / f"{spec.name}.refused")
-            for spec in engines
-        ],
-        model=model,
-        served_model_name=launch.served_model_name
-        or (_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name),
-        policy=launch.policy,
-        generation_config=deployment.prefill.generation_config,
-        run_dir=run_dir.path,
-        orders=launch.orders,
-        log_level=launch.log_level,
-        limits=deployment.http,
-        api=deployment.api,
-        admission=deployment.admission,
-        access=deployment.access,
-        health=deployment.health,
-    )
-    return Fleet(
-        engines=engines,
-        router=router,
-        connector_target=connector_target(deployment.handoff.connector),
-        start_timeout_s=launch.start_timeout_s,
-        use_fork_server=launch.start_method == "fork",
-    )
-
-
-def _plan_engines(
-    deployment: Deployment, config: EngineConfig, run_dir: RunDirectory, role: Role, prefix: str, count: int
-) -> list[EngineSpec]:
-    launch = deployment.launch
-    specs = []
-    for index, cpus in enumerate(split_cpu_bind(config.cpu_bind, count)):
-        own_cpus = max(1, len(cpus) // config.tp) if cpus else None
-        threads = config.threads or own_cpus or default_threads(deployment.num_ranks)
-        specs.append(
-            EngineSpec(
-                name=f"{prefix}-{index}",
-                role=role,
-                epoch="",
-                config=dataclasses.replace(config, threads=threads),
-                handoff=deployment.handoff,
-                endpoint=run_dir.endpoint(f"{prefix}-{index}"),
-                num_engines=launch.num_engines,
-                run_dir=run_dir.path,
-                log_level=launch.log_level,
-                cpus=sorted(cpus) if cpus else None,
-                kv_shards=deployment.kv_shards,
-                store=run_dir.path / f"{prefix}-{index}.ranks" if config.tp > 1 else None,
-                start_timeout_s=launch.start_timeout_s,
-            )
-        )
-    return specs
-
-
-async def _serve(deployment: Deployment, fleet: Fleet, listener: socket.socket, lifeline_fd: int) -> None:
+async def _serve(
+    deployment: Deployment, fleet: Fleet, run_dir: RunDirectory, listener: socket.socket, lifeline_fd: int
+) -> None:
     """Start the fleet, say that it is ready, and end it when a signal asks for that."""
-    ready: set[str] = set()
-
-    def on_ready(name: str, seconds: float) -> None:
-        if name in ready:
-            logger.info("%s is ready again, %.1f s after it ended", name, seconds)
-            return
-        ready.add(name)
-        logger.info("%s is ready (%d of %d, %.1f s)", name, len(ready), len(fleet.engines) + 1, seconds)
-
+    on_ready = _ReadyLog(len(fleet.engines) + 1)
     supervisor = Supervisor(fleet, listen_fd=listener.fileno(), lifeline_fd=lifeline_fd, on_ready=on_ready)
-    stopped = asyncio.Event()
-
-    def on_signal() -> None:
-        if stopped.is_set():  # asked twice
-            logger.warning("asked to stop again: killing every process")
-            supervisor.kill()
-        else:
-            logger.info("stopping")
-        stopped.set()
-
-    for number in _STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-    logger.info("starting %s with %s on %s", deployment.shape, deployment.prefill.model, _url(listener))
+    control = _make_control(deployment, run_dir, supervisor)
+    signals = _StopSignals(supervisor)
+    url = _url(listener)
+    logger.info("starting %s with %s on %s", deployment.shape, deployment.prefill.model, url)
     start = asyncio.create_task(supervisor.start())
-    stop = asyncio.create_task(stopped.wait())
+    stop = asyncio.create_task(signals.stopped.wait())
     try:
         await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
         if start.done():
             start.result()
-            print(f"ready: {_url(listener)} ({deployment.shape})", flush=True)
-            await stop
+            signals.drain_s = deployment.launch.drain_s
+            run_dir.introduce(url, deployment.shape)
+            async with control.serving(run_dir.path):
+                print(f"ready: {url} ({deployment.shape})", flush=True)
+                await stop
     finally:
         for task in (start, stop):
             task.cancel()
         await asyncio.gather(start, stop, return_exceptions=True)
-        await supervisor.stop()
-        if stopped.is_set():
+        listener.close()  # the router's own is the last one: with it nobody listens any more
+        await supervisor.stop(signals.drain_s, lambda: _until_stuck(run_dir))
+        if signals.stopped.is_set():
             logger.info("stopped")
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # it is ending already
+
+
+class _StopSignals:
+    """The first signal asks for a stop, the second one for a quick one, the third one for the end."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        """From now on the running loop handles them."""
+        self.stopped = asyncio.Event()
+        self.drain_s = 0.0  # until everything is ready, nothing needs to be answered
+        self._supervisor = supervisor
+        self._hurried = False
+        for number in _STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+
+    def _on_signal(self) -> None:
+        if not self.stopped.is_set():
+            logger.info("stopping")
+            self.stopped.set()
+        elif self.drain_s and not self._hurried:
+            logger.warning("asked to stop again: requests that still run are cut")
+            self._hurried = True
+            self._supervisor.hurry()
+        else:
+            logger.warning("asked to stop again: killing every process")
+            self._supervisor.kill()
+
+
+class _ReadyLog:
+    """Says that a process is ready: the first ones with their number, those that come back with what it took."""
+
+    def __init__(self, num_first: int) -> None:
+        self._num_first = num_first
+        self._names: set[str] = set()
+
+    def __call__(self, name: str, seconds: float) -> None:
+        """`seconds`: since its start began, or since what ran before has ended."""
+        if name in self._names:
+            logger.info("%s is ready again, %.1f s after it ended", name, seconds)
+            return
+        self._names.add(name)
+        number = f"{len(self._names)} of {self._num_first}, " if len(self._names) <= self._num_first else ""
+        logger.info("%s is ready (%s%.1f s)", name, number, seconds)
+
+
+async def _until_stuck(run_dir: RunDirectory) -> None:
+    """Returns if the router cannot be asked any more: it will not drain either."""
+    with contextlib.suppress(PdkvError):
+        await RouterAdmin(run_dir.path, patience_s=_ROUTER_ANSWER_S).engines()
+        await asyncio.Event().wait()
+
+
+def _make_control(deployment: Deployment, run_dir: RunDirectory, supervisor: Supervisor) -> ControlServer:
+    """Who carries out orders; the first engines get their share of the machine as later ones do."""
+    fleet = FleetControl(
+        deployment=deployment,
+        run_dir=run_dir,
+        supervisor=supervisor,
+        router=RouterAdmin(run_dir.path),
+        chooses_spin=SPIN_VARIABLE not in os.environ,
+    )
+    fleet.choose_spin(list(supervisor.engines.values()))
+    return ControlServer(fleet, deployment.launch.drain_s)
 
 
 def _url(listener: socket.socket) -> str:

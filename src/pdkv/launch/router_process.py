@@ -8,6 +8,7 @@ from pdkv.host.malloc import set_malloc
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import sweep_if_orphaned, watch_lifeline
 from pdkv.launch.logs import configure_logging
+from pdkv.launch.run_dir import ADMIN_SOCKET, MARKS_FILE
 from pdkv.launch.specs import RouterSpec, decode_router_spec, take_spec
 from pdkv.router.process import EngineEndpoint, run_router
 from pdkv.router.state import ORDERS
@@ -46,6 +47,9 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             generation_config=spec.generation_config,
             identity=spec.identity,
             lifeline_fd=lifeline_fd,
+            admin_socket=spec.run_dir / ADMIN_SOCKET if spec.run_dir is not None else None,
+            marks_file=spec.run_dir / MARKS_FILE if spec.run_dir is not None else None,
+            drain_s=spec.drain_s,
             on_ready=ack.ready,
         )
     except StartGivenUp:

@@ -8,8 +8,15 @@ import stat
 import tempfile
 from pathlib import Path
 
+import msgspec
+
 from pdkv.errors import StartupError
 from pdkv.host.process_info import process_start_time
+
+ADMIN_SOCKET = "admin.sock"  # the router's, for operators (router/http/admin.py)
+MARKS_FILE = "engines.json"  # what they said, for a router that is started again
+CONTROL_SOCKET = "control.sock"  # the launcher's (control.py)
+_INFO_FILE = "launch.json"
 
 _NAME = re.compile(r"^pdkv-(\d+)-(\d+)-[a-z0-9_]+$")
 _MAX_DIRECTORY_BYTES = 80  # a unix socket's path has at most 107 bytes; the rest is for the engine's name
@@ -19,6 +26,20 @@ def run_root() -> Path:
     """Where run directories lie: the temporary directory, or /tmp where its path is too long for a socket's."""
     root = Path(tempfile.gettempdir())
     return root if len(os.fsencode(root)) <= _MAX_DIRECTORY_BYTES - 40 else Path("/tmp")
+
+
+class RunInfo(msgspec.Struct, frozen=True):
+    """A launch that runs, as it describes itself."""
+
+    path: str  # its run directory
+    pid: int
+    url: str
+    shape: str  # such as "2 prefill, 4 decode, connector shared_memory", at its start
+
+    def is_called(self, name: str) -> bool:
+        """Whether `name` is its pid, its port, its URL, its run directory or that one's name."""
+        port = self.url.rpartition(":")[2]
+        return name in (str(self.pid), port, self.url, self.path, Path(self.path).name)
 
 
 class RunDirectory:
@@ -36,6 +57,13 @@ class RunDirectory:
         """The ZeroMQ endpoint of the process `name`."""
         return f"ipc://{self.path}/{name}"
 
+    def introduce(self, url: str, shape: str) -> None:
+        """From now on the launch is found by `running_launches`."""
+        info = RunInfo(str(self.path), os.getpid(), url, shape)
+        new = self.path / f"{_INFO_FILE}.new"
+        new.write_bytes(msgspec.json.encode(info))
+        new.rename(self.path / _INFO_FILE)
+
     def remove(self) -> None:
         """Delete the directory and what is in it. Idempotent."""
         with contextlib.suppress(FileNotFoundError):
@@ -46,6 +74,19 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def running_launches() -> list[RunInfo]:
+    """This user's launches that are ready and run."""
+    found = []
+    for path in sorted(run_root().iterdir()):
+        match = _NAME.match(path.name)
+        if match is None or process_start_time(int(match[1])) != int(match[2]):
+            continue
+        with contextlib.suppress(OSError, msgspec.DecodeError):  # of others, or not ready yet
+            if path.stat().st_uid == os.getuid():
+                found.append(msgspec.json.decode((path / _INFO_FILE).read_bytes(), type=RunInfo))
+    return found
 
 
 def sweep_leftovers() -> list[Path]:

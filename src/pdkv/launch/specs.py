@@ -66,6 +66,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     access: AccessConfig = AccessConfig()
     health: HealthConfig = HealthConfig()
     generation_config: Literal["auto", "none"] = "auto"
+    drain_s: float = 0.0  # how long requests may go on after SIGTERM
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -7,12 +7,12 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from pdkv.errors import ConfigError, DiedEarly, IncompatiblePeers, PdkvError, StartupError
+from pdkv.errors import ConfigError, DiedEarly, IncompatiblePeers, StartupError
 from pdkv.launch.children import (
     AckSocket,
     Child,
@@ -24,12 +24,11 @@ from pdkv.launch.children import (
     spawn_router,
 )
 from pdkv.launch.deployment_model import DeploymentModel
-from pdkv.launch.specs import EngineSpec, RouterSpec
+from pdkv.launch.keeper import Care, Keeper
+from pdkv.launch.specs import EngineAddress, EngineSpec, RouterSpec
 from pdkv.wire.refusal_note import RefusalNote
 
-_FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 30.0
-_STABLE_S = 60.0  # who lived this long starts again without a wait
+_ROUTER = "router"
 _ROUTER_GRACE_S = 2.0  # with the engines' below the five seconds that a stop may take
 _ENGINE_GRACE_S = 1.5
 _LAST_WORD_S = 1.0  # between the end of a child's acknowledgements and its own
@@ -37,14 +36,9 @@ _LAST_WORD_S = 1.0  # between the end of a child's acknowledgements and its own
 logger = logging.getLogger(__name__)
 
 
-def backoff_s(failures: int) -> float:
-    """Seconds to wait before start number `failures` + 1: 0.1, 0.2, 0.4 … 30."""
-    return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(failures, 16))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """What a supervisor keeps running."""
+    """What a supervisor begins with."""
 
     engines: Sequence[EngineSpec]  # their epochs are drawn anew at each start
     router: RouterSpec
@@ -78,10 +72,12 @@ class Supervisor:
         self._children: set[Child] = set()
         self._router: Child | None = None
         self._forks: ForkServer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._keepers: dict[str, Keeper] = {}
+        self._specs = {spec.name: spec for spec in fleet.engines}
+        self._addresses = {address.name: address for address in fleet.router.engines}
+        self._hurried = asyncio.Event()
         self._oom_kills = OomWatch()
         self._model = DeploymentModel()
-        self._notes = {a.name: RefusalNote(a.refusal) for a in fleet.router.engines if a.refusal is not None}
 
     async def start(self) -> None:
         """Start everything; returns when all are ready.
@@ -91,51 +87,75 @@ class Supervisor:
         """
         if self._fleet.use_fork_server:
             self._forks = self._new_fork_server()  # its imports take longest: it goes first
-        first_ready = [self._keep_running("router", self._start_router)]
-        first_ready += [
-            self._keep_running(spec.name, lambda spec=spec: self._admit_engine(spec))  # type: ignore[misc]
-            for spec in self._fleet.engines
-        ]
+        first_ready = [self._keep_running(_ROUTER, self._start_router).ready]
+        first_ready += [self._keep_engine(name).ready for name in self._specs]
         await asyncio.gather(*first_ready)
 
-    def _keep_running(self, name: str, start: Callable[[], Awaitable[list[Child]]]) -> asyncio.Future[None]:
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tasks.append(asyncio.create_task(self._keep(name, start, ready), name=name))
-        return ready
+    @property
+    def engines(self) -> Mapping[str, EngineSpec]:
+        """The engines that are kept running, by name, the oldest first."""
+        return self._specs
 
-    async def _keep(self, name: str, start: Callable[[], Awaitable[list[Child]]], ready: asyncio.Future[None]) -> None:
-        """Start a router or all ranks of an engine again whenever one of them dies, which ends the others.
+    def pid_of(self, name: str) -> int | None:
+        """Of an engine's first rank; None where none runs."""
+        return next((child.pid for child in self._children if child.name == name and child.alive), None)
 
-        Only a failure of the very first start is final.
+    async def add_engine(self, spec: EngineSpec, address: EngineAddress) -> None:
+        """Start one more engine, which a router that starts from now on is told of; returns when it is ready.
+
+        Raises:
+            PdkvError: it did not become ready; nothing is left of it.
         """
-        failures = 0
-        since = self._clock()
-        while True:
-            try:
-                children = await start()
-            except Exception as error:
-                if not ready.done():
-                    ready.set_exception(error)
-                    return
-                unexpected = not isinstance(error, PdkvError)
-                logger.error("%s did not start again: %s", name, error, exc_info=unexpected)
-            else:
-                began = self._clock()
-                if not ready.done():
-                    ready.set_result(None)
-                self._on_ready(name, began - since)
-                child = await _first_death(children)
-                status = await child.wait()
-                since = self._clock()
-                why = self._why(status)  # now: the next death is another story
-                await self._kill(children)
-                failures = 0 if self._clock() - began > _STABLE_S else failures
-                logger.error("%s (pid %d) %s; %s is started again", child.name, child.pid, why, name)
-            await asyncio.sleep(backoff_s(failures))
-            failures += 1
+        assert spec.name not in self._specs, f"two engines are named {spec.name}"
+        self._specs[spec.name], self._addresses[spec.name] = spec, address
+        try:
+            await asyncio.shield(self._keep_engine(spec.name).ready)
+        except BaseException:
+            await self.remove_engine(spec.name)
+            raise
+
+    async def restart_engine(self, spec: EngineSpec) -> None:
+        """End an engine and start it again, with this spec; returns when it is ready.
+
+        Raises:
+            PdkvError: it did not start; it is tried again all the same.
+        """
+        self._specs[spec.name] = spec
+        await self._keepers[spec.name].restart()
+
+    def hide_engine(self, name: str) -> None:
+        """Tell a router that starts from now on nothing of an engine that is about to be removed."""
+        self._leave_note(name, None)
+        self._addresses.pop(name, None)
+
+    async def remove_engine(self, name: str) -> None:
+        """End an engine for good."""
+        await self._keepers.pop(name).cancel()
+        del self._specs[name]
+        self.hide_engine(name)
+        own = [child for child in self._children if child.name.partition(".")[0] == name]
+        await self._end_engines(own)
+
+    def renew_fork_server(self) -> None:
+        """Let engines that start from now on have this process's present environment."""
+        if self._forks is not None:
+            self._forks.close()
+
+    def _keep_engine(self, name: str) -> Keeper:
+        return self._keep_running(name, lambda: self._admit_engine(self._specs[name]))
+
+    def _keep_running(self, name: str, start: Callable[[], Awaitable[list[Child]]]) -> Keeper:
+        care = Care(start, self._end_engines, self._kill, self._why, self._on_ready, self._clock)
+        self._keepers[name] = Keeper(name, care)
+        return self._keepers[name]
+
+    async def _end_engines(self, children: Collection[Child]) -> None:
+        """End engines or ranks in order, or after their grace."""
+        await _end(children, _ENGINE_GRACE_S)
+        self._children.difference_update(children)
 
     async def _start_router(self) -> list[Child]:
-        spec = self._fleet.router
+        spec = msgspec.structs.replace(self._fleet.router, engines=list(self._addresses.values()))
         if self._router is not None:  # a second one must not wait for an engine that cannot start
             spec = msgspec.structs.replace(spec, await_all=False, identity=self._model.identity)
 
@@ -143,7 +163,7 @@ class Supervisor:
             self._router = spawn_router(spec, self._listen_fd, ack.child_fd, self._lifeline_fd)
             return self._router
 
-        return [await self._start_child("router", spawn)]
+        return [await self._start_child(_ROUTER, spawn)]
 
     async def _admit_engine(self, spec: EngineSpec) -> list[Child]:
         """Start an engine; routers hear of one that is refused."""
@@ -158,9 +178,10 @@ class Supervisor:
 
     def _leave_note(self, name: str, reason: str | None) -> None:
         """Why the engine is refused; None: it is not. What cannot be written is in the log alone."""
-        note = self._notes.get(name)
-        if note is None:
+        address = self._addresses.get(name)
+        if address is None or address.refusal is None:
             return
+        note = RefusalNote(address.refusal)
         with contextlib.suppress(OSError):
             if reason is None:
                 note.clear()
@@ -262,18 +283,39 @@ class Supervisor:
         logger.warning("%s is started without the fork server", spec.process_name)
         return spawn_engine(spec, ack.child_fd, self._lifeline_fd, rank_fds)
 
-    async def stop(self) -> None:
-        """End all children: first the router, then the engines; who does not go in time is killed."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        router = {self._router} if self._router is not None else set()
-        await _end(router, _ROUTER_GRACE_S)
-        rest = self._children - router
+    async def stop(self, drain_s: float = 0.0, stuck: Callable[[], Awaitable[None]] | None = None) -> None:
+        """End all children: first the router, then the engines; who does not go in time is killed.
+
+        The router may take `drain_s` to answer what it has begun, for which engines that die meanwhile come back.
+        `stuck()` returns when it is seen that the router cannot do that.
+        """
+        if (keeper := self._keepers.pop(_ROUTER, None)) is not None:
+            await keeper.cancel()
+        if self._router is not None:
+            if drain_s and self._router.alive:
+                await self._drain_router(self._router, drain_s, stuck)
+            await _end({self._router}, _ROUTER_GRACE_S)
+        await asyncio.gather(*(keeper.cancel() for keeper in self._keepers.values()))
+        rest = self._children - {self._router}
         if self._forks is not None:
             self._forks.close()
             rest.add(self._forks.child)
         await _end(rest, _ENGINE_GRACE_S)
+
+    def hurry(self) -> None:
+        """Answer nothing to its end any more. Idempotent."""
+        self._hurried.set()
+
+    async def _drain_router(self, router: Child, drain_s: float, stuck: Callable[[], Awaitable[None]] | None) -> None:
+        """Returns when the router has ended, has had its time, or somebody is in a hurry."""
+        router.send_signal(signal.SIGTERM)
+        waits = [asyncio.ensure_future(router.wait()), asyncio.ensure_future(self._hurried.wait())]
+        if stuck is not None:
+            waits.append(asyncio.ensure_future(stuck()))
+        await asyncio.wait(waits, timeout=drain_s + _ROUTER_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
     def kill(self) -> None:
         """Kill all children at once, for whoever does not want to wait for `stop`."""
@@ -286,17 +328,6 @@ def _fresh_store(path: Path, epoch: str) -> Path:
     for old in path.parent.glob(f"{path.name}-*"):
         old.unlink(missing_ok=True)
     return path.with_name(f"{path.name}-{epoch}")
-
-
-async def _first_death(children: Sequence[Child]) -> Child:
-    """Waits until one of them has ended, and returns it."""
-    waits = {asyncio.ensure_future(child.wait()): child for child in children}
-    try:
-        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-    return next(child for wait, child in waits.items() if wait in done)
 
 
 async def _end(children: Collection[Child], grace_s: float) -> None:

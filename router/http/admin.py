@@ -1,0 +1,159 @@
+"""The operators' HTTP application: engines are listed, drained, resumed, given roles, added and removed.
+
+It is served on a unix socket in the launch's private directory and nowhere else, so no HTTP client reaches it: who may
+connect is who may enter the directory (mode 0700).
+"""
+
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdkv.errors import InvalidRequest
+from pdkv.router.http.responses import describe_error
+from pdkv.router.operations import Operations, Until
+
+if TYPE_CHECKING:
+    from pdkv.router.dispatch import Dispatcher
+
+MAX_WAIT_S = 24 * 3600.0
+"""Of one request; who wants to wait longer asks again."""
+
+
+_Body = TypeVar("_Body")
+
+
+class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST …/role."""
+
+    role: str
+
+
+class EngineBody(msgspec.Struct, forbid_unknown_fields=True):
+    """PUT of an engine."""
+
+    role: str
+    endpoint: str
+    refusal: str | None = None  # path of the launcher's note
+
+
+def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starlette:
+    """The ASGI application.
+
+    GET  /admin/engines              {"engines": [as in /topology]}
+    GET  /admin/engines/NAME         one of them; with ?until=ready|drained when it is so, or after wait_s seconds;
+                                     ready&pid=N: that incarnation
+    POST /admin/engines/NAME/drain   it gets no new request; with ?wait_s=N the answer comes when it is drained
+    POST /admin/engines/NAME/resume  it gets requests again
+    POST /admin/engines/NAME/role    {"role": "prefill" | "decode" | "any"}
+    PUT  /admin/engines/NAME         {"role", "endpoint", "refusal"}: the launcher has started one more
+    DELETE /admin/engines/NAME       the launcher is about to end it
+
+    Every answer but the list is the engine. What would leave nobody for a role is 409, unless ?force=true.
+    """
+
+    async def list_engines(request: Request) -> Response:
+        return _json(dispatcher.topology())
+
+    async def get_engine(request: Request) -> Response:
+        name, until = request.path_params["name"], request.query_params.get("until")
+        operations.describe(name)
+        if until is not None:
+            await operations.wait(name, _until(until), _wait_s(request), _pid(request))
+        return _json(operations.describe(name))
+
+    async def drain(request: Request) -> Response:
+        name, wait_s = request.path_params["name"], _wait_s(request)
+        operations.drain(name, force=_force(request))
+        await operations.wait(name, "drained", wait_s)
+        return _json(operations.describe(name))
+
+    async def resume(request: Request) -> Response:
+        name = request.path_params["name"]
+        operations.resume(name)
+        return _json(operations.describe(name))
+
+    async def set_role(request: Request) -> Response:
+        name, body = request.path_params["name"], await _body(request, RoleBody)
+        operations.set_role(name, body.role, force=_force(request))
+        return _json(operations.describe(name))
+
+    async def add(request: Request) -> Response:
+        name, body = request.path_params["name"], await _body(request, EngineBody)
+        operations.add(name, body.role, body.endpoint, Path(body.refusal) if body.refusal is not None else None)
+        return _json(operations.describe(name))
+
+    async def remove(request: Request) -> Response:
+        operations.remove(request.path_params["name"], force=_force(request))
+        return _json({"removed": request.path_params["name"]})
+
+    path = "/admin/engines/{name}"
+    routes = [
+        Route("/admin/engines", list_engines),
+        Route(path, _checked(get_engine), methods=["GET"]),
+        Route(path, _checked(add), methods=["PUT"]),
+        Route(path, _checked(remove), methods=["DELETE"]),
+        Route(path + "/drain", _checked(drain), methods=["POST"]),
+        Route(path + "/resume", _checked(resume), methods=["POST"]),
+        Route(path + "/role", _checked(set_role), methods=["POST"]),
+    ]
+    return Starlette(routes=routes)
+
+
+def _checked(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    async def checked(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except InvalidRequest as error:
+            status, body = describe_error(error)
+            return _json(body, status=status)
+
+    return checked
+
+
+async def _body(request: Request, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.json.decode(await request.body(), type=kind)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the body is no {kind.__name__}: {error}") from None
+
+
+def _force(request: Request) -> bool:
+    text = request.query_params.get("force", "false")
+    if text not in ("true", "false"):
+        raise InvalidRequest(f"force must be true or false, got {text!r}", param="force")
+    return text == "true"
+
+
+def _wait_s(request: Request) -> float:
+    text = request.query_params.get("wait_s", "0")
+    try:
+        wait_s = float(text)
+    except ValueError:
+        wait_s = math.nan
+    if not 0 <= wait_s <= MAX_WAIT_S:
+        raise InvalidRequest(f"wait_s must be a number of seconds up to {MAX_WAIT_S:g}, got {text!r}", param="wait_s")
+    return wait_s
+
+
+def _pid(request: Request) -> int | None:
+    text = request.query_params.get("pid")
+    if text is not None and not text.isdecimal():
+        raise InvalidRequest(f"pid must be a whole number, got {text!r}", param="pid")
+    return None if text is None else int(text)
+
+
+def _until(text: str) -> Until:
+    if text in ("ready", "drained"):
+        return cast(Until, text)
+    raise InvalidRequest(f"until must be ready or drained, got {text!r}", param="until")
+
+
+def _json(body: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")

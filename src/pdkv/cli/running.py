@@ -1,0 +1,65 @@
+"""Which of the running launches a command is about."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from pdkv.errors import ConfigError, StartupError
+from pdkv.launch.run_dir import RunInfo, run_root, running_launches
+
+
+def add_run_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --run to a command."""
+    parser.add_argument(
+        "--run",
+        dest="run_name",
+        metavar="NAME",
+        help="which launch, where several run: its port, URL, pid or run directory",
+    )
+
+
+def find_run(arguments: argparse.Namespace) -> Path:
+    """The run directory of the launch that is meant.
+
+    Raises:
+        StartupError: none runs.
+        ConfigError: several run, or none that is called so.
+    """
+    launches = running_launches()
+    if not launches:
+        raise StartupError(
+            f"no launch of this user is ready: {run_root()} has no run directory of one (a launch with another TMPDIR "
+            "is found with the same TMPDIR)"
+        )
+    if arguments.run_name is None and len(launches) == 1:
+        return Path(launches[0].path)
+    found = [launch for launch in launches if arguments.run_name is not None and launch.is_called(arguments.run_name)]
+    if len(found) == 1:
+        return Path(found[0].path)
+    known = "; ".join(map(_describe, launches))
+    if arguments.run_name is None:
+        raise ConfigError(f"{len(launches)} launches run: name one by --run PORT: {known}")
+    raise ConfigError(f"--run: no launch is called {arguments.run_name!r}; running: {known}")
+
+
+def say(text: str) -> None:
+    """What is being done; the result goes to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def check_drain_s(drain_s: float | None) -> None:
+    """Raises ConfigError for what is no duration."""
+    if drain_s is not None and not 0 <= drain_s < float("inf"):
+        raise ConfigError(f"--drain-s: a number of seconds of at least 0 was expected, got {drain_s:g}")
+
+
+def add_drain_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --drain-s to a command."""
+    parser.add_argument(
+        "--drain-s", type=float, metavar="SECONDS",
+        help="how long requests may go on before their engine is stopped (default: --drain-s of the launch)",
+    )  # fmt: skip
+
+
+def _describe(launch: RunInfo) -> str:
+    return f"port {launch.url.rpartition(':')[2]} (pid {launch.pid}, {launch.shape})"

@@ -1,0 +1,167 @@
+"""The launcher's socket in its run directory: an operator asks for one change at a time and hears how it goes.
+
+One JSON line asks, one line each says what is being done, and the last one how it ended.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+
+from pdkv.errors import ConfigError, MalformedMessage, PdkvError, StartupError
+from pdkv.launch.fleet_control import FleetControl
+from pdkv.launch.plan import Kind
+from pdkv.launch.run_dir import CONTROL_SOCKET
+from pdkv.launch.specs import Progress, StartFailed, encode
+from pdkv.wire.decoding import decode_total
+
+_MAX_LINE_BYTES = 64 * 1024
+_ASK_S = 5.0  # how long who has connected may take to say what they want
+
+logger = logging.getLogger(__name__)
+
+
+class Scale(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Have so many engines; None: as many as there are."""
+
+    prefill: int | None = None
+    decode: int | None = None
+    drain_s: float | None = None  # None: as the launch was told
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {role}" for role, count in self.counts.items())
+
+    @property
+    def counts(self) -> "dict[Kind, int]":
+        """By role, those that are given."""
+        given: dict[Kind, int | None] = {"prefill": self.prefill, "decode": self.decode}
+        return {role: count for role, count in given.items() if count is not None}
+
+
+class Restart(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Start each engine anew, one after the other."""
+
+    drain_s: float | None = None
+
+    def __str__(self) -> str:
+        return "a restart of every engine"
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """It is done."""
+
+    text: str
+
+
+Order = Scale | Restart
+Answer = Progress | Ended | StartFailed
+_order_decoder: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+_answer_decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+
+
+class ControlServer:
+    """Carries orders out one at a time. An order goes on when whoever gave it goes away."""
+
+    def __init__(self, fleet: FleetControl, drain_s: float) -> None:
+        self._fleet = fleet
+        self._drain_s = drain_s
+        self._running: asyncio.Task[str] | None = None
+        self._what = ""
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def serving(self, run_dir: Path) -> AsyncIterator[None]:
+        """Serve until the end of the block, which ends an order that is being carried out."""
+        server = await asyncio.start_unix_server(self._serve, str(run_dir / CONTROL_SOCKET), limit=_MAX_LINE_BYTES)
+        try:
+            yield
+        finally:
+            server.close()
+            tasks = [*self._connections, *([self._running] if self._running is not None else [])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            answer = await self._answer(reader, lambda text: _write(writer, Progress(text)))
+            _write(writer, answer)
+            await writer.drain()
+        except (OSError, EOFError, ValueError, TimeoutError):  # who asked is gone, or says nothing, or too much
+            pass
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, say: Callable[[str], None]) -> Answer:
+        """Carry out one order; the last answer."""
+        async with asyncio.timeout(_ASK_S):
+            line = await reader.readuntil(b"\n")
+        try:
+            order = decode_total(_order_decoder, line)
+        except MalformedMessage as error:
+            return StartFailed(f"this is no order: {error}", config=True)
+        if self._running is not None and not self._running.done():
+            return StartFailed(f"another order is being carried out ({self._what}): try again later", config=False)
+        self._what = str(order)
+        self._running = asyncio.create_task(self._carry_out(order, say))
+        try:
+            return Ended(await asyncio.shield(self._running))
+        except PdkvError as error:
+            return StartFailed(str(error), config=isinstance(error, ConfigError))
+
+    async def _carry_out(self, order: Order, say: Callable[[str], None]) -> str:
+        def tell(text: str) -> None:
+            logger.info("%s: %s", order, text)
+            say(text)
+
+        drain_s = self._drain_s if order.drain_s is None else order.drain_s
+        try:
+            match order:
+                case Scale():
+                    text = await self._fleet.scale(order.counts, drain_s, tell)
+                case Restart():
+                    text = await self._fleet.restart(drain_s, tell)
+        except PdkvError as error:
+            logger.error("%s: %s", order, error)
+            raise
+        logger.info("%s: %s", order, text)
+        return text
+
+
+async def give_order(run_dir: Path, order: Order, on_progress: Callable[[str], None]) -> str:
+    """Ask the launcher of a run directory for a change; returns how it ended.
+
+    Raises:
+        ConfigError: it cannot be done as asked.
+        StartupError: it failed, or the launcher ended.
+    """
+    try:
+        reader, writer = await asyncio.open_unix_connection(str(run_dir / CONTROL_SOCKET), limit=_MAX_LINE_BYTES)
+        try:
+            writer.write(encode(order) + b"\n")
+            while True:
+                match decode_total(_answer_decoder, await reader.readuntil(b"\n")):
+                    case Progress(text=text):
+                        on_progress(text)
+                    case Ended(text=text):
+                        return text
+                    case StartFailed(message=message, config=True):
+                        raise ConfigError(message)
+                    case StartFailed(message=message):
+                        raise StartupError(message)
+        finally:
+            writer.close()
+    except (OSError, EOFError):
+        raise StartupError(f"the launcher of {run_dir} has ended, or does not answer") from None
+
+
+def _write(writer: asyncio.StreamWriter, answer: Answer) -> None:
+    if not writer.is_closing():
+        writer.write(encode(answer) + b"\n")

@@ -1,0 +1,204 @@
+"""Changes the engines of a running launch: more of them, fewer, or each of them anew. No request is lost."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pdkv.errors import ConfigError, PdkvError
+from pdkv.launch.config import Deployment
+from pdkv.launch.cpus import spin_rounds
+from pdkv.launch.plan import Kind, check_pools, plan_address, plan_engine
+from pdkv.launch.router_admin import Refused, RouterAdmin
+from pdkv.launch.run_dir import RunDirectory
+from pdkv.launch.specs import EngineSpec
+from pdkv.launch.supervisor import Supervisor
+
+Say = Callable[[str], None]
+
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FleetControl:
+    """One launch's. Operations come one after the other: `control.py` sees to that.
+
+    The router is the one who knows what role an engine has; the supervisor, which engines there are.
+    """
+
+    deployment: Deployment
+    run_dir: RunDirectory
+    supervisor: Supervisor
+    router: RouterAdmin
+    chooses_spin: bool  # whether it was left to the launcher how long idle threads spin
+
+    async def scale(self, counts: Mapping[Kind, int], drain_s: float, say: Say) -> str:
+        """Have so many engines of these roles; returns what there is then.
+
+        Raises:
+            ConfigError: there cannot be so many; nothing was changed.
+            PdkvError: an engine did not start; those that had been started before it stay.
+        """
+        kinds = self._kinds(counts)
+        present = await self._by_kind()
+        for kind, count in kinds.items():
+            if count < 1:
+                raise ConfigError(f"{kind} must be at least 1, got {count}: stop the launch to have none")
+        more = {kind: count - len(present[kind]) for kind, count in kinds.items()}
+        specs = self.plan(more)
+        for spec in specs:
+            await self._add(spec, say)
+        for kind, number in more.items():
+            leaving = present[kind][number:] if number < 0 else []
+            await asyncio.gather(*(self._remove(name, drain_s, say) for name in reversed(leaving)))
+        after = await self._by_kind()
+        nouns = {"prefill": "prefill", "decode": "decode", "engine": "aggregated"}
+        shape = ", ".join(f"{len(names)} {nouns[kind]}" for kind, names in after.items() if names)
+        unchanged = "" if specs or any(number < 0 for number in more.values()) else ": nothing was to be done"
+        return f"there are {shape}{unchanged}"
+
+    async def restart(self, drain_s: float, say: Say) -> str:
+        """Start each engine anew, one after the other, each when it is drained; returns what was done.
+
+        Raises:
+            ConfigError: there is only one engine: its requests would have nowhere to go.
+            PdkvError: an engine did not start again (it is tried on); those behind it are as they were.
+        """
+        names = list(self.supervisor.engines)
+        if len(names) == 1:
+            raise ConfigError(f"{names[0]} is the only engine: scale up first, or stop the launch and start another")
+        self.choose_spin([self._planned_anew(name) for name in names])
+        for name in names:
+            await self._restart_one(name, drain_s, say)
+        return f"{len(names)} engines were restarted"
+
+    async def _restart_one(self, name: str, drain_s: float, say: Say) -> None:
+        engines = await self.router.engines()
+        in_service = any(e["name"] == name and not e["draining"] for e in engines)
+        stand_in = _stand_in_for(name, engines) if in_service else None
+        if stand_in is not None:
+            say(f"{name} is the only one of its role: {stand_in[0]} does its work meanwhile")
+            await self.router.set_role(stand_in[0], "any")
+        try:
+            await self._drain(name, drain_s, say)
+            say(f"{name} is started again")
+            await self.supervisor.restart_engine(self._planned_anew(name))
+            await self._await_ready(name)
+        finally:
+            if in_service:  # else it was drained by somebody who may want it to be so
+                await self.router.resume(name)
+            if stand_in is not None:
+                await self._give_back(*stand_in)
+
+    async def _give_back(self, name: str, role: str) -> None:
+        """The stand-in's own role, unless whom it stands in for did not come back."""
+        try:
+            await self.router.set_role(name, role)
+        except Refused as error:
+            logger.warning("%s keeps the role any: %s", name, error)
+
+    async def _add(self, spec: EngineSpec, say: Say) -> None:
+        say(f"{spec.name} is started")
+        address = plan_address(spec, self.run_dir)
+        await self.supervisor.add_engine(spec, address)
+        try:
+            await self.router.add(address)
+            await self._await_ready(spec.name)
+        except PdkvError:
+            await self._end(spec.name)
+            raise
+
+    async def _remove(self, name: str, drain_s: float, say: Say) -> None:
+        await self._drain(name, drain_s, say)
+        await self._end(name)
+        say(f"{name} has ended")
+
+    async def _end(self, name: str) -> None:
+        """No router hears of its end as of a death, not even one that starts just now."""
+        self.supervisor.hide_engine(name)
+        await self.router.remove(name)
+        await self.supervisor.remove_engine(name)
+
+    async def _drain(self, name: str, drain_s: float, say: Say) -> None:
+        """Returns when the engine has nothing more to do, or has had its time."""
+        say(f"{name} is drained, within {drain_s:g} s")
+        engine = await self.router.drain(name, drain_s)
+        if not engine["drained"]:
+            say(f"{name} still has {engine['requests']} requests after {drain_s:g} s: they go elsewhere or end")
+
+    async def _await_ready(self, name: str) -> None:
+        timeout_s = self.deployment.launch.start_timeout_s
+        engine = await self.router.wait_ready(name, self.supervisor.pid_of(name), timeout_s)
+        if engine["state"] != "ready":
+            raise ConfigError(f"the router does not take {name}: {engine['reason'] or engine['state']}")
+
+    async def _by_kind(self) -> dict[Kind, list[str]]:
+        """The launch's engines by the role that they have now, the oldest first. Role "any" is kind "engine"."""
+        roles: dict[str, Any] = {e["name"]: e["role"] for e in await self.router.engines()}
+        found: dict[Kind, list[str]] = {"prefill": [], "decode": [], "engine": []}
+        for name, spec in self.supervisor.engines.items():
+            role = roles.get(name, spec.role)
+            found["engine" if role == "any" else role].append(name)
+        return found
+
+    def _kinds(self, counts: Mapping[Kind, int]) -> dict[Kind, int]:
+        """Where all engines are aggregated, --decode counts those, as it does for `pd launch`."""
+        if self.deployment.launch.prefill:
+            return dict(counts)
+        if "prefill" in counts:
+            raise ConfigError("prefill: this launch has aggregated engines only; --decode says how many")
+        return {"engine": counts["decode"]}
+
+    def plan(self, more: Mapping[Kind, int]) -> list[EngineSpec]:
+        """The engines to be added. Raises ConfigError where they do not fit."""
+        deployment, numbers = self.deployment, {kind: max(number, 0) for kind, number in more.items()}
+        num_prefill = numbers.get("prefill", 0)
+        num_decode = sum(numbers.values()) - num_prefill
+        check_pools(deployment.prefill, num_prefill, deployment.decode, num_decode)
+        num_engines = len(self.supervisor.engines) + sum(numbers.values())
+        num_ranks = self._num_ranks() + num_prefill * deployment.prefill.tp + num_decode * deployment.decode.tp
+        specs: list[EngineSpec] = []
+        taken = set(self.supervisor.engines)
+        for kind, number in numbers.items():
+            for _ in range(number):
+                index = next(i for i in range(len(taken) + 1) if f"{kind}-{i}" not in taken)
+                taken.add(f"{kind}-{index}")
+                specs.append(
+                    plan_engine(deployment, self.run_dir, kind, index, num_engines=num_engines, num_ranks=num_ranks)
+                )
+        if specs:
+            self.choose_spin([*self.supervisor.engines.values(), *specs])
+        return specs
+
+    def choose_spin(self, engines: Sequence[EngineSpec]) -> None:
+        """Let engines that start from now on spin as befits these."""
+        rounds = str(spin_rounds([spec.config.threads or 1 for spec in engines for _ in range(spec.config.tp)]))
+        if self.chooses_spin and os.environ.get(SPIN_VARIABLE) != rounds:
+            os.environ[SPIN_VARIABLE] = rounds
+            self.supervisor.renew_fork_server()  # libgomp has read the old one there
+
+    def _planned_anew(self, name: str) -> EngineSpec:
+        """The engine with the share of the machine that it has among those that there are now."""
+        prefix, _, index = name.rpartition("-")
+        kind = next(kind for kind in ("prefill", "decode", "engine") if kind == prefix)
+        return plan_engine(
+            self.deployment, self.run_dir, kind, int(index),
+            num_engines=len(self.supervisor.engines), num_ranks=self._num_ranks(),
+        )  # fmt: skip
+
+    def _num_ranks(self) -> int:
+        return sum(spec.config.tp for spec in self.supervisor.engines.values())
+
+
+def _stand_in_for(name: str, engines: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """Who must do the work of an engine that is the only one of its role, and that one's own role; None: nobody."""
+    own = next(e["role"] for e in engines if e["name"] == name)
+    others = [e for e in engines if e["name"] != name and e["state"] == "ready" and not e["draining"]]
+    if own == "any" or any(e["role"] in (own, "any") for e in others) or not others:
+        return None
+    idlest = min(others, key=lambda e: e["waiting"] + e["running"])
+    return idlest["name"], idlest["role"]

@@ -1,0 +1,120 @@
+"""Names every process of a launch and gives it its share of the machine."""
+
+import dataclasses
+from typing import Literal
+
+from pdkv.config import DEFAULT_MODEL, EngineConfig
+from pdkv.connectors.registry import connector_target
+from pdkv.errors import ConfigError
+from pdkv.host.memory_limits import check_host_memory, format_bytes
+from pdkv.launch.config import Deployment
+from pdkv.launch.cpus import default_threads, split_cpu_bind
+from pdkv.launch.run_dir import RunDirectory
+from pdkv.launch.specs import EngineAddress, EngineSpec, Role, RouterSpec
+from pdkv.launch.supervisor import Fleet
+
+_DEFAULT_NAME = "pdkv-default"  # of the embedded model in the API
+
+Kind = Literal["prefill", "decode", "engine"]
+"""What an engine was started as, and what its name begins with; its role may become another one."""
+
+ROLES: dict[Kind, Role] = {"prefill": "prefill", "decode": "decode", "engine": "any"}
+
+
+def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
+    """What a launch begins with. Raises ConfigError for a wrong --cpu-bind."""
+    launch = deployment.launch
+    counts: dict[Kind, int] = {"engine": launch.decode}
+    if launch.prefill:
+        counts = {"prefill": launch.prefill, "decode": launch.decode}
+    for kind, count in counts.items():
+        split_cpu_bind(config_of(deployment, kind).cpu_bind, count)
+    engines = [
+        plan_engine(deployment, run_dir, kind, index, num_engines=launch.num_engines, num_ranks=deployment.num_ranks)
+        for kind, count in counts.items()
+        for index in range(count)
+    ]
+    model = deployment.prefill.model
+    router = RouterSpec(
+        router_id="router",
+        engines=[plan_address(spec, run_dir) for spec in engines],
+        model=model,
+        served_model_name=launch.served_model_name
+        or (_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name),
+        policy=launch.policy,
+        generation_config=deployment.prefill.generation_config,
+        run_dir=run_dir.path,
+        orders=launch.orders,
+        log_level=launch.log_level,
+        limits=deployment.http,
+        api=deployment.api,
+        admission=deployment.admission,
+        access=deployment.access,
+        health=deployment.health,
+        drain_s=launch.drain_s,
+    )
+    return Fleet(
+        engines=engines,
+        router=router,
+        connector_target=connector_target(deployment.handoff.connector),
+        start_timeout_s=launch.start_timeout_s,
+        use_fork_server=launch.start_method == "fork",
+    )
+
+
+def plan_engine(
+    deployment: Deployment, run_dir: RunDirectory, kind: Kind, index: int, *, num_engines: int, num_ranks: int
+) -> EngineSpec:
+    """The engine `kind`-`index` of a deployment that has so many engines and ranks with it.
+
+    Raises:
+        ConfigError: --cpu-bind has a list for each engine, and none for this one.
+    """
+    config = config_of(deployment, kind)
+    cpus = _cpus(deployment, kind, index)
+    own_cpus = max(1, len(cpus) // config.tp) if cpus else None
+    name = f"{kind}-{index}"
+    return EngineSpec(
+        name=name,
+        role=ROLES[kind],
+        epoch="",
+        config=dataclasses.replace(config, threads=config.threads or own_cpus or default_threads(num_ranks)),
+        handoff=deployment.handoff,
+        endpoint=run_dir.endpoint(name),
+        num_engines=num_engines,
+        run_dir=run_dir.path,
+        log_level=deployment.launch.log_level,
+        cpus=sorted(cpus) if cpus else None,
+        kv_shards=deployment.kv_shards,
+        store=run_dir.path / f"{name}.ranks" if config.tp > 1 else None,
+        start_timeout_s=deployment.launch.start_timeout_s,
+    )
+
+
+def plan_address(spec: EngineSpec, run_dir: RunDirectory) -> EngineAddress:
+    """Where routers find the engine."""
+    return EngineAddress(spec.name, spec.role, spec.endpoint, run_dir.path / f"{spec.name}.refused")
+
+
+def config_of(deployment: Deployment, kind: Kind) -> EngineConfig:
+    """The options of engines of this kind."""
+    return deployment.prefill if kind == "prefill" else deployment.decode
+
+
+def check_pools(prefill: EngineConfig, num_prefill: int, decode: EngineConfig, num_decode: int) -> None:
+    """Refuse KV pools that do not fit into what this host has left together: each alone might. Raises ConfigError."""
+    engines = [(prefill, num_prefill), (decode, num_decode)]
+    pools = [(config.host_kv_bytes, count) for config, count in engines if count > 0 and config.in_host_memory]
+    sizes = " and ".join(f"{count} KV pool{'s' * (count > 1)} of {format_bytes(size)}" for size, count in pools)
+    check_host_memory(sum(size * count for size, count in pools), f"{sizes} (--kv-cache-memory)")
+
+
+def _cpus(deployment: Deployment, kind: Kind, index: int) -> frozenset[int] | None:
+    text = config_of(deployment, kind).cpu_bind
+    num_lists = len(text.split("|")) if text is not None else 1
+    if num_lists > 1 and index >= num_lists:
+        raise ConfigError(
+            f"cpu_bind has CPUs for {num_lists} engines and none for {kind}-{index}: launch with one list for all, or "
+            f"with more lists, got {text!r}"
+        )
+    return split_cpu_bind(text, num_lists)[index if num_lists > 1 else 0]

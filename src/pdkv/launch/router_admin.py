@@ -1,0 +1,107 @@
+"""A client of the router's operators' socket (`router/http/admin.py`)."""
+
+import asyncio
+import json
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+from pdkv.errors import ConfigError, StartupError
+from pdkv.launch.run_dir import ADMIN_SOCKET
+from pdkv.launch.specs import EngineAddress
+
+PATIENCE_S = 30.0
+"""How long a router that does not answer is asked again: one that was killed is back within a second or two."""
+
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
+_MAX_ANSWER_BYTES = 16 << 20
+
+
+class Refused(ConfigError):
+    """The router does not do what it was asked for; the message says why."""
+
+    code = "refused"
+
+
+class RouterAdmin:
+    """Every call may be repeated, and is, where a router dies that has not answered it."""
+
+    def __init__(self, run_dir: Path, *, patience_s: float = PATIENCE_S) -> None:
+        self._path = run_dir / ADMIN_SOCKET
+        self._patience_s = patience_s
+
+    async def engines(self) -> list[dict[str, Any]]:
+        """All engines, as in `/topology`."""
+        answer = await self._call("GET", "")
+        return list(answer["engines"])
+
+    async def drain(self, name: str, wait_s: float, *, force: bool = False) -> dict[str, Any]:
+        """Give an engine nothing new; the answer comes when it is drained, or after `wait_s`."""
+        forced = "&force=true" if force else ""
+        return await self._call("POST", f"/{_quote(name)}/drain?wait_s={wait_s:g}{forced}", wait_s=wait_s)
+
+    async def resume(self, name: str) -> dict[str, Any]:
+        """Give an engine requests again."""
+        return await self._call("POST", f"/{_quote(name)}/resume")
+
+    async def set_role(self, name: str, role: str) -> dict[str, Any]:
+        """Give an engine another role."""
+        return await self._call("POST", f"/{_quote(name)}/role", {"role": role})
+
+    async def wait_ready(self, name: str, pid: int | None, wait_s: float) -> dict[str, Any]:
+        """The engine once its incarnation `pid` is ready, or after `wait_s`."""
+        which = f"&pid={pid}" if pid is not None else ""
+        return await self._call("GET", f"/{_quote(name)}?until=ready&wait_s={wait_s:g}{which}", wait_s=wait_s)
+
+    async def add(self, address: EngineAddress) -> None:
+        """Make one more engine known."""
+        refusal = str(address.refusal) if address.refusal is not None else None
+        body = {"role": address.role, "endpoint": address.endpoint, "refusal": refusal}
+        await self._call("PUT", f"/{_quote(address.name)}", body)
+
+    async def remove(self, name: str) -> None:
+        """Forget an engine; requests that it still has end or go elsewhere."""
+        await self._call("DELETE", f"/{_quote(name)}?force=true")
+
+    async def _call(self, method: str, path: str, body: object = None, *, wait_s: float = 0.0) -> Any:
+        """The answer of the first router that gives one.
+
+        Raises:
+            Refused: it says no.
+            StartupError: there was none within a bound.
+        """
+        pause_s = _FIRST_PAUSE_S
+        try:
+            async with asyncio.timeout(wait_s + self._patience_s):
+                while True:
+                    try:
+                        return _checked(*await self._ask(method, path, body))
+                    except (OSError, EOFError):  # nobody listens, or it died before it had answered
+                        await asyncio.sleep(pause_s)
+                        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        except TimeoutError:
+            raise StartupError(f"the router does not answer at {self._path}") from None
+
+    async def _ask(self, method: str, path: str, body: object) -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_unix_connection(str(self._path), limit=_MAX_ANSWER_BYTES)
+        try:
+            data = json.dumps(body).encode() if body is not None else b""
+            head = f"{method} /admin/engines{path} HTTP/1.1\r\nhost: router\r\nconnection: close\r\n"
+            writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+            return int(lines[0].split()[1]), await reader.readexactly(int(headers["content-length"]))
+        finally:
+            writer.close()
+
+
+def _checked(status: int, data: bytes) -> Any:
+    """What an answer says. Raises Refused."""
+    answer = json.loads(data)
+    if status != 200:
+        raise Refused(answer["error"]["message"])
+    return answer
+
+
+def _quote(name: str) -> str:
+    return urllib.parse.quote(name, safe="")

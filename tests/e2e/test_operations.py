@@ -1,0 +1,120 @@
+"""docs/operations.md is true: each of its commands, and a stop, under load without a loss."""
+
+import asyncio
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from deployments import Launch, Running
+from steady_load import PROMPTS, check_whole, steady_load
+from traffic import Answer, Ask, client_of, send, wait_until_true
+
+PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+COMMANDS = [
+    line.split("#")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("pd ")
+]
+
+
+def pd(deployment: Running, *arguments: str, status: int = 0) -> str:
+    """Standard output of a `pd` command that finds the only launch there is; the errors where it must fail."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pdkv.cli", *arguments],
+        env={**os.environ, "TMPDIR": str(deployment.directory)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == status, done.stdout + done.stderr + deployment.log
+    return done.stdout if status == 0 else done.stderr
+
+
+def roles(deployment: Running) -> dict[str, str]:
+    """Of all engines, which must be ready."""
+    engines = deployment.get("/topology").json()["engines"]
+    assert {e["state"] for e in engines} == {"ready"}
+    return {e["name"]: e["role"] for e in engines}
+
+
+def test_the_commands_of_the_page_in_turn_lose_nothing(launch: Launch) -> None:
+    """On one prefill and one decode engine, each of which is stood in for while it is restarted."""
+    first, *rest = COMMANDS
+    deployment = launch(*shlex.split(first)[2:])
+    before = deployment.pids()
+    outputs: dict[str, str] = {}
+    with steady_load(deployment) as load:
+        for command in rest:
+            outputs[command] = pd(deployment, *shlex.split(command)[1:])
+            load.wait_for_answers(6)
+            if command == "pd scale --decode 2":
+                assert roles(deployment) == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+            if command == "pd role decode-1 prefill":
+                assert roles(deployment)["decode-1"] == "prefill"
+                assert set(deployment.pids().values()) > set(before.values()), "nobody was restarted for it"
+    assert outputs["pd scale --decode 2"] == "there are 1 prefill, 2 decode\n"
+    assert outputs["pd drain decode-1"] == "decode-1 is drained\n"
+    assert re.search(r"^decode-0 +decode +ready +\d+ +\d+$", outputs["pd engines"], re.MULTILINE), outputs
+    assert roles(deployment) == {"prefill-0": "prefill", "decode-0": "decode"}
+    after = deployment.pids()
+    assert set(before.values()).isdisjoint(after.values())
+    assert "--prefill must be at least 1, got 0" in pd(deployment, "scale", "--prefill", "0", status=2)
+    assert "draining decode-0 would leave no engine" in pd(deployment, "drain", "decode-0", status=2)
+
+
+def test_a_router_that_is_started_again_knows_the_engines_of_now(launch: Launch) -> None:
+    """And what was said about them."""
+    deployment = launch("--prefill", "2", "--decode", "1")
+    pd(deployment, "scale", "--decode", "2")
+    pd(deployment, "drain", "prefill-1")
+    pd(deployment, "role", "decode-0", "any")
+    os.kill(deployment.child_pid("pd router"), signal.SIGKILL)
+    deployment.wait_for_line("launcher: router is ready again")
+    wait_until_true(lambda: {e["state"] for e in topology(deployment)} == {"ready"}, "all engines known")
+    assert {e["name"]: (e["role"], e["drained"]) for e in topology(deployment)} == {
+        "prefill-0": ("prefill", False), "prefill-1": ("prefill", True),
+        "decode-0": ("any", False), "decode-1": ("decode", False),
+    }  # fmt: skip
+    before = deployment.pids()
+    with steady_load(deployment):
+        pd(deployment, "resume", "prefill-1")
+        assert pd(deployment, "restart", "--rolling") == "4 engines were restarted\n"
+    after = deployment.pids()
+    assert before.keys() == after.keys()
+    assert set(before.values()).isdisjoint(after.values())
+
+
+def topology(deployment: Running) -> list[dict[str, object]]:
+    engines: list[dict[str, object]] = deployment.get("/topology").json()["engines"]
+    return engines
+
+
+def test_a_stop_under_load_answers_what_has_begun(launch: Launch) -> None:
+    deployment = launch("--prefill", "1", "--decode", "1", "--drain-s", "60")
+    asks = [Ask(PROMPTS[number % 4], 600, stream=number % 2 == 0) for number in range(12)]
+
+    async def stop_under_load() -> tuple[list[Answer], Answer]:
+        async with client_of(deployment) as client:
+            answers = [asyncio.create_task(send(client, ask)) for ask in asks]
+            while (await client.get("/topology")).json()["engines"][1]["requests"] < len(asks):
+                pass
+            deployment.process.send_signal(signal.SIGTERM)
+            line = await asyncio.to_thread(
+                deployment.wait_for_line, r"router: stopping: (\d+) requests still run, at most 60 s"
+            )
+            assert int(line[1]) == len(asks)
+            assert (await client.get("/health")).json()["error"]["code"] == "draining"
+            late = await send(client, Ask("late", 5))
+            return await asyncio.gather(*answers), late
+
+    answers, late = asyncio.run(stop_under_load())
+    check_whole(list(zip(asks, answers, strict=True)), 600)
+    assert late.status == 503
+    assert late.error is not None
+    assert late.error["code"] == "draining"
+    assert deployment.finish() == 0
+    said = [line.partition(": ")[2] for line in deployment.lines]
+    assert said.index("stopping") < said.index("stopped")
