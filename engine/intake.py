@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pdkv.block_keys import root_key
-from pdkv.kernels.block_keys import keys_behind, token_bounds
+from pdkv.kernels.block_keys import as_tokens, keys_behind
 from pdkv.wire.messages import EngineCard, Submit
 
 logger = logging.getLogger(__name__)
@@ -48,10 +48,10 @@ def root_of(card: EngineCard, submit: Submit) -> bytes:
 
 def prepare(card: EngineCard, submit: Submit) -> Prepared:
     """Read all tokens of a Submit once. Raises OverflowError for a token that no int32 holds."""
-    tokens = [*submit.prompt_token_ids, *submit.output_token_ids]
-    lowest, highest = token_bounds(tokens)
+    tokens = as_tokens([*submit.prompt_token_ids, *submit.output_token_ids])
     root = root_of(card, submit)
-    return Prepared(root, keys_behind(root, tokens, hash_block_size=card.hash_block_size), lowest, highest)
+    keys = keys_behind(root, tokens, hash_block_size=card.hash_block_size)
+    return Prepared(root, keys, int(tokens.min()), int(tokens.max()))
 
 
 class Intake:

@@ -14,6 +14,7 @@ from pdkv.block_keys import extend_keys
 from pdkv.kernels.compiled import load_library
 
 KEY_BYTES = 16
+Tokens = npt.NDArray[np.int32]
 _FEW_KEYS = 8
 """Below, the way to the compiled form costs more than it saves."""
 
@@ -32,7 +33,12 @@ def available() -> bool:
     return _library() is not None
 
 
-def keys_behind(parent: bytes, token_ids: Sequence[int], *, hash_block_size: int) -> list[bytes]:
+def as_tokens(token_ids: Sequence[int]) -> Tokens:
+    """Token ids as an array. Raises OverflowError for one that no int32 holds."""
+    return np.fromiter(token_ids, np.int32, len(token_ids))
+
+
+def keys_behind(parent: bytes, token_ids: Sequence[int] | Tokens, *, hash_block_size: int) -> list[bytes]:
     """The keys of the full hash blocks of `token_ids`, the first of which follows `parent`.
 
     Raises:
@@ -42,17 +48,13 @@ def keys_behind(parent: bytes, token_ids: Sequence[int], *, hash_block_size: int
     library = _library()
     if library is None or num_keys < _FEW_KEYS:
         keys: list[bytes] = []
-        extend_keys(keys, parent, token_ids, hash_block_size=hash_block_size)
+        known = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
+        extend_keys(keys, parent, known, hash_block_size=hash_block_size)
         return keys
     assert len(parent) == KEY_BYTES
-    tokens = np.fromiter(token_ids, np.int32, len(token_ids)).astype("<i4", copy=False)
+    tokens = token_ids if isinstance(token_ids, np.ndarray) else as_tokens(token_ids)
+    tokens = tokens.astype("<i4", copy=False)
     out: npt.NDArray[np.void] = np.empty(num_keys, dtype=f"V{KEY_BYTES}")
     library.pdkv_block_keys(out.ctypes.data, parent, tokens.ctypes.data, num_keys, hash_block_size)
     found: list[bytes] = out.tolist()
     return found
-
-
-def token_bounds(token_ids: Sequence[int]) -> tuple[int, int]:
-    """The lowest and the highest of at least one token. Raises OverflowError for one that no int32 holds."""
-    tokens = np.fromiter(token_ids, np.int32, len(token_ids))
-    return int(tokens.min()), int(tokens.max())

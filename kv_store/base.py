@@ -87,3 +87,13 @@ class KVStore(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class TellingStore(KVStore):
+    """A store that tells how far each value has come: it has `read`, and `get` is that with nobody to tell."""
+
+    def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
+        return self.read(keys, out, lambda index, stop: None)
+
+    @abstractmethod
+    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]: ...

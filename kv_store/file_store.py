@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.host.private_directory import PrivateDirectory
-from pdkv.kv_store.base import Arrived, Buffer, KVStore
+from pdkv.kv_store.base import Arrived, Buffer, TellingStore
 from pdkv.kv_store.connections import Deadline
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.value_file import ReadResult, read_value, write_value
@@ -26,7 +26,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SCANS_PER_CAPACITY = 16
 
 
-class FileStore(KVStore):
+class FileStore(TellingStore):
     """A value is one file, named after its key's digest; the directory is the truth, whoever writes it.
 
     - A file is written under a temporary name and renamed: it is there whole or not at all. Nothing is synced: what a
@@ -70,9 +70,6 @@ class FileStore(KVStore):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._io():
             return [self._directory.is_file(file_name(key)) for key in keys]
-
-    def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
-        return self.read(keys, out, lambda index, stop: None)
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         with self._io() as deadline:

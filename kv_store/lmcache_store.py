@@ -86,9 +86,6 @@ class LMCacheStore(ServerStore):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._contains(keys, self._deadline())
 
-    def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
-        return self.read(keys, out, lambda index, stop: None)
-
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         deadline = self._deadline()
         found = [False] * len(keys)

@@ -117,9 +117,6 @@ class RedisStore(ServerStore):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._contains(keys, self._deadline())
 
-    def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
-        return self.read(keys, out, lambda index, stop: None)
-
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         found = [False] * len(keys)
         commands = [

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.base import TellingStore
 from pdkv.kv_store.connections import Channel, ConnectionPool, Deadline
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.pipeline import ByteBudget, Command, run_pipeline
@@ -12,7 +12,7 @@ Receive = Callable[[Channel, int], None]
 """Reads the reply to the command of that index."""
 
 
-class ServerStore(KVStore):
+class ServerStore(TellingStore):
     """Commands of a batch are pipelined within `pipeline` and, over all calls, `max_bytes_in_flight`."""
 
     def __init__(self, what: str, options: StoreOptions | None) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
-from pdkv.kv_store.base import Arrived, Buffer, KVStore, TierCounts
+from pdkv.kv_store.base import Arrived, Buffer, KVStore, TellingStore, TierCounts
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class Tier:
         self.rests_until = 0.0
 
 
-class TieredStore(KVStore):
+class TieredStore(TellingStore):
     """Reads ask the tiers in order, each for what is still missing, and copy a slower tier's hits into the faster ones.
 
     What is promised: `put` writes to all tiers and succeeds if one of them took the batch that other processes see, too
@@ -52,9 +52,6 @@ class TieredStore(KVStore):
         found = [False] * len(keys)
         self._look_up(found, lambda tier, missing: tier.store.contains([keys[i] for i in missing]), self._shared)
         return found
-
-    def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
-        return self.read(keys, out, lambda index, stop: None)
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         found = [False] * len(keys)

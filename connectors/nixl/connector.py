@@ -68,7 +68,7 @@ class NixlPullConnector(NixlConnector):
     def make_worker_side(self, rank: int) -> WorkerConnector:
         from pdkv.connectors.nixl.pull import NixlPullWorker
 
-        return NixlPullWorker(self.config, self.notify, self._peers, self._make_endpoint(), self._table, self.options)
+        return NixlPullWorker(self.config, self.notify, self._make_endpoint(), self.options, self._table)
 
 
 class NixlPushConnector(NixlConnector):
@@ -85,4 +85,4 @@ class NixlPushConnector(NixlConnector):
     def make_worker_side(self, rank: int) -> WorkerConnector:
         from pdkv.connectors.nixl.push import NixlPushWorker
 
-        return NixlPushWorker(self.config, self.notify, self._peers, self._make_endpoint(), self.options)
+        return NixlPushWorker(self.config, self.notify, self._make_endpoint(), self.options)

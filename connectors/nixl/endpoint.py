@@ -5,17 +5,17 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.nixl.agent import Memory, Message, NixlAgent
+from pdkv.connectors.nixl.agent import Memory, NixlAgent
 from pdkv.connectors.nixl.doorbell import Doorbell
 from pdkv.connectors.nixl.helpers import Helper, Post, SharedPosts
+from pdkv.connectors.nixl.inbox import Inbox
 from pdkv.connectors.nixl.memory import (
     PAGE_BYTES,
     WORD_BYTES,
@@ -27,8 +27,8 @@ from pdkv.connectors.nixl.memory import (
 )
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers, agent_name
-from pdkv.connectors.nixl.wire import BLOB_VERSION, RankBlob, Reset, Wire, decode, encode, encode_blob
-from pdkv.errors import MalformedMessage, PdkvError, PeerGone, TransferTimeout
+from pdkv.connectors.nixl.wire import BLOB_VERSION, RankBlob, Reset, Wire, encode, encode_blob
+from pdkv.errors import PdkvError, PeerGone, TransferTimeout
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
 
@@ -40,10 +40,6 @@ logger = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 A = TypeVar("A")
 M = TypeVar("M", bound=Wire)
-
-MAX_EARLY_MESSAGES = 1024
-_EARLY_S = 5.0
-"""Messages of agents whose card has not come yet are kept, so many for so long."""
 
 MAX_PERMITS = 4096
 """Senders that may write into this rank's blocks, and offers of this rank, at a time."""
@@ -87,8 +83,6 @@ class NixlEndpoint:
         """Raises ConfigError where NIXL is missing."""
         self.config = config
         self.peers = peers
-        self.num_bad_messages = 0  # that no decoder or handler wants
-        self.num_unknown_agents = 0  # messages of agents that nobody has a card of
         self.slot_bytes = options.slot_bytes
         self._mode = options.mode
         self._num_helpers = options.readers - 1
@@ -106,16 +100,20 @@ class NixlEndpoint:
         self._permit_region = self._agent.register(region_of(self.permits.values))
         self.pool: Memory | None = None
         self._table: Memory | None = None
-        self._handlers: dict[type, Callable[[RankBlob, Any], None]] = {}
+        self._inbox = Inbox(peers)
         self._workers: list[Callable[[], bool]] = []
         self._ticks: list[Callable[[], None]] = []
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._early: deque[tuple[float, Message]] = deque(maxlen=MAX_EARLY_MESSAGES)
         self._open_requests: Callable[[str], list[int]] = _none_open
         self._connecting = threading.Lock()
         self._greeting: set[str] = set()  # agents that may be connected, but have not heard of our open requests
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="pdkv-nixl", daemon=True)
+
+    @property
+    def num_bad_messages(self) -> int:
+        """Messages that no decoder or handler wants."""
+        return self._inbox.num_bad_messages
 
     # --- set up -----------------------------------------------------------------------------------------------------
 
@@ -135,7 +133,7 @@ class NixlEndpoint:
 
     def handle(self, kind: type[M], handler: Callable[[RankBlob, M], None]) -> None:
         """Messages of that kind go there, on the message thread."""
-        self._handlers[kind] = handler
+        self._inbox.handle(kind, handler)
 
     def add_work(self, work: Callable[[], bool]) -> None:
         """A little work for the message thread; False: there is none now."""
@@ -343,7 +341,7 @@ class NixlEndpoint:
             helper.close()
         self._agent.close()
         self._doorbell.close()
-        for users in (self._handlers, self._workers, self._ticks):  # they know the endpoint, and it them
+        for users in (self._inbox, self._workers, self._ticks):  # they know the endpoint, and it them
             users.clear()
         self._open_requests = _none_open
         del self.slots, self.buffers
@@ -394,7 +392,7 @@ class NixlEndpoint:
                     for tick in self._ticks:
                         tick()
             except Exception:  # whatever it was, the next message is served
-                self.num_bad_messages += 1
+                self._inbox.num_bad_messages += 1
                 logger.exception("agent %s", self._agent.name)
             if busy:
                 hot_until = time.monotonic() + _HOT_S
@@ -405,31 +403,5 @@ class NixlEndpoint:
 
     def _receive(self) -> bool:
         messages = self._agent.receive()
-        early, now = list(self._early), time.monotonic()
-        self._early.clear()
-        for since, message in [*early, *((now, message) for message in messages)]:
-            blob = self.peers.agent(message.peer)
-            if blob is not None:
-                self._dispatch(blob, message.data)
-            elif now - since < _EARLY_S:
-                self._early.append((since, message))
-            else:
-                self.num_unknown_agents += 1
+        self._inbox.take(messages)
         return bool(messages)
-
-    def _dispatch(self, blob: RankBlob, data: bytes) -> None:
-        try:
-            message = decode(data)
-        except MalformedMessage as error:
-            self.num_bad_messages += 1
-            logger.debug("a message of %s that is none of ours: %s", blob.agent, error)
-            return
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            self.num_bad_messages += 1
-            return
-        try:
-            handler(blob, message)
-        except (PdkvError, ValueError) as error:
-            self.num_bad_messages += 1
-            logger.debug("%s of %s: %s", type(message).__name__, blob.agent, error)

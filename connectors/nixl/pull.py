@@ -1,6 +1,6 @@
 """Pull over NIXL: decode reads leased blocks, then the generations; small or differently cut pieces are gathered."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata
@@ -9,34 +9,29 @@ from pdkv.connectors.nixl.fetch import Wanted
 from pdkv.connectors.nixl.gather import no_offer
 from pdkv.connectors.nixl.memory import GenerationTable
 from pdkv.connectors.nixl.options import NixlOptions
-from pdkv.connectors.nixl.peers import NixlPeers
-from pdkv.connectors.nixl.rank import NixlRank
+from pdkv.connectors.nixl.worker import NixlWorker
 from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import KVNotFound
-from pdkv.wire.messages import EngineCard
 
 if TYPE_CHECKING:
     import torch
 
 
-class NixlPullWorker(PullWorker):
+class NixlPullWorker(NixlWorker, PullWorker):
     """Worker side of mode=pull."""
 
     def __init__(
         self,
         config: ConnectorConfig,
         notify: Callable[[], None],
-        peers: NixlPeers,
         endpoint: NixlEndpoint,
-        table: GenerationTable,
         options: NixlOptions,
+        table: GenerationTable,
     ) -> None:
-        super().__init__(config, notify, peers, timeout_s=options.transfer_timeout_s, lanes=options.lanes)
-        self.rank = NixlRank(endpoint, options)
-        self._ranks = peers
+        super().__init__(config, notify, endpoint, options)
         self._table = table
         self._this_step = ON_HOST
 
@@ -53,17 +48,6 @@ class NixlPullWorker(PullWorker):
     def wait_for_save(self) -> None:
         """The step's kernels are queued: what peers have gathered from now on comes behind them."""
         self.rank.source.after = self._this_step
-
-    def handshake(self) -> bytes:
-        return self.rank.endpoint.blob()
-
-    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
-        update = super().update_peers
-        self.rank.update_peers(added, removed, lambda: update(added, removed))
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self.rank.close()
 
     def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
         load, layout, peer = piece.load, self.config.layout, piece.card.layout

@@ -9,37 +9,27 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.blocks import Post, cut_layers, cut_runs
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.options import NixlOptions
-from pdkv.connectors.nixl.peers import NixlPeers
-from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.nixl.receiver import PushReceiver
 from pdkv.connectors.nixl.sender import PushSender
+from pdkv.connectors.nixl.worker import NixlWorker
 from pdkv.connectors.peer.push_worker import Incoming, PushPiece, PushWorker
 from pdkv.connectors.transfer.planning import as_ids, merge_runs
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import TransferError
-from pdkv.wire.messages import EngineCard
 
 if TYPE_CHECKING:
     import torch
 
 
-class NixlPushWorker(PushWorker):
+class NixlPushWorker(NixlWorker, PushWorker):
     """Worker side of mode=push."""
 
     def __init__(
-        self,
-        config: ConnectorConfig,
-        notify: Callable[[], None],
-        peers: NixlPeers,
-        endpoint: NixlEndpoint,
-        options: NixlOptions,
+        self, config: ConnectorConfig, notify: Callable[[], None], endpoint: NixlEndpoint, options: NixlOptions
     ) -> None:
-        super().__init__(config, notify, peers, timeout_s=options.transfer_timeout_s, lanes=options.lanes)
-        self.rank = NixlRank(endpoint, options)
+        super().__init__(config, notify, endpoint, options)
         self.receiver = PushReceiver(self, self.rank, options.lanes)
         self._sender = PushSender(self, self.rank)
-        self._ranks = peers
-        self._options = options
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         """Register the pool with NIXL. Raises ConfigError."""
@@ -50,18 +40,11 @@ class NixlPushWorker(PushWorker):
         self.rank.endpoint.start()
         self.start_threads()
 
-    def handshake(self) -> bytes:
-        return self.rank.endpoint.blob()
+    def forget_agents(self, agents: Sequence[str]) -> None:
+        self.receiver.forget(agents)
 
-    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
-        update = super().update_peers
-        gone = self.rank.update_peers(added, removed, lambda: update(added, removed))
-        self.receiver.forget(gone)
-
-    def shutdown(self) -> None:
-        super().shutdown()
+    def stop_receiving(self) -> None:
         self.receiver.shutdown()
-        self.rank.close()
 
     def register(self, job: Job, incoming: Incoming) -> None:
         self.receiver.register(job)

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from pdkv.connectors.base import BlockTables
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.group_entries import entries_to_load
 from pdkv.connectors.transfer.block_runs import Blocks, pack_blocks, unpack_blocks
+from pdkv.connectors.transfer.planning import Ids
 from pdkv.errors import MalformedMessage
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import KVLayout
@@ -30,8 +32,8 @@ class NamedGroup(NamedTuple):
 class BlockPairs(NamedTuple):
     """The source's blocks that a load reads, group after group."""
 
-    source: list[int]
-    generations: list[int]
+    source: Ids
+    generations: Ids
 
 
 def pack_groups(block_tables: BlockTables, table: BlockTable) -> bytes:
@@ -63,12 +65,10 @@ def unpack_groups(payload: bytes, num_groups: int, most: int) -> list[NamedGroup
 
 def find_pairs(layout: KVLayout, groups: Sequence[NamedGroup], start: int, stop: int) -> BlockPairs | None:
     """Where the KV of tokens [start, stop) lies at a source; None: it does not have all of it any more."""
-    source: list[int] = []
-    generations: list[int] = []
+    parts: list[Blocks] = []
     for entries, (first, blocks) in zip(entries_to_load(layout, start, stop), groups, strict=True):
         if entries and (entries.start < first or entries.stop > first + blocks.ids.size):
             return None
         part = slice(max(entries.start - first, 0), max(entries.stop - first, 0)) if entries else slice(0)
-        source += blocks.ids[part].tolist()
-        generations += blocks.generations[part].tolist()
-    return BlockPairs(source, generations)
+        parts.append(Blocks(blocks.ids[part], blocks.generations[part]))
+    return BlockPairs(*map(np.concatenate, zip(*parts, strict=True)))

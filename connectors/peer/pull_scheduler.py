@@ -28,8 +28,8 @@ from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.group_entries import own_blocks
 from pdkv.connectors.peer.pull_groups import NamedGroup, find_pairs, pack_groups, unpack_groups
-from pdkv.connectors.transfer.block_runs import Blocks, pack_blocks, unpack_blocks
-from pdkv.connectors.transfer.planning import blocks_of
+from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
+from pdkv.connectors.transfer.planning import NO_IDS, Ids, blocks_of
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff
 
 
@@ -65,8 +65,8 @@ class Match(NamedTuple):
     start: int
     stop: int
     unit: int
-    source: Sequence[int]
-    generations: Sequence[int]
+    source: Ids
+    generations: Ids
     is_handoff: bool = True
 
 
@@ -84,8 +84,7 @@ class PullScheduler(SchedulerConnector):
         self.peers = peers
         self._table = table
         self._found: dict[TransferKey, Match] = {}  # by content: of the last question, until blocks are allocated
-        self._named: dict[TransferKey, tuple[bytes, Blocks | None]] = {}  # payloads unpacked, so long
-        self._named_groups: dict[TransferKey, tuple[bytes, list[NamedGroup] | None]] = {}  # the same, with KV groups
+        self._named: dict[TransferKey, tuple[bytes, list[NamedGroup] | None]] = {}  # payloads unpacked, so long
         self._queued: dict[TransferKey, BlockLoad] = {}  # for the next metadata
         self._loading: set[TransferKey] = set()  # queued or with the worker
 
@@ -126,9 +125,8 @@ class PullScheduler(SchedulerConnector):
         if request.handoff is not None:
             match = self._match_handoff(request, request.handoff, start, start + num_external_tokens)
         self._named.pop(key, None)
-        self._named_groups.pop(key, None)
         if match is None:  # nothing was found: a load without a source fails with a reason
-            match = Match("", "", start, start + num_external_tokens, self.block_size, [], [])
+            match = Match("", "", start, start + num_external_tokens, self.block_size, NO_IDS, NO_IDS)
         stop = min(match.start + num_external_tokens, match.stop)
         self._loading.add(key)
         if self.config.layout.groups:
@@ -143,8 +141,8 @@ class PullScheduler(SchedulerConnector):
             start=match.start,
             stop=stop,
             unit=match.unit,
-            source=match.source[:num_sources],
-            generations=match.generations[:num_sources],
+            source=match.source[:num_sources].tolist(),
+            generations=match.generations[:num_sources].tolist(),
             block_ids=list(block_tables[0][own.start : own.stop]),
             is_handoff=match.is_handoff,
         )
@@ -153,7 +151,7 @@ class PullScheduler(SchedulerConnector):
     def _load_pairs(self, key: TransferKey, match: Match, block_tables: BlockTables) -> BlockLoad:
         own = own_blocks(self.config.layout, block_tables, match.start, match.stop)
         if own is None or len(own) != len(match.source):
-            match, own = match._replace(source=[], generations=[]), []  # the load fails, and says so
+            match, own = match._replace(source=NO_IDS, generations=NO_IDS), []  # the load fails, and says so
         return BlockLoad(
             key=key,
             engine=match.engine,
@@ -161,8 +159,8 @@ class PullScheduler(SchedulerConnector):
             start=0,
             stop=len(own) * self.block_size,
             unit=self.block_size,
-            source=match.source,
-            generations=match.generations,
+            source=match.source.tolist(),
+            generations=match.generations.tolist(),
             block_ids=own,
         )
 
@@ -171,7 +169,6 @@ class PullScheduler(SchedulerConnector):
             for key in keys:
                 self._found.pop(key, None)
                 self._named.pop(key, None)
-                self._named_groups.pop(key, None)
         loads, self._queued = list(self._queued.values()), {}
         return PullMetadata(step_id=view.step_id, loads=loads)
 
@@ -197,7 +194,6 @@ class PullScheduler(SchedulerConnector):
         self.peers.clear()
         self._found.clear()
         self._named.clear()
-        self._named_groups.clear()
 
     def _match_handoff(self, request: RequestView, handoff: KVHandoff, start: int, stop: int) -> Match | None:
         """Tokens [start, stop) of a hand-off, as far as it goes; None: it cannot be had."""
@@ -205,35 +201,32 @@ class PullScheduler(SchedulerConnector):
         stop = min(stop, handoff.num_tokens)
         if unit is None or start >= stop:
             return None
-        most = request.num_tokens  # a block holds one token at least; a few bytes may name a million blocks
-        if self.config.layout.groups:
-            return self._match_groups(request.transfer_key, handoff, unit, start, stop, most)
-        blocks = self._blocks_of(request.transfer_key, handoff, most)
-        if blocks is None:
+        named = self._unpack(request, handoff)
+        if named is None:
             return None
-        wanted = blocks_of(start, stop, unit)
+        if self.config.layout.groups:
+            whole = unit == self.block_size and start % unit == 0
+            pairs = find_pairs(self.config.layout, named, start, stop) if whole else None
+            return None if pairs is None else Match(handoff.engine, handoff.epoch, start, stop, unit, *pairs)
+        wanted, blocks = blocks_of(start, stop, unit), named[0].blocks
         if wanted.stop > blocks.ids.size:
             return None
-        source, generations = (column[wanted.start : wanted.stop].tolist() for column in blocks)
-        return Match(handoff.engine, handoff.epoch, start, stop, unit, source, generations)
+        columns = (column[wanted.start : wanted.stop] for column in blocks)
+        return Match(handoff.engine, handoff.epoch, start, stop, unit, *columns)
 
-    def _match_groups(
-        self, key: TransferKey, handoff: KVHandoff, unit: int, start: int, stop: int, most: int
-    ) -> Match | None:
-        known = self._named_groups.get(key)
-        if known is None or known[0] != handoff.payload:
-            known = self._named_groups[key] = (
-                handoff.payload,
-                unpack_groups(handoff.payload, self.config.layout.num_groups, most),
-            )
-        if unit != self.block_size or known[1] is None or start % unit:
-            return None
-        pairs = find_pairs(self.config.layout, known[1], start, stop)
-        return None if pairs is None else Match(handoff.engine, handoff.epoch, start, stop, unit, *pairs)
+    def _unpack(self, request: RequestView, handoff: KVHandoff) -> list[NamedGroup] | None:
+        """What a hand-off's payload names by group, unpacked once for all questions about it.
 
-    def _blocks_of(self, key: TransferKey, handoff: KVHandoff, most: int) -> Blocks | None:
-        """What a hand-off's payload names: unpacked once for all questions about it; None: not up to `most` blocks."""
+        None: not what a request of so many tokens can have. A block holds one token at least, and a few bytes may name
+        a million blocks.
+        """
+        key, payload, most = request.transfer_key, handoff.payload, request.num_tokens
         known = self._named.get(key)
-        if known is None or known[0] != handoff.payload:
-            known = self._named[key] = (handoff.payload, unpack_blocks(handoff.payload, most))
+        if known is None or known[0] != payload:
+            if self.config.layout.groups:
+                named = unpack_groups(payload, self.config.layout.num_groups, most)
+            else:
+                blocks = unpack_blocks(payload, most)
+                named = None if blocks is None else [NamedGroup(0, blocks)]
+            known = self._named[key] = (payload, named)
         return known[1]

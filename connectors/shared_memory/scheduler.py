@@ -71,7 +71,7 @@ class SharedMemoryScheduler(PullScheduler):
                 count = (end - start) // HASH_BLOCK_SIZE
                 best = Match(
                     engine, epoch, start, end, HASH_BLOCK_SIZE,
-                    found.units[:count].tolist(), found.generations[:count].tolist(), is_handoff=False,
+                    found.units[:count], found.generations[:count], is_handoff=False,
                 )  # fmt: skip
                 best = _in_whole_blocks(best, peer.header.layout.block_size)
         return best

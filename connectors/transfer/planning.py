@@ -10,6 +10,7 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.errors import IncompatiblePeers
 
 Ids = npt.NDArray[np.int64]
+NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
 class Run(NamedTuple):
@@ -101,16 +102,15 @@ def token_segments(start: int, stop: int, source_size: int, destination_size: in
     return segments
 
 
-def whole_blocks(units: Sequence[int], units_per_block: int) -> list[int] | None:
+def whole_blocks(units: Sequence[int] | Ids, units_per_block: int) -> Ids | None:
     """The blocks that `units` (block * units_per_block + position) fill one after the other from their first unit on.
 
     The last block may lack units at its end. None: some block is not taken in order and from its beginning.
     """
-    blocks = [unit // units_per_block for unit in units[::units_per_block]]
-    for i, unit in enumerate(units):
-        if unit != blocks[i // units_per_block] * units_per_block + i % units_per_block:
-            return None
-    return blocks
+    taken = as_ids(units)
+    blocks = taken[::units_per_block] // units_per_block
+    in_order = blocks[:, None] * units_per_block + np.arange(units_per_block)
+    return blocks if np.array_equal(in_order.reshape(-1)[: taken.size], taken) else None
 
 
 def unit_index(block_ids: Sequence[int] | Ids, block_size: int, start: int, stop: int) -> Ids:

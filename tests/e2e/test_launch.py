@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -26,44 +27,47 @@ class Gated(SharedMemoryConnector):
     def __init__(self, config, notify):
         super().__init__(config, notify)
         with open(self.options.gate) as gate:
-            gate.read()
+            gate.readline()
 """
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> tuple[Path, list[str], dict[str, str]]:
-    """A FIFO that holds the engine's start up, and the flags and environment that make it do so."""
+def gate(tmp_path: Path) -> Iterator[tuple[int, list[str], dict[str, str]]]:
+    """The writing end of a FIFO that holds the engine's start up, and the flags and environment that make it do so.
+
+    It is open for reading, too: nobody waits here for an engine that failed before it opened its end.
+    """
     (tmp_path / "gated_connector.py").write_text(GATED_CONNECTOR)
     fifo = tmp_path / "gate"
     os.mkfifo(fifo)
     flags = ["--prefill", "0", "--decode", "1", "--connector", "gated_connector:Gated"]
-    return fifo, [*flags, "--connector-config", f"gate={fifo}"], {"PYTHONPATH": str(tmp_path)}
+    end = os.open(fifo, os.O_RDWR)
+    yield end, [*flags, "--connector-config", f"gate={fifo}"], {"PYTHONPATH": str(tmp_path)}
+    os.close(end)
 
 
 def test_health_is_503_until_the_ready_line_and_200_from_then_on(
-    launch: Launch, gate: tuple[Path, list[str], dict[str, str]]
+    launch: Launch, gate: tuple[int, list[str], dict[str, str]]
 ) -> None:
-    fifo, flags, environment = gate
+    end, flags, environment = gate
     deployment = launch(*flags, wait=False, environment=environment)
     url = deployment.wait_for_line(r"starting .* on (http://\S+)")[1]
     before = httpx.get(url + "/health", timeout=30)
     assert before.status_code == 503
     assert "error" in before.json()
-    fifo.write_text("go")
+    os.write(end, b"go\n")
     assert deployment.wait_ready() == f"ready: {url} (1 aggregated, connector gated_connector:Gated)"
     assert httpx.get(url + "/health").status_code == 200
 
 
-def test_a_stop_during_the_start_is_clean(launch: Launch, gate: tuple[Path, list[str], dict[str, str]]) -> None:
+def test_a_stop_during_the_start_is_clean(launch: Launch, gate: tuple[int, list[str], dict[str, str]]) -> None:
     _, flags, environment = gate
     deployment = launch(*flags, wait=False, environment=environment)
     deployment.wait_for_line("allocating")
     assert deployment.stop(signal.SIGINT) == 0
 
 
-def test_a_kill_during_the_start_leaves_no_process(
-    launch: Launch, gate: tuple[Path, list[str], dict[str, str]]
-) -> None:
+def test_a_kill_during_the_start_leaves_no_process(launch: Launch, gate: tuple[int, list[str], dict[str, str]]) -> None:
     _, flags, environment = gate
     deployment = launch(*flags, wait=False, environment=environment)
     deployment.wait_for_line("allocating")

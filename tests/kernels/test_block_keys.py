@@ -6,7 +6,7 @@ import pytest
 
 from pdkv.block_keys import extend_keys
 from pdkv.kernels import block_keys
-from pdkv.kernels.block_keys import keys_behind, token_bounds
+from pdkv.kernels.block_keys import as_tokens, keys_behind
 
 PARENT = bytes(range(16))
 
@@ -29,6 +29,7 @@ def test_keys_are_those_of_the_chain(hash_block_size: int) -> None:
         expected: list[bytes] = []
         extend_keys(expected, PARENT, tokens, hash_block_size=hash_block_size)
         assert keys_behind(PARENT, tokens, hash_block_size=hash_block_size) == expected
+        assert keys_behind(PARENT, as_tokens(tokens), hash_block_size=hash_block_size) == expected
 
 
 @pytest.mark.usefixtures("form")
@@ -43,4 +44,4 @@ def test_a_token_beyond_int32_is_refused() -> None:
     with pytest.raises(OverflowError):
         keys_behind(PARENT, [2**31] * 320, hash_block_size=16)
     with pytest.raises(OverflowError):
-        token_bounds([1, 2**31])
+        as_tokens([1, 2**31])

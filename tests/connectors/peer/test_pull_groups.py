@@ -78,7 +78,7 @@ def test_what_a_request_has_at_its_end_is_named() -> None:
     assert entries_to_load(LAYOUT, 4, 15) == [range(1, 4), range(first_seen_block(6, 15, SIZE), 4)]
     pairs = find_pairs(LAYOUT, groups, 4, 15)
     assert pairs is not None
-    assert pairs.source == [6, 7, 9, 30, 31]
+    assert pairs.source.tolist() == [6, 7, 9, 30, 31]
     assert own_blocks(LAYOUT, [[0, 1, 2, 3], [-1, -1, 12, 13]], 4, 15) == [1, 2, 3, 12, 13]
 
 

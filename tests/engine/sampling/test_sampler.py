@@ -176,6 +176,7 @@ def test_mixed_batches_equal_the_reference(vocab_size: int, dtype: torch.dtype) 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_gpu_draws_what_the_cpu_draws() -> None:
     rng = np.random.default_rng(1)
     requests = [random_request(rng, 1500) for _ in range(300)]

@@ -1,0 +1,69 @@
+"""What other agents send: each message goes to the handler of its kind; what nobody wants is counted."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from pdkv.connectors.nixl.agent import Message
+from pdkv.connectors.nixl.peers import NixlPeers
+from pdkv.connectors.nixl.wire import RankBlob, Wire, decode
+from pdkv.errors import MalformedMessage, PdkvError
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Wire)
+
+MAX_EARLY_MESSAGES = 1024
+_EARLY_S = 5.0
+"""Messages of agents whose card has not come yet are kept, so many for so long."""
+
+
+class Inbox:
+    """Of one rank. Used by its message thread alone, once handlers are set."""
+
+    def __init__(self, peers: NixlPeers) -> None:
+        self.num_bad_messages = 0  # that no decoder or handler wants
+        self.num_unknown_agents = 0  # messages of agents that nobody has a card of
+        self._peers = peers
+        self._handlers: dict[type, Callable[[RankBlob, Any], None]] = {}
+        self._early: deque[tuple[float, Message]] = deque(maxlen=MAX_EARLY_MESSAGES)
+
+    def handle(self, kind: type[M], handler: Callable[[RankBlob, M], None]) -> None:
+        """Messages of that kind go there."""
+        self._handlers[kind] = handler
+
+    def clear(self) -> None:
+        """Let go of the handlers."""
+        self._handlers.clear()
+
+    def take(self, messages: Iterable[Message]) -> None:
+        """Hand on messages, and those that came before their sender's card."""
+        early, now = list(self._early), time.monotonic()
+        self._early.clear()
+        for since, message in [*early, *((now, message) for message in messages)]:
+            blob = self._peers.agent(message.peer)
+            if blob is not None:
+                self._dispatch(blob, message.data)
+            elif now - since < _EARLY_S:
+                self._early.append((since, message))
+            else:
+                self.num_unknown_agents += 1
+
+    def _dispatch(self, blob: RankBlob, data: bytes) -> None:
+        try:
+            message = decode(data)
+        except MalformedMessage as error:
+            self.num_bad_messages += 1
+            logger.debug("a message of %s that is none of ours: %s", blob.agent, error)
+            return
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            self.num_bad_messages += 1
+            return
+        try:
+            handler(blob, message)
+        except (PdkvError, ValueError) as error:
+            self.num_bad_messages += 1
+            logger.debug("%s of %s: %s", type(message).__name__, blob.agent, error)

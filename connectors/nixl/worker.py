@@ -1,0 +1,40 @@
+"""What the worker sides of both modes have in common, above a pull or a push: their rank's end of NIXL."""
+
+from collections.abc import Callable, Sequence
+
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.nixl.endpoint import NixlEndpoint
+from pdkv.connectors.nixl.options import NixlOptions
+from pdkv.connectors.nixl.rank import NixlRank
+from pdkv.connectors.peer.worker import PeerWorker
+from pdkv.wire.messages import EngineCard
+
+
+class NixlWorker(PeerWorker):
+    """Comes before PullWorker or PushWorker among a worker side's base classes."""
+
+    def __init__(
+        self, config: ConnectorConfig, notify: Callable[[], None], endpoint: NixlEndpoint, options: NixlOptions
+    ) -> None:
+        super().__init__(config, notify, endpoint.peers, timeout_s=options.transfer_timeout_s, lanes=options.lanes)
+        self.rank = NixlRank(endpoint, options)
+        self._ranks = endpoint.peers
+        self._options = options
+
+    def handshake(self) -> bytes:
+        return self.rank.endpoint.blob()
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        update = super().update_peers
+        self.forget_agents(self.rank.update_peers(added, removed, lambda: update(added, removed)))
+
+    def forget_agents(self, agents: Sequence[str]) -> None:
+        """These peers are gone."""
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.stop_receiving()
+        self.rank.close()
+
+    def stop_receiving(self) -> None:
+        """All jobs have been stopped, and the endpoint is about to close."""
