@@ -228,11 +228,12 @@ def _fill(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int, news:
     for _ in range(1000):
         news.clear()
         _step(core)
-        if not core.scheduler.waiting and all(r.output_token_ids for r in core.scheduler.running):
+        is_computed = not core.scheduler.waiting and all(r.output_token_ids for r in core.scheduler.running)
+        if is_computed and core.external.is_idle:
             return
-        if core.scheduler.waiting and all(r.output_token_ids for r in core.scheduler.running):
+        if all(r.output_token_ids for r in core.scheduler.running):
             news.wait(1.0)
-    raise AssertionError("the prompts are never computed")
+    raise AssertionError("the prompts are never computed, or never sent")
 
 
 def _step(core: EngineCore) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Flag, auto
 from importlib.util import find_spec
 from itertools import islice
+from math import gcd
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, overload
 
 import msgspec
@@ -150,11 +151,23 @@ class Observed(NamedTuple):
     scheduled: Shown = Shown.ALL
     confirmed: Shown = Shown.ALL
     waiting_keys: bool = True
+    confirmed_tokens: int = 1
+    """A request's confirmed tokens are shown when their number passes a multiple of this, or of the block size where it
+    is larger; at once at a hand-off's end, and when its ticket arrives."""
+    confirmed_steps: int = 1
+    """A decode's confirmed tokens may be shown so many steps late, with those of others: each time costs by itself."""
 
     def __or__(self, other: "Observed") -> "Observed":
         """What either needs."""
-        waiting_keys = self.waiting_keys or other.waiting_keys
-        return Observed(self.scheduled | other.scheduled, self.confirmed | other.confirmed, waiting_keys)
+        units = [o.confirmed_tokens for o in (self, other) if o.confirmed]
+        steps = [o.confirmed_steps for o in (self, other) if Shown.OTHERS in o.confirmed]
+        return Observed(
+            self.scheduled | other.scheduled,
+            self.confirmed | other.confirmed,
+            self.waiting_keys or other.waiting_keys,
+            gcd(*units) or 1,
+            min(steps, default=1),
+        )
 
 
 OBSERVES_NOTHING = Observed(Shown.NONE, Shown.NONE, waiting_keys=False)

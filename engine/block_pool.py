@@ -5,6 +5,7 @@ A block is in the free queue if and only if nobody holds it. A block with a key 
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from itertools import chain
 
@@ -42,9 +43,6 @@ _CLASSES = [
 MAX_KEYS_PER_EVENT = 4096
 """Block keys that one event tells."""
 
-_LOOKUP_STEP = 256
-"""The most keys that are looked up together."""
-
 _FEW = 24
 """So few blocks are done with sooner one by one than in arrays."""
 
@@ -75,6 +73,8 @@ class BlockPool:
         self._parents = np.full(num_blocks, None, dtype=object)
         self._by_key: dict[bytes, int] = {}  # a block's last key
         # Scalar accesses through a memoryview cost a third of numpy's: a decode takes one block at a time.
+        self._last_keys = self._keys[:, -1]
+        self._is_announced_of = memoryview(self._is_announced.data)
         self._state_of = memoryview(self._states.data)
         self._num_of = [memoryview(self._num_holders[holder].data) for holder in Holder]
         self._marks = np.zeros(num_blocks, dtype=np.int64)  # for `_distinct`
@@ -204,13 +204,8 @@ class BlockPool:
     def lookup_chain(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the longest prefix of `keys` that is here, each a block's last key."""
         found: list[int] = []
-        start, step = 0, 1
-        while start < len(keys):
-            part = list(map(self._by_key.get, keys[start : start + step]))
-            if None in part:
-                return found + part[: part.index(None)]  # type: ignore[operator]
-            found += part  # type: ignore[arg-type]
-            start, step = start + step, min(4 * step, _LOOKUP_STEP)
+        with suppress(KeyError):
+            found.extend(map(self._by_key.__getitem__, keys))  # what comes before the first missing one stays
         return found
 
     def commit(
@@ -228,10 +223,12 @@ class BlockPool:
         """
         per_block = self._keys_per_block if announced else 1
         if len(block_ids) <= _FEW:
+            if len(block_ids) == 1 and len(keys) == per_block:  # what a decode has now and then
+                self._enter_one(block_ids[0], keys, parent, announced=announced)
+                return
             for first, block_id in zip(range(0, len(keys), per_block), block_ids, strict=True):
                 own = keys[first : first + per_block]
-                if block_id >= 0 and own[-1] not in self._by_key and not self.has_content(block_id):
-                    self._enter_one(block_id, own, keys[first - 1] if first else parent, announced=announced)
+                self._enter_one(block_id, own, keys[first - 1] if first else parent, announced=announced)
             return
         ids = _as_ids(block_ids)
         known = np.fromiter(map(self._by_key.__contains__, keys[per_block - 1 :: per_block]), np.bool_, len(ids))
@@ -244,17 +241,25 @@ class BlockPool:
                 self._enter(ids[start:stop], own, keys[first - 1] if first else parent, announced=announced)
 
     def _enter_one(self, block_id: int, keys: list[bytes], parent: bytes | None, *, announced: bool) -> None:
-        self._by_key[keys[-1]] = block_id
-        self._is_announced[block_id] = announced
+        last = keys[-1]
+        if block_id < 0 or last in self._by_key:
+            return
         before = self._state_of[block_id]
+        if before & _CONTENT:
+            return
+        self._by_key[last] = block_id
         self._set_state(block_id, before, before | _CONTENT)
-        if announced:
-            self._keys[block_id] = keys
-            self._parents[block_id] = parent
-            self.table.publish(block_id, keys)
-            self.events.append(BlockStored(keys=keys, parent=parent))
+        self._is_announced_of[block_id] = announced
+        if not announced:
+            self._last_keys[block_id] = last
+            return
+        if len(keys) == 1:
+            self._last_keys[block_id] = last  # three times as fast as a row
         else:
-            self._keys[block_id, -1] = keys[0]
+            self._keys[block_id] = keys
+        self._parents[block_id] = parent
+        self.table.publish(block_id, keys)
+        self.events.append(BlockStored(keys, parent))
 
     def _enter(self, ids: Ids, keys: list[bytes], parent: bytes | None, *, announced: bool) -> None:
         block_ids: list[int] = ids.tolist()

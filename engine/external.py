@@ -7,6 +7,7 @@ blocks that a transfer reads (I/O holds).
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from sys import maxsize
 from typing import NamedTuple
 
 from pdkv.connectors.base import (
@@ -83,9 +84,26 @@ class _News:
     preempted: list[TransferKey] = field(default_factory=list)
     finished: list[TransferKey] = field(default_factory=list)
     aborted: list[TransferKey] = field(default_factory=list)
+    is_urgent: bool = False  # what is confirmed may not wait for more
 
     def __bool__(self) -> bool:
         return bool(self.confirmed or self.preempted or self.finished or self.aborted)
+
+
+class _Shows(NamedTuple):
+    """A `Shown` taken apart: asking a flag costs more than all else that a step does for a request."""
+
+    handoffs: bool
+    others: bool
+    layerwise_loads: bool
+
+    @classmethod
+    def of(cls, shown: Shown) -> "_Shows":
+        return cls(Shown.HANDOFFS in shown, Shown.OTHERS in shown, Shown.LAYERWISE_LOADS in shown)
+
+    def includes(self, request: Request) -> bool:
+        """Whether the connector is shown the request, whatever it loads."""
+        return self.handoffs if request.kv == "handoff" else self.others
 
 
 class ExternalKV:
@@ -99,7 +117,13 @@ class ExternalKV:
         self.num_unknown_results = 0
         self.num_damaged = 0  # stored values that loads took as misses
         self.worker_stats: Stats = {}  # as the ranks said last
-        self._observes = OBSERVES_NOTHING if connector is None else connector.observes
+        observes = OBSERVES_NOTHING if connector is None else connector.observes
+        self._shows_scheduled = _Shows.of(observes.scheduled)
+        self._shows_confirmed = _Shows.of(observes.confirmed)
+        self._shows_waiting_keys = observes.waiting_keys
+        self._confirmed_steps = observes.confirmed_steps
+        self._num_waited = 0  # views without what is confirmed
+        self._confirmed_unit = max(block_size, observes.confirmed_tokens)
         self._pool = pool
         self._block_size = block_size
         self._no_blocks: list[list[int]] = [[] for _ in range(num_groups)]  # of a request that has none
@@ -137,13 +161,12 @@ class ExternalKV:
 
     def show_scheduled(self, step_id: int, batch: Sequence[tuple[Request, int]]) -> list[ScheduledRange]:
         """What the connector observes of a step that computes so many tokens more of each request."""
-        shown = self._observes.scheduled
-        if not shown:
-            return []
-        handoffs, others = Shown.HANDOFFS in shown, Shown.OTHERS in shown
+        handoffs, others, layerwise_loads = self._shows_scheduled
         layerwise: set[RequestKey] = set()
-        if Shown.LAYERWISE_LOADS in shown:
+        if layerwise_loads:
             layerwise = {load.request.key for load in self.loads.values() if load.layerwise_step == step_id}
+        if not (handoffs or others or layerwise):
+            return []
         return [
             ScheduledRange(r.view(), r.num_computed, r.num_computed + num_tokens, self._shown(r.block_tables))
             for r, num_tokens in batch
@@ -153,10 +176,6 @@ class ExternalKV:
     def _shown(self, block_tables: list[list[int]]) -> list[BlockIds]:
         """What the connector is shown of a request's tables, without a copy."""
         return [BlockIds(table) for table in block_tables or self._no_blocks]
-
-    def _shows_confirmed(self, request: Request) -> bool:
-        """Whether the connector observes what is confirmed of a request."""
-        return (Shown.HANDOFFS if request.kv == "handoff" else Shown.OTHERS) in self._observes.confirmed
 
     def add_load(self, load: KVLoad) -> None:
         """The request waits for [start, stop); its blocks are allocated."""
@@ -180,24 +199,29 @@ class ExternalKV:
             self._quarantine[key] = exposed
             self._cancels.append(key)
 
-    def report_confirmed(self, request: Request, *, last: bool = False, again: bool = False) -> None:
-        """Tell the connector what is in the request's blocks for good since it was told last."""
-        connector = self.connector
-        if connector is None:
-            return
+    def report_confirmed(self, request: Request, *, last: bool = False, again: bool = False) -> int:
+        """Tell the connector what is in the request's blocks for good since it was told last.
+
+        Returns:
+            With how many tokens confirmed there is something to tell next.
+        """
+        if not self._shows_confirmed.includes(request):
+            return maxsize
         start = 0 if again else request.num_reported
-        stop = request.num_confirmed
-        new_block = stop // self._block_size > start // self._block_size
-        if not (last or again or new_block) or not self._shows_confirmed(request):
-            return
-        request.num_reported = stop
-        tables = self._shown(request.block_tables)
-        self._news.confirmed.append(ConfirmedRange(request.view(), start, stop, tables, last))
+        stop, unit = request.num_confirmed, self._confirmed_unit
+        if last or again or stop // unit > start // unit:
+            request.num_reported = stop
+            tables = self._shown(request.block_tables)
+            self._news.confirmed.append(ConfirmedRange(request.view(), start, stop, tables, last))
+            if request.kv == "handoff" or stop - start > 2 * unit:
+                self._news.is_urgent = True
+        return (request.num_reported // unit + 1) * unit
 
     def report_leased(self, request: Request, block_tables: BlockTables) -> None:
         """A handed-off request's ticket came after its end: show its blocks once more."""
         tables = block_tables or self._no_blocks
         self._news.confirmed.append(ConfirmedRange(request.view(), 0, request.num_confirmed, tables, True))
+        self._news.is_urgent = True
 
     def preempted(self, request: Request) -> None:
         """The request lost its blocks and will come again; what the connector has not heard yet is void."""
@@ -211,7 +235,7 @@ class ExternalKV:
         if self.connector is None:
             return FinishDecision(hold_blocks=False)
         self._news.finished.append(request.transfer_key)
-        if self._shows_confirmed(request):
+        if self._shows_confirmed.includes(request):
             held = request.held_blocks()
             self._pool.hold(held, Holder.ACTIVE)  # until the connector has heard what is in them
             self._kept.append(held)
@@ -244,7 +268,7 @@ class ExternalKV:
         """
         if self.connector is None:
             return None, [], False
-        news, self._news = self._news, _News()
+        news = self._take_news()
         cancels, self._cancels = self._cancels, []
         view = SchedulerView(
             step_id=step_id,
@@ -253,7 +277,7 @@ class ExternalKV:
             preempted=news.preempted,
             finished=news.finished,
             aborted=news.aborted,
-            waiting_keys=[r.hash_keys for r in waiting] if self._observes.waiting_keys else [],
+            waiting_keys=[r.hash_keys for r in waiting] if self._shows_waiting_keys else [],
             cancelled=cancels,
         )
         meta = self.connector.build_connector_meta(view)
@@ -263,6 +287,17 @@ class ExternalKV:
         for block_ids in kept:
             self._pool.release(block_ids, Holder.ACTIVE)
         return meta, cancels, bool(kept)
+
+    def _take_news(self) -> _News:
+        """What is told now. A few tokens of decodes wait for others', as long as the connector lets them."""
+        news = self._news
+        self._num_waited += 1
+        hurries = news.is_urgent or news.preempted or news.finished or news.aborted
+        if news.confirmed and not hurries and self._num_waited < self._confirmed_steps:
+            return _News()
+        self._num_waited = 0
+        self._news = _News()
+        return news
 
     def hold(self, hold: BlockHold) -> None:
         """A transfer reads these blocks until its end is reported."""

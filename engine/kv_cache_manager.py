@@ -1,6 +1,8 @@
 """Blocks of requests: prefix hits, allocation, the moment content enters the cache, and what no token sees any more."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -10,7 +12,8 @@ from pdkv.engine.kv_groups import kept_from, num_held_at_end, num_held_at_once
 from pdkv.engine.request import Request, held_blocks
 
 MAX_COMMITTED_BLOCKS = 2048
-"""Blocks of a request and a KV group that enter the cache with one step, so that others do not wait for a long one."""
+"""Blocks of a KV group that enter the cache with one step, so that nobody waits for a long prompt's; twice as many as a
+step computes where that is more."""
 
 
 class PrefixHit(NamedTuple):
@@ -18,6 +21,17 @@ class PrefixHit(NamedTuple):
 
     num_tokens: int
     tables: list[list[int]]  # one per KV group, equally long; -1: not looked for, since the next token does not see it
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """What a request that ended holds until all that it confirmed is in the cache. Attributes as those of Request."""
+
+    block_tables: list[list[int]]
+    num_given_up: list[int]
+    hash_keys: list[bytes]
+    num_committed_blocks: int
+    num_full_blocks: int
 
 
 class KVCacheManager:
@@ -49,7 +63,10 @@ class KVCacheManager:
         self._max_step_tokens = max_step_tokens
         self._hit_tokens = hit_tokens
         self._keys_per_block = block_size // hash_block_size
-        self._step_blocks: dict[int, list[Sequence[int]]] = {}  # step in flight -> blocks of requests that left since
+        self._step_blocks: dict[int, list[_Leaving]] = {}  # step in flight -> requests that left since
+        self._leaving: deque[_Leaving] = deque()
+        self._max_committed = max(MAX_COMMITTED_BLOCKS, 2 * max_step_tokens // block_size)
+        self._num_to_commit = self._max_committed  # more blocks of each group until the end of the next step
 
     def blocks_for(self, num_tokens: int) -> int:
         """Entries of a block table that `num_tokens` tokens need."""
@@ -119,10 +136,10 @@ class KVCacheManager:
                 there += 1
         return length
 
-    def _keys(self, request: Request, group: int, start: int, stop: int) -> list[bytes]:
-        """What the pool finds the request's blocks [start, stop) of one group by."""
+    def _keys(self, content: "Request | _Leaving", group: int, start: int, stop: int) -> list[bytes]:
+        """What the pool finds a request's blocks [start, stop) of one group by."""
         per_block = self._keys_per_block
-        keys = request.hash_keys[(start + 1) * per_block - 1 : stop * per_block : per_block]
+        keys = content.hash_keys[(start + 1) * per_block - 1 : stop * per_block : per_block]
         return _group_keys(keys, group)
 
     # --- allocation -----------------------------------------------------------------------------------------------
@@ -140,7 +157,7 @@ class KVCacheManager:
         for own in hits:
             self.pool.hold(own, Holder.ACTIVE)
         missing = [max(total - max(first, len(table)), 0) for table, first in zip(hit.tables, firsts, strict=True)]
-        new = self.pool.allocate(sum(missing))
+        new = self._allocate(sum(missing))
         if new is None:
             for own in hits:
                 self.pool.release(own, Holder.ACTIVE)
@@ -166,6 +183,13 @@ class KVCacheManager:
 
     def fits(self, num_tokens: int, hit: PrefixHit, resume_at: int) -> bool:
         """Whether a request of `num_tokens` tokens could have now what it needs to its end. Holds nothing."""
+        if self._fits(num_tokens, hit, resume_at):
+            return True
+        return self._make_way() and self._fits(num_tokens, hit, resume_at)
+
+    def _fits(self, num_tokens: int, hit: PrefixHit, resume_at: int) -> bool:
+        if self.blocks_for(num_tokens) * len(self._windows) <= self.pool.num_available:
+            return True
         needed = self.num_taken(num_tokens, hit, resume_at)
         if self._has_windows:
             needed = min(needed, self.num_at_once(num_tokens))
@@ -178,7 +202,8 @@ class KVCacheManager:
 
     def will_fit(self, request: Request, num_tokens: int, kept: Iterable[Sequence[int]]) -> bool:
         """Whether `grow` will succeed when the steps in flight have ended and `kept` blocks are given back, too."""
-        leaving = chain(chain.from_iterable(self._step_blocks.values()), kept)
+        in_steps = (held_blocks(left.block_tables) for left in chain.from_iterable(self._step_blocks.values()))
+        leaving = chain(in_steps, kept)
         return self.num_missing(request, num_tokens) <= self.pool.num_available + self.pool.num_freed_by(leaving)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -186,7 +211,7 @@ class KVCacheManager:
         missing = self.num_missing(request, num_tokens)
         if missing <= 0:
             return True
-        new = self.pool.allocate(missing)
+        new = self._allocate(missing)
         if new is None:
             return False
         tables = request.block_tables
@@ -195,37 +220,65 @@ class KVCacheManager:
             table += new[group * each : (group + 1) * each]
         return True
 
+    def _allocate(self, num_blocks: int) -> list[int] | None:
+        new = self.pool.allocate(num_blocks)
+        return self.pool.allocate(num_blocks) if new is None and self._make_way() else new
+
+    def _make_way(self) -> bool:
+        """Give back what requests that ended hold, though not all of it is in the cache; False: they hold nothing."""
+        left, self._leaving = self._leaving, deque()
+        for leaving in left:
+            self._release(leaving)
+        return bool(left)
+
     # --- content --------------------------------------------------------------------------------------------------
 
-    def commit(self, request: Request) -> None:
+    def commit(self, request: Request) -> int:
         """Enter the request's full blocks of confirmed tokens into the cache; partial blocks never are.
 
-        Only the first group's content is told to those who follow the cache. In groups without a window at most
-        MAX_COMMITTED_BLOCKS are entered: the request's next steps enter the others. What a window may soon give up, and
-        that is little, does not wait.
+        Only the first group's content is told to those who follow the cache. In groups without a window no more enter
+        than this step may enter: the request's next steps go on, also those that follow its end. What a window may soon
+        give up, and that is little, does not wait.
+
+        Returns:
+            With how many tokens confirmed there is something to do next.
         """
         num_full = min(request.num_confirmed, request.num_tokens) // self.block_size
         if num_full > request.num_committed_blocks:
-            num_now = min(num_full, request.num_committed_blocks + MAX_COMMITTED_BLOCKS)
-            request.update_hash_keys(
-                (num_full if self._has_windows else num_now) * self.block_size, self.hash_block_size
-            )
-            for group, window in enumerate(self._windows):
-                self._commit(request, group, num_full if window else num_now)
-            request.num_committed_blocks = num_now
+            request.update_hash_keys(num_full * self.block_size, self.hash_block_size)
+            request.num_full_blocks = num_full
+            self._enter(request)
         if self._has_windows:
             self._give_up_unseen(request)
+            return 0
+        return (request.num_committed_blocks + 1) * self.block_size
 
-    def _commit(self, request: Request, group: int, stop: int) -> None:
-        first, per_block = max(request.num_committed_blocks, request.num_given_up[group]), self._keys_per_block
+    def _enter(self, content: "Request | _Leaving") -> None:
+        num_now = min(content.num_full_blocks, content.num_committed_blocks + self._num_to_commit)
+        self._num_to_commit -= num_now - content.num_committed_blocks
+        for group, window in enumerate(self._windows):
+            self._commit(content, group, content.num_full_blocks if window else num_now)
+        content.num_committed_blocks = num_now
+
+    def _enter_leaving(self) -> None:
+        """Blocks are given back together, so that the end of a chain is reused before its beginning."""
+        while self._leaving and self._num_to_commit:
+            first = self._leaving[0]
+            if first.num_committed_blocks < first.num_full_blocks:
+                self._enter(first)
+            else:
+                self._release(self._leaving.popleft())
+
+    def _commit(self, content: "Request | _Leaving", group: int, stop: int) -> None:
+        first, per_block = max(content.num_committed_blocks, content.num_given_up[group]), self._keys_per_block
         if first >= stop:
             return
-        block_ids = request.block_tables[group][first:stop]
+        block_ids = content.block_tables[group][first:stop]
         if group:
-            self.pool.commit(block_ids, self._keys(request, group, first, stop), None, announced=False)
+            self.pool.commit(block_ids, self._keys(content, group, first, stop), None, announced=False)
         else:
-            keys = request.hash_keys[first * per_block : stop * per_block]
-            self.pool.commit(block_ids, keys, request.hash_keys[first * per_block - 1] if first else None)
+            keys = content.hash_keys[first * per_block : stop * per_block]
+            self.pool.commit(block_ids, keys, content.hash_keys[first * per_block - 1] if first else None)
 
     def _give_up_unseen(self, request: Request) -> None:
         """Blocks that no token from the last confirmed one on sees are released: what a step in flight computes is
@@ -248,30 +301,62 @@ class KVCacheManager:
             if window
         )
 
-    def discard(self, block_ids: Sequence[int]) -> None:
-        """What is in these blocks is not to be found any more; who holds them keeps them."""
+    def discard(self, request: Request, block_ids: Sequence[int]) -> None:
+        """What is in these blocks of the request is not to be found any more; who holds them keeps them. What has not
+        entered the cache never will.
+        """
+        request.num_full_blocks = request.num_committed_blocks
         self.pool.withdraw(block_ids)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def free(self, request: Request) -> None:
-        """The request gives up its blocks; a step in flight that names them holds them until its update."""
-        leaving = self._step_blocks.get(request.last_step_id)
-        block_ids = held_blocks(request.block_tables) if request.block_tables else []
-        if leaving is not None:
-            leaving.append(block_ids)
-        else:
-            self.pool.release(block_ids, Holder.ACTIVE)
+    def free(self, request: Request) -> bool:
+        """The request gives up its blocks; a step in flight that names them holds them until its update, and so does
+        the cache until all that was to enter it has.
+
+        Returns:
+            Whether steps must follow for that.
+        """
+        leaving = _Leaving(
+            request.block_tables,
+            request.num_given_up,
+            request.hash_keys,
+            request.num_committed_blocks,
+            request.num_full_blocks,
+        )
         request.block_tables = []
+        in_step = self._step_blocks.get(request.last_step_id)
+        if in_step is not None:
+            in_step.append(leaving)
+            return False
+        self._leave(leaving)
+        return bool(self._leaving)
 
     def begin_step(self, step_id: int) -> None:
         """The step is in flight: it touches the blocks of requests whose `last_step_id` it is."""
         self._step_blocks[step_id] = []
 
-    def end_step(self, step_id: int) -> None:
-        """The step touches no block any more."""
-        for block_ids in self._step_blocks.pop(step_id, ()):
-            self.pool.release(block_ids, Holder.ACTIVE)
+    def end_step(self, step_id: int) -> bool:
+        """The step touches no block any more.
+
+        Returns:
+            Whether another must follow: content of requests that ended is entering the cache, or has let go of blocks.
+        """
+        for leaving in self._step_blocks.pop(step_id, ()):
+            self._leave(leaving)
+        goes_on = bool(self._leaving)
+        self._enter_leaving()
+        self._num_to_commit = self._max_committed
+        return goes_on
+
+    def _leave(self, leaving: _Leaving) -> None:
+        if leaving.num_committed_blocks < leaving.num_full_blocks:
+            self._leaving.append(leaving)
+        else:
+            self._release(leaving)
+
+    def _release(self, leaving: _Leaving) -> None:
+        self.pool.release(held_blocks(leaving.block_tables), Holder.ACTIVE)
 
 
 def _group_key(key: bytes, group: int) -> bytes:

@@ -79,5 +79,6 @@ class Queues:
         assert self._num_places_taken == sum(request.in_worker for request in self.running)
 
     def _give_back(self, request: Request) -> None:
-        self._kv.free(request)
+        if self._kv.free(request):
+            self.needs_step = True
         self.leave_workers(request)

@@ -18,10 +18,12 @@ class Request:
         "block_tables",
         "computed_before",
         "deadline",
+        "due_at",
         "handoff",
         "hash_keys",
         "hash_root",
         "in_worker",
+        "key",
         "kv",
         "kv_ready",
         "last_step_id",
@@ -30,6 +32,7 @@ class Request:
         "num_computed",
         "num_confirmed",
         "num_external",
+        "num_full_blocks",
         "num_given_up",
         "num_local_hit",
         "num_reported",
@@ -43,6 +46,7 @@ class Request:
         "source_is_peer",
         "submit",
         "ticket",
+        "transfer_key",
     )
 
     def __init__(
@@ -50,6 +54,8 @@ class Request:
     ) -> None:
         """`hash_keys`: those of its full hash blocks that are known already, from the first on."""
         self.submit = submit
+        self.key: RequestKey = (submit.request_id, submit.attempt)
+        self.transfer_key: TransferKey = (submit.transfer_id, submit.attempt)
         self.router_id = router_id
         self.arrival = arrival
         self.deadline = arrival + submit.timeout_s
@@ -74,7 +80,9 @@ class Request:
         self.num_computed = 0
         self.num_confirmed = 0
         self.num_reported = 0  # confirmed tokens that the connector has been told of
-        self.num_committed_blocks = 0
+        self.num_full_blocks = 0  # of each group, that shall be in the cache
+        self.num_committed_blocks = 0  # that are
+        self.due_at = 0  # with fewer tokens confirmed nothing of it enters the cache, and nothing is told of it
         self.num_local_hit = 0
         self.num_external = 0
         self.source_is_peer = False
@@ -98,7 +106,7 @@ class Request:
         self.preempted = True  # what should have come from outside is computed again
         self.num_external = num_tokens - self.num_local_hit
         self.num_computed = self.num_confirmed = num_tokens
-        self.num_reported = self.num_worker_blocks = 0
+        self.num_reported = self.num_worker_blocks = self.due_at = 0
         self.sampling_in_flight = False
 
     def compute_here(self) -> None:
@@ -106,16 +114,6 @@ class Request:
         self.handoff = None
         if self.kv == "await_peer":
             self.kv = "local"
-
-    @property
-    def key(self) -> RequestKey:
-        """(request_id, attempt)."""
-        return (self.submit.request_id, self.submit.attempt)
-
-    @property
-    def transfer_key(self) -> TransferKey:
-        """(transfer_id, attempt)."""
-        return (self.submit.transfer_id, self.submit.attempt)
 
     @property
     def num_tokens(self) -> int:

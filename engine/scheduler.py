@@ -106,25 +106,25 @@ class Scheduler:
         shares = self._in_flight.pop(output.step_id, ())
         if shares or settled.freed:  # they may have held back tokens or blocks
             self.queues.needs_step = True
-        for share in shares:
-            request = share.request
-            if share.restarts != request.restarts:
+        for request, restarts, stop, samples in shares:
+            if restarts != request.restarts:
                 continue  # aborted, preempted or sent back meanwhile
-            failure = output.failed.get(request.key)
+            failure = output.failed.get(request.key) if output.failed else None
             if failure is not None:
-                self.kv.discard(failure.bad_blocks)
+                self.kv.discard(request, failure.bad_blocks)
                 result.failed.append((request, failure))
                 continue
-            request.num_confirmed = max(request.num_confirmed, share.stop)
-            sampled = output.sampled.get(request.key) if share.samples else None
-            if share.samples:
+            request.num_confirmed = max(request.num_confirmed, stop)
+            if samples:
                 request.sampling_in_flight = False
-            if sampled is not None:
-                request.output_token_ids += sampled.token_ids
-                result.drawn.append(Drawn(request, sampled))
-            self.kv.commit(request)
-            self.external.report_confirmed(request)
-        self.kv.end_step(output.step_id)
+                sampled = output.sampled.get(request.key)
+                if sampled is not None:
+                    request.output_token_ids += sampled.token_ids
+                    result.drawn.append(Drawn(request, sampled))
+            if request.num_confirmed >= request.due_at:
+                request.due_at = min(self.kv.commit(request), self.external.report_confirmed(request))
+        if self.kv.end_step(output.step_id):
+            self.queues.needs_step = True
         return result
 
     def remove(self, request: Request) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from pdkv.connectors.base import (
     ASK_AGAIN,
     NO_MATCH,
+    NO_TRANSFERS,
     OBSERVES_NOTHING,
     BlockHold,
     BlockTables,
@@ -67,7 +68,6 @@ class _Load:
     block_tables: BlockTables
     num_tokens: int
     may_fall_back: bool
-    is_new: bool = False  # taken over since the last metadata
 
 
 class MultiScheduler(SchedulerConnector):
@@ -87,8 +87,10 @@ class MultiScheduler(SchedulerConnector):
         self._engine = config.engine
         self._children = children
         self._schedulers = schedulers
+        self._nothing = [NO_TRANSFERS for _ in schedulers]
         self._choices: dict[TransferKey, _Choice] = {}  # of the last question, until the blocks are allocated
         self._loads: dict[TransferKey, _Load] = {}
+        self._taken_over: set[TransferKey] = set()  # loads that another child took over since the last metadata
         self._refused: OrderedDict[str, None] = OrderedDict()  # epochs of peers whose cards do not fit
 
     @property
@@ -162,7 +164,8 @@ class MultiScheduler(SchedulerConnector):
             logger.warning(
                 "KV load of transfer %s (attempt %d): %s failed (%s), %s goes on", *key, name, code, child.name
             )
-            load.child, load.may_fall_back, load.is_new = index, False, True
+            load.child, load.may_fall_back = index, False
+            self._taken_over.add(key)
             self._num_fallbacks[failed] += 1
             return True
         return False
@@ -199,10 +202,9 @@ class MultiScheduler(SchedulerConnector):
             load = self._loads.get(key)
             if load is not None:
                 load.may_fall_back = False
-                if load.is_new:
+                if key in self._taken_over:
                     cancels.append((load.child, key))
-        for load in self._loads.values():
-            load.is_new = False
+        self._taken_over.clear()
         return cancels
 
     def _parts(self, view: SchedulerView) -> list[KVConnectorMetadata]:
@@ -245,9 +247,10 @@ class MultiScheduler(SchedulerConnector):
 
         What belongs to no load and no hold keeps its child's key, so that the engine counts it as unknown.
         """
+        split = self._split(results) if results else self._nothing
         merged = _no_results()
-        for child, maps in enumerate(self._split(results)):
-            own = self._schedulers[child].resolve_results(TransferResults(*maps))
+        for child, maps in enumerate(split):
+            own = self._schedulers[child].resolve_results(maps)
             if own:
                 self._schedulers[child].update_connector_output(own)
                 self._settle_sent(child, own, merged)
@@ -256,14 +259,14 @@ class MultiScheduler(SchedulerConnector):
             merged[bool(outcome.code)][key] = outcome
         return TransferResults(*merged)
 
-    def _split(self, results: TransferResults) -> list["_Maps"]:
+    def _split(self, results: TransferResults) -> list[TransferResults]:
         """Results by child, under its own keys."""
         split = [_no_results() for _ in self._schedulers]
         for which, source in enumerate(results):
             for tagged, outcome in source.items():
                 child, key = untag(tagged)
                 split[child][which][key] = outcome
-        return split
+        return [TransferResults(*maps) for maps in split]
 
     def _settle_sent(self, child: int, results: TransferResults, merged: "_Maps") -> None:
         """Holds end at once, hand-offs with their last child."""
@@ -324,7 +327,7 @@ class MultiScheduler(SchedulerConnector):
     def has_pending_work(self) -> bool:
         return (
             self.sending.has_ended
-            or any(load.is_new for load in self._loads.values())
+            or bool(self._taken_over)
             or any(scheduler.has_pending_work for scheduler in self._schedulers)
         )
 

@@ -213,6 +213,8 @@ class PushScheduler(SchedulerConnector):
 
     def resolve_results(self, results: TransferResults) -> TransferResults:
         """A hand-off's sending is the one for its last ticket, by whatever name the workers know that."""
+        if not (results.finished_sending or results.failed_sending):
+            return results
         current = {sending.key: source for source, sending in self._sending.items() if sending.key != source}
         if not current and not self._superseded:
             return results

@@ -6,6 +6,7 @@ them with the one 8-byte store that bumps the generation. An entry is one 8-byte
 verify it against `keys`. A writer that dies between any two stores leaves nothing that a reader would believe.
 """
 
+import struct
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,9 +21,11 @@ KEY_BYTES = 16
 WAYS = 16
 """Entries of one set of the index; with four per key a set overflows about once in a million."""
 
+_TAG_AND_SET = struct.Struct("<4xIQ")  # in a key's bytes
 _TAG_SHIFT = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _FENCE = threading.Lock()
+_ACQUIRE, _RELEASE = _FENCE.acquire, _FENCE.release
 
 Words = npt.NDArray[np.uint64]
 NO_UNIT = -1
@@ -34,10 +37,10 @@ def fence() -> None:
     On x86-64 loads are not reordered with loads nor stores with stores, and the lock's atomic instruction is a full
     barrier for the rest. On AArch64 releasing a lock and acquiring it orders what was before with what comes after.
     """
-    with _FENCE:
-        pass
-    with _FENCE:
-        pass
+    _ACQUIRE()
+    _RELEASE()
+    _ACQUIRE()
+    _RELEASE()
 
 
 class TableShape(NamedTuple):
@@ -89,6 +92,8 @@ class SharedBlockTable(BlockTable):
 
     def __init__(self, arrays: TableArrays, shape: TableShape) -> None:
         self._shape = shape
+        self._num_sets = shape.num_sets
+        self._key_sizes = [KEY_BYTES] * shape.keys_per_block
         self._arrays = arrays
         self._flat_entries = arrays.entries.reshape(-1)
         self._slots = np.full(shape.num_units, NO_UNIT, dtype=np.int64)  # a unit's entry in the flat index
@@ -108,7 +113,8 @@ class SharedBlockTable(BlockTable):
     def reuse(self, block_id: int) -> None:
         self._generations[block_id] += 1
         fence()  # before any byte of the new content
-        for unit in self._units(block_id):
+        first = block_id * self._shape.keys_per_block
+        for unit in range(first, first + self._shape.keys_per_block):
             slot = self._slot_of[unit]
             if slot != NO_UNIT:
                 self._entries[slot] = 0
@@ -130,16 +136,17 @@ class SharedBlockTable(BlockTable):
         Raises:
             ValueError: not one key of 16 bytes per hash block.
         """
-        if len(keys) != self._shape.keys_per_block or any(len(key) != KEY_BYTES for key in keys):
-            raise ValueError(f"block {block_id} needs {self._shape.keys_per_block} keys of {KEY_BYTES} bytes")
+        per_block = self._shape.keys_per_block
+        if list(map(len, keys)) != self._key_sizes:
+            raise ValueError(f"block {block_id} needs {per_block} keys of {KEY_BYTES} bytes")
         valid = self._generations[block_id] + 1
         if self._published[block_id] == valid:
             return
-        units = self._units(block_id)
-        self._keys[units.start * KEY_BYTES : units.stop * KEY_BYTES] = b"".join(keys)
+        first = block_id * per_block
+        self._keys[first * KEY_BYTES : (first + per_block) * KEY_BYTES] = b"".join(keys)
         fence()  # the content and its keys are there before they count
         self._published[block_id] = valid
-        for unit, key in zip(units, keys, strict=True):
+        for unit, key in enumerate(keys, first):
             self._insert(unit, key)
 
     def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
@@ -165,17 +172,13 @@ class SharedBlockTable(BlockTable):
         self._arrays = TableArrays(generations[:0].copy(), published[:0].copy(), keys[:0].copy(), entries[:0].copy())
         self._flat_entries = self._flat_entries[:0].copy()
 
-    def _units(self, block_id: int) -> range:
-        per_block = self._shape.keys_per_block
-        return range(block_id * per_block, (block_id + 1) * per_block)
-
     def _units_of(self, blocks: Ids) -> Ids:
         per_block = self._shape.keys_per_block
         return (blocks[:, None] * per_block + np.arange(per_block)).reshape(-1)
 
     def _insert_all(self, units: Ids, words: Words) -> None:
         """Each into an empty entry of its set; those whose set has too few go one by one."""
-        sets = (words[:, 1] & np.uint64(self._shape.num_sets - 1)).astype(np.int64)
+        sets = (words[:, 1] & np.uint64(self._num_sets - 1)).astype(np.int64)
         order = np.argsort(sets, kind="stable")
         starts = np.flatnonzero(np.diff(sets[order], prepend=-1))
         ranks = np.empty(len(units), dtype=np.int64)  # among those of one set
@@ -193,18 +196,22 @@ class SharedBlockTable(BlockTable):
             self._insert(int(units[i]), words[i].tobytes())
 
     def _insert(self, unit: int, key: bytes) -> None:
-        tag, first = _place(key, self._shape)
-        entries = self._entries[first : first + WAYS].tolist()
-        way = entries.index(0) if 0 in entries else unit % WAYS
-        if entries[way]:  # a full set: one of its entries is no longer found, which costs a hit and nothing else
-            self._slot_of[(entries[way] & 0xFFFFFFFF) - 1] = NO_UNIT
-        self._entries[first + way] = tag << 32 | unit + 1
-        self._slot_of[unit] = first + way
+        tag, first = _place(key, self._num_sets)
+        entries = self._entries
+        for slot in range(first, first + WAYS):
+            if not entries[slot]:
+                break
+        else:  # a full set: one of its entries is no longer found, which costs a hit and nothing else
+            slot = first + unit % WAYS
+            self._slot_of[(entries[slot] & 0xFFFFFFFF) - 1] = NO_UNIT
+        entries[slot] = tag << 32 | unit + 1
+        self._slot_of[unit] = slot
 
 
-def _place(key: bytes, shape: TableShape) -> tuple[int, int]:
+def _place(key: bytes, num_sets: int) -> tuple[int, int]:
     """A key's tag and the position of its set in the flat entries."""
-    return int.from_bytes(key[4:8], "little"), (int.from_bytes(key[8:], "little") & (shape.num_sets - 1)) * WAYS
+    tag, set_word = _TAG_AND_SET.unpack(key)
+    return tag, (set_word & (num_sets - 1)) * WAYS
 
 
 class Found(NamedTuple):
@@ -219,12 +226,13 @@ class BlockTableReader:
 
     def __init__(self, arrays: TableArrays, shape: TableShape) -> None:
         self._shape = shape
+        self._num_sets = shape.num_sets
         self._arrays = arrays
         self._entries = arrays.entries.reshape(-1).data
 
     def may_have(self, key: bytes) -> bool:
         """Whether looking the key up is worth it: false for nearly every key that is not here, and cheap."""
-        tag, first = _place(key, self._shape)
+        tag, first = _place(key, self._num_sets)
         return any(entry >> 32 == tag for entry in self._entries[first : first + WAYS].tolist())
 
     def generations(self, block_ids: Ids) -> Ids:
@@ -238,7 +246,7 @@ class BlockTableReader:
             keys: (n, 2), of `key_words`.
         """
         arrays, shape = self._arrays, self._shape
-        sets = (keys[:, 1] & np.uint64(shape.num_sets - 1)).astype(np.int64)
+        sets = (keys[:, 1] & np.uint64(self._num_sets - 1)).astype(np.int64)
         entries = arrays.entries[sets]
         tags = keys[:, :1] >> _TAG_SHIFT
         rows, ways = np.nonzero((entries >> _TAG_SHIFT == tags) & (entries != 0))

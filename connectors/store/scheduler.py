@@ -46,6 +46,9 @@ from pdkv.errors import IncompatiblePeers, MalformedMessage
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import EngineCard
 
+SAVE_STEPS = 4
+"""What decodes fill in so many steps is saved together: waking the saving threads costs more than a value."""
+
 MAX_SEEN = 4096
 """Waiting requests that are remembered, so that each is looked up ahead at most once."""
 
@@ -96,9 +99,12 @@ class StorePeers(PeerCards):
 class StoreScheduler(SchedulerConnector):
     """Scheduler side. Asks KeyLookups, never the store."""
 
-    observes = Observed(scheduled=Shown.LAYERWISE_LOADS)
-
     def __init__(self, config: ConnectorConfig, options: TransferOptions, cut: StoreCut, lookups: KeyLookups) -> None:
+        self.observes = Observed(
+            Shown.LAYERWISE_LOADS,
+            confirmed_tokens=cut.tokens_per_value,
+            confirmed_steps=1 if config.layout.groups else SAVE_STEPS,  # a window's blocks do not wait
+        )
         self.lookups = lookups
         self.num_refused_handoffs = 0  # from engines that cut otherwise
         self.num_skipped_saves = 0  # values not written: too much under way

@@ -132,13 +132,15 @@ def test_a_long_prompt_enters_the_cache_over_several_steps(
     """Ten blocks came at once. Those of a window enter before the first of them is given up."""
     monkeypatch.setattr("pdkv.engine.kv_cache_manager.MAX_COMMITTED_BLOCKS", 3)
     pool = BlockPool(60, LocalBlockTable(60))
-    kv = KVCacheManager(pool, block_size=SIZE, hash_block_size=SIZE, windows=windows, max_step_tokens=8)
+    kv = KVCacheManager(pool, block_size=SIZE, hash_block_size=SIZE, windows=windows, max_step_tokens=4)
     request = Request(submit(list(range(41))), "r", b"root" * 4, 0.0)
     assert kv.admit(request, kv.find_hit(request), 41, 40)  # of the window what the last token sees
     tables = [list(table) for table in request.block_tables]
     request.num_confirmed = 41
     for turn in range(1, 5):
+        kv.begin_step(turn)
         kv.commit(request)
+        kv.end_step(turn)
         for window, table in zip(windows, tables, strict=True):
             entered = [pool.has_content(block_id) for block_id in table[:10] if block_id >= 0]
             assert entered == [True, True] if window else [i < 3 * turn for i in range(10)]

@@ -1,5 +1,7 @@
 """What a connector is shown of a step: what it observes and nothing else, without copies of block tables."""
 
+from itertools import pairwise
+
 import pytest
 from engines import make_core, run, submit
 
@@ -67,6 +69,73 @@ def test_confirmed_tokens_are_shown_of_the_requests_that_are_observed(
     assert not any(view.scheduled or view.waiting_keys for view in views)
 
 
+@pytest.mark.parametrize(
+    ("observes", "told"),
+    [
+        (Observed(confirmed_tokens=1), [(0, 22), (22, 24), (24, 28), (28, 32)]),  # a block has 4
+        (Observed(confirmed_tokens=8), [(0, 22), (22, 24), (24, 32)]),
+        (Observed(confirmed_tokens=24), [(0, 24)]),
+    ],
+)
+def test_confirmed_tokens_are_shown_in_as_large_parts_as_the_connector_wants(
+    monkeypatch: pytest.MonkeyPatch, observes: Observed, told: list[tuple[int, int]]
+) -> None:
+    core, views = observed(monkeypatch, observes, fabric=f"parts-{observes}")
+    core.handle("r", submit(PROMPT, max_tokens=14), 0.0)
+    run(core)
+    assert [(item.start, item.stop) for view in views for item in view.confirmed] == told
+
+
+def test_a_hand_off_is_shown_at_once_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, views = observed(monkeypatch, Observed(confirmed_tokens=1000, confirmed_steps=1000))
+    core.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
+    core.step(0.0)
+    core.step(0.0)
+    assert [(item.start, item.stop, item.last) for view in views for item in view.confirmed] == [(0, 22, True)]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_decodes_confirm_in_several_steps_is_shown_together(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    observes = Observed(Shown.NONE, confirmed_steps=steps)
+    core, views = observed(monkeypatch, observes)
+    for i in range(3):
+        core.handle("r", submit([t + 30 * i for t in PROMPT[: 20 - i]], request_id=f"{i}", max_tokens=40), 0.0)
+    for _ in range(12):
+        core.step(0.0)
+    shown = [view.step_id for view in views if view.confirmed]
+    assert min(b - a for a, b in pairwise(shown[1:])) == steps
+    told = {i: [] for i in ("0", "1", "2")}
+    for view in views:
+        for item in view.confirmed:
+            told[item.request.request_id].append((item.start, item.stop))
+    for ranges in told.values():
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+    run(core)
+    assert not core.external.has_news
+
+
+def test_the_end_of_a_request_tells_what_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, views = observed(monkeypatch, Observed(Shown.NONE, confirmed_steps=1000))
+    core.handle("r", submit(PROMPT, max_tokens=8), 0.0)
+    core.handle("r", submit([2 * t for t in PROMPT], request_id="b", max_tokens=8), 0.0)
+    core.step(0.0)
+    core.step(0.0)
+    views.clear()
+    for _ in range(4):
+        core.step(0.0)
+    assert not any(view.confirmed for view in views)
+    core.router_left("r")
+    run(core)
+    assert not any(view.confirmed for view in views)  # given up: their blocks may have other owners
+
+    core.router_joined("r", "2")
+    core.handle("r", submit(PROMPT, request_id="c", max_tokens=9), 0.0)
+    views.clear()
+    run(core)
+    assert [(item.start, item.stop) for view in views for item in view.confirmed] == [(0, 22), (22, 24), (24, 28)]
+    assert next(view for view in views if view.finished).confirmed
+
+
 def test_a_layerwise_load_is_shown_in_the_step_that_it_begins_in(monkeypatch: pytest.MonkeyPatch) -> None:
     core, views = observed(monkeypatch, Observed(scheduled=Shown.LAYERWISE_LOADS), load="layerwise")
     core.handle("r", submit(PROMPT, request_id="writer"), 0.0)
@@ -96,3 +165,7 @@ def test_what_two_connectors_observe_together() -> None:
     store = Observed(scheduled=Shown.LAYERWISE_LOADS)
     assert OBSERVES_NOTHING | push == push
     assert push | store == Observed(Shown.HANDOFFS | Shown.LAYERWISE_LOADS, Shown.ALL, waiting_keys=True)
+    coarse = store._replace(confirmed_tokens=64, confirmed_steps=4)
+    assert (OBSERVES_NOTHING | coarse) == coarse
+    assert (push | coarse)[3:] == (1, 4)  # hand-offs never wait
+    assert (coarse | store._replace(confirmed_tokens=48))[3:] == (16, 1)
