@@ -102,7 +102,7 @@ class StoreScheduler(SchedulerConnector):
     def __init__(self, config: ConnectorConfig, options: TransferOptions, cut: StoreCut, lookups: KeyLookups) -> None:
         self.observes = Observed(
             Shown.LAYERWISE_LOADS,
-            confirmed_tokens=cut.tokens_per_value,
+            confirmed_tokens=cut.hit_tokens,
             confirmed_steps=1 if config.layout.groups else SAVE_STEPS,  # a window's blocks do not wait
         )
         self.lookups = lookups
