@@ -37,7 +37,8 @@ class StopRules:
         prompt, output = submit.prompt_token_ids, submit.output_token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        if len(prompt) + len(output) >= self._max_len:
+        is_full = bool(output) and len(prompt) + len(output) == self._max_len  # `ended` says so
+        if len(prompt) + len(output) >= self._max_len and not is_full:
             raise InvalidRequest(
                 f"prompt and output so far have {len(prompt) + len(output)} tokens; "
                 f"at most {self._max_len - 1} leave room for one more",

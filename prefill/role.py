@@ -8,6 +8,7 @@ from pdkv.connectors.base import FinishDecision, TransferKey, TransferOutcome
 from pdkv.engine.external import ExternalKV
 from pdkv.engine.hooks import PrefillHooks, SendToRouter
 from pdkv.engine.request import Request
+from pdkv.errors import KVNotFound
 from pdkv.prefill.leases import LeaseTable
 from pdkv.wire.messages import HandedOff, KVHandoff, KVReady, KVTicket, Release, RouterToEngine
 
@@ -138,8 +139,12 @@ class PrefillRole(PrefillHooks):
         return True
 
     def _late_ticket(self, router_id: str, request_id: str, attempt: int, ticket: bytes) -> bool:
+        """Send leased KV (again) to who gave the ticket. One who comes too late must not wait for its deadline."""
         lease = self.leases.of_request(request_id, attempt)
-        if lease is None or lease.request.router_id != router_id:
+        if lease is None:
+            self._send(router_id, KVReady(request_id, attempt, ok=False, code=KVNotFound.code))
+            return False
+        if lease.request.router_id != router_id:
             return False
         lease.request.ticket = ticket
         self._external.report_leased(lease.request, lease.block_tables)

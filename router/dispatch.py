@@ -1,7 +1,6 @@
 """Dispatch: chooses engines for a request, drives its `RequestFlow` over the backends, and hands out its tokens."""
 
 import asyncio
-import contextlib
 import logging
 import random
 import secrets
@@ -11,11 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdkv.config import HealthConfig
+from pdkv.config import HealthConfig, RecoveryConfig
 from pdkv.errors import (
+    EngineGivenUp,
     EngineUnavailable,
     IncompatiblePeers,
     InvalidRequest,
+    NoEngine,
     RequestAborted,
     RequestFailed,
     RequestTimeout,
@@ -23,15 +24,17 @@ from pdkv.errors import (
 )
 from pdkv.log_limit import LogLimit
 from pdkv.router.backend import Backend
-from pdkv.router.books import Entry, kv_tokens
+from pdkv.router.books import kv_tokens
 from pdkv.router.changes import Changes
 from pdkv.router.flow import FlowMessage, RequestFlow, Sends
 from pdkv.router.generation import Generation
 from pdkv.router.health import TICK_S, EngineVerdict, HealthSnapshot
-from pdkv.router.policies import DEFAULT_POLICY
+from pdkv.router.placing import Placing
+from pdkv.router.policies import DEFAULT_POLICY, Side
 from pdkv.router.prefix_index import PrefixIndex
 from pdkv.router.probes import Prober, probe_request
-from pdkv.router.request import Delta, GenerateRequest, Route
+from pdkv.router.recovery import Recovery
+from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
 from pdkv.router.room import Room
 from pdkv.router.routing import RouteChooser
 from pdkv.router.state import ORDERS, Counters, EngineSnapshot, Fleet
@@ -63,9 +66,6 @@ __all__ = ["Counters", "Delta", "Dispatcher", "EngineSnapshot", "GenerateRequest
 
 logger = logging.getLogger(__name__)
 
-MAX_RETRIES = 1
-"""Attempts on other engines after one that failed before its first token."""
-
 NO_PROBES = HealthConfig(probe_interval_s=0.0)
 
 TELLING_TIMEOUT_S = 5.0
@@ -80,7 +80,7 @@ class Dispatcher:
         *,
         policy: str = DEFAULT_POLICY,
         orders: Sequence[Order] = ORDERS,
-        max_retries: int = MAX_RETRIES,
+        recovery: RecoveryConfig | None = None,
         await_all: bool = True,
         identity: str = "",
         health: HealthConfig = NO_PROBES,
@@ -96,14 +96,19 @@ class Dispatcher:
         """
         self.fleet = Fleet(complete_once=not await_all, identity=identity)
         self.index = PrefixIndex(on_work=self._work_on_index_soon)
-        self.room = Room(self.fleet)
+        recovery = recovery or RecoveryConfig()
+        self.room = Room(self.fleet, take_over=recovery.take_over)
         self.on_room: Callable[[], None] = lambda: None
         """Called when there may be room for more generations than before."""
         self.counters = Counters()
         self.changes = Changes()  # of engines, and of what they have to do; not told token by token
-        self._max_retries = max_retries
         self._clock = clock
-        self._routes = RouteChooser(self.fleet, self.index, policy=policy, orders=orders, rng=rng or random.Random())
+        self.recovery = Recovery(recovery, self.fleet, self.counters)
+        self._routes = RouteChooser(
+            self.fleet, self.index,
+            policy=policy, orders=orders, rng=rng or random.Random(), take_over=recovery.take_over,
+        )  # fmt: skip
+        self._placing = Placing(self._routes, self.recovery, clock)
         self.prober = Prober(self.fleet, orders, health.probe_interval_s)
         self._backends: dict[str, Backend] = {}
         self._generations: dict[str, Generation] = {}  # by request_id
@@ -113,6 +118,7 @@ class Dispatcher:
         self._ticker: asyncio.TimerHandle | None = None
         self._connected = False
         self._closed = False
+        self._parked_are_due = False  # they are about to be looked at
         self._log_limit = LogLimit()
 
     # --- engines --------------------------------------------------------------------------------------------------
@@ -129,6 +135,7 @@ class Dispatcher:
         self.engine_down(name, "it was removed")
         self._backends.pop(name).close()
         self.fleet.remove(name)
+        self._place_parked_soon()  # nobody waits for its return
         self.changes.notify()
 
     def connect(self) -> None:
@@ -269,7 +276,8 @@ class Dispatcher:
         return self._closed or not self.fleet.complete_once or self.room.free
 
     def start(self, request: GenerateRequest) -> Generation:
-        """Send a request to engines, also where there is no room: who calls has asked, or has a reason not to.
+        """Send a request to engines, also where there is no room: who calls has asked, or has a reason not to. Where a
+        fleet that was ready has no engine now, it waits for one, or for its deadline.
 
         Raises:
             EngineUnavailable: none can take it now.
@@ -277,7 +285,12 @@ class Dispatcher:
         if self._closed:
             raise EngineUnavailable("the router is shutting down")
         now = self._clock()
-        route = self._routes.choose(request, now)
+        try:
+            route = self._routes.choose(request, now)
+        except NoEngine:
+            if not self.fleet.complete_once:
+                raise
+            route = NOWHERE
         self.counters.started += 1
         return self._launch(request, route, now)
 
@@ -285,7 +298,8 @@ class Dispatcher:
         """Begin a generation on these engines."""
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
         generation = Generation(flow, self.abort)
-        generation.num_uncached = self._routes.uncached_tokens(request, route.prefill)
+        if route is not NOWHERE:
+            generation.num_uncached = self._routes.uncached_tokens(request, route.prefill)
         loop = asyncio.get_running_loop()
         generation.timer = loop.call_later(request.timeout_s, self._expire, generation)
         self._generations[flow.request_id] = generation
@@ -293,6 +307,32 @@ class Dispatcher:
         self.room.enter(kv_tokens(request))
         self._apply(generation, flow.start(now))
         return generation
+
+    def move(self, generation: Generation, reason: str, *, away_from: str = "") -> bool:
+        """Take a generation off an engine that lives, and go on on another one; it counts as a migration.
+
+        Args:
+            away_from: absent: the engine that decodes, or else the one that runs the prompt.
+
+        Returns:
+            False: it stays where it is. It has ended, does not depend on that engine, has gone on elsewhere too often,
+            or there is no other engine.
+        """
+        flow = generation.flow
+        engine = away_from or (flow.route.decode if flow.runs_on(flow.route.decode) else flow.route.prefill)
+        if flow.request.probe or not flow.depends_on(engine) or not self.recovery.may_go_on(generation):
+            return False
+        side: Side = "decode" if engine == flow.route.decode and not flow.route.aggregated else "prefill"
+        if not self._routes.has_engine(side, self._clock(), {*self.recovery.excluded(generation), engine}):
+            return False
+        error = EngineGivenUp(f"{engine} was given up: {reason}", request_id=flow.request_id, retryable=True)
+        self._apply(generation, flow.fail(error, retryable=True, engine=engine))
+        return True
+
+    @property
+    def num_parked(self) -> int:
+        """Generations that wait for an engine."""
+        return self.recovery.num_parked
 
     def abort(self, generation: Generation) -> None:
         """Give a generation up. Idempotent."""
@@ -322,23 +362,25 @@ class Dispatcher:
         self.changes.notify()
         if self.ready:
             self._settled.set()
+        self._place_parked_soon()
 
     def engine_down(self, name: str, reason: str, suspects: Collection[RequestKey] = ()) -> None:
-        """An incarnation is gone: what it worked on ends or goes elsewhere, and its peers hear of it.
+        """An incarnation is gone: what it worked on goes on elsewhere, and its peers hear of it.
 
-        One of the `suspects` may have ended it: none of them is sent to another engine.
+        One of the `suspects` may have ended it.
         """
         if not self.fleet.is_ready(name):
             return
         logger.warning("%s is gone: %s", name, reason)
         self.fleet.went_down(name, self._clock())
         self.index.remove_engine(name)
-        for generation in list(self._generations.values()):
-            if name in (generation.flow.route.prefill, generation.flow.route.decode):
-                key = (generation.request_id, generation.flow.attempt)
-                self._survive(generation, name, suspect=key in suspects)
+        victims = [g for g in self._generations.values() if name in g.flow.route[:2]]
+        self.recovery.engine_died(name, victims, suspects)
+        for generation in victims:
+            self._apply(generation, generation.flow.engine_died(name))
         self._send_peers()
         self.changes.notify()
+        self._place_parked_soon()
 
     def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
         """One frame of an engine that is up."""
@@ -384,7 +426,7 @@ class Dispatcher:
 
     def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
         """Advance one generation. Tokens are the hot path: nothing else changes with them."""
-        if generation is None or generation.flow.attempt != message.attempt or engine not in generation.flow.route[:2]:
+        if generation is None or not generation.flow.accepts(engine, message):
             self.counters.dropped_messages += 1
             return
         flow = generation.flow
@@ -397,6 +439,9 @@ class Dispatcher:
         if isinstance(message, Tokens) and not flow.ended:
             for receiver, answer in sends:
                 self._send(receiver, answer)
+            trouble = generation.trouble
+            if trouble is not None and trouble.clear_at and self.recovery.track(generation):
+                self._place_parked_soon()
             generation.wake()
             return
         if isinstance(message, Loaded):
@@ -412,51 +457,36 @@ class Dispatcher:
             self.counters.load_failures += 1
             logger.warning("KV load from %s to %s failed: %s", prefill, decode, loaded.code)
 
-    def _survive(self, generation: Generation, engine: str, *, suspect: bool) -> None:
-        """An engine of the generation's route died; only a decode part that has not begun can go elsewhere."""
-        flow = generation.flow
-        if suspect:
-            self._apply(generation, flow.engine_died(engine, suspect=True))
-            return
-        if engine == flow.route.decode and flow.decode == "idle" and flow.prefill == "running":
-            with contextlib.suppress(EngineUnavailable):
-                flow.replace_decode(self._routes.choose_decode(flow.request, flow.route.prefill, self._clock()))
-                self._apply(generation, ())
-                return
-        self._apply(generation, flow.engine_died(engine))
-
     # --- effects --------------------------------------------------------------------------------------------------
 
     def _apply(self, generation: Generation, sends: Sends) -> None:
-        """Send, then keep the books: a failed attempt may begin again, an ended generation is forgotten."""
+        """Send, then keep the books: a generation that was failed goes on elsewhere, one that ended is forgotten."""
         flow = generation.flow
-        for engine, message in sends:
-            self._send(engine, message)
+        self._send_all(sends)
         if flow.failure is not None and flow.request_id in self._generations:
             self._blame(flow)
-            if flow.may_restart and flow.attempt < self._max_retries and self._retry(generation):
-                return
+            self._send_all(self.recovery.after_failure(generation))
+        if flow.awaits_route or flow.awaits_decode:
+            self._send_all(self._placing.place(generation))
         self._enter(generation)
+        if self.recovery.track(generation):
+            self._place_parked_soon()
         if flow.ended:
             self._forget(generation)
         generation.wake()
         self.changes.notify()
 
-    def _retry(self, generation: Generation) -> bool:
-        """Begin again on engines other than the one that failed. False: there are none."""
-        flow = generation.flow
-        failed = (flow.failed_engine,) if flow.failed_engine is not None else ()
-        try:
-            route = self._routes.choose(flow.request, self._clock(), without=failed)
-        except EngineUnavailable:
-            return False
-        if flow.failed_engine in route[:2]:
-            return False
-        logger.info("%s starts again: %s", flow.request_id, flow.failure)
-        self.counters.retried += 1
-        generation.num_uncached = self._routes.uncached_tokens(flow.request, route.prefill)
-        self._apply(generation, flow.restart(route, self._clock()))
-        return True
+    def _place_parked_soon(self) -> None:
+        """An engine came, or came free: those that wait are looked at in order, in a turn of their own."""
+        if self.recovery.num_parked and not self._parked_are_due:
+            self._parked_are_due = True
+            asyncio.get_running_loop().call_soon(self._place_parked)
+
+    def _place_parked(self) -> None:
+        self._parked_are_due = False
+        for generation in self.recovery.parked():
+            if not generation.flow.ended:
+                self._apply(generation, ())
 
     def _blame(self, flow: RequestFlow) -> None:
         """An attempt failed: note by whose fault, if it can be told. A death is noted once, by the fleet."""
@@ -471,31 +501,13 @@ class Dispatcher:
             if flow.awaits_kv and not evident:  # which of the two was too slow?
                 self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
                 return
-        elif not flow.retryable:
+        elif not flow.retryable or isinstance(flow.failure, EngineGivenUp):
             return
         engine.breaker.failed(now)
 
     def _enter(self, generation: Generation) -> None:
-        """Enter the generation in the books of the engines that it is under way on, and of no other."""
-        flow = generation.flow
-        for entry in generation.entries:
-            entry.strike()
-        generation.entries = []
+        generation.enter(self.fleet)
         self.on_room()
-        if flow.ended:
-            return
-        kv = kv_tokens(flow.request)
-        uncached = 0 if generation.prompt_run_in == flow.attempt else generation.num_uncached
-        if flow.prefill_pending:
-            self._enter_one(generation, flow.route.prefill, uncached, 0)
-            uncached = 0
-        self._enter_one(generation, flow.route.decode, uncached, kv)
-
-    def _enter_one(self, generation: Generation, engine: str, prefill_tokens: int, kv: int) -> None:
-        if self.fleet.is_ready(engine):
-            entry = Entry(self.fleet.engines[engine].books, prefill_tokens, kv)
-            entry.enter()
-            generation.entries.append(entry)
 
     def _forget(self, generation: Generation) -> None:
         """Count the end, once."""
@@ -504,6 +516,7 @@ class Dispatcher:
             return
         self._transfers.pop(flow.transfer_id, None)
         self.room.leave(kv_tokens(flow.request))
+        self.recovery.unpark(generation)
         if generation.timer is not None:
             generation.timer.cancel()
         if flow.request.probe:
@@ -518,6 +531,10 @@ class Dispatcher:
             counters.aborted += 1
         else:
             counters.failed[flow.failure.code] += 1
+
+    def _send_all(self, sends: Sends) -> None:
+        for engine, message in sends:
+            self._send(engine, message)
 
     def _send(self, engine: str, message: RouterToEngine) -> None:
         """Pass a message on; a request that no frame can carry ends here."""

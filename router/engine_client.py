@@ -19,6 +19,8 @@ from pdkv.wire.engine_server import configure_socket
 from pdkv.wire.frames import BadMessage, ReceivedFrame, decode_frame, encode_message, encode_raw_frame, key_of, split
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
+    OLDEST_PROTOCOL,
+    PROTOCOL,
     Abort,
     Beat,
     Disconnect,
@@ -146,7 +148,7 @@ class EngineClient:
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1000))
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(self.endpoint)
-        hello = Hello(router_id=self._router_id, epoch=secrets.token_hex(8))
+        hello = Hello(router_id=self._router_id, epoch=secrets.token_hex(8), protocol=PROTOCOL)
         self._send_frame([encode_message(hello)], [])
         self._watch(self._monitor, self._read_monitor)
         self._watch(socket, self._drain)
@@ -276,6 +278,13 @@ class EngineClient:
             if not isinstance(first, Ready) or first.card.engine != self.name:
                 self.num_dropped += 1
                 logger.error("%s: expected Ready of %s, got %.300r", self.endpoint, self.name, first)
+                return
+            if first.protocol < OLDEST_PROTOCOL:
+                self.num_dropped += 1
+                logger.error(
+                    "%s stays out: it speaks protocol %d, and this router %d to %d",
+                    self.name, first.protocol, OLDEST_PROTOCOL, PROTOCOL,
+                )  # fmt: skip
                 return
             self.card = first.card
             self._listener.engine_up(self.name, first.card)

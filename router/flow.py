@@ -1,13 +1,18 @@
 """One generation as a state machine: messages in, messages and deltas out. No socket, no clock, no event loop.
 
-docs/request-states.md draws the states. Whoever drives it sends what the methods return and takes the deltas.
+docs/request-states.md draws the states. Whoever drives it sends what the methods return and takes the deltas. After a
+failure that other engines may mend (`retryable`) the driver calls one of `resume`, `reset` and `give_up`.
 """
 
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+
 from pdkv.errors import EngineDied, InvalidRequest, PdkvError, RequestAborted, RequestFailed, RequestTimeout
-from pdkv.router.request import Delta, GenerateRequest, Route
+from pdkv.router.output import Output
+from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
+from pdkv.router.submits import error_of, make_submit
 from pdkv.wire.messages import (
     Abort,
     Allocated,
@@ -24,7 +29,6 @@ from pdkv.wire.messages import (
     RouterToEngine,
     SourceCounts,
     Submit,
-    TokenLogprob,
     Tokens,
 )
 
@@ -39,8 +43,6 @@ _NOTHING: Sends = ()
 SideState = Literal["idle", "running", "done"]
 """Of one engine's part: not submitted, submitted, over (it said its last word, or it is gone)."""
 
-_FAILURES: dict[str, type[RequestFailed]] = {e.code: e for e in (RequestTimeout, RequestAborted, EngineDied)}
-
 
 class RequestFlow:
     """One generation from its first Submit to its end. Only here is `attempt` raised."""
@@ -53,13 +55,14 @@ class RequestFlow:
         self.request_id = request_id
         self.transfer_id = transfer_id
         self.deadline = now + request.timeout_s
-        self.attempt = 0
-        self.output_token_ids: list[int] = []
-        self.num_duplicates = 0  # tokens that both sides produced
-        self._end_taken = False
-        self._pending: list[int] = []
-        self._pending_logprobs: list[TokenLogprob] | None = None
-        self._pending_prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.attempt = 0  # of what is submitted next, and of the decode part
+        self.prefill_attempt = 0  # of the prefill part and of its lease
+        self.output = Output(request)
+        self.prompt_engine: str | None = None  # the one that ran the prompt, once a token or a hand-off came of it
+        self.sources: SourceCounts | None = None  # of that engine, as it said last
+        self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None
+        self._sources_known = False  # an earlier attempt brought tokens: the prompt's sources are what it said
         self._begin(route)
 
     def _begin(self, route: Route) -> None:
@@ -67,22 +70,33 @@ class RequestFlow:
         self.prefill: SideState = "idle"
         self.decode: SideState = "idle"
         self.declined = False  # decode prefills by itself
-        self.prompt_engine: str | None = None  # the one that ran the prompt, once a token or a hand-off came of it
-        self.sources: SourceCounts | None = None  # of that engine, as it said last
         self.decode_sources: SourceCounts | None = None
         self.load: Loaded | None = None  # how decode's remote load ended
-        self.finish_reason: FinishReason | None = None
-        self.stop_token_id: int | None = None
-        self.failure: PdkvError | None = None
-        self.retryable = False
-        self.failed_engine: str | None = None
+        self._num_before_decode = 0  # tokens that did not come from the decode part
+        self._recovered()
         self._released = False
         self._prefill_gone = False
+        self._pushes = False  # an earlier decode part gave a ticket
         self._ticket: bytes | None = None
         self._handoff: KVHandoff | None = None
         self._kv_ready: KVReady | None = None
 
+    def _recovered(self) -> None:
+        self.failure: PdkvError | None = None
+        self.retryable = False
+        self.failed_engine: str | None = None
+
     # --- what the driver asks -------------------------------------------------------------------------------------
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """All tokens so far."""
+        return self.output.token_ids
+
+    @property
+    def num_duplicates(self) -> int:
+        """Tokens that came more than once."""
+        return self.output.num_duplicates
 
     @property
     def ended(self) -> bool:
@@ -90,14 +104,67 @@ class RequestFlow:
         return self.finish_reason is not None or self.failure is not None
 
     @property
-    def may_restart(self) -> bool:
-        """Whether it failed in a way that other engines may mend, before the client has seen a token."""
-        return self.failure is not None and self.retryable and not (self.output_token_ids or self.request.probe)
+    def awaits_route(self) -> bool:
+        """Whether `begin` must name its engines."""
+        return self.route is NOWHERE and not self.ended
 
     @property
-    def prefill_pending(self) -> bool:
-        """Whether the prefill engine still has, or will have, work to do for it."""
-        return not self.ended and not self.route.aggregated and self.prefill != "done"
+    def awaits_decode(self) -> bool:
+        """Whether the prompt is handed off, and `bind_decode` must say to whom."""
+        return self._handoff is not None and not self.route.decode and not self.ended
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether, after a failure, the prefill part goes on, or what it has handed off can still be read."""
+        if self.route.aggregated or self.declined or self.failed_engine == self.route.prefill:
+            return False
+        if self.prefill == "running":
+            return True
+        readable = self._ticket is not None or self._kv_ready is None or self._kv_ready.ok
+        return self._handoff is not None and readable and not self._released
+
+    @property
+    def engines_in_use(self) -> tuple[str, ...]:
+        """Engines that have a part of it, or will get one."""
+        route = self.route
+        if self.ended or route is NOWHERE:
+            return ()
+        if route.aggregated:
+            return (route.decode,)
+        prefill = (route.prefill,) if self.prefill != "done" else ()
+        return (*prefill, route.decode) if self.decode == "running" else prefill
+
+    def runs_on(self, engine: str) -> bool:
+        """Whether the engine has been asked for a part that is not over."""
+        route = self.route
+        return (engine == route.decode and self.decode == "running") or (
+            engine == route.prefill and self.prefill == "running"
+        )
+
+    def attempt_on(self, engine: str) -> int:
+        """Under which attempt the engine knows its part."""
+        return self.attempt if engine == self.route.decode else self.prefill_attempt
+
+    def depends_on(self, engine: str) -> bool:
+        """Whether it cannot go on without this engine: it runs a part there, or reads KV from there."""
+        if engine in self.engines_in_use:
+            return True
+        return engine == self.route.prefill and self._handoff is not None and not (self._released or self.ended)
+
+    def is_new_on(self, engine: str) -> bool:
+        """Whether no token has come of the part that this engine runs."""
+        if engine == self.route.decode:
+            return len(self.output.token_ids) <= self._num_before_decode
+        return True
+
+    def accepts(self, engine: str, message: FlowMessage) -> bool:
+        """Whether the message is about a part that this engine has."""
+        route = self.route
+        if engine == route.decode and message.attempt == self.attempt:
+            return True
+        if message.attempt != self.prefill_attempt:
+            return False
+        return engine == route.prefill or (engine == route.decode and isinstance(message, Release))
 
     @property
     def prefill_gone(self) -> bool:
@@ -119,19 +186,15 @@ class RequestFlow:
 
     def take_delta(self) -> Delta | None:
         """All that piled up since the last call; None where nothing did. The end comes once, with or without tokens."""
-        reason = self.finish_reason
-        if not self._pending and (reason is None or self._end_taken):
-            return None
-        delta = Delta(self._pending, self._pending_logprobs, self._pending_prompt_logprobs, reason, self.stop_token_id)
-        self._pending, self._pending_logprobs, self._pending_prompt_logprobs = [], None, None
-        self._end_taken = reason is not None
-        return delta
+        return self.output.take(self.finish_reason, self.stop_token_id)
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> Sends:
-        """The first messages."""
+        """The first messages of the route."""
         route = self.route
+        if route is NOWHERE:
+            return _NOTHING
         if route.aggregated:
             return [self._submit_decode(now)]
         match route.order:
@@ -142,15 +205,56 @@ class RequestFlow:
             case "needs_peer_first" | "decode_first":
                 return [self._submit_decode(now)]
 
-    def restart(self, route: Route, now: float) -> Sends:
-        """Begin again on other engines after a failure, behind the tokens that are out; raises `attempt`."""
-        assert self.failure is not None
-        self.attempt += 1
-        self._begin(route)
+    def begin(self, route: Route, now: float) -> Sends:
+        """Engines are there for a flow that awaits them."""
+        assert self.awaits_route
+        self.route = route
         return self.start(now)
 
+    def bind_decode(self, engine: str, now: float) -> Sends:
+        """The decode engine is chosen: it gets the hand-off and the tokens so far."""
+        assert self.awaits_decode
+        self.route = self.route._replace(decode=engine)
+        return self._hand_over(now)
+
+    def resume(self) -> Sends:
+        """After a failure of decode: what prefill has done, or is doing, is for another decode engine."""
+        assert self.can_resume
+        sends = self._abort_decode()
+        self._recovered()
+        self.attempt += 1
+        self.decode, self.load = "idle", None
+        self.route = self.route._replace(decode="")
+        if self._ticket is not None:
+            self._ticket, self._kv_ready, self._pushes = None, None, True
+        if self.prefill == "running":
+            self._released = False  # what was said before there was a lease
+        return sends
+
+    def reset(self) -> Sends:
+        """Nothing is left of this attempt but its tokens, and the flow awaits another route."""
+        assert self.failure is not None or self.awaits_decode
+        sends = self._close()
+        self.attempt += 1
+        self.prefill_attempt = self.attempt
+        if self.output.token_ids:
+            self._sources_known = self.sources is not None
+        else:
+            self.prompt_engine = self.sources = None
+        self._begin(NOWHERE)
+        return sends
+
+    def restart(self, route: Route, now: float) -> Sends:
+        """Begin again on other engines after a failure, behind the tokens that are out; raises `attempt`."""
+        return [*self.reset(), *self.begin(route, now)]
+
+    def give_up(self) -> Sends:
+        """After a failure: nobody goes on with it."""
+        assert self.failure is not None
+        return self._close()
+
     def handle(self, engine: str, message: FlowMessage, now: float) -> Sends:
-        """A message of this (request_id, attempt), or a Release of its transfer, from `engine`."""
+        """A message that it `accepts` from `engine`."""
         if self.ended:
             return _NOTHING
         match message:
@@ -172,16 +276,10 @@ class RequestFlow:
             case Failed():
                 return self._on_failed(engine, message)
 
-    def engine_died(self, engine: str, *, suspect: bool = False) -> Sends:
-        """An engine of the route is gone; nothing more will come from it.
-
-        `suspect`: it went while it handled a message of this request, which is not sent to another engine then.
-        """
+    def engine_died(self, engine: str) -> Sends:
+        """An engine of the route is gone; nothing more will come from it."""
         if self.ended:
             return _NOTHING
-        if suspect:
-            text = f"engine {engine} died while handling a message of this request, so it is not sent to another one"
-            return self.fail(EngineDied(text, request_id=self.request_id), engine=engine)
         route = self.route
         if engine == route.prefill and not route.aggregated and (self.prefill == "done" or self.declined):
             # Its part was over. Decode finds out about the KV by its peers, but only a prefill engine that writes into
@@ -195,12 +293,6 @@ class RequestFlow:
         error = EngineDied(f"engine {engine} died", request_id=self.request_id, retryable=True)
         return self.fail(error, retryable=True, engine=engine)
 
-    def replace_decode(self, engine: str) -> None:
-        """Another decode engine takes over a part that has not begun."""
-        assert self.decode == "idle"
-        assert not self.route.aggregated
-        self.route = self.route._replace(decode=engine)
-
     def abort(self) -> Sends:
         """The client gave up, or has all it wants. Idempotent."""
         return self.fail(RequestAborted("the request was aborted", request_id=self.request_id))
@@ -208,72 +300,52 @@ class RequestFlow:
     def expire(self) -> Sends:
         """The deadline is over. Idempotent."""
         message = f"the request took longer than {self.request.timeout_s:g} s"
+        if self.awaits_route or self.awaits_decode:
+            message += "; at last it waited for an engine that was gone"
         # The engine that had the word is the one that was too slow.
-        engine = self.route.prefill if self.prefill == "running" and not self.output_token_ids else self.route.decode
-        return self.fail(RequestTimeout(message, request_id=self.request_id), engine=engine)
+        engine = self.route.prefill if self.prefill == "running" and not self.output.token_ids else self.route.decode
+        return self.fail(RequestTimeout(message, request_id=self.request_id), engine=engine or None)
 
     def fail(self, error: PdkvError, *, retryable: bool = False, engine: str | None = None) -> Sends:
-        """End the generation with an error, by the fault of `engine` if one is named. Idempotent."""
+        """End the generation with an error, by the fault of `engine` if one is named. Idempotent.
+
+        If it is retryable, the driver says next whether and how it goes on.
+        """
         if self.ended:
             return _NOTHING
         self.failure, self.retryable, self.failed_engine = error, retryable, engine
-        return self._close()
+        return _NOTHING if retryable else self._close()
 
     # --- messages from engines ------------------------------------------------------------------------------------
 
     def _on_tokens(self, engine: str, message: Tokens) -> Sends:
-        output = self.output_token_ids
-        num_known = len(output) - message.position
-        token_ids, logprobs = message.token_ids, message.logprobs
-        if num_known < 0:
-            text = f"engine {engine} sent token {message.position} before {len(output)}"
-            return self.fail(RequestFailed(text, request_id=self.request_id), engine=engine)
-        fault = self._fault_of(message)
+        output = self.output
+        fault = output.fault_of(message)
         if fault:
             return self.fail(RequestFailed(f"engine {engine} sent {fault}", request_id=self.request_id), engine=engine)
-        if num_known:
-            self.num_duplicates += min(num_known, len(token_ids))
-            if num_known >= len(token_ids):
-                return _NOTHING
-            token_ids = token_ids[num_known:]
-            logprobs = None if logprobs is None else logprobs[num_known:]
-        if message.sources is not None:
+        token_ids = output.add(message)
+        if not token_ids:
+            return _NOTHING
+        if message.sources is not None and not self._sources_known:
             self.prompt_engine, self.sources = engine, message.sources
-        output.extend(token_ids)
-        self._pending.extend(token_ids)
-        if logprobs is not None:
-            self._pending_logprobs = logprobs if self._pending_logprobs is None else self._pending_logprobs + logprobs
-        if message.prompt_logprobs is not None:
-            self._pending_prompt_logprobs = message.prompt_logprobs
         if engine == self.route.decode:
             return self._give_up_prefill() if self.declined else _NOTHING
-        sends = []
-        if self.decode == "running" and not self.declined and not self._is_last(len(output)):
-            sends.append((self.route.decode, Continue(self.request_id, self.attempt, token_ids)))
-        return sends
-
-    def _fault_of(self, message: Tokens) -> str:
-        """What is wrong with tokens that no engine in order would send; empty: nothing."""
-        max_tokens, prompt = self.request.params.max_tokens, self.request.prompt_token_ids
-        num_tokens = len(message.token_ids)
-        if max_tokens is not None and message.position + num_tokens > max_tokens:
-            return f"token {message.position + num_tokens} of at most {max_tokens}"
-        if message.logprobs is not None and len(message.logprobs) != num_tokens:
-            return f"{len(message.logprobs)} logprobs for {num_tokens} tokens"
-        if message.prompt_logprobs is not None and len(message.prompt_logprobs) != len(prompt):
-            return f"{len(message.prompt_logprobs)} prompt logprobs for {len(prompt)} tokens"
-        return ""
+        self._num_before_decode = len(output.token_ids)
+        if self.decode == "running" and not self.declined and not output.is_last(len(output.token_ids)):
+            return [(self.route.decode, Continue(self.request_id, self.attempt, list(token_ids)))]
+        return _NOTHING
 
     def _on_finished(self, engine: str, message: Finished) -> Sends:
         if engine == self.route.decode:
             self.decode = "done"
             self.decode_sources = message.sources
-            if self.prompt_engine in (None, engine):
+            if self.prompt_engine in (None, engine) and not self._sources_known:
                 self.sources = message.sources
         else:
             self.prefill = "done"
             self._released = True  # the first token was the last: there was no hand-off
-            self.prompt_engine, self.sources = engine, message.sources
+            if not self._sources_known:
+                self.prompt_engine, self.sources = engine, message.sources
         self.finish_reason, self.stop_token_id = message.reason, message.stop_token_id
         return self._close()
 
@@ -282,13 +354,18 @@ class RequestFlow:
         if self.declined or self._released:  # nobody wants the KV; a Release before the lease has ended nothing
             self._released = False
             return self._release()
-        self.prompt_engine, self.sources = self.route.prefill, message.sources
+        if not self._sources_known:
+            self.prompt_engine, self.sources = self.route.prefill, message.sources
         self._handoff = message.handoff
         if self.decode == "running":
             return [(self.route.decode, message.handoff)]
+        return self._hand_over(now) if self.route.decode else _NOTHING
+
+    def _hand_over(self, now: float) -> Sends:
+        """The hand-off and the tokens so far, to the decode engine."""
         sends = [self._submit_decode(now)]
         if self._kv_ready is not None:
-            sends.append((self.route.decode, self._kv_ready))
+            sends.append((self.route.decode, self._forwarded(self._kv_ready)))
         return sends
 
     def _on_allocated(self, message: Allocated, now: float) -> Sends:
@@ -297,9 +374,9 @@ class RequestFlow:
         # An empty range says that nothing is needed from prefill, except the first token where the hit is the whole
         # prompt: what comes behind it cannot be computed without it.
         whole_prompt = message.stop >= len(self.request.prompt_token_ids)
-        if message.start == message.stop and (self.output_token_ids or not whole_prompt):
+        if message.start == message.stop and (self.output.token_ids or not whole_prompt):
             self.declined = True
-            return self._give_up_prefill() if self.output_token_ids or self.prefill == "idle" else _NOTHING
+            return self._give_up_prefill() if self.output.token_ids or self.prefill == "idle" else _NOTHING
         self.declined = False
         self._ticket = message.ticket
         if self.prefill == "idle":
@@ -307,14 +384,15 @@ class RequestFlow:
         if message.ticket is not None:
             if self._prefill_gone:
                 return self._never()
-            lease = self.attempt if self._handoff is None else self._handoff.attempt
-            return [(self.route.prefill, KVTicket(self.request_id, lease, message.ticket))]
+            return [(self.route.prefill, KVTicket(self.request_id, self.prefill_attempt, message.ticket))]
         return _NOTHING
 
     def _on_kv_ready(self, message: KVReady) -> Sends:
+        if self._pushes and self._ticket is None:
+            return _NOTHING  # about a ticket of a decode engine that has no part any more
         self._kv_ready = message
         if self.decode == "running" and not self.declined:
-            return [(self.route.decode, message)]
+            return [(self.route.decode, self._forwarded(message))]
         return _NOTHING
 
     def _on_failed(self, engine: str, message: Failed) -> Sends:
@@ -324,11 +402,9 @@ class RequestFlow:
             self.prefill, self._released = "done", True
             if self.declined:
                 return _NOTHING
-        if message.code == InvalidRequest.code:
-            return self.fail(InvalidRequest(message.message, param=message.param or None))
-        kind = _FAILURES.get(message.code, RequestFailed)
-        error = kind(message.message, request_id=self.request_id, retryable=message.retryable)
-        error.code = message.code
+        error = error_of(message)
+        if isinstance(error, InvalidRequest):
+            return self.fail(error)
         return self.fail(error, retryable=message.retryable, engine=engine)
 
     # --- parts ----------------------------------------------------------------------------------------------------
@@ -339,9 +415,10 @@ class RequestFlow:
 
     def _submit_decode(self, now: float) -> tuple[str, RouterToEngine]:
         self.decode = "running"
+        self._num_before_decode = len(self.output.token_ids)
         if self.route.aggregated:
             return self.route.decode, self._submit(now, kv="local")
-        conditional = self.route.order == "decode_first"
+        conditional = self.route.order == "decode_first" and self.prefill == "idle"
         return self.route.decode, self._submit(now, kv="await_peer", conditional=conditional, handoff=self._handoff)
 
     def _submit(
@@ -354,28 +431,24 @@ class RequestFlow:
         handoff: KVHandoff | None = None,
         ticket: bytes | None = None,
     ) -> Submit:
-        request = self.request
-        return Submit(
+        return make_submit(
+            self.request,
+            list(self.output.token_ids),
             request_id=self.request_id,
             transfer_id=self.transfer_id,
             attempt=self.attempt,
-            choice=request.choice,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=list(self.output_token_ids),
-            params=request.params,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-            timeout_s=max(self.deadline - now, 0.001),
-            until=until,
+            timeout_s=self.deadline - now,
             kv=kv,
+            until=until,
+            wants_prompt_logprobs=not self.output.prompt_logprobs_known,
             conditional=conditional,
             handoff=handoff,
             ticket=ticket,
         )
 
-    def _is_last(self, num_output: int) -> bool:
-        max_tokens = self.request.params.max_tokens
-        return max_tokens is not None and num_output >= max_tokens
+    def _forwarded(self, message: KVReady) -> KVReady:
+        """As decode's attempt knows it."""
+        return message if message.attempt == self.attempt else msgspec.structs.replace(message, attempt=self.attempt)
 
     def _never(self) -> Sends:
         """The KV that decode gave a ticket for will not come, unless it was said to be there."""
@@ -388,19 +461,21 @@ class RequestFlow:
         if self._released or self.route.aggregated or self.prefill == "idle":
             return _NOTHING
         self._released = True
-        return [(self.route.prefill, Release(self.transfer_id, self.attempt))]
+        return [(self.route.prefill, Release(self.transfer_id, self.prefill_attempt))]
 
     def _give_up_prefill(self) -> Sends:
         """Nothing is wanted from prefill any more."""
         if self.prefill != "running":
             return self._release()
         self.prefill = "done"
-        return [(self.route.prefill, Abort(self.request_id, self.attempt)), *self._release()]
+        return [(self.route.prefill, Abort(self.request_id, self.prefill_attempt)), *self._release()]
+
+    def _abort_decode(self) -> Sends:
+        if self.decode != "running":
+            return _NOTHING
+        self.decode = "done"
+        return [(self.route.decode, Abort(self.request_id, self.attempt))]
 
     def _close(self) -> Sends:
         """The attempt is over: whoever still works on it stops, and the lease ends."""
-        sends = list(self._give_up_prefill())
-        if self.decode == "running":
-            self.decode = "done"
-            sends.append((self.route.decode, Abort(self.request_id, self.attempt)))
-        return sends
+        return [*self._give_up_prefill(), *self._abort_decode()]

@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from pdkv.router.books import Entry
+from pdkv.router.books import Entry, kv_tokens
 from pdkv.router.flow import RequestFlow
 from pdkv.router.request import Delta
+from pdkv.router.state import Fleet
+from pdkv.router.trouble import Trouble
 from pdkv.wire.messages import SourceCounts
 
 
@@ -18,6 +20,7 @@ class Generation:
         self.num_uncached = 0  # prompt tokens that this attempt computes
         self.prompt_run_in = -1  # the last attempt in which the prompt was run
         self.timer: asyncio.TimerHandle | None = None
+        self.trouble: Trouble | None = None  # what has gone wrong so far
         self._on_abort = on_abort
         self._waiter: asyncio.Future[None] | None = None
         self._arrivals: list[float] = []
@@ -35,8 +38,8 @@ class Generation:
 
     @property
     def decode_engine(self) -> str:
-        """Name of the engine that runs the rest."""
-        return self.flow.route.decode
+        """Name of the engine that runs the rest; empty until one is chosen."""
+        return self.flow.route.decode or (self.prefill_engine if self.flow.ended else "")
 
     @property
     def sources(self) -> SourceCounts:
@@ -48,6 +51,21 @@ class Generation:
         """Prompt tokens that were not computed for this request."""
         sources = self.sources
         return sources.local_hit + sources.store + sources.remote
+
+    def enter(self, fleet: Fleet) -> None:
+        """Enter it in the books of the engines that it is under way on, and of no other."""
+        flow = self.flow
+        for entry in self.entries:
+            entry.strike()
+        self.entries = []
+        uncached = 0 if self.prompt_run_in == flow.attempt else self.num_uncached
+        for name in flow.engines_in_use:
+            if fleet.is_ready(name):
+                kv = kv_tokens(flow.request) if name == flow.route.decode else 0
+                entry = Entry(fleet.engines[name].books, uncached, kv)
+                entry.enter()
+                self.entries.append(entry)
+            uncached = 0  # the first of them runs the prompt
 
     def abort(self) -> None:
         """Give the generation up on all engines. Idempotent, and harmless after the end."""

@@ -17,7 +17,7 @@ import uvicorn
 import zmq
 from starlette.types import ASGIApp
 
-from pdkv.config import AccessConfig, AdmissionConfig, HealthConfig, HttpApi, HttpLimits
+from pdkv.config import AccessConfig, AdmissionConfig, HealthConfig, HttpApi, HttpLimits, RecoveryConfig
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import Source, log_sampling_defaults, read_sampling_defaults
@@ -76,6 +76,7 @@ def run_router(
     admission: AdmissionConfig | None = None,
     access: AccessConfig | None = None,
     health: HealthConfig | None = None,
+    recovery: RecoveryConfig | None = None,
     generation_config: Source = "auto",
     identity: str = "",
     lifeline_fd: int | None = None,
@@ -102,6 +103,7 @@ def run_router(
     dispatcher = Dispatcher(
         policy=policy,
         orders=orders,
+        recovery=recovery,
         health=health or HealthConfig(),
         await_all=await_all,
         identity=identity,

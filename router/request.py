@@ -54,7 +54,10 @@ class Delta(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Who runs a request. One engine twice: aggregated, and the order says nothing."""
+    """Who runs a request. One engine twice: aggregated, and the order says nothing.
+
+    An empty decode engine is chosen when the prompt has been handed off.
+    """
 
     prefill: str
     decode: str
@@ -63,4 +66,8 @@ class Route(NamedTuple):
     @property
     def aggregated(self) -> bool:
         """Whether one engine does it all."""
-        return self.prefill == self.decode
+        return self.prefill == self.decode != ""
+
+
+NOWHERE = Route("", "")
+"""Of a request that waits for an engine."""

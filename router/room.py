@@ -20,8 +20,10 @@ SEQS_AHEAD = 2
 class Room:
     """What all generations of one router hold together, against what the fleet can hold."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, *, take_over: bool = False) -> None:
+        """`take_over`: engines of one role do the other's work where that has none."""
         self._fleet = fleet
+        self._take_over = take_over
         self.kv_tokens = 0
         self.num_generations = 0
 
@@ -44,6 +46,8 @@ class Room:
         the decode engines' pools have. False while a role has no engine that is ready.
         """
         prefill, decode = self._engines("prefill"), self._engines("decode")
+        if self._take_over:
+            prefill, decode = prefill or decode, decode or prefill
         if not prefill or not decode:
             return False
         if not self.num_generations:

@@ -116,6 +116,11 @@ class EngineState:
             "connector_problem": self.connector_problem,
         }
 
+    @property
+    def refused(self) -> bool:
+        """Whether it is kept out, and so is not about to come back."""
+        return self._reason() is not None
+
     def _reason(self) -> str | None:
         if self.life == "ready":
             return None
@@ -148,7 +153,8 @@ class Counters:
         self.started = 0
         self.finished = 0
         self.aborted = 0
-        self.retried = 0
+        self.retried = 0  # begun again on other engines before the first token
+        self.migrated = 0  # gone on on other engines behind it
         self.failed: Counter[str] = Counter()  # by error code
         self.dropped_messages = 0  # of requests or attempts that had ended, or that nobody knows
         self.duplicate_tokens = 0

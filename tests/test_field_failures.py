@@ -32,7 +32,7 @@ def functions(path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("page", ["field-failures.md", "waits.md"])
+@pytest.mark.parametrize("page", ["field-failures.md", "waits.md", "failures.md"])
 def test_every_row_names_tests_and_all_of_them_exist(page: str) -> None:
     for row in rows(page):
         named = NAMED.findall(row[-1])

@@ -175,7 +175,12 @@ class _EngineCollector(Collector):
                 sources.add_metric([*name, source], getattr(load.sources, source))
         yield from (up, deaths, waiting, running, blocks, sources, received, failures, partial, damaged)
         yield from (non_finite, preemptions, steps, transfer, *connectors.values())
-        yield CounterMetricFamily("pdkv_retries", "Generations begun again elsewhere.", dispatcher.counters.retried)
+        counters = dispatcher.counters
+        yield CounterMetricFamily("pdkv_retries", "Generations begun again elsewhere.", counters.retried)
+        yield CounterMetricFamily("pdkv_migrations", "Generations gone on elsewhere, mid-stream.", counters.migrated)
+        yield GaugeMetricFamily(
+            "pdkv_waiting_for_engines", "Generations that wait for an engine to come back.", dispatcher.num_parked
+        )
         yield CounterMetricFamily(
             "pdkv_dropped_messages", "Messages about what had ended.", dispatcher.counters.dropped_messages
         )

@@ -7,6 +7,7 @@ import msgspec
 
 from pdkv.errors import (
     EngineDied,
+    EngineGivenUp,
     EngineUnavailable,
     InvalidRequest,
     PdkvError,
@@ -38,7 +39,9 @@ def error_status(error: PdkvError) -> int:
             return error.status
         case TooManyRequests():
             return 429
-        case EngineUnavailable() | EngineDied() | ServerBusy() | RequestAborted():  # the server's own abort
+        case EngineUnavailable() | EngineDied() | EngineGivenUp() | ServerBusy():
+            return 503
+        case RequestAborted():  # the server's own
             return 503
         case RequestTimeout():
             return 504

@@ -118,6 +118,24 @@ class HttpApi:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    """What the router does for requests whose engines fail them (docs/failures.md)."""
+
+    retry_limit: int = option(3, "how often a request may begin again on other engines before its first token")
+    migration_limit: int = option(
+        3, "how often a request may go on on another engine behind its first token; 0: it fails at once"
+    )
+    take_over: bool = option(
+        False, "while no engine of one role is live, engines of the other do its work, too; else requests wait for one"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("retry_limit", "migration_limit"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class HttpLimits:
     """What one client, and all of them together, may cost the HTTP server."""
 

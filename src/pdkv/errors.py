@@ -14,6 +14,7 @@ PdkvError
 ├── MalformedMessage         bytes from a peer that are no message: counted and dropped
 ├── UnsendableMessage        a message to a peer that no frame can carry
 ├── EngineUnavailable        no engine can take the request now: HTTP 503
+│   └── NoEngine             none of a role is ready; one may come back
 ├── ServerBusy               the router is at one of its limits: HTTP 503
 │   └── Draining             it takes no new requests: it is about to stop
 ├── TooManyRequests          the queue is full, or a key's limit is reached: HTTP 429
@@ -22,7 +23,9 @@ PdkvError
 │   ├── RequestTimeout       its deadline passed
 │   ├── RequestAborted       its client or its router gave it up
 │   ├── NonFiniteLogits      its model computed NaN or infinity for it
-│   └── EngineDied           the engine that ran it went away
+│   ├── EngineDied           the engine that ran it went away
+│   ├── EngineGivenUp        the engine that ran it was left for another one
+│   └── KillsEngines         every engine that ran it alone went away
 └── TransferError            one KV transfer ended with an error
     ├── TransferTimeout      its deadline passed
     ├── TransferCancelled    its owner cancelled it
@@ -126,6 +129,10 @@ class EngineUnavailable(PdkvError):
     code = "engine_unavailable"
 
 
+class NoEngine(EngineUnavailable):
+    """No engine of a role is ready. The request may wait for one."""
+
+
 class ServerBusy(PdkvError):
     """The router is at one of its limits; the same request can work `retry_after_s` later."""
 
@@ -195,6 +202,18 @@ class EngineDied(RequestFailed):
     """The engine that ran the request went away."""
 
     code = "engine_died"
+
+
+class EngineGivenUp(RequestFailed):
+    """The engine that ran the request lives, and seems unable to go on; no other one could take over."""
+
+    code = "engine_given_up"
+
+
+class KillsEngines(RequestFailed):
+    """Engines went away whenever they ran this request; it is not tried on a further one."""
+
+    code = "kills_engines"
 
 
 class TransferError(PdkvError):

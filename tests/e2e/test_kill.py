@@ -15,7 +15,7 @@ from kills import (
     LATER,
     NUM_STREAMS,
     check_all_engines,
-    check_that_others_are_untouched,
+    check_that_no_client_notices,
     kill_under_load,
     right_answers,
 )
@@ -36,7 +36,7 @@ def expected(deployment: Running) -> list[list[int]]:
 def test_a_killed_engine_takes_no_other_engines_requests_with_it(
     deployment: Running, expected: list[list[int]], victim: str
 ) -> None:
-    check_that_others_are_untouched(deployment, expected, victim)
+    check_that_no_client_notices(deployment, expected, victim)
 
 
 def test_a_killed_router_comes_back_and_what_it_had_asked_for_ends(

@@ -113,3 +113,9 @@ def test_sampling_defaults_are_checked_before_anything_starts_and_are_the_router
     for source in ("auto", "none"):
         fleet = plan_fleet(deployment(generation_config=source), run_dir)
         assert fleet.router.generation_config == source
+
+
+def test_routers_of_two_launches_never_have_one_id(run_dir: RunDirectory) -> None:
+    """An engine takes the second of an id for the first one's successor, and ends what that one asked for."""
+    fleets = [plan(run_dir, LaunchConfig(), EngineConfig(), EngineConfig()) for _ in range(2)]
+    assert len({fleet.router.router_id for fleet in fleets}) == 2

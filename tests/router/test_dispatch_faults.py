@@ -7,7 +7,7 @@ import pytest
 from dispatch_rig import InProcessBackend, System, check_right, collect, run
 from scripted_engine import make_request
 
-from pdkv.errors import EngineDied, InvalidRequest, RequestFailed, RequestTimeout, UnsendableMessage
+from pdkv.errors import InvalidRequest, KillsEngines, RequestFailed, RequestTimeout, UnsendableMessage
 from pdkv.router.breakers import MIN_EVENTS
 from pdkv.router.health import IDLE_SILENT_TICKS, MUTE_TICKS, TICK_S
 from pdkv.wire.messages import (
@@ -31,26 +31,25 @@ def held_system(num: int) -> System:
     return system
 
 
-def test_a_request_that_an_engine_was_taking_in_when_it_ended_is_not_sent_to_another() -> None:
+def test_a_request_that_two_engines_were_taking_in_when_they_ended_is_not_sent_to_a_third() -> None:
     """Finding 3: the retry ended the second engine, and with it every other request."""
 
     async def body(system: System) -> None:
         poison, innocent = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
         first, second = system.backends["any-0"], system.backends["any-1"]
-        assert [len(b.heard(Submit)) for b in (first, second)] == [1, 1]
-        other = system.dispatcher.start(make_request(num_prompt=40))
-        assert len(first.heard(Submit)) == 2
         first.die({(poison.request_id, 0)})
-        with pytest.raises(EngineDied, match=r"any-0 died while handling .* not sent to another") as raised:
+        assert {m.request_id for m in second.heard(Submit)} == {innocent.request_id, poison.request_id}
+        second.die({(poison.request_id, 1)})
+        with pytest.raises(KillsEngines, match="2 engines died while they ran this request alone") as raised:
             await collect(poison)
         assert not raised.value.retryable
-        assert {m.request_id for m in second.heard(Submit)} == {innocent.request_id, other.request_id}
-        second.release()
-        for generation in (innocent, other):
-            await collect(generation)
-        assert system.dispatcher.counters.retried == 1
+        third = system.backends["any-2"]
+        assert {m.request_id for m in third.heard(Submit)} == {innocent.request_id}
+        third.release()
+        await collect(innocent)
+        assert system.dispatcher.counters.retried == 2
 
-    run(held_system(2), body)
+    run(held_system(3), body)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from scripted_engine import ScriptedEngine, expected_output, make_request
 from pdkv.errors import EngineDied, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout
 from pdkv.router.flow import RequestFlow, Sends
 from pdkv.router.request import GenerateRequest, Route
+from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import (
     Abort,
     Allocated,
@@ -40,6 +41,9 @@ PAIRS = [
 ]
 
 
+MAX_ATTEMPT = 3
+
+
 class World:
     """A flow, four engines and first-in-first-out channels between them; chance decides who is next."""
 
@@ -53,7 +57,8 @@ class World:
         self.down: dict[str, deque[Any]] = {name: deque() for name in self.engines}
         self.up: dict[str, deque[Any]] = {name: deque() for name in self.engines}
         self.tokens: list[int] = []
-        self.num_ends = 0
+        self.num_ends = self.num_resumed = 0
+        self.given_up = False
         self.flow = RequestFlow(request, self.route(), request_id="q", transfer_id="t", now=NOW)
 
     def draw(self, n: int) -> int:
@@ -64,7 +69,8 @@ class World:
         decode = [n for n in self.engines if n[0] == "d"]
         if self.order == "aggregated":
             return Route(prefill[0], prefill[0])
-        return Route(prefill[0], decode[0], self.order)  # type: ignore[arg-type]
+        is_open = self.order == "prefill_first" and self.draw(2)
+        return Route(prefill[0], "" if is_open else decode[0], self.order)  # type: ignore[arg-type]
 
     def send(self, sends: Sends) -> None:
         for name, message in sends:
@@ -91,26 +97,35 @@ class World:
                 engine.step(keys[self.draw(len(keys))])
         else:
             message = self.up[name].popleft()
-            if getattr(message, "attempt", None) == self.flow.attempt:
+            if self.flow.accepts(name, message):
                 self.send(self.flow.handle(name, message, NOW))
         self.up[name].extend(engine.outbox)
         engine.outbox.clear()
 
     def kill(self, name: str) -> None:
         del self.engines[name], self.down[name], self.up[name]
-        route = self.flow.route
-        if name not in route[:2] or self.flow.ended:
-            return
-        others = [n for n in self.engines if n[0] == "d"]
-        if name == route.decode and self.flow.decode == "idle" and others and not route.aggregated:
-            self.flow.replace_decode(others[0])
-            return
-        self.send(self.flow.engine_died(name))
+        if name in self.flow.route[:2]:
+            self.send(self.flow.engine_died(name))
 
-    def maybe_restart(self) -> None:
-        left = {n[0] for n in self.engines}
-        if self.flow.may_restart and self.flow.attempt == 0 and left == {"p", "d"}:
-            self.send(self.flow.restart(self.route(), NOW))
+    def recover(self) -> None:
+        """What a driver does after a failure and after a hand-off."""
+        flow, left = self.flow, {n[0] for n in self.engines}
+        if flow.failure is not None and flow.retryable and not self.given_up:
+            if flow.attempt == MAX_ATTEMPT:
+                self.given_up = True
+                self.send(flow.give_up())
+            elif flow.can_resume and self.draw(4) != 3:
+                self.num_resumed += 1
+                self.send(flow.resume())
+            elif left == {"p", "d"}:
+                self.send(flow.restart(self.route(), NOW))
+            else:
+                self.given_up = True
+                self.send(flow.give_up())
+        if flow.awaits_decode:
+            names = [n for n in self.engines if n[0] == "d"]
+            error = RequestFailed("nobody decodes", request_id="q")
+            self.send(flow.bind_decode(names[self.draw(len(names))], NOW) if names else flow.fail(error))
 
     def disturb(self) -> None:
         match self.draw(60):
@@ -118,7 +133,7 @@ class World:
                 self.send(self.flow.abort())
             case 58:
                 self.send(self.flow.expire())
-            case 59 if len(self.engines) > 1:
+            case 56 | 59 if len(self.engines) > 1:
                 self.kill(list(self.engines)[self.draw(len(self.engines))])
             case _:
                 pass
@@ -128,7 +143,7 @@ class World:
         while actions := self.actions():
             self.act(*actions[self.draw(len(actions))])
             self.disturb()
-            self.maybe_restart()
+            self.recover()
             if self.draw(3) == 0:
                 self.read()
         self.read()
@@ -189,7 +204,7 @@ def test_prefill_first_hands_the_token_and_the_handoff_to_decode_with_the_time_t
     flow = make_flow()
     ((engine, first),) = flow.start(NOW + 1)
     assert (engine, first.until, first.kv, first.timeout_s) == ("p", "first_token", "handoff", 59.0)  # type: ignore[union-attr]
-    assert flow.handle("p", Tokens("q", 0, 0, [3]), NOW) == []
+    assert list(flow.handle("p", Tokens("q", 0, 0, [3]), NOW)) == []
     assert flow.take_delta() == ([3], None, None, None, None)
     ((engine, second),) = flow.handle("p", handoff(), NOW + 10)
     assert isinstance(second, Submit)
@@ -315,7 +330,8 @@ def test_restart_raises_the_attempt_and_continues_behind_the_output() -> None:
     flow.handle("e", Tokens("q", 0, 0, [3]), NOW)
     flow.engine_died("e")
     assert isinstance(flow.failure, EngineDied)
-    assert not flow.may_restart  # the client has seen a token
+    assert flow.retryable
+    assert not flow.can_resume
     ((engine, submit),) = flow.restart(Route("f", "f"), NOW)
     assert isinstance(submit, Submit)
     assert (engine, submit.attempt, submit.output_token_ids) == ("f", 1, [3])
@@ -378,3 +394,147 @@ def test_expiry_names_the_engine_that_had_the_word() -> None:
     assert flow.expire() == [("p", Abort("q", 0)), ("p", Release("t", 0))]
     assert isinstance(flow.failure, RequestTimeout)
     assert flow.failed_engine == "p"
+
+
+# --- going on elsewhere -----------------------------------------------------------------------------------------------
+
+
+def handed_off(order: str = "prefill_first", decode: str = "d") -> RequestFlow:
+    """A flow whose prompt is done: its first token is 3."""
+    flow = make_flow(order)
+    flow.route = flow.route._replace(decode=decode)
+    flow.start(NOW)
+    flow.handle("p", Tokens("q", 0, 0, [3], sources=SourceCounts(computed=20)), NOW)
+    flow.handle("p", handoff(), NOW)
+    return flow
+
+
+def test_decode_is_bound_when_the_prompt_is_handed_off() -> None:
+    flow = make_flow()
+    flow.route = flow.route._replace(decode="")
+    flow.start(NOW)
+    assert flow.engines_in_use == ("p",)
+    assert list(flow.handle("p", Tokens("q", 0, 0, [3]), NOW)) == []
+    assert not flow.awaits_decode
+    assert list(flow.handle("p", handoff(), NOW)) == []
+    assert flow.awaits_decode
+    ((engine, submit),) = flow.bind_decode("d", NOW)
+    assert isinstance(submit, Submit)
+    assert (engine, submit.attempt, submit.output_token_ids, submit.handoff) == ("d", 0, [3], handoff().handoff)
+    assert flow.engines_in_use == ("d",)
+
+
+def test_another_decode_engine_reads_the_hand_off_of_one_that_died_and_the_lease_ends_once() -> None:
+    flow = handed_off()
+    assert list(flow.engine_died("d")) == []
+    assert flow.can_resume
+    assert list(flow.resume()) == []
+    assert flow.awaits_decode
+    ((engine, submit),) = flow.bind_decode("d2", NOW)
+    assert isinstance(submit, Submit)
+    assert (engine, submit.attempt, submit.kv, submit.handoff) == ("d2", 1, "await_peer", handoff().handoff)
+    assert not flow.accepts("d", Tokens("q", 0, 1, [9]))  # what the first one may still say
+    assert not flow.accepts("d2", Tokens("q", 0, 1, [9]))
+    release = Release("t", 0)  # by the hand-off's attempt, whoever reads it
+    assert flow.accepts("d2", release)
+    assert flow.handle("d2", release, NOW) == [("p", release)]
+    assert list(flow.abort()) == [("d2", Abort("q", 1))]
+
+
+def test_what_a_store_has_saved_is_known_to_the_next_reader() -> None:
+    flow = handed_off()
+    assert flow.handle("p", KVReady("q", 0, ok=True), NOW) == [("d", KVReady("q", 0, ok=True))]
+    flow.engine_died("d")
+    flow.resume()
+    sends = flow.bind_decode("d2", NOW)
+    assert sends[1] == ("d2", KVReady("q", 1, ok=True))
+    late = handed_off()
+    late.engine_died("d")
+    late.resume()
+    late.bind_decode("d2", NOW)
+    assert late.accepts("p", KVReady("q", 0, ok=True))
+    assert late.handle("p", KVReady("q", 0, ok=True), NOW) == [("d2", KVReady("q", 1, ok=True))]
+
+
+def test_a_save_that_failed_and_a_lease_that_ended_are_not_read_again() -> None:
+    flow = handed_off()
+    flow.handle("p", KVReady("q", 0, ok=False), NOW)
+    flow.engine_died("d")
+    assert not flow.can_resume
+    released = handed_off()
+    released.handle("d", Release("t", 0), NOW)
+    released.engine_died("d")
+    assert not released.can_resume
+    assert list(released.give_up()) == []
+
+
+def test_a_push_is_sent_again_on_the_ticket_of_the_next_reader() -> None:
+    flow = handed_off("concurrent")
+    flow.handle("d", Allocated("q", 0, 0, 20, b"first"), NOW)
+    flow.engine_died("d")
+    flow.resume()
+    assert list(flow.handle("p", KVReady("q", 0, ok=False, code="peer_gone"), NOW)) == []  # about the first ticket
+    ((_, submit),) = flow.bind_decode("d2", NOW)
+    assert isinstance(submit, Submit)
+    assert submit.output_token_ids == [3]
+    assert flow.handle("d2", Allocated("q", 1, 0, 20, b"second"), NOW) == [("p", KVTicket("q", 0, b"second"))]
+    assert flow.handle("p", KVReady("q", 0, ok=True), NOW) == [("d2", KVReady("q", 1, ok=True))]
+
+
+@pytest.mark.parametrize("order", ["concurrent", "needs_peer_first", "decode_first"])
+def test_a_prompt_that_is_being_computed_goes_on_when_decode_dies(order: str) -> None:
+    flow = make_flow(order)
+    flow.start(NOW)
+    flow.handle("d", Allocated("q", 0, 0, 20, b"first"), NOW)
+    assert flow.prefill == "running"
+    flow.engine_died("d")
+    assert flow.can_resume
+    assert list(flow.resume()) == []
+    assert flow.engines_in_use == ("p",)
+    assert list(flow.handle("p", Tokens("q", 0, 0, [3]), NOW)) == []
+    assert list(flow.handle("p", handoff(), NOW)) == []
+    ((engine, submit),) = flow.bind_decode("d2", NOW)
+    assert isinstance(submit, Submit)
+    assert (engine, submit.attempt, submit.conditional, submit.handoff) == ("d2", 1, False, handoff().handoff)
+
+
+def test_an_engine_that_lives_and_is_left_gets_an_abort() -> None:
+    flow = handed_off()
+    assert list(flow.fail(RequestFailed("slow", request_id="q"), retryable=True, engine="d")) == []
+    assert flow.resume() == [("d", Abort("q", 0))]
+    flow.bind_decode("d2", NOW)
+    assert list(flow.fail(RequestFailed("slow", request_id="q"), retryable=True, engine="p")) == []
+    assert not flow.can_resume  # it is prefill that is left
+    assert set(flow.reset()) == {("p", Release("t", 0)), ("d2", Abort("q", 1))}
+    assert flow.awaits_route
+    ((engine, submit),) = flow.begin(Route("p2", ""), NOW)
+    assert isinstance(submit, Submit)
+    assert (engine, submit.attempt, submit.kv, submit.output_token_ids) == ("p2", 2, "handoff", [3])
+
+
+def test_what_is_known_of_the_prompt_is_asked_for_once_and_stays() -> None:
+    """prompt_logprobs are neither computed nor sent twice, and sources are those of the prompt's first run."""
+    params = SamplingParams(max_tokens=5, seed=1, logprobs=1, prompt_logprobs=1)
+    request = GenerateRequest(prompt_token_ids=list(range(3)), params=params, timeout_s=60.0)
+    flow = RequestFlow(request, Route("e", "e"), request_id="q", transfer_id="t", now=NOW)
+    ((_, first),) = flow.start(NOW)
+    assert first.params.prompt_logprobs == 1  # type: ignore[union-attr]
+    logprob = TokenLogprob(3, -1.0, 1)
+    about_prompt = [None, logprob, logprob]
+    flow.handle("e", Tokens("q", 0, 0, [3], [logprob], about_prompt, SourceCounts(computed=3)), NOW)
+    flow.engine_died("e")
+    ((_, second),) = flow.restart(Route("f", "f"), NOW)
+    assert (second.params.prompt_logprobs, second.params.logprobs) == (None, 1)  # type: ignore[union-attr]
+    flow.handle("f", Tokens("q", 1, 1, [4], [logprob], None, None), NOW)
+    flow.handle("f", Finished("q", 1, "stop", SourceCounts(local_hit=3), 4), NOW)
+    assert flow.take_delta() == ([3, 4], [logprob] * 2, about_prompt, "stop", 4)
+    assert (flow.prompt_engine, flow.sources) == ("e", SourceCounts(computed=3))
+
+
+def test_a_retry_before_the_first_token_has_its_own_sources() -> None:
+    flow = make_flow("aggregated")
+    flow.start(NOW)
+    flow.engine_died("e")
+    flow.restart(Route("f", "f"), NOW)
+    flow.handle("f", Tokens("q", 1, 0, [3], sources=SourceCounts(local_hit=20)), NOW)
+    assert (flow.prompt_engine, flow.sources) == ("f", SourceCounts(local_hit=20))

@@ -42,7 +42,11 @@ def store(chooser: Any, engine: str, num_tokens: int, request: Any) -> None:
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 2), (2, 4), (4, 2), (3, 3), (2, 3)])
 def test_round_robin_uses_every_pair_equally(num_prefill: int, num_decode: int) -> None:
     chooser = make_chooser(num_prefill, num_decode)
-    pairs = Counter(chooser.choose(make_request(), 0.0)[:2] for _ in range(2 * num_prefill * num_decode))
+    pairs: Counter[tuple[str, str]] = Counter()
+    for _ in range(2 * num_prefill * num_decode):
+        route = chooser.choose(make_request(), 0.0)
+        assert (route.decode, route.order) == ("", "prefill_first")  # bound when the prompt is handed off
+        pairs[route.prefill, chooser.choose_decode(make_request(), route.prefill, 0.0)] += 1
     assert len(pairs) == num_prefill * num_decode
     assert set(pairs.values()) == {2}
 

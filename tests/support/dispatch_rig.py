@@ -10,7 +10,7 @@ from scripted_engine import ScriptedEngine, expected_output, make_card
 from pdkv.router.books import Books
 from pdkv.router.dispatch import Delta, Dispatcher, GenerateRequest, Generation
 from pdkv.router.engine_client import EngineListener
-from pdkv.wire.messages import EngineCard, RequestKey, RouterToEngine
+from pdkv.wire.messages import EngineCard, RequestKey, RouterToEngine, Submit
 
 
 class InProcessBackend:
@@ -68,10 +68,52 @@ class InProcessBackend:
         return [m for m in self.engine.received if isinstance(m, kind)]
 
 
+class PoisonedBackend(InProcessBackend):
+    """An engine that computes all of its tasks in each step, and dies in the step that has a poisonous one.
+
+    It comes back in a later turn of the event loop.
+    """
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        super().__init__(engine)
+        self.is_poison: Callable[[Submit], bool] = lambda submit: False
+        self.num_deaths = 0
+
+    def pump(self) -> None:
+        if not self.up or self.held or self.listener is None:
+            return
+        keys = self.engine.runnable()
+        if any(self.is_poison(self.engine.tasks[key].submit) for key in keys):
+            self.num_deaths += 1
+            self.die()
+            asyncio.get_running_loop().call_soon(self.come_back)
+            return
+        for key in keys:
+            self.engine.step(key)
+        said, self.engine.outbox = self.engine.outbox, []
+        if said:
+            self.listener.engine_messages(self.name, said)
+        if self.engine.runnable():
+            asyncio.get_running_loop().call_soon(self.pump)
+
+    def come_back(self) -> None:
+        if self.listener is not None:
+            kind = self.engine.kind
+            self.start(make_card(self.name, self.name.partition("-")[0], kind, epoch=f"e{self.num_deaths}"))
+
+
 class System:
     """A dispatcher and its scripted engines, prefill-0 …, decode-0 … or engine-0 …"""
 
-    def __init__(self, num_prefill: int, num_decode: int, *, kind: str = "pull", **options: Any) -> None:
+    def __init__(
+        self,
+        num_prefill: int,
+        num_decode: int,
+        *,
+        kind: str = "pull",
+        backend: type[InProcessBackend] = InProcessBackend,
+        **options: Any,
+    ) -> None:
         self.dispatcher = Dispatcher(rng=random.Random(0), **({"policy": "round_robin"} | options))
         roles = {"prefill": num_prefill, "decode" if num_prefill else "any": num_decode}
         self.backends: dict[str, InProcessBackend] = {}
@@ -79,7 +121,7 @@ class System:
         for role, num in roles.items():
             for i in range(num):
                 name = f"{role}-{i}"
-                self.backends[name] = InProcessBackend(ScriptedEngine(name, kind))  # type: ignore[arg-type]
+                self.backends[name] = backend(ScriptedEngine(name, kind))  # type: ignore[arg-type]
                 self.dispatcher.add_backend(self.backends[name], role)
 
     def card(self, name: str, **changes: Any) -> EngineCard:
@@ -94,6 +136,8 @@ class System:
         """Nothing is left of any request."""
         assert self.dispatcher.num_generations == 0
         assert self.dispatcher._transfers == {}
+        assert self.dispatcher.num_parked == 0
+        assert self.dispatcher.recovery._trials == {}
         assert {e.name: e.books for e in self.dispatcher.fleet.engines.values() if e.books != Books()} == {}
         for backend in self.backends.values():
             assert not backend.engine.tasks

@@ -73,13 +73,14 @@ class FakeDispatcher:
         self.ready = True
         self.available = True
         self.max_model_len: int | None = None
+        self.num_parked = 0
         self.connector_problems: dict[str, str] = {}
         self.num_cached_tokens = 0
         self.generations: list[FakeGeneration] = []
         self.num_slots = 1 << 30  # generations that may run at once
         self.on_room: Callable[[], None] = lambda: None
         self.started = asyncio.Event()  # set by every start
-        self.counters = SimpleNamespace(retried=2, dropped_messages=3)
+        self.counters = SimpleNamespace(retried=2, migrated=1, dropped_messages=3)
 
     @property
     def fault(self) -> str:

@@ -56,23 +56,17 @@ async def kill_under_load(
         return await asyncio.gather(*streams), meanwhile
 
 
-def check(answers: list[Answer], expected: list[list[int]], victim: str) -> int:
-    """Every answer is right or a clear error; where the victim had no part it is right. Returns how many failed."""
-    num_failed = 0
+def check(answers: list[Answer], expected: list[list[int]]) -> None:
+    """Every answer is the right one: no client notices that an engine died."""
     for answer, token_ids in zip(answers, expected, strict=True):
         assert not answer.broken
-        if answer.token_ids is not None:
-            assert answer.token_ids == token_ids
-            continue
-        num_failed += 1
-        assert answer.failed_clearly, answer
-        assert answer.status in (200, 503)  # 200: the error is the last event
-        assert answer.error is not None
-        assert answer.error["code"] == "engine_died"
-        assert victim in answer.error["message"]
-        if answer.status == 200:
-            assert victim in (answer.prefill, answer.decode)
-    return num_failed
+        assert answer.token_ids == token_ids, answer
+
+
+def num_migrations(deployment: Running) -> int:
+    """Generations that have gone on elsewhere, mid-stream."""
+    (line,) = [x for x in deployment.get("/metrics").text.splitlines() if x.startswith("pdkv_migrations_total ")]
+    return int(float(line.split()[1]))
 
 
 def check_all_engines(deployment: Running, expected: list[list[int]]) -> None:
@@ -85,24 +79,23 @@ def check_all_engines(deployment: Running, expected: list[list[int]]) -> None:
     wait_for_rest(deployment)
 
 
-def check_that_others_are_untouched(deployment: Running, expected: list[list[int]], victim: str) -> None:
-    """Kill an engine under load: it comes back, and no other engine's requests go with it."""
+def check_that_no_client_notices(deployment: Running, expected: list[list[int]], victim: str) -> None:
+    """Kill an engine under load: all streams are whole, it comes back, and all is as before."""
     if victim.startswith("decode"):
-        num_failed = wait_until_true(lambda: _kill(deployment, expected, victim), "a kill amid streams", KILLS_BOUND_S)
-        assert num_failed < NUM_STREAMS
+        wait_until_true(lambda: _kill(deployment, expected, victim), "a kill amid streams", KILLS_BOUND_S)
     else:
         _kill(deployment, expected, victim)
     check_all_engines(deployment, expected)
 
 
 def _kill(deployment: Running, expected: list[list[int]], victim: str) -> int:
-    """Kill it under load; returns how many streams failed when it has come back."""
+    """Kill it under load; returns how many streams have moved when it has come back."""
     # A decode engine dies in the middle of all streams, a prefill engine while most prompts are still waiting.
     when_begun = NUM_STREAMS if victim.startswith("decode") else 1
-    before = deployment.pids()
+    before, num_before = deployment.pids(), num_migrations(deployment)
     streams, meanwhile = asyncio.run(kill_under_load(deployment, before[victim], when_begun=when_begun, later=LATER))
-    num_failed = check(streams, expected, victim)
-    check(meanwhile, [ids[:20] for ids in expected], victim)
+    check(streams, expected)
+    check(meanwhile, [ids[:20] for ids in expected])
     pid = int(deployment.wait_for_line(rf"router: {victim} is ready \(pid (?!{before[victim]}\b)(\d+)")[1])
     assert deployment.pids() == {**before, victim: pid}
-    return num_failed
+    return num_migrations(deployment) - num_before

@@ -179,9 +179,8 @@ class ScriptedEngine:
     def _step_prefill(self, key: tuple[str, int], task: Task) -> None:
         submit = task.submit
         lease = (submit.transfer_id, submit.attempt)
-        if task.stage == "sending":
-            self.leases.discard(lease)
-            del self.tasks[key]
+        if task.stage == "sending":  # the lease lives until its Release: another ticket sends it again
+            task.ticket = None
             self.outbox.append(KVReady(*key, ok=self.draw(8) != 7))
             return
         sources = SourceCounts(computed=len(submit.prompt_token_ids))
@@ -212,7 +211,8 @@ class ScriptedEngine:
         ok = task.kv_ready is not False and self.draw(6) != 5
         task.stage, task.local = "running", task.local or not ok
         self.outbox.append(Loaded(*key, ok=ok))
-        self.outbox.append(Release(task.submit.transfer_id, task.submit.attempt))
+        lease = task.submit.attempt if task.handoff is None else task.handoff.attempt
+        self.outbox.append(Release(task.submit.transfer_id, lease))
 
     def _generate(self, key: tuple[str, int], task: Task) -> None:
         num_prompt = len(task.submit.prompt_token_ids)

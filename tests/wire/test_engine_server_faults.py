@@ -2,13 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
-from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive, tokens
+from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, raw_peer, receive, tokens
 
 from pdkv.errors import InvalidRequest, MalformedMessage, UnsendableMessage
 from pdkv.router.engine_client import EngineClient
@@ -32,20 +30,6 @@ from pdkv.wire.messages import (
 )
 
 SUBMIT = Submit(request_id="q", transfer_id="t", attempt=0, prompt_token_ids=[1], params=SamplingParams(seed=1))
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[EngineServer]:
-    server = EngineServer(f"ipc://{tmp_path}/e", make_card())
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
 
 
 def raw_frame(number: int, *messages: object) -> bytes:

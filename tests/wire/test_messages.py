@@ -122,7 +122,7 @@ CARD = {
         ({"type": "Continue", "request_id": "q", "attempt": 1, "token_ids": [-7]}, "token_ids"),
         ({"type": "KVTicket", "request_id": "q", "attempt": 1, "ticket": b"x" * 70_000}, "ticket"),
         ({"type": "Tokens", "request_id": "q", "attempt": 1, "position": -1, "token_ids": []}, "position"),
-        ({"type": "Shutdown", "request_id": "q", "attempt": 1}, "type"),
+        ({"type": 7, "request_id": "q", "attempt": 1}, "type"),
     ],
 )
 def test_a_value_out_of_its_range_is_its_message_s_fault_and_no_other_s(message: object, param: str) -> None:

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.cli.options import Flag, add_flags, build, collect, flags_of, warn_of_secrets
-from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HealthConfig, HttpApi, HttpLimits
+from pdkv.config import (
+    AccessConfig,
+    AdmissionConfig,
+    EngineConfig,
+    HandoffConfig,
+    HealthConfig,
+    HttpApi,
+    HttpLimits,
+    RecoveryConfig,
+)
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
@@ -38,6 +47,7 @@ def flag_groups() -> dict[str, list[Flag]]:
         "topology": [_with_choices(flag, "policy", POLICIES) for flag in flags_of(LaunchConfig)],
         "engines": flags_of(EngineConfig),
         "hand-off": [_with_choices(flag, "connector", SHIPPED) for flag in flags_of(HandoffConfig)],
+        "failures": flags_of(RecoveryConfig),
         "HTTP": [*flags_of(HttpLimits), *flags_of(HttpApi)],
         "admission": flags_of(AdmissionConfig),
         "access": flags_of(AccessConfig),
@@ -94,6 +104,7 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
         admission=build(AdmissionConfig, values),
         access=build(AccessConfig, values),
         health=build(HealthConfig, values),
+        recovery=build(RecoveryConfig, values),
         prefill=build(EngineConfig, values, role="prefill"),
         decode=build(EngineConfig, values, role="decode"),
     )

@@ -4,7 +4,16 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HealthConfig, HttpApi, HttpLimits
+from pdkv.config import (
+    AccessConfig,
+    AdmissionConfig,
+    EngineConfig,
+    HandoffConfig,
+    HealthConfig,
+    HttpApi,
+    HttpLimits,
+    RecoveryConfig,
+)
 from pdkv.errors import ConfigError
 from pdkv.options import option
 from pdkv.wire.messages import Order
@@ -70,6 +79,7 @@ class Deployment:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
 
     @property
     def num_ranks(self) -> int:

@@ -1,6 +1,7 @@
 """Names every process of a launch and gives it its share of the machine."""
 
 import dataclasses
+import secrets
 from typing import Literal
 
 from pdkv.config import DEFAULT_MODEL, EngineConfig
@@ -36,7 +37,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
     ]
     model = deployment.prefill.model
     router = RouterSpec(
-        router_id="router",
+        router_id=f"router-{secrets.token_hex(8)}",  # of this launch: a restarted router has it again
         engines=[plan_address(spec, run_dir) for spec in engines],
         model=model,
         served_model_name=launch.served_model_name
@@ -51,6 +52,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         admission=deployment.admission,
         access=deployment.access,
         health=deployment.health,
+        recovery=deployment.recovery,
         drain_s=launch.drain_s,
     )
     return Fleet(

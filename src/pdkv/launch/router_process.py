@@ -44,6 +44,7 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             admission=spec.admission,
             access=spec.access,
             health=spec.health,
+            recovery=spec.recovery,
             generation_config=spec.generation_config,
             identity=spec.identity,
             lifeline_fd=lifeline_fd,

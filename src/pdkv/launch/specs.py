@@ -7,7 +7,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdkv.config import AccessConfig, AdmissionConfig, EngineConfig, HandoffConfig, HealthConfig, HttpApi, HttpLimits
+from pdkv.config import (
+    AccessConfig,
+    AdmissionConfig,
+    EngineConfig,
+    HandoffConfig,
+    HealthConfig,
+    HttpApi,
+    HttpLimits,
+    RecoveryConfig,
+)
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import Order
 
@@ -65,6 +74,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     admission: AdmissionConfig = AdmissionConfig()
     access: AccessConfig = AccessConfig()
     health: HealthConfig = HealthConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     generation_config: Literal["auto", "none"] = "auto"
     drain_s: float = 0.0  # how long requests may go on after SIGTERM
 

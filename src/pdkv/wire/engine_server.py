@@ -28,6 +28,8 @@ from pdkv.wire.frames import (
 from pdkv.wire.heartbeat import Heartbeat
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
+    OLDEST_PROTOCOL,
+    PROTOCOL,
     Abort,
     Disconnect,
     EngineCard,
@@ -274,6 +276,12 @@ class EngineServer:
         if predecessor is None and len(self._routers) >= MAX_ROUTERS:
             self._log(f"router {hello.router_id} is refused: {MAX_ROUTERS} others are connected")
             return None
+        if hello.protocol < OLDEST_PROTOCOL:
+            self._log(
+                f"router {hello.router_id} is refused: it speaks protocol {hello.protocol}, and this engine "
+                f"{OLDEST_PROTOCOL} to {PROTOCOL}"
+            )
+            return None
         if predecessor is not None:
             self._forget(predecessor)
         if peer is not None and peer is not predecessor:  # one connection is one router
@@ -281,7 +289,7 @@ class EngineServer:
         peer = _RouterPeer(identity, hello.router_id, hello.epoch, frame.number)
         self._peers[identity] = self._routers[hello.router_id] = peer
         self._events.append((hello.router_id, RouterJoined(hello.epoch)))
-        self.send(hello.router_id, [Ready(card=self.card)])
+        self.send(hello.router_id, [Ready(card=self.card, protocol=PROTOCOL)])
         return peer
 
     def _lose(self, peer: _RouterPeer) -> None:

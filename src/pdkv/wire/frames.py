@@ -2,6 +2,7 @@
 each message on its own, so that a bad one affects only its own request.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, NamedTuple
 
@@ -65,6 +66,8 @@ class _About(msgspec.Struct, frozen=True):
     attempt: Attempt
 
 
+_UNKNOWN_TYPE = re.compile(r"Invalid value .* - at `\$\.type`$", re.DOTALL)
+
 _encoder = msgspec.msgpack.Encoder()
 _frames = msgspec.msgpack.Decoder(_RawFrame)
 _messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
@@ -124,6 +127,8 @@ def decode_message(data: bytes | memoryview) -> AnyMessage | BadMessage:
         return decode_total(_messages, data)
     except MalformedMessage as error:
         reason = str(error)
+    if _UNKNOWN_TYPE.search(reason):  # of a newer peer: skipped, and no fault of whose message it is
+        return BadMessage(f"a message of an unknown type: {reason}", "type", None)
     key: RequestKey | None = None
     try:
         about = decode_total(_abouts, data)

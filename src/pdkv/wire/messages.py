@@ -16,6 +16,15 @@ from pdkv.sampling_params import SamplingParams
 MAX_BLOB_BYTES = 64 * 1024
 """Upper bound of a ticket and of a hand-off's payload."""
 
+PROTOCOL = 1
+"""Version of the messages in this module. It rises when a peer of an older one could misunderstand them.
+
+New fields with defaults and new messages need no new version: who does not know them skips them.
+"""
+
+OLDEST_PROTOCOL = 1
+"""Of a peer that is still spoken to."""
+
 Order = Literal["prefill_first", "concurrent", "needs_peer_first", "decode_first"]
 ConnectorKind = Literal["store", "pull", "push"]
 FinishReason = Literal["stop", "length"]
@@ -199,6 +208,7 @@ class Hello(Message, frozen=True):
 
     router_id: Id
     epoch: Id
+    protocol: Natural = 1  # the router's PROTOCOL; those before the first version said nothing
 
 
 class Submit(Message, frozen=True, kw_only=True):
@@ -281,6 +291,7 @@ class Ready(Message, frozen=True):
     """The engine answers a Hello with its card."""
 
     card: EngineCard
+    protocol: Natural = 1  # the engine's PROTOCOL
 
 
 class Tokens(Message, frozen=True):

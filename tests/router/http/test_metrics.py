@@ -85,6 +85,8 @@ def test_engines_as_they_reported_themselves() -> None:
     assert samples[("pdkv_engine_kv_damaged_values_total", *engine)] == 8
     assert samples[("pdkv_engine_kv_partial_loads_total", *engine)] == 9
     assert samples[("pdkv_retries_total",)] == 2
+    assert samples[("pdkv_migrations_total",)] == 1
+    assert samples[("pdkv_waiting_for_engines",)] == 0
 
 
 def test_what_the_router_thinks_of_its_engines() -> None:

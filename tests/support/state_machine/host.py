@@ -116,6 +116,7 @@ class World:
         self.engines: dict[str, Engine] = {}
         self.clients: list[Client] = []
         self.num_restarts = 0
+        self.num_resumed = 0
         self.losses = 0
         for index in range(2 + chooser.below(2)):
             self.boot(f"e{index}")
@@ -232,7 +233,8 @@ class World:
         for message in messages:
             if isinstance(message, Loaded) and message.code == "stale_generation":
                 client = next(c for c in self.clients if c.flow.request_id == message.request_id)
-                lease = self.leases(client.flow.route.prefill).get((client.flow.transfer_id, message.attempt))
+                flow = client.flow
+                lease = self.leases(flow.route.prefill).get((flow.transfer_id, flow.prefill_attempt))
                 assert lease is None, f"{message.request_id}: leased blocks were reused"
 
     def collect(self, engine: Engine) -> None:
@@ -276,7 +278,8 @@ class World:
         if self.chooser.below(12) == 1:
             return Route(first, first)
         others = [name for name in names if name != first]
-        return Route(first, others[self.chooser.below(len(others))], self.order)
+        is_open = self.order == "prefill_first" and self.chooser.below(2) == 0
+        return Route(first, "" if is_open else others[self.chooser.below(len(others))], self.order)
 
     def receive(self, engine: Engine) -> None:
         """The router takes one message of an engine."""
@@ -284,13 +287,10 @@ class World:
         for client in self.clients:
             flow = client.flow
             if isinstance(message, Release):
-                ours = (message.transfer_id, message.attempt) == (flow.transfer_id, flow.attempt)
+                ours = message.transfer_id == flow.transfer_id
             else:
-                ours = (getattr(message, "request_id", None), getattr(message, "attempt", None)) == (
-                    flow.request_id,
-                    flow.attempt,
-                )
-            if ours:
+                ours = getattr(message, "request_id", None) == flow.request_id
+            if ours and flow.accepts(engine.name, message):  # type: ignore[arg-type]
                 self.send(flow.handle(engine.name, message, self.now))
                 self.take(client)
                 self.maybe_retry(client)
@@ -305,10 +305,19 @@ class World:
             )
 
     def maybe_retry(self, client: Client) -> None:
-        """Another attempt after a failure, on a new pair, behind the tokens that are out."""
+        """After a failure: what prefill did is for another decode engine, or all begins again behind the tokens."""
         flow = client.flow
-        if flow.failure is not None and flow.retryable and flow.attempt < MAX_ATTEMPTS and not client.aborted:
-            self.send(flow.restart(self.route(), self.now))
+        if flow.failure is not None and flow.retryable and not client.aborted:
+            if flow.attempt >= MAX_ATTEMPTS:
+                self.send(flow.give_up())
+            elif flow.can_resume and self.chooser.below(4):
+                self.num_resumed += 1
+                self.send(flow.resume())
+            else:
+                self.send(flow.restart(self.route(), self.now))
+        if flow.awaits_decode:
+            others = [name for name in self.engines if name != flow.route.prefill]
+            self.send(flow.bind_decode(others[self.chooser.below(len(others))], self.now))
 
     # --- what happens next ----------------------------------------------------------------------------------------
 
