@@ -476,6 +476,12 @@ class Dispatcher:
         generation.wake()
         self.changes.notify()
 
+    def engines_changed(self) -> None:
+        """What engines may be asked for is another than before."""
+        self.changes.notify()
+        self.on_room()
+        self._place_parked_soon()
+
     def _place_parked_soon(self) -> None:
         """An engine came, or came free: those that wait are looked at in order, in a turn of their own."""
         if self.recovery.num_parked and not self._parked_are_due:

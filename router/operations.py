@@ -143,8 +143,7 @@ class Operations:
     def _changed(self, what: str) -> None:
         logger.info("%s", what)
         self._write_marks()
-        self._dispatcher.changes.notify()
-        self._dispatcher.on_room()
+        self._dispatcher.engines_changed()
 
     def _read_marks(self) -> dict[str, _Mark]:
         if self._marks_file is None:
