@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 def launch(deployment: Deployment) -> int:
     """Run a deployment until SIGINT, SIGTERM or SIGHUP; returns the exit code.
 
+    With API keys, SIGHUP has the router read them again, and ends nothing.
+
     Raises:
         ConfigError: a wrong value, found here or by a child.
         StartupError: a child did not become ready.
@@ -115,7 +117,7 @@ async def _serve(
     on_ready = _ReadyLog(len(fleet.engines) + 1)
     supervisor = Supervisor(fleet, listen_fd=listener.fileno(), lifeline_fd=lifeline_fd, on_ready=on_ready)
     control = _make_control(deployment, run_dir, supervisor)
-    signals = _StopSignals(supervisor)
+    signals = _StopSignals(supervisor, reloads_keys=deployment.access.api_key_file is not None)
     url = _url(listener)
     logger.info("starting %s with %s on %s", deployment.shape, deployment.prefill.model, url)
     start = asyncio.create_task(supervisor.start())
@@ -143,14 +145,16 @@ async def _serve(
 class _StopSignals:
     """The first signal asks for a stop, the second one for a quick one, the third one for the end."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        """From now on the running loop handles them."""
+    def __init__(self, supervisor: Supervisor, *, reloads_keys: bool) -> None:
+        """From now on the running loop handles them. `reloads_keys`: SIGHUP asks for that instead."""
         self.stopped = asyncio.Event()
         self.drain_s = 0.0  # until everything is ready, nothing needs to be answered
         self._supervisor = supervisor
         self._hurried = False
         for number in _STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        if reloads_keys:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervisor.reload_keys)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
     def _on_signal(self) -> None:

@@ -71,6 +71,7 @@ class Supervisor:
         self._clock = clock
         self._children: set[Child] = set()
         self._router: Child | None = None
+        self._listens_for_hangups = False  # the router does: before it is ready, a SIGHUP would end it
         self._forks: ForkServer | None = None
         self._keepers: dict[str, Keeper] = {}
         self._specs = {spec.name: spec for spec in fleet.engines}
@@ -155,6 +156,7 @@ class Supervisor:
         self._children.difference_update(children)
 
     async def _start_router(self) -> list[Child]:
+        self._listens_for_hangups = False
         spec = msgspec.structs.replace(self._fleet.router, engines=list(self._addresses.values()))
         if self._router is not None:  # a second one must not wait for an engine that cannot start
             spec = msgspec.structs.replace(spec, await_all=False, identity=self._model.identity)
@@ -163,7 +165,14 @@ class Supervisor:
             self._router = spawn_router(spec, self._listen_fd, ack.child_fd, self._lifeline_fd)
             return self._router
 
-        return [await self._start_child(_ROUTER, spawn)]
+        router = await self._start_child(_ROUTER, spawn)
+        self._listens_for_hangups = True
+        return [router]
+
+    def reload_keys(self) -> None:
+        """Have the router read its API keys again; one that starts reads them anyway."""
+        if self._router is not None and self._listens_for_hangups:
+            self._router.send_signal(signal.SIGHUP)
 
     async def _admit_engine(self, spec: EngineSpec) -> list[Child]:
         """Start an engine; routers hear of one that is refused."""
