@@ -29,6 +29,7 @@ from pdkv.router.changes import Changes
 from pdkv.router.flow import FlowMessage, RequestFlow, Sends
 from pdkv.router.generation import Generation
 from pdkv.router.health import TICK_S, EngineVerdict, HealthSnapshot
+from pdkv.router.moves import Mover
 from pdkv.router.placing import Placing
 from pdkv.router.policies import DEFAULT_POLICY, Side
 from pdkv.router.prefix_index import PrefixIndex
@@ -103,6 +104,8 @@ class Dispatcher:
         self.counters = Counters()
         self.changes = Changes()  # of engines, and of what they have to do; not told token by token
         self._clock = clock
+        self._mover = Mover(self.fleet, self.move)
+        self._suspects: frozenset[str] = frozenset()
         self.recovery = Recovery(recovery, self.fleet, self.counters)
         self._routes = RouteChooser(
             self.fleet, self.index,
@@ -192,8 +195,14 @@ class Dispatcher:
             self._work_on_index_soon()
 
     def look_after_engines(self) -> None:
-        """TICK_S have passed: engines that say nothing grow older, and one of those that do nothing is probed."""
+        """TICK_S have passed: the silent grow older, requests leave suspects, the idle are probed."""
         self.fleet.tick()
+        suspects = self.fleet.suspects
+        self._mover.tick(suspects, self._generations.values())
+        if suspects.keys() != self._suspects:
+            self._suspects = frozenset(suspects)
+            self._place_parked_soon()
+            self.on_room()
         now = self._clock()
         if self.ready and (route := self.prober.due(now)) is not None:
             self._launch(probe_request(route), route, now)
@@ -262,6 +271,7 @@ class Dispatcher:
             num_pairs_open=len(self.fleet.pairs.states(now)),
             probes_ok=self.prober.num_ok,
             probes_failed=self.prober.num_failed,
+            num_moved=self._mover.num_moved,
         )
 
     @property

@@ -226,12 +226,14 @@ class Fleet:
         return state is not None and state.life == "ready"
 
     def candidates(self, side: Side, now: float, *, without: Sequence[str] = ()) -> list[EngineView]:
-        """Ready engines that can be this side of a request, without those that are draining.
+        """Ready engines that can be this side of a request, without those that are draining or silent: nobody would
+        answer there.
 
         Engines in `without`, then suspects, then those whose pairs fail, then those with an open breaker are left out
         if others are left.
         """
-        ready = [e for e in self.engines.values() if e.life == "ready" and e.role in (side, "any") and not e.draining]
+        able = [e for e in self.engines.values() if e.life == "ready" and e.role in (side, "any")]
+        ready = [e for e in able if not (e.draining or e.is_silent)]
         others = [e for e in ready if e.name not in without] or ready
         awake = [e for e in others if not e.suspicion] or others
         avoided = self.pairs.avoided(now)
@@ -257,6 +259,11 @@ class Fleet:
         """TICK_S have passed; who speaks sets its own count back."""
         for engine in self.engines.values():
             engine.health.tick()
+
+    @property
+    def suspects(self) -> dict[str, str]:
+        """Engines that seem to be stopped or stuck, and why."""
+        return {e.name: reason for e in self.engines.values() if (reason := e.suspicion)}
 
     @property
     def fault(self) -> str:

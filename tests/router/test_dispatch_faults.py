@@ -197,14 +197,11 @@ def test_suspects_get_requests_only_where_nobody_else_is() -> None:
         dispatcher = system.dispatcher
         dispatcher.connect()
         start_with_beats(system)
-        for _ in range(IDLE_SILENT_TICKS):
-            dispatcher.fleet.tick()
-        system.backends["any-1"].say(Beat("e0", 0.0))
+        system.backends["any-0"].say(Beat("e0", 9.0, 0.1))
         for n in range(4):
             await check_right(system, make_request(num_prompt=20 + n))
         assert not system.backends["any-0"].heard(Submit)
-        for _ in range(IDLE_SILENT_TICKS):
-            dispatcher.fleet.tick()
+        system.backends["any-1"].say(Beat("e0", 9.0, 0.1))
         await check_right(system, make_request())  # all are suspects: better one of them than nobody
 
     run(System(0, 2), body, start=False)
