@@ -4,7 +4,9 @@ without it, and when it runs again everything works and nothing is lost.
 
 import http.client
 import itertools
+import re
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -116,6 +118,32 @@ def test_decode_does_without_a_prefill_that_is_stopped_before_it_pushes(
     assert books.of("kv_load_failures", "decode") == 1
     wait_until_true(loads, "a load after the stop")
     wait_for_rest(deployment)
+
+
+def test_requests_leave_an_engine_that_is_stopped_under_load(launch: Launch) -> None:
+    """Router 2: those that it had, and those that came before it was a suspect, all missed their deadlines."""
+    deployment = launch("--prefill", "2", "--decode", "2", "--policy", "round_robin")
+    expected = tokens_of(ask(deployment))
+    stop_at, num = 12, 36
+    begun = [threading.Event() for _ in range(num)]
+
+    def one(number: int) -> httpx.Response:
+        begun[number].set()
+        return ask(deployment, salt=str(number))
+
+    with ThreadPoolExecutor(6) as pool:
+        replies = [pool.submit(one, number) for number in range(num)]
+        assert begun[stop_at].wait(60)
+        with stopped(deployment.pids()["decode-0"]):
+            assert [tokens_of(reply.result()) for reply in replies] == [expected] * num
+            (engine,) = [e for e in deployment.get("/topology").json()["engines"] if e["name"] == "decode-0"]
+            assert engine["suspicion"].startswith("has been silent for ")
+            assert deployment.get("/health").status_code == 200
+    wait_for_rest(deployment)
+    moves = re.search(r"^pdkv_moves_total (.*)$", deployment.get("/metrics").text, re.MULTILINE)
+    assert moves is not None
+    assert float(moves[1]) >= 1
+    assert tokens_of(ask(deployment, salt="after")) == expected
 
 
 def test_a_stop_ends_engines_and_a_router_that_are_stopped(launch: Launch) -> None:
