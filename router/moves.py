@@ -37,7 +37,8 @@ class Mover:
         if not suspects:
             return
         stuck = [(g.flow.deadline, g.request_id, g) for g in generations if not g.flow.request.probe]
-        rooms = [_Room(e) for e in self._fleet.engines.values() if e.life == "ready" and e.name not in suspects]
+        takers = [e for e in self._fleet.engines.values() if e.life == "ready" and not e.draining]
+        rooms = [_Room(e) for e in takers if e.name not in suspects]
         for _, _, generation in sorted(entry for entry in stuck if _stuck_on(entry[2], suspects)):
             if self._allowance < 1.0:
                 return
