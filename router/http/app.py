@@ -23,11 +23,13 @@ from pdkv.router.admission import Admission
 from pdkv.router.budget import ByteBudget
 from pdkv.router.http.auth import Authenticate
 from pdkv.router.http.decoding import CHAT, COMPLETION
+from pdkv.router.http.docs_page import docs_routes
 from pdkv.router.http.drain import Drain
 from pdkv.router.http.endpoint import GenerateEndpoint
 from pdkv.router.http.intake import Intake
 from pdkv.router.http.metrics import Metrics
 from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
+from pdkv.router.http.openapi import openapi
 from pdkv.router.http.responses import describe_error, error_body
 from pdkv.router.http.served_model import Cancelled, ServedModel, unknown_model
 from pdkv.router.http.tokenize import TextEndpoint, detokenize, tokenize
@@ -115,6 +117,9 @@ def create_app(
     async def show_version(request: Request) -> Response:
         return _json_response({"version": __version__})
 
+    async def describe(request: Request) -> Response:
+        return _json_response(openapi())
+
     async def server_load(request: Request) -> Response:
         return _json_response({"server_load": metrics.in_flight})
 
@@ -160,6 +165,8 @@ def create_app(
         Route("/load", server_load),
         Route("/metrics", render_metrics),
         Route("/topology", topology),
+        Route("/openapi.json", describe),
+        *docs_routes(),
     ]
     return Starlette(
         routes=routes,

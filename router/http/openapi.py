@@ -1,0 +1,140 @@
+"""The OpenAPI description of the router, made from the types that bodies are decoded to and replies are built as."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pdkv import __version__
+from pdkv.router.http import reply_types as reply
+from pdkv.router.http.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from pdkv.router.http.tokenize import DetokenizeReply, TokenizeReply
+
+Struct = type[msgspec.Struct]
+
+_JSON = "application/json"
+_ERRORS = {
+    "400": "a field, the JSON or the length is invalid; `param` names the field",
+    "404": "another model",
+    "408": "the body did not arrive in time",
+    "413": "a body of more than --max-body-bytes",
+    "415": "another content type than application/json",
+    "500": "the request failed in an engine",
+    "503": "no engine, or too much is in progress; with retry-after",
+    "504": "the deadline passed",
+}
+
+
+class Operation(NamedTuple):
+    """One endpoint."""
+
+    method: str
+    path: str
+    summary: str
+    bodies: Sequence[Struct] = ()  # of one of these types
+    reply: Struct | None = None  # None: a text
+    event: Struct | None = None  # of a stream
+    errors: Sequence[str] = ()
+    tag: str = "server"
+
+
+_OF_BODIES = ("400", "404", "408", "413", "415", "503")
+OPERATIONS = (
+    Operation(
+        "post",
+        "/v1/completions",
+        "Complete prompts",
+        [CompletionBody],
+        reply.Completion,
+        reply.Completion,
+        tuple(_ERRORS),
+        "generation",
+    ),
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation",
+        [ChatBody],
+        reply.ChatCompletion,
+        reply.ChatCompletionChunk,
+        tuple(_ERRORS),
+        "generation",
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "Tokens of a text or of a conversation",
+        [TokenizeTextBody, TokenizeChatBody],
+        TokenizeReply,
+        errors=_OF_BODIES,
+        tag="tokens",
+    ),
+    Operation(
+        "post", "/detokenize", "The text of tokens", [DetokenizeBody], DetokenizeReply, errors=_OF_BODIES, tag="tokens"
+    ),
+    Operation("get", "/v1/models", "The served model", reply=reply.ModelList, tag="models"),
+    Operation("get", "/v1/models/{name}", "One model", reply=reply.ModelCard, errors=("404",), tag="models"),
+    Operation("get", "/health", "Whether requests can be served", reply=reply.Health, errors=("503",)),
+    Operation("get", "/ping", "As /health", reply=reply.Health, errors=("503",)),
+    Operation("post", "/ping", "As /health", reply=reply.Health, errors=("503",)),
+    Operation("get", "/version", "Of pdkv", reply=reply.Version),
+    Operation("get", "/load", "How many requests generate now", reply=reply.ServerLoad),
+    Operation("get", "/metrics", "Prometheus"),
+    Operation("get", "/topology", "Engines, their load and their KV blocks"),
+)
+"""What the description holds. Administration has a page of its own."""
+
+
+@functools.cache
+def openapi() -> dict[str, Any]:
+    """The description, as OpenAPI 3.1; not to be changed."""
+    types = {kind for operation in OPERATIONS for kind in _types(operation)} | {reply.ErrorReply}
+    ordered = sorted(types, key=lambda kind: kind.__name__)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    refs = dict(zip(ordered, schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _describe(operation, refs)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "pdkv",
+            "version": __version__,
+            "description": "Disaggregated prefill/decode serving behind OpenAI's API with vLLM's extras.",
+        },
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _types(operation: Operation) -> list[Struct]:
+    replies = [kind for kind in (operation.reply, operation.event) if kind is not None]
+    return [*operation.bodies, *replies]
+
+
+def _describe(operation: Operation, refs: dict[Struct, dict[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if operation.reply is not None:
+        content = {_JSON: {"schema": refs[operation.reply]}}
+    elif operation.path == "/topology":
+        content = {_JSON: {"schema": {"type": "object"}}}
+    if operation.event is not None:
+        content["text/event-stream"] = {"schema": refs[operation.event]}
+    failed = {_JSON: {"schema": refs[reply.ErrorReply]}}
+    described: dict[str, Any] = {
+        "operationId": operation.method + operation.path.replace("/", "_").replace("{", "").replace("}", ""),
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "responses": {
+            "200": {"description": "OK", "content": content},
+            **{status: {"description": _ERRORS[status], "content": failed} for status in operation.errors},
+        },
+    }
+    if operation.bodies:
+        schemas = [refs[kind] for kind in operation.bodies]
+        schema = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+    if "{name}" in operation.path:
+        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return described
