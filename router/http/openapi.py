@@ -16,12 +16,14 @@ Struct = type[msgspec.Struct]
 _JSON = "application/json"
 _ERRORS = {
     "400": "a field, the JSON or the length is invalid; `param` names the field",
+    "401": "no API key, or one that is not known, where the server has keys",
     "404": "another model",
     "408": "the body did not arrive in time",
     "413": "a body of more than --max-body-bytes",
     "415": "another content type than application/json",
+    "429": "the queue is full, or a key's limit is reached; with retry-after",
     "500": "the request failed in an engine",
-    "503": "no engine, or too much is in progress; with retry-after",
+    "503": "no engine, too much is in progress, or the server is stopping; with retry-after",
     "504": "the deadline passed",
 }
 
@@ -39,7 +41,7 @@ class Operation(NamedTuple):
     tag: str = "server"
 
 
-_OF_BODIES = ("400", "404", "408", "413", "415", "503")
+_OF_BODIES = ("400", "401", "404", "408", "413", "415", "503")
 OPERATIONS = (
     Operation(
         "post",
@@ -73,8 +75,8 @@ OPERATIONS = (
     Operation(
         "post", "/detokenize", "The text of tokens", [DetokenizeBody], DetokenizeReply, errors=_OF_BODIES, tag="tokens"
     ),
-    Operation("get", "/v1/models", "The served model", reply=reply.ModelList, tag="models"),
-    Operation("get", "/v1/models/{name}", "One model", reply=reply.ModelCard, errors=("404",), tag="models"),
+    Operation("get", "/v1/models", "The served model", reply=reply.ModelList, errors=("401",), tag="models"),
+    Operation("get", "/v1/models/{name}", "One model", reply=reply.ModelCard, errors=("401", "404"), tag="models"),
     Operation("get", "/health", "Whether requests can be served", reply=reply.Health, errors=("503",)),
     Operation("get", "/ping", "As /health", reply=reply.Health, errors=("503",)),
     Operation("post", "/ping", "As /health", reply=reply.Health, errors=("503",)),
@@ -104,7 +106,10 @@ def openapi() -> dict[str, Any]:
             "description": "Disaggregated prefill/decode serving behind OpenAI's API with vLLM's extras.",
         },
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "--api-key-file"}},
+        },
     }
 
 
@@ -131,6 +136,8 @@ def _describe(operation: Operation, refs: dict[Struct, dict[str, Any]]) -> dict[
             **{status: {"description": _ERRORS[status], "content": failed} for status in operation.errors},
         },
     }
+    if "401" in operation.errors:
+        described["security"] = [{"key": []}, {}]  # a server without keys asks for none
     if operation.bodies:
         schemas = [refs[kind] for kind in operation.bodies]
         schema = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}

@@ -158,7 +158,7 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong."""
 
     message: str
-    type: Literal["invalid_request_error", "server_error"]
+    type: str  # such as invalid_request_error, rate_limit_error, server_error
     param: str | None = None  # the field
     code: str | None = None
 
