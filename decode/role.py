@@ -81,8 +81,8 @@ class DecodeRole(DecodeHooks):
         elif not ok:
             counts = counts._replace(num_failures=counts.num_failures + 1)
             logger.warning(
-                "KV load of request %s (attempt %d) failed: %s, %d tokens were loaded; policy %s",
-                submit.request_id, submit.attempt, outcome.code, outcome.num_tokens, self._policy,
+                "KV load of request %s (transfer %s) failed: %s, %d tokens were loaded; policy %s",
+                request.name, submit.transfer_id, outcome.code, outcome.num_tokens, self._policy,
             )  # fmt: skip
         self._counts = counts
         if request.kv != "await_peer":

@@ -11,10 +11,11 @@ from pdkv.engine.external import ExternalKV
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.intake import Prepared, root_of
 from pdkv.engine.plan import StepOutput
-from pdkv.engine.request import Request
+from pdkv.engine.request import Request, name_of
 from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import InvalidRequest, NonFiniteLogits, PdkvError, RankError, RequestTimeout
+from pdkv.log_fields import RequestName
 from pdkv.log_limit import LogLimit
 from pdkv.wire.frames import key_of
 from pdkv.wire.messages import (
@@ -60,6 +61,10 @@ TRANSFER_POLL_S = 0.5
 
 LOAD_INTERVAL_S = 0.1
 """How often a busy engine reports its load."""
+
+
+_FAILURE_LEVELS = {RequestTimeout.code: logging.INFO, InvalidRequest.code: logging.INFO}
+"""Of the log line of a request that failed: those are the client's doing, as far as an engine can tell."""
 
 
 class Outbox:
@@ -175,6 +180,8 @@ class EngineCore:
         self._last_step = now
         self.scheduler.queues.needs_step = False
         plan = self.scheduler.schedule(now)
+        for new in plan.new:
+            self.requests[new.key].begins(now)
         self._fail_rejected()
         num_tokens = plan.num_tokens
         self._dirty = self._dirty or num_tokens > 0
@@ -250,7 +257,8 @@ class EngineCore:
             kind = type(message).__name__
             if self._log_limit.passes(now):
                 trace = None if isinstance(error, PdkvError) else error
-                logger.error("dropped a %s from router %s: %s", kind, router_id, error, exc_info=trace)
+                name = self._name_of(message)
+                logger.error("dropped a %s from router %s about %s: %s", kind, router_id, name, error, exc_info=trace)
             key = key_of(message)
             if key is not None:
                 text = f"{kind} caused an error in the engine: {type(error).__name__}: {error}"
@@ -333,6 +341,9 @@ class EngineCore:
             self._abort(older)
         root, keys = (root_of(self.card, submit), ()) if prepared is None else prepared[:2]
         request = Request(submit, router_id, root, now, keys)
+        if logger.isEnabledFor(logging.DEBUG):
+            sizes = len(submit.prompt_token_ids), len(submit.output_token_ids)
+            logger.debug("request %s: %d prompt and %d output tokens, kv %s", request.name, *sizes, submit.kv)
         reason, stop_token_id = self._stop_rules.ended(request)
         if reason is not None:
             self._outbox(router_id, Finished(*key, reason, SourceCounts(), stop_token_id))
@@ -358,6 +369,16 @@ class EngineCore:
         if submit.handoff is not None and submit.handoff.attempt > submit.attempt:
             text = f"the hand-off is of attempt {submit.handoff.attempt}, which comes after attempt {submit.attempt}"
             raise InvalidRequest(text, param="handoff")
+
+    def _name_of(self, message: RouterToEngine) -> "RequestName | str":
+        """What a message is about, for a log line."""
+        key = key_of(message)
+        request = self.requests.get(key) if key is not None else None
+        if request is not None:
+            return request.name
+        if isinstance(message, Submit):
+            return name_of(message)
+        return RequestName(*key) if key is not None else "no request"
 
     def _on_abort(self, router_id: str, key: RequestKey) -> None:
         request = self.requests.get(key)
@@ -407,7 +428,9 @@ class EngineCore:
             self.external.finished(request)
             if request.ticket is not None:  # nobody waits for the KV any more
                 self.external.aborted(request.transfer_key, cancel_sending=True)
-            self._outbox(request.router_id, Finished(*key, reason, request.sources(), stop_token_id))
+            self._outbox(
+                request.router_id, Finished(*key, reason, request.sources(), stop_token_id, *request.times(now))
+            )
             self._end(request)
         elif request.submit.until == "first_token":
             self.external.report_confirmed(request, last=True)
@@ -425,6 +448,7 @@ class EngineCore:
         self._forget(request)
 
     def _fail(self, request: Request, code: str, message: str, retryable: bool) -> None:
+        logger.log(_FAILURE_LEVELS.get(code, logging.WARNING), "request %s failed: %s: %s", request.name, code, message)
         self._outbox(request.router_id, Failed(*request.key, code, message[:MAX_ERROR_CHARS], retryable))
         self._abort(request)
 

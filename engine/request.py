@@ -6,6 +6,7 @@ from math import inf
 from pdkv.connectors.base import RequestView, TransferKey
 from pdkv.engine.plan import NewRequest
 from pdkv.kernels.block_keys import keys_behind
+from pdkv.log_fields import RequestName
 from pdkv.wire.messages import RequestKey, SourceCounts, Submit
 
 
@@ -44,6 +45,7 @@ class Request:
         "router_id",
         "sampling_in_flight",
         "source_is_peer",
+        "started",
         "submit",
         "ticket",
         "transfer_key",
@@ -58,6 +60,7 @@ class Request:
         self.transfer_key: TransferKey = (submit.transfer_id, submit.attempt)
         self.router_id = router_id
         self.arrival = arrival
+        self.started: float | None = None  # when its first step began
         self.deadline = arrival + submit.timeout_s
         self.prompt_token_ids = submit.prompt_token_ids
         self.output_token_ids = list(submit.output_token_ids)
@@ -114,6 +117,21 @@ class Request:
         self.handoff = None
         if self.kv == "await_peer":
             self.kv = "local"
+
+    @property
+    def name(self) -> RequestName:
+        """What log lines call it."""
+        return name_of(self.submit)
+
+    def begins(self, now: float) -> None:
+        """A step computes it; the first one counts."""
+        if self.started is None:
+            self.started = now
+
+    def times(self, now: float) -> tuple[float, float]:
+        """Seconds before and since the beginning of its first step."""
+        started = now if self.started is None else self.started
+        return started - self.arrival, now - started
 
     @property
     def num_tokens(self) -> int:
@@ -188,6 +206,11 @@ class Request:
             remote=external if self.source_is_peer else 0,
             store=0 if self.source_is_peer else external,
         )
+
+
+def name_of(submit: Submit) -> RequestName:
+    """What log lines call a request."""
+    return RequestName(submit.request_id, submit.attempt, label=submit.label, traceparent=submit.traceparent)
 
 
 def held_blocks(tables: Sequence[Sequence[int]], first: int = 0) -> Sequence[int]:

@@ -71,7 +71,7 @@ class PrefillRole(PrefillHooks):
             num_tokens=request.num_confirmed,
             payload=decision.payload or b"",
         )
-        message = HandedOff(submit.request_id, submit.attempt, request.sources(), handoff)
+        message = HandedOff(submit.request_id, submit.attempt, request.sources(), handoff, *request.times(now))
         self._send(request.router_id, message)
         failed = self._failed_early.pop(request.transfer_key, None)
         if failed is not None:
@@ -85,6 +85,9 @@ class PrefillRole(PrefillHooks):
                 self._remember_failure(key, outcome)
             return
         submit = lease.request.submit
+        if not ok:
+            name = lease.request.name
+            logger.warning("KV of request %s (transfer %s) was not delivered: %s", name, key[0], outcome.code)
         self._send(lease.request.router_id, KVReady(submit.request_id, submit.attempt, ok, outcome.code))
         # A store has its own copy, whose tail goes with the Release; what was pushed may be wanted once more.
         if not lease.until_release and (lease.block_ids or not ok):
@@ -114,10 +117,12 @@ class PrefillRole(PrefillHooks):
     def expire(self, now: float) -> None:
         """End leases past their deadline: nobody came for the KV."""
         for key in self.leases.expired(now):
-            self.leases.end(key)
+            lease = self.leases.end(key)
+            assert lease is not None, key
             self.num_expired += 1
             self._external.aborted(key, cancel_sending=True)
-            logger.warning("lease of transfer %s (attempt %d) expired: its KV was never fetched", *key)
+            name = lease.request.name
+            logger.warning("the lease of request %s (transfer %s) expired: its KV was never fetched", name, key[0])
 
     def next_deadline(self) -> float | None:
         """The earliest lease deadline."""

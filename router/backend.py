@@ -14,6 +14,7 @@ class Backend(Protocol):
     """One engine, as dispatch sees it. All calls come from the event loop's thread and return at once."""
 
     name: str
+    num_dropped: int  # messages of the engine, or frames of them, that could not be read
 
     def connect(self, listener: EngineListener) -> None:
         """Begin. The listener hears when the engine is up, what it says, and when it is gone, over and over."""

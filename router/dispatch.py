@@ -25,6 +25,7 @@ from pdkv.errors import (
 from pdkv.log_limit import LogLimit
 from pdkv.router.backend import Backend
 from pdkv.router.books import kv_tokens
+from pdkv.router.card_summary import describe_card
 from pdkv.router.changes import Changes
 from pdkv.router.flow import FlowMessage, RequestFlow, Sends
 from pdkv.router.generation import Generation
@@ -36,9 +37,12 @@ from pdkv.router.prefix_index import PrefixIndex
 from pdkv.router.probes import Prober, probe_request
 from pdkv.router.recovery import Recovery
 from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
+from pdkv.router.request_log import RequestLog
 from pdkv.router.room import Room
 from pdkv.router.routing import RouteChooser
 from pdkv.router.state import ORDERS, Counters, EngineSnapshot, Fleet
+from pdkv.router.timeline import Delays
+from pdkv.version import VERSION
 from pdkv.wire.frames import key_of
 from pdkv.wire.messages import (
     Allocated,
@@ -103,6 +107,9 @@ class Dispatcher:
         """Called when there may be room for more generations than before."""
         self.counters = Counters()
         self.changes = Changes()  # of engines, and of what they have to do; not told token by token
+        self.delays = Delays()
+        self._request_log = RequestLog()
+        self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
         self._clock = clock
         self._mover = Mover(self.fleet, self.move)
         self._suspects: frozenset[str] = frozenset()
@@ -233,6 +240,9 @@ class Dispatcher:
                 load=e.load,
                 in_flight=e.books.requests,
                 num_deaths=e.num_deaths,
+                busy_s=e.health.busy_s if e.life == "ready" else 0.0,
+                num_indexed_keys=self.index.num_keys_of(e.name),
+                num_malformed=self._backends[e.name].num_dropped,
             )
             for e in self.fleet.engines.values()
         ]
@@ -244,21 +254,32 @@ class Dispatcher:
         return {e.name: e.connector_problem for e in engines if e.connector_problem is not None}
 
     def topology(self) -> dict[str, Any]:
-        """JSON-ready: {"engines": [EngineState.describe() of each], "pairs": [those whose breaker is not closed]}."""
+        """JSON-ready: {"engines": [EngineState.describe() and describe_card() of each],
+        "pairs": [those whose breaker is not closed], "router": {…}}.
+        """
         now = self._clock()
         pairs = [
             {"prefill": p, "decode": d, "breaker": state} for (p, d), state in self.fleet.pairs.states(now).items()
         ]
         num_requests = Counter(name for g in self._generations.values() for name in g.flow.engines)
-        return {"engines": [e.describe(now, num_requests[e.name]) for e in self.fleet.engines.values()], "pairs": pairs}
+        engines = [
+            e.describe(now, num_requests[e.name]) | describe_card(e.card, e.load) for e in self.fleet.engines.values()
+        ]
+        router = self._described | {"indexed_keys": self.index.num_keys}
+        return {"engines": engines, "pairs": pairs, "router": router}
 
     def describe_engine(self, name: str) -> dict[str, Any]:
         """One engine, as in `topology`."""
-        return self.fleet.engines[name].describe(self._clock(), self.num_requests_on(name))
+        engine = self.fleet.engines[name]
+        return engine.describe(self._clock(), self.num_requests_on(name)) | describe_card(engine.card, engine.load)
 
     def num_requests_on(self, name: str) -> int:
         """Generations for which the engine has work, will have some, or holds KV."""
         return sum(name in generation.flow.engines for generation in self._generations.values())
+
+    def find_requests(self, name: str) -> list[dict[str, Any]]:
+        """What is known of the generations of a client's, a generation's or a trace's id, as JSON-ready data."""
+        return self._request_log.find(name, self._generations.values(), self._clock())
 
     def health(self) -> HealthSnapshot:
         """What the router thinks of its engines now."""
@@ -301,13 +322,14 @@ class Dispatcher:
             if not self.fleet.complete_once:
                 raise
             route = NOWHERE
+        self.delays.balancing.observe(self._clock() - now)
         self.counters.started += 1
         return self._launch(request, route, now)
 
     def _launch(self, request: GenerateRequest, route: Route, now: float) -> Generation:
         """Begin a generation on these engines."""
         flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
-        generation = Generation(flow, self.abort)
+        generation = Generation(flow, self.abort, now)
         if route is not NOWHERE:
             generation.num_uncached = self._routes.uncached_tokens(request, route.prefill)
         loop = asyncio.get_running_loop()
@@ -440,6 +462,8 @@ class Dispatcher:
             self.counters.dropped_messages += 1
             return
         flow = generation.flow
+        if generation.timeline.wants(message):
+            generation.timeline.heard(engine, message, flow, now)
         sends = flow.handle(engine, message, now)
         if isinstance(message, Tokens):
             generation.arrived(now)
@@ -463,9 +487,11 @@ class Dispatcher:
         prefill, decode = flow.route.prefill, flow.route.decode
         if not flow.prefill_gone:
             self.fleet.pairs.loaded(prefill, decode, loaded.ok, now)
-        if not loaded.ok:
+        if loaded.ok:
+            self.delays.transferred(loaded)
+        else:
             self.counters.load_failures += 1
-            logger.warning("KV load from %s to %s failed: %s", prefill, decode, loaded.code)
+            logger.warning("KV load from %s to %s for request %s failed: %s", prefill, decode, flow.name, loaded.code)
 
     # --- effects --------------------------------------------------------------------------------------------------
 
@@ -539,8 +565,11 @@ class Dispatcher:
             self.prober.ended(flow, self._clock())
             return
         counters.duplicate_tokens += flow.num_duplicates
+        generation.timeline.close(self._clock())
+        self._request_log.ended(generation)
         if flow.failure is None:
             counters.finished += 1
+            self.delays.finished(generation.timeline)
             for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
                 self.fleet.engines[name].succeeded(self._clock())
         elif isinstance(flow.failure, RequestAborted):
@@ -557,7 +586,9 @@ class Dispatcher:
         if not self.fleet.is_ready(engine):
             return
         if isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
-            self.fleet.begin_trial(engine, generation.flow.route, self._clock())
+            now = self._clock()
+            self.fleet.begin_trial(engine, generation.flow.route, now)
+            generation.timeline.sent(engine, message, now)
         try:
             self._backends[engine].send(message)
         except UnsendableMessage as error:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from pdkv.errors import EngineDied, InvalidRequest, PdkvError, RequestAborted, RequestFailed, RequestTimeout
+from pdkv.log_fields import RequestName
 from pdkv.router.output import Output
 from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
 from pdkv.router.submits import error_of, make_submit
@@ -87,6 +88,12 @@ class RequestFlow:
         self.failed_engine: str | None = None
 
     # --- what the driver asks -------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> RequestName:
+        """What log lines call it."""
+        request = self.request
+        return RequestName(self.request_id, self.attempt, label=request.label, traceparent=request.traceparent)
 
     @property
     def output_token_ids(self) -> list[int]:

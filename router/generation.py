@@ -7,6 +7,7 @@ from pdkv.router.books import Entry, kv_tokens
 from pdkv.router.flow import RequestFlow
 from pdkv.router.request import Delta
 from pdkv.router.state import Fleet
+from pdkv.router.timeline import Timeline
 from pdkv.router.trouble import Trouble
 from pdkv.wire.messages import SourceCounts
 
@@ -14,8 +15,10 @@ from pdkv.wire.messages import SourceCounts
 class Generation:
     """One running generation: an asynchronous iterator of deltas, for one reader."""
 
-    def __init__(self, flow: RequestFlow, on_abort: Callable[["Generation"], None]) -> None:
+    def __init__(self, flow: RequestFlow, on_abort: Callable[["Generation"], None], began: float = 0.0) -> None:
+        """`began`: now, by the dispatcher's clock."""
         self.flow = flow
+        self.timeline = Timeline(began)
         self.entries: list[Entry] = []  # in the books of the engines that it is under way on
         self.num_uncached = 0  # prompt tokens that this attempt computes
         self.prompt_run_in = -1  # the last attempt in which the prompt was run
@@ -45,6 +48,11 @@ class Generation:
     def sources(self) -> SourceCounts:
         """Prompt tokens by source on the side that ran the prompt; all zero before the first token."""
         return self.flow.sources or SourceCounts()
+
+    @property
+    def num_attempts(self) -> int:
+        """How often engines were asked for it, the first time included."""
+        return self.flow.attempt + 1
 
     @property
     def num_cached_tokens(self) -> int:

@@ -17,7 +17,15 @@ import uvicorn
 import zmq
 from starlette.types import ASGIApp
 
-from pdkv.config import AccessConfig, AdmissionConfig, HealthConfig, HttpApi, HttpLimits, RecoveryConfig
+from pdkv.config import (
+    AccessConfig,
+    AdmissionConfig,
+    HealthConfig,
+    HttpApi,
+    HttpLimits,
+    ObservabilityConfig,
+    RecoveryConfig,
+)
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import Source, log_sampling_defaults, read_sampling_defaults
@@ -30,6 +38,7 @@ from pdkv.router.http.app import body_budget, create_app
 from pdkv.router.http.connections import Connections, connection_limit
 from pdkv.router.http.drain import Drain
 from pdkv.router.http.limits import LimitedProtocol
+from pdkv.router.instruments import Instruments, make_instruments
 from pdkv.router.keys import KeyRing
 from pdkv.router.operations import Operations
 from pdkv.router.policies import DEFAULT_POLICY
@@ -79,6 +88,7 @@ def run_router(
     recovery: RecoveryConfig | None = None,
     generation_config: Source = "auto",
     identity: str = "",
+    observability: ObservabilityConfig | None = None,
     lifeline_fd: int | None = None,
     admin_socket: Path | None = None,
     marks_file: Path | None = None,
@@ -125,6 +135,7 @@ def run_router(
     keys = KeyRing(access.api_key_file) if access.api_key_file is not None else None
     queue = Admission(dispatcher, admission)
     drain = Drain(queue)
+    instruments = make_instruments(observability or ObservabilityConfig())
     app = create_app(
         dispatcher,
         Tokenizer.from_dir(model),
@@ -138,6 +149,7 @@ def run_router(
         access=access,
         sampling_defaults=sampling_defaults,
         drain=drain,
+        instruments=instruments,
     )
     server = _Server(server_config(app, limits, bodies, max_connections))
     admin = None
@@ -149,8 +161,9 @@ def run_router(
     gc.freeze()  # what lives as long as the process need not be looked at again
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(server, admin, dispatcher, stopping, listen_fd, lifeline_fd, on_ready, keys))
+            runner.run(_serve(server, admin, dispatcher, stopping, listen_fd, lifeline_fd, on_ready, keys, instruments))
     finally:
+        instruments.close()
         context.term()
     return 0
 
@@ -237,8 +250,10 @@ async def _serve(
     lifeline_fd: int | None,
     on_ready: Callable[[], None] | None,
     keys: KeyRing | None,
+    instruments: Instruments,
 ) -> None:
     loop = asyncio.get_running_loop()
+    instruments.start()
 
     def lifeline_readable() -> None:
         assert lifeline_fd is not None

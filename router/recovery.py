@@ -79,7 +79,7 @@ class Recovery:
         self._counters.migrated += migrates
         self._counters.retried += not migrates
         logger.info(
-            "%s goes on elsewhere behind %d tokens: %s", flow.request_id, len(flow.output_token_ids), flow.failure
+            "request %s goes on elsewhere behind %d tokens: %s", flow.name, len(flow.output_token_ids), flow.failure
         )
         return None
 
@@ -164,7 +164,7 @@ class Recovery:
     def park(self, generation: Generation) -> None:
         """It waits until an engine comes, or for its deadline."""
         if generation.request_id not in self._parked:
-            logger.info("%s waits for an engine", generation.request_id)
+            logger.info("request %s waits for an engine", generation.flow.name)
             self._parked[generation.request_id] = generation
 
     def unpark(self, generation: Generation) -> None:

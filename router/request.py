@@ -39,6 +39,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     probe: bool = False  # the router's own, to see whether an engine works: it is tried there and nowhere else
     label: str = ""  # the client's own name of the request, for logs only
+    traceparent: str = ""  # W3C, of the span above what is done for it; likewise
     near: str = ""  # the engine that ran this prompt for an earlier choice, and so has it in its cache
     keys: PromptKeys = msgspec.field(default_factory=PromptKeys)
 

@@ -144,6 +144,9 @@ class EngineSnapshot(NamedTuple):
     load: LoadReport | None  # the last report
     in_flight: int  # requests of this router
     num_deaths: int
+    busy_s: float = 0.0
+    num_indexed_keys: int = 0  # of its cache, in the router's prefix index
+    num_malformed: int = 0  # frames and messages of it that could not be read
 
 
 class Counters:

@@ -46,6 +46,8 @@ def make_submit(
         conditional=conditional,
         handoff=handoff,
         ticket=ticket,
+        label=request.label,
+        traceparent=request.traceparent,
     )
 
 

@@ -9,6 +9,9 @@ import msgspec
 
 from pdkv.errors import InvalidRequest, TooManyRequests
 
+TENANT = "pdkv.tenant"
+"""Where a scope names the Tenant whose request it is; absent: clients need no key."""
+
 ANONYMOUS = "anonymous"
 """The one tenant of a router without keys."""
 

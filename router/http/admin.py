@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdkv.errors import InvalidRequest
+from pdkv.router.http.request_state import request_route
 from pdkv.router.http.responses import describe_error
 from pdkv.router.operations import Operations, Until
 
@@ -55,7 +56,9 @@ def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starle
     PUT  /admin/engines/NAME         {"role", "endpoint", "refusal"}: the launcher has started one more
     DELETE /admin/engines/NAME       the launcher is about to end it
 
-    Every answer but the list is the engine. What would leave nobody for a role is 409, unless ?force=true.
+    GET  /admin/requests/ID          what is known of the requests of that id (request_state.py)
+
+    Every other answer is the engine. What would leave nobody for a role is 409, unless ?force=true.
     """
 
     async def list_engines(request: Request) -> Response:
@@ -102,6 +105,7 @@ def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starle
         Route(path + "/drain", _checked(drain), methods=["POST"]),
         Route(path + "/resume", _checked(resume), methods=["POST"]),
         Route(path + "/role", _checked(set_role), methods=["POST"]),
+        request_route(dispatcher),
     ]
     return Starlette(routes=routes)
 

@@ -21,6 +21,7 @@ from pdkv.limits import clip
 from pdkv.models.config import ModelConfig
 from pdkv.router.admission import Admission
 from pdkv.router.budget import ByteBudget
+from pdkv.router.http.access_log import AccessLogged
 from pdkv.router.http.auth import Authenticate
 from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.docs_page import docs_routes
@@ -33,6 +34,7 @@ from pdkv.router.http.openapi import openapi
 from pdkv.router.http.responses import describe_error, error_body
 from pdkv.router.http.served_model import Cancelled, ServedModel, unknown_model
 from pdkv.router.http.tokenize import TextEndpoint, detokenize, tokenize
+from pdkv.router.instruments import NO_INSTRUMENTS, Instruments
 from pdkv.router.keys import KeyRing
 from pdkv.router.text_pool import TextPool
 from pdkv.text import Tokenizer
@@ -57,6 +59,7 @@ def create_app(
     access: AccessConfig | None = None,
     sampling_defaults: Mapping[str, Any] | None = None,
     drain: Drain | None = None,
+    instruments: Instruments = NO_INSTRUMENTS,
 ) -> Starlette:
     """The ASGI application in front of a dispatcher, which the caller connects and closes.
 
@@ -66,6 +69,7 @@ def create_app(
         limits: bounds of bodies (default: the options').
         api: how requests are read (default: the options').
         sampling_defaults: fields of SamplingParams that requests get where they say nothing (`read_sampling_defaults`).
+        instruments: what else looks on; started and closed by the caller.
         bodies: the budget of bodies' bytes, where others take of it, too.
         admission: the queue in front of the dispatcher (default: one with the options' defaults).
         keys: API keys that clients need (default: they need none).
@@ -77,7 +81,7 @@ def create_app(
     admission = admission or Admission(dispatcher)
     drain = drain or Drain(admission)
     _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
-    metrics = Metrics(dispatcher)
+    metrics = Metrics(dispatcher, served_model_name, instruments, admission)
     served = ServedModel(
         name=served_model_name,
         tokenizer=tokenizer,
@@ -143,6 +147,7 @@ def create_app(
         "request_timeout_s": request_timeout_s,
         "intake": Intake(limits, bodies, pool),
         "pool": pool,
+        "tracer": instruments.tracer,
     }
     of_texts: dict[str, Any] = {"model": model, "intake": common["intake"], "limits": limits, "api": api}
 
@@ -171,7 +176,7 @@ def create_app(
     return Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=_middleware(keys, access or AccessConfig()),
+        middleware=[Middleware(AccessLogged), *_middleware(keys, access or AccessConfig())],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
 

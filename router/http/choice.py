@@ -78,7 +78,7 @@ class Choice:
             stop_token_ids=ends,
         )
 
-    def request(self, *, timeout_s: float, label: str, near: str = "") -> GenerateRequest:
+    def request(self, *, timeout_s: float, label: str, traceparent: str = "", near: str = "") -> GenerateRequest:
         """What to generate. `near`: the engine that ran the prompt for its sibling."""
         return GenerateRequest(
             prompt_token_ids=self.prompt.token_ids,
@@ -89,6 +89,7 @@ class Choice:
             affinity=self._job.affinity,
             timeout_s=timeout_s,
             label=label,
+            traceparent=traceparent,
             near=near,
             keys=self._keys,
         )

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.datastructures import Headers
@@ -19,17 +19,26 @@ from starlette.types import Receive, Scope, Send
 
 from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
 from pdkv.limits import clip
+from pdkv.log_fields import RequestName
 from pdkv.router.admission import Admission, Visit
+from pdkv.router.http.access_log import log_access, wants_access_lines
 from pdkv.router.http.choice import ChoiceDelta
 from pdkv.router.http.fanout import Fanout
 from pdkv.router.http.intake import Intake
 from pdkv.router.http.metrics import Endpoint, Metrics, RequestMetrics
 from pdkv.router.http.openai import Job
 from pdkv.router.http.request_body import Disconnected
+from pdkv.router.http.request_report import RequestReport
 from pdkv.router.http.responses import WholeChoice, describe_error, error_status, prompt_extras, usage
 from pdkv.router.http.served_model import Cancelled, ServedModel
 from pdkv.router.http.sse import DONE, ChunkEncoder, error_event
+from pdkv.router.tenants import TENANT
 from pdkv.router.text_pool import TextPool
+from pdkv.router.tracing import Tracer
+from pdkv.trace_context import TraceContext, new_trace, parse_traceparent
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +48,6 @@ Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled], Job]
 
 _INLINE_LOGPROBS = 256
 """Tokens with logprobs that are encoded on the event loop; with 20 alternatives each they take some milliseconds."""
-
-TENANT = "pdkv.tenant"
-"""Where a scope names the Tenant whose request it is; absent: clients need no key."""
 
 MAX_LABEL = 256
 """Characters of a client's x-request-id."""
@@ -61,8 +67,9 @@ class GenerateEndpoint:
         request_timeout_s: float,
         intake: Intake,
         pool: TextPool,
+        tracer: Tracer | None = None,
     ) -> None:
-        """`intake` and `pool` are shared by the endpoints."""
+        """`intake`, `pool` and `tracer` are shared by the endpoints."""
         self._name = name
         self._prepare = prepare
         self._admission = admission
@@ -71,11 +78,16 @@ class GenerateEndpoint:
         self._request_timeout_s = request_timeout_s
         self._intake = intake
         self._pool = pool
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = RequestMetrics(self._metrics, self._name)
         headers = Headers(scope=scope)
-        exchange = _Exchange(send, headers.get("x-request-id"))
+        trace = _given_trace(headers)
+        span = self._tracer.begin(trace, metrics.began) if self._tracer is not None else None
+        if span is not None:
+            trace = _context_of(span)
+        exchange = _Exchange(send, headers.get("x-request-id"), trace or new_trace())
         outcome = "internal_error"
         try:
             with self._admission.arrive(scope.get(TENANT, self._admission.anonymous)) as visit:
@@ -85,10 +97,16 @@ class GenerateEndpoint:
         except PdkvError as error:
             outcome = error.code
             if error_status(error) >= 500 and not isinstance(error, ServerBusy):  # a log line each would be work, too
-                logger.warning("request %s failed: %s: %s", exchange.request_id, error.code, error)
+                logger.warning("request %s failed: %s: %s", exchange.name, error.code, error)
             await exchange.fail(error)
         finally:
             metrics.ended(outcome)
+            if span is not None or wants_access_lines():
+                names = {"request_id": exchange.request_id, "trace_id": exchange.trace.trace_id}
+                report = RequestReport(scope, names, exchange.status, outcome, metrics, exchange.fanout)
+                log_access(scope, report.access_line())
+                if self._tracer is not None and span is not None:
+                    self._tracer.end(span, report.served())
 
     async def _serve(
         self, headers: Headers, receive: Receive, exchange: "_Exchange", metrics: RequestMetrics, visit: Visit
@@ -103,7 +121,16 @@ class GenerateEndpoint:
         except BaseException:
             gone.cancel()
             raise
-        fanout = Fanout(job, model, visit, metrics, timeout_s=timeout_s, label=exchange.request_id)
+        metrics.prepared(len(job.prompts) * job.n)
+        fanout = exchange.fanout = Fanout(
+            job,
+            model,
+            visit,
+            metrics,
+            timeout_s=timeout_s,
+            label=exchange.request_id,
+            traceparent=exchange.trace.traceparent,
+        )
         gone.add_done_callback(lambda _: fanout.abort())
         try:
             async with aclosing(fanout.deltas()) as deltas:
@@ -121,6 +148,7 @@ class GenerateEndpoint:
             num_prompt_tokens=fanout.num_prompt_tokens,
             num_cached_tokens=fanout.num_cached_tokens,
             num_completion_tokens=fanout.num_completion_tokens,
+            n=job.n,
         )
         return "ok"
 
@@ -158,7 +186,11 @@ class GenerateEndpoint:
 class _Exchange:
     """One response: its id, its headers, and whether it has begun."""
 
-    def __init__(self, send: Send, label: str | None) -> None:
+    def __init__(self, send: Send, label: str | None, trace: TraceContext) -> None:
+        self.trace = trace
+        self.status = 0
+        """0: nothing was sent."""
+        self.fanout: Fanout | None = None
         self._send = send
         self._label = label
         self._streaming = False
@@ -167,6 +199,11 @@ class _Exchange:
         self.reply_id = secrets.token_hex(12)
         self.request_id = label if label is not None and _is_plain(label) else self.reply_id
         self.created = int(time.time())
+
+    @property
+    def name(self) -> RequestName:
+        """What log lines call the request."""
+        return RequestName(self.reply_id, 0, label=self.request_id, traceparent=self.trace.traceparent)
 
     def check_label(self) -> None:
         """Raises InvalidRequest for a client's x-request-id that cannot be echoed."""
@@ -187,6 +224,7 @@ class _Exchange:
             headers.append((b"retry-after", b"%d" % math.ceil(retry_after_s)))
         if not self.body_is_here:
             headers.append((b"connection", b"close"))
+        self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": data})
 
@@ -195,6 +233,7 @@ class _Exchange:
         if not self._streaming:
             headers = self._headers(b"text/event-stream; charset=utf-8", engines())
             headers.append((b"cache-control", b"no-cache"))
+            self.status = 200
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             self._streaming = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -217,6 +256,18 @@ class _Exchange:
             if engine:
                 headers.append((name, engine.encode("latin-1")))
         return headers
+
+
+def _given_trace(headers: Headers) -> TraceContext | None:
+    """The client's trace; None where it has none that is valid."""
+    given = headers.getlist("traceparent")
+    return parse_traceparent(given[0]) if len(given) == 1 else None
+
+
+def _context_of(span: "Span") -> TraceContext:
+    """What goes to the engines as the span above their work."""
+    context = span.get_span_context()
+    return TraceContext(f"{context.trace_id:032x}", f"{context.span_id:016x}", bool(context.trace_flags.sampled))
 
 
 def _is_plain(label: str) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from pdkv.errors import RequestAborted, RequestFailed
@@ -13,6 +13,7 @@ from pdkv.router.http.metrics import RequestMetrics
 from pdkv.router.http.openai import Job
 from pdkv.router.http.served_model import ServedModel
 from pdkv.router.request import Delta
+from pdkv.wire.messages import SourceCounts
 
 if TYPE_CHECKING:
     from pdkv.router.admission import Visit
@@ -39,7 +40,9 @@ class Fanout:
         *,
         timeout_s: float,
         label: str,
+        traceparent: str = "",
     ) -> None:
+        """`label`, `traceparent`: the request's names in all processes' logs."""
         self.job = job
         self.choices = list(_make_choices(job, model))
         self._visit = visit
@@ -47,6 +50,7 @@ class Fanout:
         self._timeout_s = timeout_s
         self._began = time.monotonic()
         self._label = label
+        self._traceparent = traceparent
         self._generations: dict[int, Generation] = {}  # by choice index
         self._aborted = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -73,6 +77,24 @@ class Fanout:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the first choice of each prompt did not have to compute."""
         return sum(g.num_cached_tokens for index, g in self._generations.items() if index % self.job.n == 0)
+
+    @property
+    def sources(self) -> SourceCounts:
+        """Prompt tokens by source, of the first choice of each prompt; all zero before its first token."""
+        firsts = [g.sources for index, g in self._generations.items() if index % self.job.n == 0]
+        if len(firsts) == 1:
+            return firsts[0]
+        return SourceCounts(*(sum(getattr(s, name) for s in firsts) for name in SourceCounts.__struct_fields__))
+
+    @property
+    def generations(self) -> "Iterable[Generation]":
+        """All that were started."""
+        return self._generations.values()
+
+    @property
+    def num_attempts(self) -> int:
+        """The most that one choice took; 0: none has begun."""
+        return max((g.num_attempts for g in self._generations.values()), default=0)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -124,8 +146,10 @@ class Fanout:
         timeout_s = max(self._timeout_s - elapsed_s, 0.001)
         first = self._generations.get(choice.index - choice.index % self.job.n)
         near = first.prefill_engine if first is not None else ""
-        request = choice.request(timeout_s=timeout_s, label=self._label, near=near)
-        return await self._visit.start(request, functools.partial(self._generations.__setitem__, choice.index))
+        request = choice.request(timeout_s=timeout_s, label=self._label, traceparent=self._traceparent, near=near)
+        generation = await self._visit.start(request, functools.partial(self._generations.__setitem__, choice.index))
+        self._metrics.dispatched()
+        return generation
 
     async def _take_turns(self, index: int) -> None:
         """Between starts: a thousand choices must not hold up other requests."""
@@ -144,6 +168,8 @@ class Fanout:
         if arrivals and (waited_s := time.perf_counter() - arrivals[0]) > STALL_S:
             self._metrics.client_stall(waited_s)
         shown = choice.push(delta)
+        if shown.finish_reason is not None:
+            self._metrics.choice_ended(shown.finish_reason)
         if choice.finished and delta.finish_reason is None:
             generation.abort()  # a stop string: the engines know nothing of it
         return shown

@@ -1,16 +1,12 @@
 """pdkv: disaggregated prefill/decode serving for large language models, with pluggable KV connectors."""
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from pdkv.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from pdkv.llm import LLM
     from pdkv.sampling_params import SamplingParams
-
-try:
-    __version__ = version("pdkv")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 

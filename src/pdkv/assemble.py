@@ -28,6 +28,7 @@ from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.identity import ModelSource
 from pdkv.models.parallel import ALONE, TensorParallel, join_ranks
 from pdkv.models.shard import Shard
+from pdkv.version import VERSION
 from pdkv.wire.messages import EngineCard
 from pdkv.wiring import wire_core
 
@@ -309,6 +310,7 @@ def _connect(
         tp=plan.config.tp,
         rank_blobs=[rank.blob for rank in ranks] if worker is not None else [],
         rank_pids=[rank.pid for rank in ranks],
+        version=VERSION,
     )
     return wire_core(
         card=card,

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import has_cuda_device
 from pdkv.options import option
+from pdkv.secret_options import without_secrets
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
 """The embedded model: what is served when no --model is given."""
@@ -224,3 +226,36 @@ class HealthConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.probe_interval_s < math.inf:
             raise ConfigError(f"probe_interval_s must be 0 or more and finite, got {self.probe_interval_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservabilityConfig:
+    """What a deployment says about itself beside its metrics."""
+
+    log_format: Literal["text", "json"] = option("text", "log lines on stderr: text for people, or a JSON object each")
+    access_log: bool = option(True, "log a line per request: who, how it ended, where it ran, tokens and times")
+    otlp_endpoint: str | None = option(
+        None, "send spans of requests to this OpenTelemetry collector (OTLP over HTTP); needs pdkv[otel]", metavar="URL"
+    )
+    loop_watchdog_ms: float = option(
+        0.0, "count and name what holds the router's event loop for longer; a thread looks at it all the time; 0 = off"
+    )
+
+    def __post_init__(self) -> None:
+        if self.otlp_endpoint is not None:
+            _check_collector(self.otlp_endpoint)
+        if not 0 <= self.loop_watchdog_ms < math.inf:
+            raise ConfigError(f"loop_watchdog_ms must be 0 or more, got {self.loop_watchdog_ms}")
+
+
+def _check_collector(url: str) -> None:
+    """Raise ConfigError for what is no URL of a collector, without repeating a password in it."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"otlp_endpoint must be http://HOST:PORT or https://…, got {without_secrets(url)!r}")
+    if "@" in parts.netloc:
+        raise ConfigError("otlp_endpoint must hold no password: put it into OTEL_EXPORTER_OTLP_HEADERS")

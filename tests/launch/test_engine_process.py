@@ -70,9 +70,12 @@ class Core:
     def next_deadline(self) -> float | None:
         return self.deadline
 
-    def step(self, now: float) -> None:
+    def begin_step(self, now: float) -> None:
         self.calls.append("step")
         self.has_work = False
+
+    def finish_step(self, output: None, now: float) -> None:
+        pass
 
     def take_messages(self, now: float) -> list[tuple[str, list[Any]]]:
         taken, self.outgoing = self.outgoing, []
@@ -135,7 +138,7 @@ def test_a_passed_deadline_brings_a_step_and_a_far_one_does_not(notifier: Notifi
 
 def test_an_exception_of_a_step_ends_the_loop(notifier: Notifier) -> None:
     class Broken(Core):
-        def step(self, now: float) -> None:
+        def begin_step(self, now: float) -> None:
             raise RuntimeError("the model is broken")
 
     core = Broken()

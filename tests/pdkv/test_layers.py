@@ -9,7 +9,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("connectors", "decode", "engine", "kernels", "kv_store", "models", "prefill", "router")
 
-BASE = ("errors", "limits", "block_keys", "log_limit", "sampling_params", "options", "secret_options")
+BASE = (
+    "errors",
+    "limits",
+    "block_keys",
+    "log_limit",
+    "sampling_params",
+    "options",
+    "secret_options",
+    "version",
+    "trace_context",
+    "log_fields",
+)
 LAYERS = (
     *(f"pdkv.{name}" for name in BASE),
     "pdkv.host",

@@ -376,7 +376,31 @@ def test_an_aggregated_engine_has_no_prompt_to_compute_once_the_first_token_is_o
 def test_topology_and_snapshots_show_what_engines_said_last() -> None:
     async def body(system: System) -> None:
         system.backends["decode-0"].say(LoadReport(1, 2, BlockCounts(100, 60, 10, 20, 5, 5)))
-        assert system.dispatcher.topology()["engines"][1] == {
+        shown = system.dispatcher.topology()["engines"][1]
+        assert {name: shown.pop(name) for name in ("connector", "kind", "orders", "model", "epoch", "kv_layout")} == {
+            "connector": "pull",
+            "kind": "pull",
+            "orders": ["prefill_first", "decode_first"],
+            "model": "m",
+            "epoch": "e0",
+            "kv_layout": {
+                "layers": 1,
+                "kv_heads": 1,
+                "head_size": 8,
+                "dtype": "float32",
+                "block_size": 16,
+                "block_bytes": 1024,
+                "windows": [0],
+                "hash_block_size": 16,
+            },
+        }
+        assert shown == {
+            "version": "",
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "tp": 1,
+            "connector_parts": [],
+            "content_addressed": False,
             "name": "decode-0",
             "role": "decode",
             "pid": 1,

@@ -95,10 +95,10 @@ class Running:
         """GET a path of the router."""
         return httpx.get(self.url + path, timeout=30)
 
-    def complete(self, prompt: str | list[int], **fields: Any) -> httpx.Response:
+    def complete(self, prompt: str | list[int], headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         """POST /v1/completions, greedy."""
         body = {"model": "served", "prompt": prompt, "temperature": 0, **fields}
-        return httpx.post(self.url + "/v1/completions", json=body, timeout=60)
+        return httpx.post(self.url + "/v1/completions", json=body, headers=headers, timeout=60)
 
     def pids(self) -> dict[str, int]:
         """Engine pids by name, from /topology."""

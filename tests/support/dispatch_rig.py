@@ -18,6 +18,7 @@ class InProcessBackend:
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.name = engine.name
+        self.num_dropped = 0
         self.engine = engine
         self.listener: EngineListener | None = None
         self.up = False

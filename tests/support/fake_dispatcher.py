@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from pdkv.errors import EngineUnavailable, RequestAborted
-from pdkv.router.dispatch import EngineSnapshot
+from pdkv.router.dispatch import Counters, EngineSnapshot
 from pdkv.router.health import EngineVerdict, HealthSnapshot
 from pdkv.router.request import Delta, GenerateRequest
+from pdkv.router.timeline import Delays
 from pdkv.wire.messages import BlockCounts, ConnectorStats, LoadReport, SourceCounts, TokenLogprob
 
 Answer = Callable[[GenerateRequest], Sequence[Delta | Exception]]
@@ -23,6 +23,8 @@ class FakeGeneration:
         self.prefill_engine = "prefill-0"
         self.decode_engine = "decode-1"
         self.num_cached_tokens = 0
+        self.num_attempts = 1
+        self.sources = SourceCounts(computed=len(request.prompt_token_ids))
         self.aborted = False
         self.ended = False
         self.over = asyncio.Event()  # aborted, or the reader saw the failure
@@ -80,7 +82,10 @@ class FakeDispatcher:
         self.num_slots = 1 << 30  # generations that may run at once
         self.on_room: Callable[[], None] = lambda: None
         self.started = asyncio.Event()  # set by every start
-        self.counters = SimpleNamespace(retried=2, migrated=1, dropped_messages=3)
+        self.counters = Counters()
+        self.counters.retried, self.counters.migrated, self.counters.dropped_messages = 2, 1, 3
+        self.counters.failed["timeout"] = 4
+        self.delays = Delays()
 
     @property
     def fault(self) -> str:
@@ -148,7 +153,7 @@ class FakeDispatcher:
         )
         return [
             EngineSnapshot("decode-1", "decode", "ready", 17, load, 0, 0),
-            EngineSnapshot("prefill-0", "prefill", "dead", None, None, 0, 1),
+            EngineSnapshot("prefill-0", "prefill", "dead", None, None, 3, 1, 1.5, 20, 21),
         ]
 
 

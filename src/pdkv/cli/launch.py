@@ -15,6 +15,7 @@ from pdkv.config import (
     HealthConfig,
     HttpApi,
     HttpLimits,
+    ObservabilityConfig,
     RecoveryConfig,
 )
 from pdkv.connectors.registry import SHIPPED
@@ -52,6 +53,7 @@ def flag_groups() -> dict[str, list[Flag]]:
         "admission": flags_of(AdmissionConfig),
         "access": flags_of(AccessConfig),
         "health": flags_of(HealthConfig),
+        "observability": flags_of(ObservabilityConfig),
     }
     for role in ROLES:
         groups[f"{role} engines only"] = flags_of(EngineConfig, role=role, exclude=("model", "generation_config"))
@@ -105,6 +107,7 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
         access=build(AccessConfig, values),
         health=build(HealthConfig, values),
         recovery=build(RecoveryConfig, values),
+        observability=build(ObservabilityConfig, values),
         prefill=build(EngineConfig, values, role="prefill"),
         decode=build(EngineConfig, values, role="decode"),
     )
@@ -131,6 +134,6 @@ def run(arguments: argparse.Namespace) -> int:
     from pdkv.launch.launcher import launch
     from pdkv.launch.logs import configure_logging
 
-    configure_logging("launcher", deployment.launch.log_level)
+    configure_logging("launcher", deployment.launch.log_level, deployment.observability.log_format)
     warn_of_secrets(arguments.connector_config or ())
     return launch(deployment)

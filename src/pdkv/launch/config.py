@@ -12,6 +12,7 @@ from pdkv.config import (
     HealthConfig,
     HttpApi,
     HttpLimits,
+    ObservabilityConfig,
     RecoveryConfig,
 )
 from pdkv.errors import ConfigError
@@ -80,6 +81,7 @@ class Deployment:
     access: AccessConfig = field(default_factory=AccessConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @property
     def num_ranks(self) -> int:

@@ -81,7 +81,7 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
     Args:
         rank_fds: sockets; rank 0's to each of the others, another one's to rank 0; then one to each other rank.
     """
-    configure_logging(spec.process_name, spec.log_level)
+    configure_logging(spec.process_name, spec.log_level, spec.log_format)
     set_process_name(f"pd {spec.process_name}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ack = Acknowledger(ack_fd)
@@ -280,7 +280,7 @@ def _turn(core: EngineCore, server: EngineServer, notifier: Notifier, intake: In
         server.acknowledge()
     deadline = core.next_deadline() if not core.has_work else now
     if deadline is not None and deadline <= now:
-        core.step(now)
+        core.finish_step(core.begin_step(now), time.monotonic())
     for router_id, outgoing in core.take_messages(time.monotonic()):
         server.send(router_id, outgoing)
 

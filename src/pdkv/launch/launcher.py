@@ -23,6 +23,7 @@ from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import read_sampling_defaults
 from pdkv.router.keys import read_key_file
 from pdkv.router.policies import find_policy
+from pdkv.router.tracing import check_tracing
 
 _LAST_CHILDREN_S = 1.0
 _ROUTER_ANSWER_S = 4.0
@@ -66,6 +67,8 @@ def check_deployment(deployment: Deployment) -> None:
     """Refuse what can be seen to be wrong without a process. Raises ConfigError."""
     connector_target(deployment.handoff.connector)
     find_policy(deployment.launch.policy)
+    if deployment.observability.otlp_endpoint is not None:
+        check_tracing()
     check_models(deployment)
     check_pools(deployment.prefill, deployment.launch.prefill, deployment.decode, deployment.launch.decode)
     if deployment.access.api_key_file is not None:

@@ -1,23 +1,138 @@
-"""Logging of one process: lines on stderr that say which process wrote them."""
+"""Logging of one process: lines on stderr that say which process wrote them, as text or as JSON."""
 
+import contextlib
 import logging
+import os
+import select
 import sys
+from datetime import UTC, datetime
+from typing import Literal
 
+import msgspec
+
+from pdkv.log_fields import LogFields, printable
 from pdkv.secret_options import without_secrets
 
+LogFormat = Literal["text", "json"]
 
-class _Formatter(logging.Formatter):
-    """Masks passwords in whatever is logged, tracebacks too."""
+PIPE_ROOM = 4096
+"""Bytes that a pipe which is ready for writing takes without a wait (PIPE_BUF)."""
+
+
+class TextFormatter(logging.Formatter):
+    """`time level process: message`, and a traceback in indented lines behind it. Passwords are masked.
+
+    One record is one line that begins in the first column: whatever a message repeats of others, it forges no line.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        return without_secrets(super().format(record))
+        begin = f"{self.formatTime(record, self.datefmt)} {record.levelname:7} {self._process}: "
+        return "\n  ".join([begin + _shown(record.getMessage().rstrip()), *_traceback(self, record)])
 
 
-def configure_logging(process: str, level: str) -> None:
-    """Send this process's log records to stderr as `time level process: message`. Called by process mains only."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(f"%(asctime)s %(levelname)-7s {process}: %(message)s", "%H:%M:%S"))
+class JsonFormatter(logging.Formatter):
+    """An object a line: time, level, process, logger and message, then the fields of what the message is about."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        values: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": _shown(record.getMessage().rstrip()),
+        }
+        for argument in record.args if isinstance(record.args, tuple) else ():
+            if isinstance(argument, LogFields):
+                fields = argument.log_fields().items()
+                values |= {name: _shown(value) if isinstance(value, str) else value for name, value in fields}
+        trace = _traceback(self, record)
+        if trace:
+            values["exception"] = "\n".join(trace)
+        return msgspec.json.encode(values).decode()
+
+
+def _shown(text: str) -> str:
+    """In one line, and without passwords."""
+    return printable(without_secrets(text))
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+    """Its lines."""
+    text = formatter.formatException(record.exc_info) if record.exc_info else ""
+    return [_shown(line) for line in (text + (record.stack_info or "")).splitlines()]
+
+
+class LineHandler(logging.Handler):
+    """Writes lines to a descriptor, and never waits for who reads them: where nobody does, lines are lost and counted.
+
+    Without that, a stopped `pd launch 2>&1 | less` would stop every process as soon as its pipe is full.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self.num_dropped = 0
+        self._fd = fd
+        self._num_told = 0
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record's line, or count it."""
+        try:
+            text = self.format(record)
+            if self.num_dropped > self._num_told and self._is_ready():
+                self._tell_dropped(record)
+            self._write(text)
+        except Exception:
+            self.handleError(record)
+
+    def _tell_dropped(self, record: logging.LogRecord) -> None:
+        text = "%d log lines were lost: nobody read them"
+        args = (self.num_dropped - self._num_told,)
+        lost = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, args, None)
+        self._num_told = self.num_dropped
+        self._write(self.format(lost))
+
+    def _write(self, line: str) -> None:
+        data = memoryview((line + "\n").encode(errors="backslashreplace"))
+        while data:
+            if not self._is_ready():
+                self.num_dropped += 1
+                return
+            try:
+                data = data[os.write(self._fd, data[:PIPE_ROOM]) :]
+            except BlockingIOError:  # somebody has made the descriptor non-blocking
+                self.num_dropped += 1
+                return
+            except OSError:  # the reader is gone, or a disk is full
+                self.num_dropped += 1
+                return
+
+    def _is_ready(self) -> bool:
+        """Whether PIPE_ROOM bytes can be written at once. An error is ready, too: the write says which."""
+        return bool(self._poll.poll(0))
+
+
+def configure_logging(process: str, level: str, log_format: LogFormat = "text", *, access_log: bool = True) -> None:
+    """Send this process's log records to stderr as `log_format` says. Called by process mains only.
+
+    Args:
+        access_log: whether requests have lines of their own, at level info.
+    """
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no file, as in a test: it keeps what it is told
+        handler = LineHandler(sys.stderr.fileno())
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]  # a forked child has its parent's handler
     root.setLevel(logging.WARNING)
     logging.getLogger("pdkv").setLevel(level.upper())
+    logging.getLogger("pdkv.access").setLevel(logging.NOTSET if access_log else logging.WARNING)

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int:
     """Run the router in this process; returns its exit status. It is ready when every engine has answered it."""
-    configure_logging("router", spec.log_level)
+    seen = spec.observability
+    configure_logging("router", spec.log_level, seen.log_format, access_log=seen.access_log)
     set_process_name("pd router")
     _bound_heap()
     watch_lifeline(lifeline_fd, lambda: None, grace_s=_LIFELINE_GRACE_S, run_dir=spec.run_dir)  # the loop sees it, too
@@ -47,6 +48,7 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             recovery=spec.recovery,
             generation_config=spec.generation_config,
             identity=spec.identity,
+            observability=seen,
             lifeline_fd=lifeline_fd,
             admin_socket=spec.run_dir / ADMIN_SOCKET if spec.run_dir is not None else None,
             marks_file=spec.run_dir / MARKS_FILE if spec.run_dir is not None else None,

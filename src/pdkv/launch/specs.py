@@ -15,6 +15,7 @@ from pdkv.config import (
     HealthConfig,
     HttpApi,
     HttpLimits,
+    ObservabilityConfig,
     RecoveryConfig,
 )
 from pdkv.wire.decoding import decode_total
@@ -35,6 +36,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_engines: int  # of the whole deployment
     run_dir: Path | None = None  # the launch's private directory, deleted by whoever outlives the launcher
     log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
     cpus: list[int] | None = None  # CPUs to pin to
     rank: int = 0  # of config.tp
     kv_shards: int = 1  # the least common multiple of all engines' ranks
@@ -69,6 +71,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     identity: str = ""  # of the model that engines must have; empty: the first engine's
     await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
     log_level: str = "info"
+    observability: ObservabilityConfig = ObservabilityConfig()
     limits: HttpLimits = HttpLimits()
     api: HttpApi = HttpApi()
     admission: AdmissionConfig = AdmissionConfig()

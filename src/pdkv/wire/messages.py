@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from pdkv.limits import MAX_ID_CHARS, MAX_N
 from pdkv.sampling_params import SamplingParams
+from pdkv.trace_context import MAX_TRACEPARENT_CHARS
 
 MAX_BLOB_BYTES = 64 * 1024
 """Upper bound of a ticket and of a hand-off's payload."""
@@ -167,6 +168,7 @@ class EngineCard(Message, frozen=True):
     rank_pids: Annotated[list[Natural], Meta(max_length=MAX_RANKS)] = []  # per rank; the first is `pid`
     beats: Text = ""  # ZeroMQ endpoint of its Beats; "": it sends none
     max_num_batched_tokens: Natural = 0  # of its largest step; 0: not known
+    version: Id = ""  # of pdkv there: for people
 
 
 class KVHandoff(Message, frozen=True):
@@ -230,6 +232,8 @@ class Submit(Message, frozen=True, kw_only=True):
     conditional: bool = False  # await_peer only: the engine may decline and prefill by itself
     handoff: KVHandoff | None = None  # await_peer, prefill first
     ticket: Blob | None = None  # handoff, needs peer first
+    label: Id = ""  # the client's own name of the request: for logs only
+    traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""  # W3C; likewise
 
 
 class Abort(Message, frozen=True):
@@ -315,6 +319,8 @@ class Finished(Message, frozen=True):
     reason: FinishReason
     sources: SourceCounts
     stop_token_id: TokenId | None = None
+    queued_s: Seconds = 0.0  # from its arrival in the engine to its first step; a load of its KV is part of it
+    ran_s: Seconds = 0.0  # from that step to the end
 
 
 class HandedOff(Message, frozen=True):
@@ -324,6 +330,8 @@ class HandedOff(Message, frozen=True):
     attempt: Attempt
     sources: SourceCounts
     handoff: KVHandoff
+    queued_s: Seconds = 0.0  # as in Finished
+    ran_s: Seconds = 0.0
 
 
 class Failed(Message, frozen=True):

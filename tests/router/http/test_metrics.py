@@ -1,5 +1,6 @@
 """What /metrics says."""
 
+import itertools
 import time
 
 import pytest
@@ -9,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from small_app import MODEL, ids, make_app
 from starlette.types import ASGIApp
 
-from pdkv.errors import EngineDied
+from pdkv.errors import EngineDied, RequestFailed
+from pdkv.router.http.metrics import MAX_OUTCOMES
 from pdkv.wire.messages import ConnectorStats
 
 Samples = dict[tuple[str, ...], float]
@@ -21,9 +23,14 @@ async def scrape(app: ASGIApp) -> Samples:
     assert reply.status == 200
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     samples = {}
+    names = []
     for family in text_string_to_metric_families(reply.body.decode()):
+        names.append(family.name)
         for sample in family.samples:
-            samples[(sample.name, *(sample.labels[name] for name in sorted(sample.labels)))] = sample.value
+            key = (sample.name, *(sample.labels[name] for name in sorted(sample.labels)))
+            assert key not in samples, f"{key} is there twice"
+            samples[key] = sample.value
+    assert len(names) == len(set(names)), "a family is there twice"
     return samples
 
 
@@ -87,6 +94,90 @@ def test_engines_as_they_reported_themselves() -> None:
     assert samples[("pdkv_retries_total",)] == 2
     assert samples[("pdkv_migrations_total",)] == 1
     assert samples[("pdkv_waiting_for_engines",)] == 0
+    assert samples[("pdkv_generations_total", "timeout")] == 4
+    lost = ("prefill-0", "prefill")
+    assert samples[("pdkv_engine_in_flight", *lost)] == 3
+    assert samples[("pdkv_engine_busy_seconds", *lost)] == 1.5
+    assert samples[("pdkv_engine_indexed_keys", *lost)] == 20
+    assert samples[("pdkv_engine_malformed_messages_total", *lost)] == 21
+
+
+def test_vllms_names_say_what_vllm_means_by_them() -> None:
+    async def main() -> None:
+        dispatcher = FakeDispatcher(say(ids("abcd")))
+        dispatcher.num_cached_tokens = 2
+        app = make_app(dispatcher)
+        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7], "n": 2})
+        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 2})
+        dispatcher.answer = lambda _: [EngineDied("dead", request_id="r")]
+        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5], "n": 3})
+        dispatcher.delays.queue.observe(0.4)
+        samples = await scrape(app)
+        router = ("router", MODEL)
+        reasons = {key[2]: value for key, value in samples.items() if key[0] == "vllm:request_success_total"}
+        assert reasons == {"stop": 2, "length": 1, "abort": 0, "error": 3, "repetition": 0}
+        assert samples[("vllm:prompt_tokens_total", *router)] == samples[("pdkv_prompt_tokens_total",)] == 6
+        assert samples[("vllm:generation_tokens_total", *router)] == samples[("pdkv_generated_tokens_total",)] == 10
+        assert samples[("vllm:time_to_first_token_seconds_count", *router)] == 2
+        assert samples[("vllm:inter_token_latency_seconds_count", *router)] == 7
+        assert samples[("vllm:e2e_request_latency_seconds_count", *router)] == 3
+        assert samples[("vllm:request_time_per_output_token_seconds_count", *router)] == 2
+        assert samples[("vllm:request_prompt_tokens_bucket", "router", "2.0", MODEL)] == 0
+        assert samples[("vllm:request_prompt_tokens_bucket", "router", "5.0", MODEL)] == 2
+        assert samples[("vllm:request_params_n_bucket", "router", "1.0", MODEL)] == 1
+        assert samples[("vllm:request_queue_time_seconds_bucket", "router", "0.3", MODEL)] == 0
+        assert samples[("vllm:request_queue_time_seconds_bucket", "router", "0.5", MODEL)] == 1
+        engine = ("decode-1", MODEL)
+        assert samples[("vllm:num_requests_running", *engine)] == 2
+        assert samples[("vllm:num_requests_waiting", *engine)] == 1
+        assert samples[("vllm:kv_cache_usage_perc", *engine)] == 1 - 7 / 10
+        assert samples[("vllm:num_preemptions_total", *engine)] == 6
+        assert samples[("vllm:prefix_cache_queries_total", *engine)] == 12
+        assert samples[("vllm:prefix_cache_hits_total", *engine)] == 7
+        assert samples[("vllm:external_prefix_cache_queries_total", *engine)] == 5
+        assert samples[("vllm:external_prefix_cache_hits_total", *engine)] == 0
+
+    run(main())
+
+
+def test_one_observation_stands_in_both_histograms_of_a_pair() -> None:
+    async def main() -> None:
+        app = make_app(FakeDispatcher(say(ids("ab"))))
+        await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7]})
+        samples = await scrape(app)
+        for ours, theirs in (
+            ("pdkv_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+            ("pdkv_inter_token_seconds", "vllm:inter_token_latency_seconds"),
+            ("pdkv_request_seconds", "vllm:e2e_request_latency_seconds"),
+        ):
+            assert samples[(f"{ours}_sum",)] == samples[(f"{theirs}_sum", "router", MODEL)] > 0
+            for name, labels in ((ours, ()), (theirs, ("router", MODEL))):
+                counts = [v for key, v in samples.items() if key[0] == f"{name}_bucket"]
+                assert counts == sorted(counts), "buckets are cumulative, in the order of their bounds"
+                assert counts[-1] == samples[(f"{name}_count", *labels)] == 1
+
+    run(main())
+
+
+def test_an_engine_may_name_any_error_and_yet_labels_are_bounded() -> None:
+    async def main() -> None:
+        dispatcher = FakeDispatcher()
+        numbers = itertools.count()
+
+        def fail(_: object) -> list[Exception]:
+            error = RequestFailed("x", request_id="r")
+            error.code = f"code-{next(numbers)}"
+            return [error]
+
+        dispatcher.answer = fail
+        app = make_app(dispatcher)
+        for _ in range(MAX_OUTCOMES + 10):
+            await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5]})
+        outcomes = {key: v for key, v in (await scrape(app)).items() if key[0] == "pdkv_requests_total"}
+        assert len(outcomes) == MAX_OUTCOMES + 1
+        assert outcomes[("pdkv_requests_total", "completions", "other")] == 10
+
+    run(main())
 
 
 def test_what_the_router_thinks_of_its_engines() -> None:

@@ -1,0 +1,38 @@
+"""What an engine is, for people: its card, without what only its peers can use."""
+
+from typing import Any
+
+from pdkv.wire.messages import EngineCard, LoadReport
+
+
+def describe_card(card: EngineCard | None, load: LoadReport | None = None) -> dict[str, Any]:
+    """JSON-ready; of the incarnation that came last, and empty before the first.
+
+    `connector_parts` are the children, transports and tiers that the engine counts by themselves.
+    """
+    if card is None:
+        return {}
+    layout = card.layout
+    return {
+        "version": card.version,
+        "epoch": card.epoch,
+        "model": card.model,
+        "max_model_len": card.max_model_len,
+        "max_num_seqs": card.max_num_seqs,
+        "tp": card.tp,
+        "connector": card.connector,
+        "connector_parts": sorted(load.connectors) if load is not None else [],
+        "kind": card.kind,
+        "content_addressed": card.content_addressed,
+        "orders": list(card.orders),
+        "kv_layout": {
+            "layers": layout.num_layers,
+            "kv_heads": layout.kv_heads_of_all_ranks,
+            "head_size": layout.head_size,
+            "dtype": layout.dtype,
+            "block_size": layout.block_size,
+            "block_bytes": layout.block_bytes,
+            "windows": list(layout.windows),
+            "hash_block_size": card.hash_block_size,
+        },
+    }

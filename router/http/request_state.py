@@ -1,0 +1,35 @@
+"""GET /admin/requests/ID: what is known of requests of that id. For operators: it says where others' requests run."""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdkv.limits import clip
+from pdkv.router.http.responses import error_body
+from pdkv.router.request_log import NUM_ENDED
+
+if TYPE_CHECKING:
+    from pdkv.router.dispatch import Dispatcher
+
+
+def request_route(dispatcher: "Dispatcher") -> Route:
+    """The route, for an application that only operators reach. ID is a client's x-request-id, a generation's id in
+    pdkv's logs, or a trace's.
+    """
+
+    async def show(request: Request) -> Response:
+        name = request.path_params["id"]
+        found = dispatcher.find_requests(name) if name else []
+        if found:
+            return _json({"requests": found}, 200)
+        text = f"no request {clip(name)!r} is running, or is among the last {NUM_ENDED} choices that ended"
+        return _json(error_body(text, status=404, code="request_not_found"), 404)
+
+    return Route("/admin/requests/{id:path}", show)
+
+
+def _json(body: object, status: int) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")

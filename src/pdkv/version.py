@@ -1,0 +1,8 @@
+"""The version that is installed."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    VERSION = version("pdkv")
+except PackageNotFoundError:  # a source tree that was never installed
+    VERSION = "0+unknown"
