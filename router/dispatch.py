@@ -40,6 +40,7 @@ from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
 from pdkv.router.request_log import RequestLog
 from pdkv.router.room import Room
 from pdkv.router.routing import RouteChooser
+from pdkv.router.shared_marks import SharedMarks, own_marks
 from pdkv.router.state import ORDERS, Counters, EngineSnapshot, Fleet
 from pdkv.router.timeline import Delays
 from pdkv.version import VERSION
@@ -113,6 +114,7 @@ class Dispatcher:
         self._clock = clock
         self._mover = Mover(self.fleet, self.move)
         self._suspects: frozenset[str] = frozenset()
+        self.shared_marks: SharedMarks | None = None
         self.recovery = Recovery(recovery, self.fleet, self.counters)
         self._routes = RouteChooser(
             self.fleet, self.index,
@@ -211,6 +213,8 @@ class Dispatcher:
             self._place_parked_soon()
             self.on_room()
         now = self._clock()
+        if self.shared_marks is not None:
+            self.shared_marks.update(own_marks(self.fleet, now))
         if self.ready and (route := self.prober.due(now)) is not None:
             self._launch(probe_request(route), route, now)
 

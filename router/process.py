@@ -42,7 +42,9 @@ from pdkv.router.instruments import Instruments, make_instruments
 from pdkv.router.keys import KeyRing
 from pdkv.router.operations import Operations
 from pdkv.router.policies import DEFAULT_POLICY
+from pdkv.router.shared_marks import SharedMarks
 from pdkv.router.state import ORDERS
+from pdkv.secret_options import read_option
 from pdkv.text import Tokenizer
 from pdkv.wire.messages import Order
 
@@ -118,6 +120,9 @@ def run_router(
         await_all=await_all,
         identity=identity,
     )
+    if health is not None and health.redis:
+        url = read_option(health.redis, "--redis")
+        dispatcher.shared_marks = SharedMarks(url, router_id, dispatcher.fleet.hearsay.hear)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def make_client(name: str, endpoint: str) -> EngineClient:
@@ -269,6 +274,8 @@ async def _serve(
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, lifeline_readable)
     dispatcher.connect()
+    if dispatcher.shared_marks is not None:
+        dispatcher.shared_marks.start()
     announcement = loop.create_task(_announce(dispatcher, on_ready))
     announcement.add_done_callback(lambda task: stopping.now() if not task.cancelled() and task.exception() else None)
     try:
@@ -276,6 +283,8 @@ async def _serve(
             await server.serve(sockets=[socket.socket(fileno=listen_fd)])
     finally:
         dispatcher.close()
+        if dispatcher.shared_marks is not None:
+            await dispatcher.shared_marks.close()
         announcement.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await announcement

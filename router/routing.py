@@ -112,7 +112,7 @@ class RouteChooser:
         engines = self._candidates("decode", now, {*without, prefill})
         if not engines:
             raise NoEngine("no decode engine is ready")
-        marked = self._fleet.pairs.avoided(now)
+        marked = self._fleet.avoided_pairs(now)
         if marked:
             engines = [e for e in engines if (prefill, e.name) not in marked] or engines
         # Without the shift both sides' turns would go round together: of 2 x 2 pairs only two would ever be used.

@@ -11,6 +11,7 @@ from pdkv.errors import IncompatiblePeers
 from pdkv.router.books import Books
 from pdkv.router.breakers import Breaker, PairBreakers, common_sides
 from pdkv.router.health import EngineHealth
+from pdkv.router.hearsay import Hearsay
 from pdkv.router.policies import EngineView, Side
 from pdkv.router.request import Route
 from pdkv.wire.messages import BlockCounts, EngineCard, LoadReport, Order
@@ -20,6 +21,9 @@ EngineLife = Literal["starting", "ready", "dead"]
 
 ORDERS: tuple[Order, ...] = ("prefill_first", "needs_peer_first", "concurrent")
 """Hand-off orders by preference; decode_first is taken only where it is asked for."""
+
+MARK_TICKS = 30
+"""How long what another router says of an engine counts, unless it is said again."""
 
 
 @dataclass(slots=True)
@@ -173,6 +177,7 @@ class Fleet:
         self.complete_once = complete_once  # every engine has been ready at the same time
         self._identity = identity
         self.pairs = PairBreakers()
+        self.hearsay = Hearsay(MARK_TICKS)
 
     def add(self, name: str, role: str, note: RefusalNote | None = None) -> EngineState:
         """Make an engine known that has yet to start."""
@@ -239,10 +244,15 @@ class Fleet:
         ready = [e for e in able if not (e.draining or e.is_silent)]
         others = [e for e in ready if e.name not in without] or ready
         awake = [e for e in others if not e.suspicion] or others
-        avoided = self.pairs.avoided(now)
+        avoided = self.avoided_pairs(now)
         paired = [e for e in awake if not self._is_avoided(e, avoided)] or awake
-        closed = [e for e in paired if e.breaker.passes(now)] or paired
+        told = self.hearsay.engines(self.cards())
+        closed = [e for e in paired if e.breaker.passes(now) and e.name not in told] or paired
         return [e.view(side) for e in closed]
+
+    def avoided_pairs(self, now: float) -> frozenset[tuple[str, str]]:
+        """(prefill, decode) pairs that are passed over now."""
+        return self.pairs.avoided(now) | self.hearsay.pairs(self.cards())
 
     def _is_avoided(self, engine: EngineState, pairs: frozenset[tuple[str, str]]) -> bool:
         """Whether these pairs have the engine in common, or are all that it has."""
@@ -262,6 +272,7 @@ class Fleet:
         """TICK_S have passed; who speaks sets its own count back."""
         for engine in self.engines.values():
             engine.health.tick()
+        self.hearsay.tick()
 
     @property
     def suspects(self) -> dict[str, str]:

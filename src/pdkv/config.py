@@ -222,6 +222,12 @@ class HealthConfig:
     probe_interval_s: float = option(
         10.0, "how long an engine may have nothing to do before the router has it generate a token; 0: never"
     )
+    redis: str = option(
+        "",
+        "redis:// URL (or @FILE that holds it) of a server by which several routers tell each other which engines "
+        "are suspects or fail; empty: none",
+        metavar="URL",
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.probe_interval_s < math.inf:
