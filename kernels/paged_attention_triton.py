@@ -89,8 +89,8 @@ def _paged_attention_kernel(
     spoiled = tl.zeros([TILE_ROWS], tl.float32)  # above 0: the row sees a value that is not finite
     kv_stop = tl.minimum(first_position + first_query + TILE_QUERIES, seq_len)  # causal: nothing behind is seen
     kv_begin = 0
-    if HAS_WINDOW:  # from the tile on in which the first query's window begins
-        kv_begin = tl.maximum(first_position + first_query + 1 - window, 0) // TILE_KV * TILE_KV
+    if HAS_WINDOW:  # from the block on in which the first query's window begins: those before it may be given up
+        kv_begin = tl.maximum(first_position + first_query + 1 - window, 0) // BLOCK_SIZE * BLOCK_SIZE
     for kv_start in range(kv_begin, kv_stop, TILE_KV):
         kv_positions = kv_start + tl.arange(0, TILE_KV)
         kv_mask = kv_positions < kv_stop

@@ -7,6 +7,7 @@ import pytest
 import torch
 from attention_case import MIXES, Case, Shape, layers_of
 
+from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.engine.attention import cuda as attention_cuda
 from pdkv.engine.attention.cuda import CudaAttention
 from pdkv.kernels.kv_copy import gather_blocks_reference, scatter_blocks_reference, write_kv_reference
@@ -79,6 +80,20 @@ def test_windows(
     torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
     whole = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=head_size**-0.5)
     assert not torch.allclose(expected, whole)
+
+
+@pytest.mark.parametrize("window", [1, 7, 65])
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_blocks_before_the_window_are_not_even_loaded(window: int, block_size: int, device: torch.device) -> None:
+    """A request has given them up: block numbers out of range stand for them here."""
+    lengths = [(1, 33), (20, 120), (1, 200), (70, 250)]
+    q, pool, tables, seq_lens, cu_seqlens_q = attention_inputs(lengths, (4, 2), 32, block_size, padding=0)
+    q, pool, tables, *rest = (t.to(device) for t in (q, pool, tables, seq_lens, cu_seqlens_q))
+    clean = paged_attention_triton(q, pool, 2, tables, *rest, scale=0.2, window=window)
+    for row, (num_queries, seq_len) in zip(tables, lengths, strict=True):
+        row[: first_seen_block(window, seq_len - num_queries, block_size)] = 1 << 20
+    assert (tables == 1 << 20).sum() > 2
+    assert torch.equal(paged_attention_triton(q, pool, 2, tables, *rest, scale=0.2, window=window), clean)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter computes in numpy
