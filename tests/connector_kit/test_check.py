@@ -36,7 +36,9 @@ SHIPPED: Sequence[tuple[str, dict[str, str]]] = [
     ("pdkv_sockets:SocketConnector", {"timeout_s": "0.8"}),
 ]
 
-IN_MAKE_TEST = ("content_identity", "attempts", "later_attempts", "replay", "aborts", "restarted_peer", "step_thread")
+IN_MAKE_TEST = (
+    "content_identity", "attempts", "later_attempts", "replay", "aborts", "kv_groups", "restarted_peer", "step_thread",
+)  # fmt: skip
 """Of connectors between processes; all cases of all connectors are in `make matrix`."""
 
 BROKEN: Sequence[tuple[str, str]] = [
@@ -53,6 +55,8 @@ BROKEN: Sequence[tuple[str, str]] = [
     ("inside:KeepsADeadEpochsDescriptors", "restarted_peer"),
     ("shared:OneRanksSuccessIsAll", "all_ranks"),
     ("inside:ServesPoisonOnReplay", "replay"),
+    ("inside:FillsOneGroupsBlocksWithAnothers", "kv_groups"),
+    ("inside:ChecksTheFirstGroupOnly", "kv_groups_failures"),
 ]
 
 

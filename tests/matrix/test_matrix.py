@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from equality import Workload, check_decode_computed_nothing, check_undisturbed, deployed, greedy_workload, run_all
-from matrix_rows import BACKENDS, Row, all_rows, cover
+from matrix_rows import BACKENDS, Row, all_rows, cover, window_cover, window_rows
+from small_models import FEATURES
 
 RESULTS = "MATRIX_RESULTS"
 """Names a file that each passed row is appended to. Not PDKV_…: a launcher refuses options that it does not know."""
@@ -20,9 +21,17 @@ def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return greedy_workload(model, tmp_path_factory.mktemp("matrix"))
 
 
+@pytest.fixture(scope="session")
+def windows(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    """One layer that sees all, and two with a window of two blocks: three KV groups."""
+    model = hf_model(
+        "qwen3", num_attention_heads=8, num_key_value_heads=4, head_dim=16, initializer_range=0.2, **FEATURES["qwen3"]
+    )
+    return greedy_workload(model, tmp_path_factory.mktemp("windows"))
+
+
 def check_row(row: Row, workload: Workload, directory: Path) -> None:
     """First pass and replay."""
-    started = time.monotonic()
     with (
         BACKENDS[row.backend](directory=directory) as chosen,
         deployed(workload, *row.flags, *chosen.flags) as deployment,
@@ -31,6 +40,10 @@ def check_row(row: Row, workload: Workload, directory: Path) -> None:
     for books in (first, replay):
         check_decode_computed_nothing(books)
         check_undisturbed(books)
+
+
+def note_row(row: Row, started: float) -> None:
+    """For the table."""
     if results := os.environ.get(RESULTS):
         with open(results, "a") as file:
             file.write(f"{row}: passed in {time.monotonic() - started:.0f} s\n")
@@ -38,10 +51,25 @@ def check_row(row: Row, workload: Workload, directory: Path) -> None:
 
 @pytest.mark.parametrize("row", cover(), ids=str)
 def test_cover(row: Row, workload: Workload, tmp_path: Path) -> None:
+    started = time.monotonic()
     check_row(row, workload, tmp_path)
+    note_row(row, started)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in all_rows() if row not in cover()], ids=str)
 def test_whole_matrix(row: Row, workload: Workload, tmp_path: Path) -> None:
+    started = time.monotonic()
     check_row(row, workload, tmp_path)
+    note_row(row, started)
+
+
+@pytest.mark.parametrize("row", window_cover(), ids=str)
+def test_cover_of_windows(row: Row, windows: Workload, tmp_path: Path) -> None:
+    check_row(row, windows, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in window_rows() if row not in window_cover()], ids=str)
+def test_windows_over_every_backend(row: Row, windows: Workload, tmp_path: Path) -> None:
+    check_row(row, windows, tmp_path)

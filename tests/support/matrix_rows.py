@@ -95,3 +95,15 @@ def cover() -> list[Row]:
         Row(backends[number % len(backends)], TOPOLOGIES[number % 2], ranks, blocks)
         for number, (ranks, blocks) in enumerate(itertools.product(RANKS, BLOCKS))
     ]
+
+
+def window_rows() -> list[Row]:
+    """For a model with KV groups, whose blocks must be of one size."""
+    ranks = ((1, 1), (1, 2), (2, 1), (2, 2))
+    return [Row(backend, "1P1D", pair, BLOCKS[0]) for backend, pair in itertools.product(BACKENDS, ranks)]
+
+
+def window_cover() -> list[Row]:
+    """A store, a push and two connectors together; pulls are in other tests of such models."""
+    chosen = {"store tiers": (1, 2), "p2p": (2, 2), "multi": (2, 1)}
+    return [row for row in window_rows() if chosen.get(row.backend) == row.ranks]

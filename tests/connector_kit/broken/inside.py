@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 
 from pdkv.connectors.base import (
+    BlockTables,
     KVConnectorMetadata,
     RequestView,
     ScheduledRange,
     TransferKey,
     TransferResults,
 )
+from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory.fabric import Content, StoreName
 from pdkv.connectors.memory.pull import MemoryPullConnector, MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushConnector, MemoryPushWorker
@@ -22,7 +24,7 @@ from pdkv.connectors.memory.store import (
     MemoryStoreScheduler,
     MemoryStoreWorker,
 )
-from pdkv.connectors.peer.pull_scheduler import PullMetadata
+from pdkv.connectors.peer.pull_scheduler import BlockLoad, Match, PullMetadata
 from pdkv.connectors.peer.push_scheduler import PushSend
 from pdkv.errors import TransferTimeout
 
@@ -53,6 +55,34 @@ class KeepsADeadEpochsDescriptors(MemoryPullConnector):
 
     def make_worker_side(self, rank: int) -> MemoryPullWorker:
         return _OldEpochWorker(self)
+
+
+class _MixedGroupsScheduler(MemoryPullScheduler):
+    def _load_pairs(self, key: TransferKey, match: Match, block_tables: BlockTables) -> BlockLoad:
+        load = super()._load_pairs(key, match, block_tables)
+        return msgspec.structs.replace(load, block_ids=load.block_ids[::-1])
+
+
+class FillsOneGroupsBlocksWithAnothers(MemoryPullConnector):
+    """The blocks of all KV groups are read, and not into the blocks of their own group."""
+
+    def make_scheduler_side(self) -> MemoryPullScheduler:
+        return _MixedGroupsScheduler(self)
+
+
+class _HalfCheckedWorker(MemoryPullWorker):
+    def check_generations(self, table: BlockTable, load: BlockLoad) -> None:
+        half = len(load.source) // 2
+        super().check_generations(
+            table, msgspec.structs.replace(load, source=load.source[:half], generations=load.generations[:half])
+        )
+
+
+class ChecksTheFirstGroupOnly(MemoryPullConnector):
+    """What lies in the first KV group's blocks decides whether a load counts."""
+
+    def make_worker_side(self, rank: int) -> MemoryPullWorker:
+        return _HalfCheckedWorker(self)
 
 
 # --- push ---------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class _Steps(TimedTransfer):
     def idle_step(self, start: int) -> float:
         """The same, of a request that the connector hears nothing about."""
         stop = min(start + self.chunk, self.num_tokens)
-        tokens = p.TokenRange(list(self.sender.text), start, stop, list(self.sender.block_ids))
+        tokens = p.TokenRange(list(self.sender.text), start, stop, self.sender.block_tables)
         self.writer.take_cost()
         span = self.writer.run_timed(replace(self.producer.plan(), writes=[tokens]))
         return span.ended - span.began + self.writer.take_cost().wall_s

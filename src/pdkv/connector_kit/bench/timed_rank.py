@@ -132,7 +132,7 @@ class TimedRank(HostedRank):
         return p.Executed(reports, [], ended=max(ended) if len(ended) == len(keys) else 0.0)
 
     def _digest(self, tokens: p.TokenRange) -> list[int]:
-        blocks, offsets = self._places(tokens)
+        blocks, offsets = self._places(tokens, 0)
         content = self._view[blocks, offsets]
         return [crc32(np.ascontiguousarray(content[:, :, :, head]).data) for head in range(content.shape[3])]
 

@@ -190,7 +190,7 @@ class TimedTransfer(Handover):
 
     def _compare(self) -> None:
         text = list(self.sender.text)
-        ranges = [p.TokenRange(text, 0, self.num_tokens, list(blocks)) for blocks in self.tables]
+        ranges = [p.TokenRange(text, 0, self.num_tokens, [list(blocks)]) for blocks in self.tables]
         sent, received = self.writer.digest(ranges[0]), self.reader.digest(ranges[1])
         wrong = [head for head in sent if sent[head] != received[head]]
         require(not wrong, f"KV heads {wrong} differ between producer and consumer: {self.describe()}")

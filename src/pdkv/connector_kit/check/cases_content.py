@@ -17,10 +17,10 @@ NUM_CONCURRENT = 100
 def content_identity(setting: Setting) -> None:
     """All lengths, orders, chunks and scattered block tables: what arrives is what was computed."""
     with World(setting) as world:
-        _hand_over_all(world)
+        hand_over_all(world)
 
 
-def _hand_over_all(world: World, *, num_hit_blocks: int = 0) -> None:
+def hand_over_all(world: World, *, num_hit_blocks: int = 0) -> None:
     """One transfer after the other, of every length in every legal order, in one chunk or several."""
     block_size = world.consumer.block_size
     chunks = itertools.cycle((0, 24))
@@ -35,7 +35,7 @@ def _hand_over_all(world: World, *, num_hit_blocks: int = 0) -> None:
 def local_hits(setting: Setting) -> None:
     """Blocks that the consumer has already are never written; only the rest is loaded."""
     with World(setting) as world:
-        _hand_over_all(world, num_hit_blocks=1)
+        hand_over_all(world, num_hit_blocks=1)
         for num_tokens in (33, 64, 95):
             for order in legal_orders(world):
                 Handover(world, num_tokens, order=order, num_hit_blocks=num_tokens // 16).run()
@@ -112,8 +112,8 @@ def concurrent_transfers(setting: Setting) -> None:
 
 def _unequal(setting: Setting, producer: Shape, consumer: Shape) -> None:
     with World(setting, producer, consumer) as world:
-        _hand_over_all(world)
-        _hand_over_all(world, num_hit_blocks=1)
+        hand_over_all(world)
+        hand_over_all(world, num_hit_blocks=1)
 
 
 def _register_pairs() -> None:

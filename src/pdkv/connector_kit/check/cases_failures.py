@@ -8,6 +8,11 @@ from pdkv.connector_kit.rig.world import AMPLE_S, SHORT_S, TRANSFER_POLL_S, Refu
 @case("aborts", covers="F1 F2 F3")
 def aborts(setting: Setting) -> None:
     """A request that is given up after any of its steps leaves nothing behind, and its next attempt is right."""
+    abort_everywhere(setting)
+
+
+def abort_everywhere(setting: Setting) -> None:
+    """Give requests up after any of their steps, in every legal order."""
     with World(setting) as world:
         for order in legal_orders(world):
             chunk = 32 if setting.quick else 16

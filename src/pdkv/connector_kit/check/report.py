@@ -22,7 +22,7 @@ from pdkv.errors import ConfigError, PdkvError
 
 Status = Literal["passed", "failed", "refused", "skipped"]
 
-CASE_MODULES = ("cases_content", "cases_ownership", "cases_failures", "cases_process")
+CASE_MODULES = ("cases_content", "cases_ownership", "cases_failures", "cases_groups", "cases_process")
 
 
 class CaseReport(msgspec.Struct, frozen=True):
@@ -95,6 +95,7 @@ def check(
             options=dict(profile.options),
             short_options=dict(profile.short),
             one_process=flags.one_process,
+            kv_groups=flags.kv_groups,
             timeout_s=timeout_s,
             quick=quick,
         )

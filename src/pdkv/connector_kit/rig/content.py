@@ -62,8 +62,9 @@ def kv_values(text: Text, start: int, stop: int, layout: KVLayout, heads: Sequen
     """KV of tokens [start, stop): (tokens, layers, 2, heads, head_size) as the bit patterns of finite float32."""
     tokens = token_values(text, start, stop)
     total = layout.kv_heads_of_all_ranks
-    index = np.arange(layout.num_layers * 2 * total * layout.head_size, dtype=np.uint64)
-    index = index.reshape(layout.num_layers, 2, total, layout.head_size)[:, :, list(heads)]
+    num_layers = len(layout.places)  # of the model
+    index = np.arange(num_layers * 2 * total * layout.head_size, dtype=np.uint64)
+    index = index.reshape(num_layers, 2, total, layout.head_size)[:, :, list(heads)]
     values = tokens[:, None, None, None, None] * np.uint64(_ODD) + index * np.uint64(_GOLDEN)
     values ^= values >> np.uint64(31)
     values *= np.uint64(_ODD)

@@ -34,7 +34,7 @@ class ContentRead:
         if not num_tokens:
             return ""
         engine = self._engine
-        engine.allocate(request, num_tokens + self._is_layerwise)
+        engine.allocate(request, num_tokens + self._is_layerwise, resume_at=num_tokens)
         engine.start_load(request, num_tokens)
         engine.step_with_load(request, num_tokens, is_layerwise=self._is_layerwise)
         self._world.until(lambda: request.transfer_key in engine.received, f"the load of {num_tokens} tokens ends")

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import ClassVar, TypeVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
@@ -25,6 +26,7 @@ from pdkv.connectors.base import (
     TransferOutcome,
 )
 from pdkv.connectors.transfer.aggregator import TransferAggregator
+from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
 
 Wanted = TypeVar("Wanted", bound=p.Answer)
@@ -151,7 +153,7 @@ class Engine:
             self.reuse(garbage)
         news, self._news = self._news, News()
         observed = self.built.observes_scheduled
-        ranges = [ScheduledRange(r.view(), a, b, [list(r.block_ids)]) for r, a, b in scheduled if observed]
+        ranges = [ScheduledRange(r.view(), a, b, _copy(r.block_tables)) for r, a, b in scheduled if observed]
         planned = self.ask(p.Plan(news.view(step_id, ranges), len(self.hosts) > 1), p.Planned)
         for key, block_ids, owner in planned.holds:
             assert key not in self._holds, f"the hold {key} is taken twice"
@@ -159,7 +161,7 @@ class Engine:
             self._holds[key] = BlockHold(key, block_ids, owner)
         for kept in news.kept:
             self.books.release(kept)
-        writes = [p.TokenRange(r.content, a, b, list(r.block_ids)) for r, a, b in scheduled]
+        writes = [p.TokenRange(r.content, a, b, _copy(r.block_tables)) for r, a, b in scheduled]
         return StepPlan(step_id, planned.meta, news.cancels, writes, garbage)
 
     def execute(self, plan: StepPlan) -> None:
@@ -217,11 +219,20 @@ class Engine:
         blocks = request.take_full_blocks()
         if blocks:
             self.ask(p.Publish(blocks), p.Done)
+        self._give_up_unseen(request)
         if self.built.observes_confirmed:
             start = 0 if again else request.num_reported
             request.num_reported = request.num_confirmed
-            range_ = ConfirmedRange(request.view(), start, request.num_confirmed, [list(request.block_ids)], last)
+            tables = _copy(request.block_tables)
+            range_ = ConfirmedRange(request.view(), start, request.num_confirmed, tables, last)
             self._news.confirmed.append(range_)
+
+    def _give_up_unseen(self, request: Request) -> None:
+        """Blocks before the window of the token behind the confirmed ones come free, and are overwritten."""
+        for window, table in zip(self.layout.windows, request.block_tables, strict=True):
+            seen = range(min(first_seen_block(window, request.num_confirmed, self.block_size), len(table)))
+            self.books.release([table[i] for i in seen if table[i] >= 0])
+            table[: len(seen)] = [-1] * len(seen)
 
     def hand_off(self, request: Request) -> KVHandoff:
         """The prompt is confirmed and ends here: its blocks pass to a lease."""
@@ -229,9 +240,9 @@ class Engine:
         self._news.finished.append(request.transfer_key)
         if self.built.observes_confirmed:
             self.books.hold(request.block_ids)
-            self._news.kept.append(list(request.block_ids))
-        ended = self.ask(p.FinishRequest(request.view(), list(request.block_ids)), p.RequestEnded)
-        leased = list(request.block_ids) if ended.hold_blocks else []
+            self._news.kept.append(request.block_ids)
+        ended = self.ask(p.FinishRequest(request.view(), _copy(request.block_tables)), p.RequestEnded)
+        leased = request.block_ids if ended.hold_blocks else []
         self.books.hold(leased)
         self.leases[request.transfer_key] = leased
         if ended.until_release:
@@ -245,9 +256,9 @@ class Engine:
             epoch=self.epoch, num_tokens=request.num_confirmed, payload=ended.payload or b"",
         )  # fmt: skip
 
-    def late_ticket(self, request: Request, block_ids: Sequence[int]) -> None:
+    def late_ticket(self, request: Request, block_tables: Sequence[Sequence[int]]) -> None:
         """A ticket that came after the hand-off: the leased blocks are shown once more."""
-        range_ = ConfirmedRange(request.view(), 0, request.num_confirmed, [list(block_ids)], True)
+        range_ = ConfirmedRange(request.view(), 0, request.num_confirmed, _copy(block_tables), True)
         self._news.confirmed.append(range_)
 
     def release(self, key: TransferKey) -> None:
@@ -305,26 +316,35 @@ class Engine:
 
     # --- a load ---------------------------------------------------------------------------------------------------
 
-    def allocate(self, request: Request, num_tokens: int, *, hit: Sequence[int] = ()) -> None:
-        """Blocks for the first tokens of a request, `hit` being its first ones."""
-        new = self.books.allocate(-(-num_tokens // self.block_size) - len(hit))
+    def allocate(self, request: Request, num_tokens: int, *, hit: Sequence[int] = (), resume_at: int = 0) -> None:
+        """Blocks for the first tokens of a request, `hit` being its first ones.
+
+        Args:
+            resume_at: the first token that is computed here: of a window only what it sees.
+        """
+        assert not (hit and self.layout.groups), "the kit has local hits without KV groups only"
+        stop = -(-num_tokens // self.block_size)
+        firsts = [first_seen_block(window, resume_at, self.block_size) for window in self.layout.windows]
+        new = self.books.allocate(sum(stop - first for first in firsts) - len(hit))
         if new:
             self.reuse(new)
         self.books.hold(hit)
-        request.block_ids = [*hit, *new]
+        own = iter([*hit, *new])
+        request.block_tables = [[-1] * first + list(islice(own, stop - first)) for first in firsts]
         request.num_local_hit = len(hit) * self.block_size
 
     def start_load(self, request: Request, num_external: int, *, check: bool = True) -> bytes | None:
         """The load begins with the next step; returns the ticket."""
         start = request.num_local_hit
         key = request.transfer_key
-        exposed = request.block_ids[start // self.block_size :]
+        exposed = request.blocks_from(start // self.block_size)
+        tables = _copy(request.block_tables)
         if num_external:
-            wanted = p.TokenRange(list(request.text), start, start + num_external, list(request.block_ids))
-            self.ask_all(p.Expect(key, list(exposed), wanted if check else None), p.Done)
+            wanted = p.TokenRange(list(request.text), start, start + num_external, tables)
+            self.ask_all(p.Expect(key, exposed, wanted if check else None), p.Done)
             self.loading[key] = exposed
             self.received.pop(key, None)
-        command = p.Allocate(request.view(), list(request.block_ids), num_external)
+        command = p.Allocate(request.view(), tables, num_external)
         return self.ask(command, p.Ticket).ticket
 
     def step_with_load(self, request: Request, num_tokens: int, *, is_layerwise: bool) -> bool:
@@ -365,3 +385,7 @@ class Engine:
     def foreign_writes(self) -> list[int]:
         """Blocks of any rank that were written from outside although no load had them."""
         return sorted({block for rank in self.ask_all(p.ForeignWrites(), p.Blocks) for block in rank.block_ids})
+
+
+def _copy(block_tables: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(table) for table in block_tables]

@@ -70,6 +70,7 @@ class Handover:
         self.num_external = 0
         self._hit: list[int] = []
         self.leased: list[int] = []
+        self.leased_tables: list[list[int]] = []
         self._ticket: bytes | None = None
         self._is_layerwise = self._is_late = False
         self._num_hit_blocks = num_hit_blocks
@@ -212,7 +213,7 @@ class Handover:
     def prefill_as(self, dead: "Handover") -> None:
         """Prefill into the blocks that a dead incarnation of the producer has handed off, in the same generations."""
         self.producer.mimic(dead.producer, dead.leased)
-        self.sender.block_ids = list(dead.leased)
+        self.sender.block_tables = [list(table) for table in dead.leased_tables]
         self.prefill()
 
     def compute(self, start: int) -> None:
@@ -226,8 +227,10 @@ class Handover:
     def hand_off(self) -> None:
         """The first token is out: the prompt's blocks pass to a lease, and the hand-off leaves."""
         self.sender.has_output = True
-        self.leased = list(self.sender.block_ids)
+        tables = self.sender.block_tables  # what a window gives up in the end is marked in them
         self.receiver.handoff = self.producer.hand_off(self.sender)
+        self.leased_tables = [list(table) for table in tables]
+        self.leased = [block for table in tables for block in table if block >= 0]
         self.receiver.has_output = True
 
     # --- consumer -------------------------------------------------------------------------------------------------
@@ -262,13 +265,13 @@ class Handover:
         start = len(self._hit) * self.consumer.block_size
         matched = self.consumer.ask(p.Match(self.receiver.view(), start), p.Matched)
         require(matched.ask_again, f"without a hand-off it answers {matched} instead of 'ask again'")
-        self.consumer.allocate(self.receiver, self.num_tokens, hit=self._hit)
+        self.consumer.allocate(self.receiver, self.num_tokens, hit=self._hit, resume_at=self.num_tokens)
 
     def allocate(self) -> None:
         """Blocks for the whole range behind the local hit, and for what a layerwise load computes with it."""
         num_tokens = self.num_tokens + self._is_layerwise
         self._wait_for_room(self.consumer, num_tokens)
-        self.consumer.allocate(self.receiver, num_tokens, hit=self._hit)
+        self.consumer.allocate(self.receiver, num_tokens, hit=self._hit, resume_at=self.num_tokens)
 
     def start(self) -> None:
         """The connector has the blocks; the next step begins the load."""
@@ -286,13 +289,13 @@ class Handover:
         if self._ticket is None:
             return
         if self.key in self.producer.leases:
-            self.producer.late_ticket(self.sender, self.leased)
+            self.producer.late_ticket(self.sender, self.leased_tables)
         elif self.sender.block_ids:
             self.producer.confirm(self.sender, again=True)
 
     def _wait_for_room(self, engine: Engine, num_tokens: int) -> None:
         """Transfers that were over for one side may still be read or acknowledged on the other one."""
-        num_blocks = -(-num_tokens // engine.block_size)
+        num_blocks = -(-num_tokens // engine.block_size) * engine.layout.num_groups
         if engine.books.num_free < num_blocks:
             self.world.until(lambda: engine.books.num_free >= num_blocks, f"{num_blocks} blocks come free")
 

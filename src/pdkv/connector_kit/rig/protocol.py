@@ -22,12 +22,12 @@ class Command(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenRange(msgspec.Struct, frozen=True):
-    """Tokens [start, stop) of a text, and the block table that they lie in."""
+    """Tokens [start, stop) of a text, and the block tables that they lie in, one per KV group."""
 
     text: list[Piece]
     start: int
     stop: int
-    block_ids: list[int]
+    block_tables: list[list[int]]
 
 
 # --- life of an engine --------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Allocate(Command, frozen=True):
     """update_state_after_alloc."""
 
     request: RequestView
-    block_ids: list[int]
+    block_tables: list[list[int]]
     num_external: int
 
 
@@ -86,7 +86,7 @@ class FinishRequest(Command, frozen=True):
     """request_finished."""
 
     request: RequestView
-    block_ids: list[int]
+    block_tables: list[list[int]]
 
 
 class Results(msgspec.Struct, frozen=True):

@@ -114,16 +114,16 @@ class HostedRank:
             case p.Match(request=request, num_computed=num):
                 matched = call("get_num_new_matched_tokens", scheduler.get_num_new_matched_tokens, request, num)
                 return p.Matched(matched.num_tokens, matched.mode, matched.ask_again)
-            case p.Allocate(request=request, block_ids=block_ids, num_external=num):
+            case p.Allocate(request=request, block_tables=block_tables, num_external=num):
                 alloc = scheduler.update_state_after_alloc
-                return p.Ticket(call("update_state_after_alloc", alloc, request, [block_ids], num))
+                return p.Ticket(call("update_state_after_alloc", alloc, request, block_tables, num))
             case p.Plan(view=view, encode=encode):
                 meta = call("build_connector_meta", scheduler.build_connector_meta, view)
                 self._metas[view.step_id] = meta
                 holds = [(hold.key, list(hold.block_ids), hold.owner) for hold in meta.holds]
                 return p.Planned(holds, msgspec.msgpack.encode(meta) if encode else None)
-            case p.FinishRequest(request=request, block_ids=block_ids):
-                finished = call("request_finished", scheduler.request_finished, request, [block_ids])
+            case p.FinishRequest(request=request, block_tables=block_tables):
+                finished = call("request_finished", scheduler.request_finished, request, block_tables)
                 return p.RequestEnded(finished.hold_blocks, finished.payload, finished.until_release)
             case p.Settle(results=results):
                 resolved = call("resolve_results", scheduler.resolve_results, p.as_maps(results))
@@ -162,7 +162,7 @@ class HostedRank:
             for key in step.cancels:
                 call("cancel", worker.cancel, key)
             call("start_load_kv", worker.start_load_kv, meta)
-        first, stop = step.layers or (0, self._layout.num_layers)
+        first, stop = step.layers or (0, len(self._layout.places))
         if step.writes or step.garbage:
             for layer in range(first, stop):
                 self._compute_layer(step, layer, meta)
@@ -177,8 +177,9 @@ class HostedRank:
             self._watch.call("wait_for_layer_load", self._worker.wait_for_layer_load, layer)
         for tokens in step.writes:
             self._write(tokens, layer, garbage=not tokens.text)
-        for pool in (self._view, self._known):
-            pool[step.garbage, :, layer] = GARBAGE
+        if layer < self._layout.num_layers:  # of a block
+            for pool in (self._view, self._known):
+                pool[step.garbage, :, layer] = GARBAGE
         if meta.needs_layer_hooks:
             self._watch.call("save_kv_layer", self._worker.save_kv_layer, layer, self._pool, meta)
 
@@ -198,25 +199,35 @@ class HostedRank:
 
     # --- the pool -------------------------------------------------------------------------------------------------
 
-    def _places(self, tokens: p.TokenRange) -> tuple[Ids, Ids]:
-        """Block id and offset in the block, of each token."""
+    def _places(self, tokens: p.TokenRange, group: int) -> tuple[Ids, Ids]:
+        """Block id and offset in the block, of each token in a KV group."""
         positions = np.arange(tokens.start, tokens.stop, dtype=np.int64)
-        blocks = as_ids(tokens.block_ids)[positions // self._layout.block_size]
+        blocks = as_ids(tokens.block_tables[group])[positions // self._layout.block_size]
         return blocks, positions % self._layout.block_size
 
     def _write(self, tokens: p.TokenRange, layer: int | None = None, *, garbage: bool = False) -> None:
-        blocks, offsets = self._places(tokens)
-        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        """One layer of the model, or all; in a KV group only tokens that have a block there."""
         values: Values | int = GARBAGE
         if not garbage:
-            values = kv_values(tokens.text, tokens.start, tokens.stop, self._layout, self._heads)[:, layers]
-        for pool in (self._view, self._known):
-            pool[:, :, layers][blocks, offsets] = values
+            values = kv_values(tokens.text, tokens.start, tokens.stop, self._layout, self._heads)
+        for number, (group, index) in enumerate(self._layout.places):
+            if layer not in (None, number):
+                continue
+            blocks, offsets = self._places(tokens, group)
+            there = blocks >= 0
+            own = values if isinstance(values, int) else values[there, number]
+            for pool in (self._view, self._known):
+                pool[:, :, index][blocks[there], offsets[there]] = own
 
     def _difference(self, tokens: p.TokenRange) -> str:
-        blocks, offsets = self._places(tokens)
+        """What is wrong in the tokens' places; before a window there is nothing to look at."""
         expected = kv_values(tokens.text, tokens.start, tokens.stop, self._layout, self._heads)
-        return describe_difference(self._view[blocks, offsets], expected, tokens.start, self._heads)
+        found = expected.copy()
+        for number, (group, index) in enumerate(self._layout.places):
+            blocks, offsets = self._places(tokens, group)
+            there = blocks >= 0
+            found[there, number] = self._view[:, :, index][blocks[there], offsets[there]]
+        return describe_difference(found, expected, tokens.start, self._heads)
 
     def _foreign_writes(self) -> list[int]:
         exposed = {block for expect in self._expected.values() for block in expect.block_ids}

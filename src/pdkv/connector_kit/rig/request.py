@@ -1,6 +1,5 @@
 """One request on one of the kit's engines."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 from pdkv.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
@@ -34,7 +33,7 @@ class Request:
         self.ticket: bytes | None = None
         self.kv_ready: bool | None = None
         self.has_output = False
-        self.block_ids: Sequence[int] = []
+        self.block_tables: list[list[int]] = [[] for _ in range(layout.num_groups)]  # -1: given up, or never there
         self.num_local_hit = 0
         self.num_confirmed = 0
         self.num_reported = 0
@@ -42,6 +41,15 @@ class Request:
         self._block_size = layout.block_size
         self._root = root_key(model="conformance", layout=layout.identity)
         self._keys: list[bytes] = []
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The blocks that it has, of all KV groups."""
+        return self.blocks_from(0)
+
+    def blocks_from(self, first: int) -> list[int]:
+        """Those of its tables' entries from `first` on."""
+        return [block for table in self.block_tables for block in table[first:] if block >= 0]
 
     @property
     def transfer_key(self) -> TransferKey:
@@ -76,17 +84,20 @@ class Request:
         return self._keys[: num_tokens // HASH_BLOCK_SIZE]
 
     def take_full_blocks(self) -> list[tuple[int, list[bytes]]]:
-        """Blocks that became full and confirmed since the last call, with their keys."""
+        """Blocks of the first KV group that became full and confirmed since the last call, with their keys."""
         num_full = self.num_confirmed // self._block_size
         keys = self.keys(num_full * self._block_size)
         per_block = self._block_size // HASH_BLOCK_SIZE
+        table = self.block_tables[0]
         blocks = [
-            (self.block_ids[i], keys[i * per_block : (i + 1) * per_block]) for i in range(self._num_published, num_full)
+            (table[i], keys[i * per_block : (i + 1) * per_block])
+            for i in range(self._num_published, num_full)
+            if table[i] >= 0
         ]
         self._num_published = max(num_full, self._num_published)
         return blocks
 
     def lose_blocks(self) -> None:
         """Forget what was computed, and the blocks: as after a preemption."""
-        self.block_ids = []
+        self.block_tables = [[] for _ in self.block_tables]
         self.num_local_hit = self._num_published = 0

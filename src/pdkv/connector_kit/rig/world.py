@@ -13,7 +13,7 @@ from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.processes import HostProcess, Zygote, wait_for_any
 from pdkv.errors import IncompatiblePeers, PdkvError
-from pdkv.wire.messages import KVLayout
+from pdkv.wire.messages import KVGroup, KVLayout
 
 NUM_KV_HEADS = 4
 """Of the model; up to four ranks hold different ones."""
@@ -68,17 +68,19 @@ class Shape:
     num_heads: int = NUM_KV_HEADS  # of all ranks
     dtype: str = "float32"
     dtype_bytes: int = 4
+    groups: tuple[KVGroup, ...] = ()  # then num_layers is not looked at
 
     def layout(self) -> KVLayout:
         """The KV layout of one rank."""
         return KVLayout(
-            num_layers=self.num_layers,
+            num_layers=len(self.groups[0].layers) if self.groups else self.num_layers,
             num_kv_heads=max(self.num_heads // self.tp, 1),
             head_size=self.head_size,
             block_size=self.block_size,
             dtype=self.dtype,
             dtype_bytes=self.dtype_bytes,
             total_kv_heads=self.num_heads,
+            groups=self.groups,
         )
 
 
@@ -92,6 +94,8 @@ class Setting:
     options: dict[str, str]
     short_options: dict[str, str] = field(default_factory=dict)  # deadlines: "{deadline}" is that of the world
     one_process: bool = False
+    kv_groups: bool = False  # the connector's flag
+    groups: tuple[KVGroup, ...] = ()  # of engines whose shape nobody has chosen
     timeout_s: float = 20.0
     quick: bool = False
     world_numbers: "itertools.count[int]" = field(default_factory=itertools.count)
@@ -125,7 +129,8 @@ class World:
         short = {name: value.replace("{deadline}", str(deadline_s)) for name, value in setting.short_options.items()}
         options = {**setting.options, **(short if deadline_s is not None else {})}
         self._options = {name: value.replace("{directory}", str(directory)) for name, value in options.items()}
-        shapes = {"p": producer or Shape(), "d": consumer or Shape()}
+        usual = Shape(groups=setting.groups)
+        shapes = {"p": producer or usual, "d": consumer or usual}
         self._kv_shards = math.lcm(*(shape.tp for shape in shapes.values()))
         try:
             for name, shape in shapes.items():

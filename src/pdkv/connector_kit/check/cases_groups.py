@@ -1,0 +1,79 @@
+"""Cases about KV groups: layers with a window have block tables of their own, of which only the end is there."""
+
+from dataclasses import replace
+
+from pdkv.connector_kit.check.cases import case
+from pdkv.connector_kit.check.cases_failures import abort_everywhere
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.handover import Handover, legal_orders
+from pdkv.connector_kit.rig.world import NotApplicable, Setting, World, lengths, require
+from pdkv.connectors.transfer.planning import first_seen_block
+from pdkv.wire.messages import KVGroup
+
+GROUPS = (KVGroup((0, 2)), KVGroup((1, 3), 40))
+"""Half of the layers see 40 tokens, which begin anywhere in a block."""
+
+
+def _grouped(setting: Setting) -> Setting:
+    if not setting.kv_groups:
+        raise NotApplicable("without the flag kv_groups it is given one table for all layers, which keep all tokens")
+    return replace(setting, groups=GROUPS)
+
+
+@case("kv_groups")
+def kv_groups(setting: Setting) -> None:
+    """Of layers with a window the blocks arrive that the next token sees; those before are free, and are not sent."""
+    with World(_grouped(setting)) as world:
+        for order in legal_orders(world):
+            for num_tokens, chunk in [*((n, 0) for n in lengths(world.setting)), (115, 24), (337, 48)]:
+                _hand_over(Handover(world, num_tokens, order=order, chunk=chunk))
+        world.check_pools()
+
+
+def _hand_over(transfer: Handover) -> None:
+    """One transfer; its bytes are those of the blocks that are needed."""
+    layout, num_tokens = transfer.consumer.layout, transfer.num_tokens
+    transfer.take()
+    outcome = transfer.wait()
+    transfer.finish()
+    stop = -(-num_tokens // layout.block_size)
+    needed = sum(stop - first_seen_block(window, num_tokens, layout.block_size) for window in layout.windows)
+    require(len(transfer.leased) == needed, f"{len(transfer.leased)} blocks stay until the hand-off, {needed} are seen")
+    most = (needed + 1) * layout.block_bytes  # what a store puts around its values is less than a block
+    require(
+        outcome.num_bytes < most,
+        f"{outcome.num_bytes} bytes came for {transfer.describe()}, {needed} blocks of {layout.block_bytes} are needed",
+    )
+
+
+@case("kv_groups_failures", covers="F1 F4")
+def kv_groups_failures(setting: Setting) -> None:
+    """What fails in one group fails the load as a whole; given up at any point, both groups' blocks come back."""
+    grouped = _grouped(setting)
+    abort_everywhere(grouped)
+    with World(grouped) as world:
+        if world.producer.built.kind == "push":
+            return  # the writer reads its own blocks, which it holds
+        for group in range(len(GROUPS)):
+            for _ in range(2 if setting.quick else 6):
+                _reuse_one_group(Handover(world, 115, chunk=48), group)
+                Handover(world, 40).run()
+
+
+def _reuse_one_group(transfer: Handover, group: int) -> None:
+    """What one group has handed off is reused before anybody reads it: no part of the load may count."""
+    world, producer = transfer.world, transfer.producer
+    transfer.prefill()
+    if producer.built.kind == "store":
+        world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
+    table = transfer.leased_tables[group]
+    producer.reuse([block for block in table if block >= 0])
+    tables = [table if i == group else [-1] * len(table) for i in range(len(GROUPS))]
+    producer.ask_all(p.Fill(p.TokenRange([], 0, transfer.num_tokens, tables)), p.Done)
+    transfer.num_external = transfer.ask_until_known(0)
+    if transfer.num_external:
+        transfer.allocate()
+        transfer.start()
+    transfer.settle()
+    producer.release(transfer.key)
+    world.check_pools()
