@@ -179,10 +179,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop_watching_reader()
 
     def _watch_reader(self) -> None:
-        """End the connection when its client reads nothing of what is there for as long as it may be idle."""
+        """End the connection when its client reads nothing of what is there for as long as it may."""
         self._num_unread = self._connection.get_write_buffer_size()
         if self._num_unread and self._reader_timer is None:
-            self._reader_timer = self.loop.call_later(self._limits.idle_timeout_s, self._check_reader)
+            self._reader_timer = self.loop.call_later(self._limits.send_timeout_s, self._check_reader)
 
     def _check_reader(self) -> None:
         self._reader_timer = None

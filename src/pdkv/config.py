@@ -158,8 +158,9 @@ class HttpLimits:
         10.0, "how long headers may take, from a request's first byte on; a connection's first ones: from connecting on"
     )
     body_timeout_s: float = option(60.0, "how long a request's body may take")
-    idle_timeout_s: float = option(
-        75.0, "how long a connection may stay open between requests, or while its client reads nothing"
+    idle_timeout_s: float = option(75.0, "how long a connection may stay open between requests")
+    send_timeout_s: float = option(
+        30.0, "how long a client may read nothing of what is there for it: it is dropped, and what it asked for ends"
     )
 
     def __post_init__(self) -> None:

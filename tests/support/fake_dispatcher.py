@@ -42,6 +42,11 @@ class FakeGeneration:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
+    @property
+    def num_unread(self) -> int:
+        """Deltas that nobody has taken yet."""
+        return self._items.qsize()
+
     def abort(self) -> None:
         if not self.ended and not self.aborted:
             self.aborted = True

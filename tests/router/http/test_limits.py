@@ -243,7 +243,7 @@ def test_a_client_that_does_not_read_does_not_keep_its_connection(size: int, hea
         await send({"type": "http.response.body", "body": b""})
 
     async def main() -> None:
-        async with serving(large_app, HttpLimits(idle_timeout_s=0.1)) as server:
+        async with serving(large_app, HttpLimits(send_timeout_s=0.1, idle_timeout_s=0.1)) as server:
             with socket.create_connection(("127.0.0.1", server.port)) as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 client.sendall(get("/", header))
@@ -254,8 +254,31 @@ def test_a_client_that_does_not_read_does_not_keep_its_connection(size: int, hea
     run(main())
 
 
+def test_the_generation_of_a_client_that_does_not_read_ends_with_its_connection() -> None:
+    """However much is still to come: nobody waits for it."""
+
+    async def main() -> None:
+        dispatcher = FakeDispatcher()
+        async with serving(make_app(dispatcher), HttpLimits(send_timeout_s=0.1)) as server:
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(("127.0.0.1", server.port))
+                body = b'{"model": "%s", "prompt": "x", "stream": true}' % MODEL.encode()
+                client.sendall(post(COMPLETIONS, body))
+                generation = await dispatcher.next_generation(0)
+                delta = tokens(*ids("\x01" * 50_000))  # 300 kB of JSON
+                while not generation.aborted:
+                    if generation.num_unread < 2:
+                        generation.put(delta)
+                    await asyncio.sleep(0.001)
+                while server.state.connections or server.state.tasks:
+                    await asyncio.sleep(0.001)
+
+    run(main())
+
+
 def test_a_client_that_reads_slowly_gets_everything() -> None:
-    """Longer than a connection may be idle, but never without a byte for so long."""
+    """Longer than it may read nothing, but never without a byte for so long."""
     size = 2 << 20
 
     async def large_app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -264,7 +287,7 @@ def test_a_client_that_reads_slowly_gets_everything() -> None:
         await send({"type": "http.response.body", "body": bytes(size)})
 
     async def main() -> None:
-        async with serving(large_app, HttpLimits(idle_timeout_s=0.5)) as server, connected(server.port) as client:
+        async with serving(large_app, HttpLimits(send_timeout_s=0.5)) as server, connected(server.port) as client:
             await client.send(get("/", "connection: close"))
             for _ in range(12):
                 assert len(await client.reader.readexactly(size // 16)) == size // 16
