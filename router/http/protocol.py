@@ -154,6 +154,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     audio: None = None
     function_call: None = None
     refusal: Literal[""] | None = None
+    type: Literal["text"] | None = None  # lm-eval's, beside the role
+    provider_specific_fields: dict[str, Any] | None = None  # litellm's notes on a reply that is sent back
 
 
 class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):

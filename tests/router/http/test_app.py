@@ -66,7 +66,7 @@ def test_topology() -> None:
     ("method", "path", "status"),
     [
         ("GET", "/v1/nothing", 404),
-        ("GET", "/docs", 404),
+        ("GET", "/nowhere", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/chat/completions", 405),
         ("POST", "/health", 405),

@@ -1,0 +1,154 @@
+"""Other people's clients: no request of theirs is refused."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asgi_client import call
+from asgi_client import run as run_in_process
+from client_bodies import BODIES
+from fake_dispatcher import FakeDispatcher, say
+from http_server import serving
+from small_app import MODEL, eos, ids, make_app
+from vllm_peers import vllm_python
+
+TIMEOUT_S = 120.0
+
+
+@pytest.mark.parametrize(
+    ("client", "path", "body"), [(client, path, body) for client, sent in BODIES.items() for path, body in sent]
+)
+def test_what_clients_send_is_served(client: str, path: str, body: dict[str, Any]) -> None:
+    dispatcher = FakeDispatcher(say([*ids("ab"), eos()]))
+    reply = run_in_process(call(make_app(dispatcher), "POST", path, body))
+    assert reply.status == 200, (client, reply.json())
+    if body.get("stream"):
+        assert reply.events()[-1] == "[DONE]"
+        assert all("error" not in event for event in reply.events()[:-1])
+    assert dispatcher.requests
+
+
+def python_with(package: str) -> str:
+    """A Python that has the client."""
+    python = os.environ.get("CLIENTS_PYTHON") or sys.executable
+    found = subprocess.run([python, "-c", f"import {package}"], capture_output=True, cwd="/", timeout=TIMEOUT_S)
+    if found.returncode:
+        pytest.skip(f"needs {package}: set CLIENTS_PYTHON to a Python that has it")
+    return python
+
+
+def with_server(use: Callable[[int], Awaitable[Any]]) -> Any:
+    """Run `use` with the port of a server that answers everything."""
+
+    async def main() -> Any:
+        app = make_app(FakeDispatcher(say([*ids("ab"), eos()])), max_model_len=4096)
+        async with serving(app) as server:
+            return await use(server.port)
+
+    return asyncio.run(main())
+
+
+async def run_program(*command: str, **variables: str) -> str:
+    """What a program prints; its errors are the test's."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd="/",
+        env={**os.environ, "OPENAI_API_KEY": "none", "PYTHONWARNINGS": "ignore", **variables},
+    )
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            out, errors = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise
+    assert process.returncode == 0, errors.decode()[-2000:]
+    return out.decode()
+
+
+LITELLM = """
+import sys, litellm
+HI, at = [{"role": "user", "content": "hi"}], {"api_base": sys.argv[1], "api_key": "x"}
+call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+history = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]},
+           {"role": "tool", "tool_call_id": "c", "name": "f", "content": "3"}]
+for provider in ("openai", "hosted_vllm"):
+    def ask(messages=HI, **fields):
+        return litellm.completion(model=f"{provider}/small", messages=messages, **at, **fields)
+    first = ask()
+    texts = [
+        first.choices[0].message.content,
+        ask(temperature=0.3, max_tokens=3, n=2, seed=1, user="u", logprobs=True, top_logprobs=1,
+            response_format={"type": "text"}).choices[1].message.content,
+        ask(history).choices[0].message.content,
+        ask([*HI, first.choices[0].message.model_dump(), *HI]).choices[0].message.content,
+        "".join(c.choices[0].delta.content or "" for c in ask(stream=True, stream_options={"include_usage": True})),
+    ]
+    assert texts == ["ab"] * 5, texts
+text = litellm.text_completion(model="text-completion-openai/small", prompt="hi", best_of=1, echo=True, **at)
+assert text.choices[0].text == "hiab", text
+"""
+
+LANGCHAIN = """
+import sys
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_openai import ChatOpenAI, OpenAI
+at = {"model": "small", "base_url": sys.argv[1], "api_key": "x"}
+chat = ChatOpenAI(**at)
+called = AIMessage("", tool_calls=[{"name": "f", "args": {"x": 1}, "id": "c"}])
+history = [SystemMessage("s"), HumanMessage("q"), called, ToolMessage("3", tool_call_id="c")]
+texts = [
+    chat.invoke("hi").content,
+    chat.invoke(history).content,
+    chat.invoke([HumanMessage("q"), chat.invoke("hi"), HumanMessage("again")]).content,
+    "".join(chunk.content for chunk in ChatOpenAI(stream_usage=True, **at).stream("hi")),
+    ChatOpenAI(temperature=0.2, max_tokens=3, n=2, seed=3, logprobs=True, top_logprobs=2, **at).invoke("hi").content,
+    OpenAI(**at).invoke("hi"),
+    "".join(OpenAI(**at).stream("hi")),
+    OpenAI(n=2, best_of=2, **at).generate(["a"]).generations[0][1].text,
+]
+assert texts == ["ab"] * 8, texts
+"""
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize(("package", "program"), [("litellm", LITELLM), ("langchain_openai", LANGCHAIN)])
+def test_a_client_library_is_served(package: str, program: str) -> None:
+    python = python_with(package)
+
+    async def use(port: int) -> None:
+        base = f"http://127.0.0.1:{port}/v1"
+        await run_program(python, "-c", program, base, LITELLM_LOCAL_MODEL_COST_MAP="True")
+
+    with_server(use)
+
+
+@pytest.mark.clients
+@pytest.mark.vllm
+@pytest.mark.parametrize(("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
+def test_vllms_benchmark_is_served(backend: str, path: str, tmp_path: Path, tiny_model_dir: Path) -> None:
+    from deployments import write_tokenizer
+
+    python = vllm_python()
+    for file in tiny_model_dir.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    write_tokenizer(tmp_path)
+
+    async def use(port: int) -> None:
+        flags = ["--backend", backend, "--endpoint", path, "--base-url", f"http://127.0.0.1:{port}", "--model", MODEL]
+        flags += ["--tokenizer", str(tmp_path), "--dataset-name", "random", "--random-input-len", "8"]
+        flags += ["--random-output-len", "4", "--num-prompts", "3", "--ignore-eos", "--save-result"]
+        flags += ["--result-dir", str(tmp_path), "--result-filename", "result.json"]
+        await run_program(python, "-m", "vllm.entrypoints.cli.main", "bench", "serve", *flags)
+
+    with_server(use)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result.get("failed", 0)) == (3, 0)
