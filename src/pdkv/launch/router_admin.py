@@ -63,7 +63,7 @@ class RouterAdmin:
         """Forget an engine; requests that it still has end or go elsewhere."""
         await self._call("DELETE", f"/{_quote(name)}?force=true")
 
-    async def _call(self, method: str, path: str, body: object = None, *, wait_s: float = 0.0) -> Any:
+    async def _call(self, method: str, path: str, body: object = None, *, wait_s: float = 0.0) -> dict[str, Any]:
         """The answer of the first router that gives one.
 
         Raises:
@@ -95,9 +95,9 @@ class RouterAdmin:
             writer.close()
 
 
-def _checked(status: int, data: bytes) -> Any:
+def _checked(status: int, data: bytes) -> dict[str, Any]:
     """What an answer says. Raises Refused."""
-    answer = json.loads(data)
+    answer: dict[str, Any] = json.loads(data)
     if status != 200:
         raise Refused(answer["error"]["message"])
     return answer

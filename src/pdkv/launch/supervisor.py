@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -318,7 +319,8 @@ class Supervisor:
     async def _drain_router(self, router: Child, drain_s: float, stuck: Callable[[], Awaitable[None]] | None) -> None:
         """Returns when the router has ended, has had its time, or somebody is in a hurry."""
         router.send_signal(signal.SIGTERM)
-        waits = [asyncio.ensure_future(router.wait()), asyncio.ensure_future(self._hurried.wait())]
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(router.wait())]
+        waits.append(asyncio.ensure_future(self._hurried.wait()))
         if stuck is not None:
             waits.append(asyncio.ensure_future(stuck()))
         await asyncio.wait(waits, timeout=drain_s + _ROUTER_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
