@@ -277,8 +277,12 @@ class Dispatcher:
         engine = self.fleet.engines[name]
         return engine.describe(self._clock(), self.num_requests_on(name)) | describe_card(engine.card, engine.load)
 
+    def generations_on(self, name: str) -> list[Generation]:
+        """Those for which the engine has work, will have some, or holds KV."""
+        return [generation for generation in self._generations.values() if name in generation.flow.engines]
+
     def num_requests_on(self, name: str) -> int:
-        """Generations for which the engine has work, will have some, or holds KV."""
+        """How many those are."""
         return sum(name in generation.flow.engines for generation in self._generations.values())
 
     def find_requests(self, name: str) -> list[dict[str, Any]]:

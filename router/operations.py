@@ -65,6 +65,12 @@ class Operations:
         engine.draining = True
         self._changed(f"{name} is drained: {self._dispatcher.num_requests_on(name)} requests go on")
 
+    def move_away(self, name: str) -> None:
+        """What a drained engine still has goes on elsewhere at once, as far as it can (`Dispatcher.move`)."""
+        generations = self._dispatcher.generations_on(self._engine(name).name)
+        moved = sum(self._dispatcher.move(g, "it is about to stop", away_from=name) for g in generations)
+        logger.info("%s: %d of %d requests that it still had go on elsewhere", name, moved, len(generations))
+
     def resume(self, name: str) -> None:
         """Give the engine requests again. Idempotent."""
         self._engine(name).draining = False

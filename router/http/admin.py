@@ -27,6 +27,9 @@ MAX_WAIT_S = 24 * 3600.0
 """Of one request; who wants to wait longer asks again."""
 
 
+_MOVE_S = 5.0
+"""How long it may take until nothing holds on to an engine from which everything was moved."""
+
 _Body = TypeVar("_Body")
 
 
@@ -50,7 +53,8 @@ def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starle
     GET  /admin/engines              {"engines": [as in /topology]}
     GET  /admin/engines/NAME         one of them; with ?until=ready|drained when it is so, or after wait_s seconds;
                                      ready&pid=N: that incarnation
-    POST /admin/engines/NAME/drain   it gets no new request; with ?wait_s=N the answer comes when it is drained
+    POST /admin/engines/NAME/drain   it gets no new request; with ?wait_s=N the answer comes when it is drained;
+                                     move=true: what it has after that time goes on elsewhere
     POST /admin/engines/NAME/resume  it gets requests again
     POST /admin/engines/NAME/role    {"role": "prefill" | "decode" | "any"}
     PUT  /admin/engines/NAME         {"role", "endpoint", "refusal"}: the launcher has started one more
@@ -73,8 +77,11 @@ def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starle
 
     async def drain(request: Request) -> Response:
         name, wait_s = request.path_params["name"], _wait_s(request)
+        move = _flag(request, "move")
         operations.drain(name, force=_force(request))
-        await operations.wait(name, "drained", wait_s)
+        if not await operations.wait(name, "drained", wait_s) and move:
+            operations.move_away(name)
+            await operations.wait(name, "drained", _MOVE_S)
         return _json(operations.describe(name))
 
     async def resume(request: Request) -> Response:
@@ -129,9 +136,13 @@ async def _body(request: Request, kind: type[_Body]) -> _Body:
 
 
 def _force(request: Request) -> bool:
-    text = request.query_params.get("force", "false")
+    return _flag(request, "force")
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false")
     if text not in ("true", "false"):
-        raise InvalidRequest(f"force must be true or false, got {text!r}", param="force")
+        raise InvalidRequest(f"{name} must be true or false, got {text!r}", param=name)
     return text == "true"
 
 

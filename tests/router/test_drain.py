@@ -59,6 +59,25 @@ def test_a_drained_engine_gets_nothing_new_while_what_it_has_goes_on(name: str) 
     run(System(2, 2), body)
 
 
+def test_what_a_drained_engine_still_has_goes_on_elsewhere() -> None:
+    async def body(system: System) -> None:
+        ops = operations(system)
+        requests = [make_request(20 + i, max_tokens=9) for i in range(4)]
+        running = [system.dispatcher.start(request) for request in requests]
+        first = [(await anext(generation)).token_ids for generation in running]
+        system.backends["decode-1"].held = True
+        ops.drain("decode-1")
+        assert ops.describe("decode-1")["requests"] == 2
+        ops.move_away("decode-1")
+        assert await ops.wait("decode-1", "drained", 20.0)
+        for tokens, generation, request in zip(first, running, requests, strict=True):
+            assert tokens + (await collect(generation))[0] == expected_output(request)
+            assert generation.decode_engine == "decode-0"
+        system.backends["decode-1"].release()
+
+    run(System(1, 2), body)
+
+
 def test_a_lease_that_is_still_read_keeps_its_engine_from_being_drained() -> None:
     """The prompt is done, and decode has not loaded it yet."""
 

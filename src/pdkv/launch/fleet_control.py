@@ -124,11 +124,11 @@ class FleetControl:
         await self.supervisor.remove_engine(name)
 
     async def _drain(self, name: str, drain_s: float, say: Say) -> None:
-        """Returns when the engine has nothing more to do, or has had its time."""
+        """Returns when the engine has nothing more to do: what it has after its time goes on elsewhere."""
         say(f"{name} is drained, within {drain_s:g} s")
-        engine = await self.router.drain(name, drain_s)
+        engine = await self.router.drain(name, drain_s, move=True)
         if not engine["drained"]:
-            say(f"{name} still has {engine['requests']} requests after {drain_s:g} s: they go elsewhere or end")
+            say(f"{name} still has {engine['requests']} requests that could not be moved: they will see its end")
 
     async def _await_ready(self, name: str) -> None:
         timeout_s = self.deployment.launch.start_timeout_s

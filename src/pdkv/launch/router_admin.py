@@ -35,10 +35,13 @@ class RouterAdmin:
         answer = await self._call("GET", "")
         return list(answer["engines"])
 
-    async def drain(self, name: str, wait_s: float, *, force: bool = False) -> dict[str, Any]:
-        """Give an engine nothing new; the answer comes when it is drained, or after `wait_s`."""
-        forced = "&force=true" if force else ""
-        return await self._call("POST", f"/{_quote(name)}/drain?wait_s={wait_s:g}{forced}", wait_s=wait_s)
+    async def drain(self, name: str, wait_s: float, *, move: bool = False) -> dict[str, Any]:
+        """Give an engine nothing new; the answer comes when it is drained, or after `wait_s`.
+
+        `move`: what it still has then goes on elsewhere.
+        """
+        moved = "&move=true" if move else ""
+        return await self._call("POST", f"/{_quote(name)}/drain?wait_s={wait_s:g}{moved}", wait_s=wait_s)
 
     async def resume(self, name: str) -> dict[str, Any]:
         """Give an engine requests again."""
