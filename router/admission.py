@@ -193,7 +193,12 @@ class Admission:
             self.leave(waiter, waiting)
         if isinstance(result, PdkvError):
             raise result
+        visit.num_charged += cost_of(request)
         return result
+
+    def settle(self, visit: "Visit", num_tokens: float) -> None:
+        """What a visit took from the queue came to more or fewer tokens than it was charged for."""
+        self._queue.settle(visit.turns, num_tokens, visit.tenant.grant.weight)
 
     def leave(self, waiter: _Waiter, waiting: Waiting[_Waiter]) -> None:
         """Out of the queue. Idempotent."""
@@ -237,6 +242,7 @@ class Visit:
         self.tenant = tenant
         self.turns = Turns()
         self.waiters: dict[_Waiter, Waiting[_Waiter]] = {}
+        self.num_charged = 0  # tokens that its generations in the queue were taken to cost
         self._admission = admission
         self._num_held = 0
         self._held_tokens = 0
@@ -303,6 +309,9 @@ class Visit:
         if self._streams:
             self.tenant.leave_stream()
         self.tenant.settle(self._num_taken, self._num_used)
+        if self.num_charged:
+            share = min(self.num_charged / self._num_taken, 1.0)  # what began at once was charged to nobody
+            self._admission.settle(self, (self._num_used - self._num_taken) * share)
         self.tenant.leave()
 
     def _let_go(self, num_choices: int, num_tokens: int) -> None:

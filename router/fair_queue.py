@@ -117,6 +117,11 @@ class FairQueue(Generic[T]):
         if waiting.item is not None:
             self._left(waiting)
 
+    def settle(self, turns: Turns, num_tokens: float, weight: float) -> None:
+        """What was taken for a request came to so many tokens more, or fewer, than it was taken to cost."""
+        if turns.flow is not None:
+            turns.flow.virtual += num_tokens / weight
+
     def _left(self, waiting: Waiting[T]) -> None:
         waiting.item = None
         flow, level = waiting.flow, self._classes[waiting.priority]

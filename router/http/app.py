@@ -28,6 +28,7 @@ from pdkv.router.http.docs_page import docs_routes
 from pdkv.router.http.drain import Drain
 from pdkv.router.http.endpoint import GenerateEndpoint
 from pdkv.router.http.intake import Intake
+from pdkv.router.http.key_metrics import KeyCollector
 from pdkv.router.http.metrics import Metrics
 from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
 from pdkv.router.http.openapi import openapi
@@ -82,6 +83,8 @@ def create_app(
     drain = drain or Drain(admission)
     _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
     metrics = Metrics(dispatcher, served_model_name, instruments, admission)
+    if keys is not None:
+        metrics.register(KeyCollector(lambda: keys.tenants))
     served = ServedModel(
         name=served_model_name,
         tokenizer=tokenizer,

@@ -78,6 +78,10 @@ class Metrics(Collector):
         registry.register(HealthCollector(dispatcher))
         ProcessCollector(registry=registry)
 
+    def register(self, collector: Collector) -> None:
+        """Show what this one has, too."""
+        self._registry.register(collector)
+
     def render(self) -> bytes:
         """The exposition text, version 0.0.4."""
         return generate_latest(self._registry)

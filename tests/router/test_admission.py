@@ -330,6 +330,44 @@ def test_keys_take_turns_by_their_weights() -> None:
     case(rig, body)
 
 
+def test_a_key_pays_for_outputs_that_were_longer_than_expected_and_gets_back_what_it_did_not_use() -> None:
+    """Each request is charged 276 tokens; those of "long" come to 2,760, those of "brief" to 27."""
+    rig = Rig()
+
+    async def body() -> None:
+        tenants = {name: rig.tenant(name) for name in ("long", "brief")}
+        used = {"long": 2760, "brief": 27}
+        waiting: dict[asyncio.Task[FakeGeneration], Visit] = {}
+
+        def come(tenant: Tenant) -> None:
+            visit = rig.admission.arrive(tenant)
+            visit.hold([20], 1, 4000, stream=False)
+            waiting[begin(visit, make_request(20, max_tokens=4000))] = visit
+
+        for tenant in tenants.values():
+            for _ in range(3):
+                come(tenant)
+        total = dict.fromkeys(tenants, 0)
+        for number in range(300):
+            await settle()
+            rig.dispatcher.give_room(1)
+            await settle()
+            [task] = [task for task in waiting if task.done()]
+            rig.dispatcher.num_slots = 0
+            await rig.end(number)
+            visit = waiting.pop(task)
+            total[visit.tenant.name] += used[visit.tenant.name]
+            visit.used(used[visit.tenant.name])
+            visit.close()
+            come(visit.tenant)
+        assert 0.8 <= total["long"] / total["brief"] <= 1.25
+        for visit in waiting.values():
+            visit.close()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    case(rig, body)
+
+
 def test_others_do_not_wait_for_128_choices_of_one_request() -> None:
     """One anonymous client's n=128 of long prompts, and then short requests of others."""
     rig = Rig()
