@@ -336,15 +336,16 @@ def _hand_over(timed: _Timed, prefill: EngineCore, decode: EngineCore, name: str
 
 
 def _steps(timed: _Timed, name: str, core: EngineCore, asked: Submit) -> list[EngineToRouter]:
-    """Run one request to its end."""
+    """Run one request to its end, and until all of it is in the cache."""
     took: list[EngineToRouter] = []
     prepared = prepare(core.card, asked)  # by the intake's thread
     timed(f"{name}: submit", core.handle, "r", asked, time.monotonic(), prepared)
     deadline = time.monotonic() + WAIT_S
-    while core.requests:
+    while core.requests or core.scheduler.queues.needs_step:
         now = time.monotonic()
         assert now < deadline, f"request {asked.request_id} does not end"
         core.expire(now)
+        core.scheduler.queues.needs_step = False
         plan = timed(f"{name}: schedule", core.scheduler.schedule, now)
         output = timed(f"{name}: connector", core.executor.execute, plan)
         timed(f"{name}: update", core.finish_step, output, now)

@@ -3,7 +3,7 @@
 A block is in the free queue if and only if nobody holds it. A block with a key (hashed) is immutable.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -359,12 +359,13 @@ class BlockPool:
 
     def _forget(self, with_content: Ids) -> None:
         """What is in these blocks is found no more. Their states are the caller's to set."""
-        keys = self._keys[with_content]
+        if not with_content.size:
+            return
+        told = with_content[self._is_announced[with_content]]
+        removed = (self._last_keys if self._keys_per_block == 1 else self._keys)[told].ravel().tolist()
+        deque(map(self._by_key.__delitem__, self._last_keys[with_content].tolist()), maxlen=0)  # for each
         self._keys[with_content] = None
         self._parents[with_content] = None
-        for key in keys[:, -1].tolist():
-            del self._by_key[key]
-        removed = keys[self._is_announced[with_content]].ravel().tolist()
         for start in range(0, len(removed), MAX_KEYS_PER_EVENT):
             self.events.append(BlockRemoved(keys=removed[start : start + MAX_KEYS_PER_EVENT]))
 

@@ -114,6 +114,8 @@ class ExternalKV:
     ) -> None:
         self.connector = connector
         self.loads: dict[TransferKey, KVLoad] = {}
+        self.unstarted: dict[TransferKey, KVLoad] = {}  # of these, whose source is not known yet
+        self.layerwise: dict[TransferKey, KVLoad] = {}  # of these, that come during a step
         self.num_unknown_results = 0
         self.num_damaged = 0  # stored values that loads took as misses
         self.worker_stats: Stats = {}  # as the ranks said last
@@ -164,7 +166,7 @@ class ExternalKV:
         handoffs, others, layerwise_loads = self._shows_scheduled
         layerwise: set[RequestKey] = set()
         if layerwise_loads:
-            layerwise = {load.request.key for load in self.loads.values() if load.layerwise_step == step_id}
+            layerwise = {load.request.key for load in self.layerwise.values() if load.layerwise_step == step_id}
         if not (handoffs or others or layerwise):
             return []
         return [
@@ -179,8 +181,11 @@ class ExternalKV:
 
     def add_load(self, load: KVLoad) -> None:
         """The request waits for [start, stop); its blocks are allocated."""
-        assert load.request.transfer_key not in self.loads
-        self.loads[load.request.transfer_key] = load
+        key = load.request.transfer_key
+        assert key not in self.loads
+        self.loads[key] = self.unstarted[key] = load
+        if load.layerwise_step is not None:
+            self.layerwise[key] = load
 
     def start(self, load: KVLoad) -> bytes | None:
         """Hand the blocks to the connector; returns the ticket for the peer, if any."""
@@ -188,11 +193,14 @@ class ExternalKV:
         load.started = load.stop > load.start
         load.done = not load.started
         request = load.request
+        self.unstarted.pop(request.transfer_key, None)
         return self.connector.update_state_after_alloc(request.view(), request.block_tables, load.stop - load.start)
 
     def end_load(self, key: TransferKey, *, transfer_ended: bool) -> None:
         """The request gives its load up (or has it). Blocks that may still be written go into quarantine."""
         load = self.loads.pop(key)
+        self.unstarted.pop(key, None)
+        self.layerwise.pop(key, None)
         if load.started and not (load.done or transfer_ended):
             exposed = load.request.held_blocks(load.start // self._block_size)
             self._pool.hold(exposed, Holder.QUARANTINE)

@@ -68,7 +68,7 @@ class Loads:
 
     def start_known(self) -> None:
         """Loads whose blocks were reserved before their source was known start when it is."""
-        for load in [x for x in self._external.loads.values() if not x.started and not x.done]:
+        for load in [x for x in self._external.unstarted.values() if not x.done]:
             matched = self._external.match(load.request, load.start)
             if matched.ask_again:
                 continue
@@ -87,7 +87,7 @@ class Loads:
                 self._finished(load, outcome)
             else:
                 self._failed(load, outcome, transfer_ended=True)
-        for load in [x for x in self._external.loads.values() if x.layerwise_step == step_id]:
+        for load in [x for x in self._external.layerwise.values() if x.layerwise_step == step_id]:
             self._failed(load, _TIMED_OUT, transfer_ended=False)
 
     def wake(self, request: Request) -> None:

@@ -211,8 +211,8 @@ class PullScheduler(SchedulerConnector):
         wanted, blocks = blocks_of(start, stop, unit), named[0].blocks
         if wanted.stop > blocks.ids.size:
             return None
-        columns = (column[wanted.start : wanted.stop] for column in blocks)
-        return Match(handoff.engine, handoff.epoch, start, stop, unit, *columns)
+        part = slice(wanted.start, wanted.stop)
+        return Match(handoff.engine, handoff.epoch, start, stop, unit, blocks.ids[part], blocks.generations[part])
 
     def _unpack(self, request: RequestView, handoff: KVHandoff) -> list[NamedGroup] | None:
         """What a hand-off's payload names by group, unpacked once for all questions about it.

@@ -25,6 +25,7 @@ _FORM = 1
 _HEAD = struct.Struct("<BI")  # form, number of runs
 _COLUMN = struct.Struct("<QB")  # smallest value, bits of each run's rest
 _MAX_BITS = 63
+_WORD_BYTES = 8
 
 
 class Blocks(NamedTuple):
@@ -110,9 +111,14 @@ def _to_bits(values: npt.NDArray[np.uint64], bits: int) -> bytes:
 
 def _from_bits(data: bytes, count: int, bits: int) -> Ids:
     """The inverse of `_to_bits`."""
-    values = np.zeros((count, 8), dtype=np.uint8)
-    if count and bits:
-        unpacked = np.unpackbits(np.frombuffer(data, np.uint8), count=count * bits, bitorder="little")
-        packed = np.packbits(unpacked.reshape(count, bits), axis=1, bitorder="little")
-        values[:, : packed.shape[1]] = packed
-    return values.reshape(-1).view("<i8").astype(np.int64)
+    if not count or not bits:
+        return np.zeros(count, dtype=np.int64)
+    starts = np.arange(count, dtype=np.int64) * bits
+    padded = data + bytes(2 * _WORD_BYTES)
+    # A word from every byte on: a value begins within one, and what is not in that is in the next.
+    words = np.ndarray(len(data) + _WORD_BYTES, dtype="<u8", buffer=padded, strides=(1,))
+    first, shift = starts >> 3, (starts & 7).astype(np.uint64)
+    values = words[first] >> shift
+    if bits > 8 * _WORD_BYTES - 7:
+        values |= words[first + _WORD_BYTES] << (np.uint64(63) - shift) << np.uint64(1)
+    return (values & np.uint64((1 << bits) - 1)).astype(np.int64)
