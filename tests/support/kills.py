@@ -3,14 +3,19 @@
 import asyncio
 import os
 import signal
+from typing import Any
 
 from deployments import Running
 from traffic import Answer, Ask, client_of, send, send_all, wait_for_rest, wait_until_true
 
 NUM_STREAMS = 24
 PROMPTS = [f"Question {number}: " + "and so on, " * (number % 5 * 8) for number in range(NUM_STREAMS)]
-STREAMS = [Ask(prompt, 400, stream=True) for prompt in PROMPTS]
-LATER = [Ask(prompt, 20, stream=bool(number % 2)) for number, prompt in enumerate(PROMPTS)]
+FEW_TOKENS: dict[str, Any] = {"allowed_token_ids": [67, 68, 69, 70]}
+"""What a stream may consist of. Who goes on with one computes in one chunk what was computed step by step, so logits
+differ in their last bits, and of 334 tokens one in 16,000 draws is another one; of four, next to none.
+"""
+STREAMS = [Ask(prompt, 400, stream=True, fields=FEW_TOKENS) for prompt in PROMPTS]
+LATER = [Ask(prompt, 20, stream=bool(number % 2), fields=FEW_TOKENS) for number, prompt in enumerate(PROMPTS)]
 """What is asked while the victim is gone and afterwards: the beginnings of the same texts."""
 
 KILLS_BOUND_S = 180.0
@@ -58,9 +63,11 @@ async def kill_under_load(
 
 def check(answers: list[Answer], expected: list[list[int]]) -> None:
     """Every answer is the right one: no client notices that an engine died."""
-    for answer, token_ids in zip(answers, expected, strict=True):
-        assert not answer.broken
-        assert answer.token_ids == token_ids, answer
+    for number, (answer, token_ids) in enumerate(zip(answers, expected, strict=True)):
+        assert answer.token_ids is not None, f"stream {number}: {answer}"
+        pairs = enumerate(zip(answer.token_ids, token_ids, strict=True))
+        wrong = next((i for i, (mine, right) in pairs if mine != right), None)
+        assert wrong is None, f"stream {number} by {answer.prefill} and {answer.decode} is wrong from token {wrong} on"
 
 
 def num_migrations(deployment: Running) -> int:
