@@ -348,11 +348,12 @@ class Dispatcher:
         self._apply(generation, flow.start(now))
         return generation
 
-    def move(self, generation: Generation, reason: str, *, away_from: str = "") -> bool:
+    def move(self, generation: Generation, reason: str, *, away_from: str = "", spared: bool = False) -> bool:
         """Take a generation off an engine that lives, and go on on another one; it counts as a migration.
 
         Args:
             away_from: absent: the engine that decodes, or else the one that runs the prompt.
+            spared: it counts for no limit: nothing is wrong with the engine, nor with the generation.
 
         Returns:
             False: it stays where it is. It has ended, does not depend on that engine, has gone on elsewhere too often,
@@ -360,11 +361,14 @@ class Dispatcher:
         """
         flow = generation.flow
         engine = away_from or (flow.route.decode if flow.runs_on(flow.route.decode) else flow.route.prefill)
-        if flow.request.probe or not flow.depends_on(engine) or not self.recovery.may_go_on(generation):
+        may_go_on = spared or self.recovery.may_go_on(generation)
+        if flow.request.probe or not flow.depends_on(engine) or not may_go_on:
             return False
         side: Side = "decode" if engine == flow.route.decode and not flow.route.aggregated else "prefill"
         if not self._routes.has_engine(side, self._clock(), {*self.recovery.excluded(generation), engine}):
             return False
+        if spared:
+            self.recovery.spare(generation)
         error = EngineGivenUp(f"{engine} was given up: {reason}", request_id=flow.request_id, retryable=True)
         self._apply(generation, flow.fail(error, retryable=True, engine=engine))
         return True

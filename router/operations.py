@@ -68,7 +68,7 @@ class Operations:
     def move_away(self, name: str) -> None:
         """What a drained engine still has goes on elsewhere at once, as far as it can (`Dispatcher.move`)."""
         generations = self._dispatcher.generations_on(self._engine(name).name)
-        moved = sum(self._dispatcher.move(g, "it is about to stop", away_from=name) for g in generations)
+        moved = sum(self._dispatcher.move(g, "it is about to stop", away_from=name, spared=True) for g in generations)
         logger.info("%s: %d of %d requests that it still had go on elsewhere", name, moved, len(generations))
 
     def resume(self, name: str) -> None:

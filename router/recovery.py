@@ -42,6 +42,10 @@ class Recovery:
             return trouble.num_migrations < config.migration_limit
         return trouble.num_retries < config.retry_limit
 
+    def spare(self, generation: Generation) -> None:
+        """Its next loss counts for no limit."""
+        self._trouble_of(generation).spared = True
+
     def after_failure(self, generation: Generation) -> Sends:
         """Keep what can be kept and let the flow await other engines, or give it up."""
         flow = generation.flow

@@ -78,6 +78,28 @@ def test_what_a_drained_engine_still_has_goes_on_elsewhere() -> None:
     run(System(1, 2), body)
 
 
+def test_a_stream_outlives_any_number_of_restarts() -> None:
+    """Moves that an operator wants count for no limit."""
+
+    async def body(system: System) -> None:
+        ops = operations(system)
+        request = make_request(29, max_tokens=40)
+        generation = system.dispatcher.start(request)
+        tokens = (await anext(generation)).token_ids
+        for number in range(6):
+            name = generation.decode_engine
+            ops.drain(name)
+            ops.move_away(name)
+            system.backends[name].die()
+            system.backends[name].start(system.card(name, epoch=f"e{number + 1}"))
+            ops.resume(name)
+            tokens += (await anext(generation)).token_ids
+        assert tokens + (await collect(generation))[0] == expected_output(request)
+
+    assert len(expected_output(make_request(29, max_tokens=40))) == 40
+    run(System(1, 2), body)
+
+
 def test_a_lease_that_is_still_read_keeps_its_engine_from_being_drained() -> None:
     """The prompt is done, and decode has not loaded it yet."""
 
