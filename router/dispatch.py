@@ -549,7 +549,7 @@ class Dispatcher:
             return
         engine = self.fleet.engines[name]
         if isinstance(flow.failure, RequestTimeout):
-            evident = engine.health.explains_timeout(engine.has_work)
+            evident = engine.health.explains_timeout()
             if flow.request.timeout_s < TELLING_TIMEOUT_S and not evident:
                 return
             if flow.awaits_kv and not evident:  # which of the two was too slow?

@@ -66,6 +66,7 @@ class EngineHealth:
 
     beats: bool = False  # whether it says that it lives while it has nothing else to say
     quiet_ticks: int = 0  # since it was heard last
+    silent: bool = False  # its process seems to be stopped: what is sent there is answered by nobody
     mute_ticks: int = 0  # since it said anything but that it lives
     busy_s: float = 0.0  # how long its oldest step had taken, at its last beat
     predicted_s: float = 0.0  # how long that step should take
@@ -75,15 +76,19 @@ class EngineHealth:
     def heard(self) -> None:
         """It said something about requests, its cache or its load."""
         self.quiet_ticks = self.mute_ticks = 0
+        self.silent = False
 
     def beat(self, beat: Beat) -> None:
         """It said that it lives, and what it is at."""
         self.quiet_ticks, self.busy_s, self.predicted_s = 0, beat.busy_s, beat.predicted_s
+        self.silent = False
 
-    def tick(self) -> None:
-        """TICK_S have passed."""
+    def tick(self, has_work: bool) -> None:
+        """TICK_S have passed. Who is silent with work stays so until it is heard, although its work may go."""
         self.quiet_ticks += 1
         self.mute_ticks += 1
+        if self.beats and self.quiet_ticks >= (SILENT_TICKS if has_work else IDLE_SILENT_TICKS):
+            self.silent = True
 
     def answered(self, now: float) -> None:
         """A request went well there: a probe that failed before says nothing any more."""
@@ -96,20 +101,17 @@ class EngineHealth:
         """For how long nothing was heard; 0 for an engine that sends no beats."""
         return round(self.quiet_ticks * TICK_S, 3) if self.beats else 0.0
 
-    def is_silent(self, has_work: bool) -> bool:
-        """Whether its process seems to be stopped: what is sent there is answered by nobody."""
-        return self.beats and self.quiet_ticks >= (SILENT_TICKS if has_work else IDLE_SILENT_TICKS)
-
-    def explains_timeout(self, has_work: bool) -> bool:
+    def explains_timeout(self) -> bool:
         """Whether there is evidence that a request whose deadline was short missed it by the engine's fault.
 
         It is a suspect, or it has work, does nothing, and has said nothing of it for a while.
         """
-        return bool(self.suspicion(has_work)) or (self.mute_ticks >= MUTE_TICKS and self.busy_s < LATE_S)
+        return bool(self.suspicion) or (self.mute_ticks >= MUTE_TICKS and self.busy_s < LATE_S)
 
-    def suspicion(self, has_work: bool) -> str:
+    @property
+    def suspicion(self) -> str:
         """Why it seems to be stopped or stuck, for people: goes on behind the engine's name. Empty: it does not."""
-        if self.is_silent(has_work):
+        if self.silent:
             return f"has been silent for {self.silent_for_s:.1f} s"
         if self.busy_s > late_after_s(self.predicted_s):
             return f"has been at one step for {self.busy_s:.1f} s, which should take {self.predicted_s:.3g} s"

@@ -68,7 +68,7 @@ class Prober:
         name = route.decode if flow.output_token_ids else route.prefill
         engine = self._fleet.engines[name]
         late = isinstance(flow.failure, RequestTimeout)
-        if late and engine.books.requests and not engine.health.explains_timeout(True):
+        if late and engine.books.requests and not engine.health.explains_timeout():
             return  # it has come to be busy
         if engine.life == "ready":
             fault = f"no answer within {PROBE_TIMEOUT_S:g} s" if late else str(flow.failure)

@@ -65,12 +65,12 @@ class EngineState:
     @property
     def suspicion(self) -> str:
         """Why an engine that is ready seems to be stopped or stuck; it may go on. Empty: it does not seem so."""
-        return self.health.suspicion(self.has_work) if self.life == "ready" else ""
+        return self.health.suspicion if self.life == "ready" else ""
 
     @property
     def is_silent(self) -> bool:
         """Whether it is ready, and its process seems to be stopped: what is sent there is answered by nobody."""
-        return self.life == "ready" and self.health.is_silent(self.has_work)
+        return self.life == "ready" and self.health.silent
 
     @property
     def condition(self) -> str:
@@ -271,7 +271,7 @@ class Fleet:
     def tick(self) -> None:
         """TICK_S have passed; who speaks sets its own count back."""
         for engine in self.engines.values():
-            engine.health.tick()
+            engine.health.tick(engine.has_work)
         self.hearsay.tick()
 
     @property

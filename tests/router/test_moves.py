@@ -74,6 +74,25 @@ def test_what_a_revived_engine_still_says_is_dropped() -> None:
     run(System(0, 2), body, start=False)
 
 
+def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones() -> None:
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        stopped = system.backends["any-0"]
+        stopped.held = True
+        generation = system.dispatcher.start(make_request(20))
+        tick(system, "any-0")
+        await collect(generation)
+        tick(system, "any-0", ticks=1)
+        assert system.dispatcher.topology()["engines"][0]["suspicion"] == "has been silent for 0.9 s"
+        for _ in range(4):
+            await collect(system.dispatcher.start(make_request(30)))
+        assert len(stopped.heard(Submit)) == 1
+        stopped.release()
+        await settle()
+
+    run(System(0, 2), body, start=False)
+
+
 def test_only_so_many_move_in_a_second_and_the_nearest_deadlines_first() -> None:
     async def body(system: System) -> None:
         start_with_beats(system)
