@@ -538,9 +538,13 @@ class Dispatcher:
 
     def _place_parked(self) -> None:
         self._parked_are_due = False
+        in_vain: set[object] = set()  # for one of a kind as for all: thousands may wait
         for generation in self.recovery.parked():
-            if not generation.flow.ended:
+            kind = self.recovery.kind_of(generation)
+            if kind not in in_vain and not generation.flow.ended:
                 self._apply(generation, ())
+                if self.recovery.is_parked(generation):
+                    in_vain.add(kind)
 
     def _blame(self, flow: RequestFlow) -> None:
         """An attempt failed: note by whose fault, if it can be told. A death is noted once, by the fleet."""

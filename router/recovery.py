@@ -175,6 +175,18 @@ class Recovery:
         """It has its engines, or has ended. Idempotent."""
         self._parked.pop(generation.request_id, None)
 
+    def is_parked(self, generation: Generation) -> bool:
+        """Whether it waits."""
+        return generation.request_id in self._parked
+
+    def kind_of(self, generation: Generation) -> object:
+        """Equal for generations for which the same engines are out of the question."""
+        trouble = generation.trouble
+        if trouble is None:
+            return generation.flow.awaits_decode
+        failed = tuple(sorted(trouble.failed.items()))
+        return generation.flow.awaits_decode, generation.flow.route.prefill, bool(trouble.clear_at), failed
+
     def parked(self) -> list[Generation]:
         """Those that wait, in order."""
         return list(self._parked.values())
