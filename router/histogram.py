@@ -5,6 +5,11 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 
+def bounds(text: str) -> tuple[float, ...]:
+    """Upper bounds, written with spaces between them."""
+    return tuple(map(float, text.split()))
+
+
 class Histogram:
     """Counts of values by upper bound, and their sum. One thread observes."""
 

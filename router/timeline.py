@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdkv.router.flow import FlowMessage, RequestFlow
-from pdkv.router.histogram import Histogram
+from pdkv.router.histogram import Histogram, bounds
 from pdkv.wire.messages import Failed, Finished, HandedOff, Loaded, Submit, Tokens
 
 MAX_LEGS = 64
@@ -109,12 +109,12 @@ class Timeline:
                 return
 
 
-PHASE_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
-PHASE_S += (1920.0, 7680.0)
+PHASE_S = bounds("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
 """vLLM's bounds of a request's phases, so that its dashboards show them."""
 
-SHORT_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-SHORT_S += (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+SHORT_S = bounds(
+    "0.00001 0.00002 0.00005 0.0001 0.0002 0.0005 0.001 0.002 0.005 0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10 30 60"
+)
 """From what a choice among a few engines takes to a wait in a queue."""
 
 BYTES = tuple(float(4**n << 10) for n in range(12))

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pdkv.errors import ConfigError
 from pdkv.log_limit import LogLimit
@@ -23,6 +23,7 @@ from pdkv.version import VERSION
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
 EXPORT_TIMEOUT_S = 5.0
@@ -80,7 +81,7 @@ class Tracer:
         self._exporter = _Exporter(OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=EXPORT_TIMEOUT_S))
         resource = {SERVICE_VERSION: VERSION, SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "pdkv")}
         self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(cast("SpanExporter", self._exporter)))
         self._tracer = self._provider.get_tracer("pdkv", VERSION)
 
     @property
@@ -127,7 +128,10 @@ class Tracer:
 
     def _generation(self, context: "Context", generation: Generation, offset: int) -> None:
         timeline = generation.timeline
-        choice = {"pdkv.choice": generation.flow.request.choice, "pdkv.generation_id": generation.request_id}
+        choice: dict[str, Any] = {
+            "pdkv.choice": generation.flow.request.choice,
+            "pdkv.generation_id": generation.request_id,
+        }
         ended = timeline.ended if timeline.ended is not None else time.monotonic()
         for leg in timeline.legs:
             for name, start, stop in _phases(leg, timeline.first_token, ended):

@@ -53,19 +53,19 @@ class AccessLine(LogFields):
         return {name: value for name, value in self._fields.items() if value is not None}
 
     def __str__(self) -> str:
-        fields = self.log_fields()
-        begin = [printable(str(fields.pop(name))) for name in ("method", "path", "status", "outcome")]
-        return " ".join([*begin, *(f"{name}={_shown(value)}" for name, value in fields.items())])
+        fields = self._fields
+        method, path, status, outcome, *rest = fields.items()
+        begin = printable(f"{method[1]} {path[1]} {status[1]} {outcome[1]}")
+        return " ".join([begin, *[f"{name}={_shown(value)}" for name, value in rest if value is not None]])
 
 
 def _shown(value: object) -> str:
     """A value of a text line: as it is, or quoted where that would not be one word."""
+    if isinstance(value, str):
+        return value if _WORD.fullmatch(value) else json.dumps(value)
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = str(value)
-    return text if _WORD.fullmatch(text) else json.dumps(text)
+    return str(value).lower()
 
 
 def log_access(scope: Scope, line: AccessLine) -> None:

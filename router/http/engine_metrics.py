@@ -1,6 +1,6 @@
 """Prometheus metrics of the engines as they reported themselves last, under pdkv's names and under vLLM's."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -78,7 +78,7 @@ class EngineCollector(Collector):
 def _router_view(engines: list[EngineSnapshot]) -> Iterator[Metric]:
     """What the router itself knows of its engines."""
     labels = ["engine", "role"]
-    gauges = {
+    gauges: dict[str, tuple[str, Callable[[EngineSnapshot], float]]] = {
         "up": ("Whether the engine is ready.", lambda e: float(e.state == "ready")),
         "in_flight": ("Generations of this router that it has, or will get.", lambda e: float(e.in_flight)),
         "busy_seconds": ("For how long it had been at its oldest step, at its last beat.", lambda e: e.busy_s),
@@ -89,7 +89,7 @@ def _router_view(engines: list[EngineSnapshot]) -> Iterator[Metric]:
         for engine in engines:
             family.add_metric([engine.name, engine.role], value(engine))
         yield family
-    counters = {
+    counters: dict[str, tuple[str, Callable[[EngineSnapshot], int]]] = {
         "deaths": ("How often the engine was lost.", lambda e: e.num_deaths),
         "malformed_messages": ("Frames and messages of it that could not be read.", lambda e: e.num_malformed),
     }
@@ -135,7 +135,7 @@ def _reported(loads: list[tuple[EngineSnapshot, LoadReport]]) -> Iterator[Metric
 def _vllm(loads: list[tuple[EngineSnapshot, LoadReport]], model_name: str) -> Iterator[Metric]:
     """Under vLLM's names; `engine` is the engine's name instead of its index."""
     labels = ["model_name", "engine"]
-    gauges = {
+    gauges: dict[str, tuple[str, Callable[[LoadReport], float]]] = {
         "num_requests_running": ("Number of requests in model execution batches.", lambda load: load.running),
         "num_requests_waiting": ("Number of requests waiting to be processed.", lambda load: load.waiting),
         "kv_cache_usage_perc": ("KV-cache usage. 1 means 100 percent usage.", _usage),
@@ -149,9 +149,9 @@ def _vllm(loads: list[tuple[EngineSnapshot, LoadReport]], model_name: str) -> It
         "prefix cache queries, in terms of number of queried tokens.",
         "prefix cache hits, in cached tokens.",
     )
-    counters = {
+    counters: dict[str, tuple[str, Callable[[LoadReport], int]]] = {
         "num_preemptions": ("Cumulative number of preemption from the engine.", lambda load: load.preemptions),
-        "prefix_cache_queries": (f"Local {queries}", lambda load: _queried(load)),
+        "prefix_cache_queries": (f"Local {queries}", _queried),
         "prefix_cache_hits": (f"Local {hits}", lambda load: load.sources.local_hit),
         "external_prefix_cache_queries": (f"External {queries}", lambda load: _queried(load) - load.sources.local_hit),
         "external_prefix_cache_hits": (f"External {hits}", lambda load: load.sources.remote + load.sources.store),

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
 
 from pdkv.router.histogram import Histogram
 
@@ -27,7 +26,7 @@ class Exposed(NamedTuple):
         family = HistogramMetricFamily(self.name, self.help, labels=list(self.labels))
         histogram = self.histogram
         counts = zip(self.bounds, histogram.cumulative(self.bounds), strict=True)
-        buckets = [(floatToGoString(bound), float(count)) for bound, count in counts]
+        buckets = [(repr(bound), float(count)) for bound, count in counts]
         family.add_metric(list(self.labels.values()), [*buckets, ("+Inf", float(histogram.count))], histogram.sum)
         return family
 

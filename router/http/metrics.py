@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdkv.router.histogram import Histogram
+from pdkv.router.histogram import Histogram, bounds
 from pdkv.router.http.engine_metrics import EngineCollector
 from pdkv.router.http.exposition import Exposed, counter, counters, families, gauge
 from pdkv.router.http.health_metrics import HealthCollector
@@ -30,10 +30,8 @@ MAX_OUTCOMES = 64
 
 _STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
-_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
-_FIRST_TOKEN_S += (40.0, 80.0, 160.0, 640.0, 2560.0)
-_INTER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
-_INTER_TOKEN_S += (80.0,)
+_FIRST_TOKEN_S = bounds("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560")
+_INTER_TOKEN_S = bounds("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80")
 _N = (1.0, 2.0, 5.0, 10.0, 20.0)
 _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 # vLLM's bounds (vllm/v1/metrics/buckets.py), so that its dashboards show ours.
