@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.router.request import GenerateRequest
 
 EXPECTED_OUTPUT = 256
@@ -48,5 +49,6 @@ def expected_output(max_tokens: int | None) -> int:
 
 
 def kv_tokens(request: GenerateRequest) -> int:
-    """KV that a request is taken to need in the end, in tokens."""
-    return len(request.prompt_token_ids) + expected_output(request.params.max_tokens)
+    """KV that a request is taken to need in the end, in tokens; choices after the first share the prompt's."""
+    prompt = len(request.prompt_token_ids) if request.choice == 0 else HASH_BLOCK_SIZE
+    return prompt + expected_output(request.params.max_tokens)

@@ -43,7 +43,8 @@ class Room:
         """Whether one more generation may begin, however large: so none is too large for ever.
 
         A prefill engine must have less to compute than STEPS_AHEAD, and all generations together must need less KV than
-        the decode engines' pools have. False while a role has no engine that is ready.
+        the decode engines' pools have, or one of these must say that they do: prompts may share what they need. False
+        while a role has no engine that is ready.
         """
         prefill, decode = self._engines("prefill"), self._engines("decode")
         if self._take_over:
@@ -55,7 +56,9 @@ class Room:
         if all(e.books.prefill_tokens >= STEPS_AHEAD * _step_tokens(e) for e in prefill):
             return False
         num_seqs = sum(_card(e).max_num_seqs for e in decode)
-        return self.num_generations < SEQS_AHEAD * num_seqs and self.kv_tokens < sum(map(_kv_capacity, decode))
+        if self.num_generations >= SEQS_AHEAD * num_seqs:
+            return False
+        return self.kv_tokens < sum(map(_kv_capacity, decode)) or any(map(_has_slack, decode))
 
     def _engines(self, side: Side) -> list[EngineState]:
         """Those that can be asked; suspects only where there are no others."""
@@ -71,6 +74,12 @@ def _card(engine: EngineState) -> EngineCard:
 
 def _step_tokens(engine: EngineState) -> int:
     return _card(engine).max_num_batched_tokens or UNKNOWN_STEP
+
+
+def _has_slack(engine: EngineState) -> bool:
+    """Whether it says that nobody waits there, and that half of its pool is in nobody's use."""
+    load = engine.load
+    return load is not None and not load.waiting and 2 * (load.blocks.free + load.blocks.cached) > load.blocks.total
 
 
 def _kv_capacity(engine: EngineState) -> int:

@@ -44,7 +44,7 @@ def test_all_generations_need_no_more_kv_than_the_decode_engines_have() -> None:
     fleet.went_down("decode-1", 0.0)
     room.leave(1)
     assert not room.free
-    blocks = BlockCounts(total=100, free=100, cached=0, active=0, leased=0, quarantined=0)
+    blocks = BlockCounts(total=100, free=0, cached=0, active=100, leased=0, quarantined=0)
     fleet.engines["decode-0"].load = LoadReport(waiting=0, running=0, blocks=blocks)
     room.leave(2 * 100 * 16 - 1)
     room.enter(50 * 16)
@@ -52,6 +52,17 @@ def test_all_generations_need_no_more_kv_than_the_decode_engines_have() -> None:
     quarantined = BlockCounts(total=100, free=50, cached=0, active=0, leased=0, quarantined=50)
     fleet.engines["decode-0"].load = LoadReport(waiting=0, running=0, blocks=quarantined)
     assert not room.free
+
+
+def test_where_prompts_share_their_kv_an_engine_that_says_so_is_given_more() -> None:
+    """128 choices of one prompt need it once: what each would need alone says nothing."""
+    fleet, room = make_room(max_num_seqs=1000)
+    room.enter(10 * 100 * 16)
+    assert not room.free
+    for waiting, free, cached, expected in ((0, 30, 21, True), (1, 30, 21, False), (0, 30, 20, False)):
+        blocks = BlockCounts(total=100, free=free, cached=cached, active=100 - free - cached, leased=0, quarantined=0)
+        fleet.engines["decode-1"].load = LoadReport(waiting=waiting, running=9, blocks=blocks)
+        assert room.free is expected
 
 
 def test_decode_engines_are_given_twice_what_fits_into_their_batches() -> None:
