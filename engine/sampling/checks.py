@@ -17,14 +17,13 @@ def check_for_vocab(params: SamplingParams, vocab_size: int, eos_token_ids: Coll
     for token_id in params.stop_token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"stop_token_ids: {token_id} is not in [0, {vocab_size})", param="stop_token_ids")
-    for token_id in params.allowed_token_ids or ():
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"allowed_token_ids: {token_id} is not in [0, {vocab_size})", param="allowed_token_ids"
-            )
-    for word in params.bad_words_token_ids:
-        if not 0 <= min(word) <= max(word) < vocab_size:
-            raise InvalidRequest(f"bad_words: a token of {word} is not in [0, {vocab_size})", param="bad_words")
+    for name, token_ids in (
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        *(("bad_words", word) for word in params.bad_words_token_ids),
+    ):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+            raise InvalidRequest(f"{name}: token {wrong} is not in [0, {vocab_size})", param=name)
     if params.bad_words:
         raise InvalidRequest(
             "bad_words are texts: an engine needs their tokens, bad_words_token_ids", param="bad_words"
