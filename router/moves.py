@@ -1,7 +1,8 @@
 """Takes requests off engines that are suspects: a few at a time, and only where there is room. No clock, no socket."""
 
+import heapq
 from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pdkv.router.generation import Generation
 from pdkv.router.health import TICK_S
@@ -9,6 +10,9 @@ from pdkv.router.state import EngineState, Fleet
 
 MOVED_SHARE, MIN_MOVES_PER_S = 0.1, 10.0
 """Share of all running requests that may be moved in a second, and how many may be moved where those are few."""
+
+MAX_TRIES = 64
+"""Requests that are looked at closely in one tick."""
 
 
 class Move(Protocol):
@@ -26,6 +30,7 @@ class Mover:
         self._fleet = fleet
         self._move = move
         self._allowance = MIN_MOVES_PER_S
+        self._staying: set[str] = set()  # requests that could not be moved off these suspects
 
     def tick(self, suspects: Mapping[str, str], generations: Collection[Generation]) -> None:
         """TICK_S have passed. Of the requests that depend on suspects those go first whose deadlines are nearest.
@@ -35,27 +40,43 @@ class Mover:
         rate = max(MOVED_SHARE * len(generations), MIN_MOVES_PER_S)
         self._allowance = min(self._allowance + rate * TICK_S, rate)
         if not suspects:
+            self._staying.clear()
             return
-        stuck = [(g.flow.deadline, g.request_id, g) for g in generations if not g.flow.request.probe]
         takers = [e for e in self._fleet.engines.values() if e.life == "ready" and not e.draining]
         rooms = [_Room(e) for e in takers if e.name not in suspects]
-        for _, _, generation in sorted(entry for entry in stuck if _stuck_on(entry[2], suspects)):
-            if self._allowance < 1.0:
-                return
-            engine = _stuck_on(generation, suspects)
-            assert engine is not None
-            room = _find_room(rooms, self._fleet.engines[engine].role, generation)
-            if room is not None and self._move(generation, suspects[engine], away_from=engine):
-                room.take(generation)
-                self._allowance -= 1.0
-                self.num_moved += 1
+        if rooms and self._allowance >= 1.0:
+            stuck = (s for g in generations if (s := _find_stuck(g, suspects)) and g.request_id not in self._staying)
+            for item in heapq.nsmallest(MAX_TRIES, stuck):
+                self._try(item, suspects[item.engine], rooms)
+
+    def _try(self, stuck: "_Stuck", reason: str, rooms: Iterable["_Room"]) -> None:
+        room = _find_room(rooms, self._fleet.engines[stuck.engine].role, stuck.generation)
+        if room is None or self._allowance < 1.0:
+            return
+        if self._move(stuck.generation, reason, away_from=stuck.engine):
+            room.take(stuck.generation)
+            self._allowance -= 1.0
+            self.num_moved += 1
+        else:
+            self._staying.add(stuck.request_id)
 
 
-def _stuck_on(generation: Generation, suspects: Iterable[str]) -> str | None:
-    """The suspect that it cannot go on without; of two, the one that decodes."""
+class _Stuck(NamedTuple):
+    """A request that cannot go on without a suspect; the nearest deadline is the smallest."""
+
+    deadline: float
+    request_id: str
+    engine: str
+    generation: Generation
+
+
+def _find_stuck(generation: Generation, suspects: Collection[str]) -> _Stuck | None:
+    """Of two suspects the one that decodes."""
     flow = generation.flow
-    route = (flow.route.decode, flow.route.prefill)
-    return next((name for name in route if name in suspects and flow.depends_on(name)), None)
+    for name in (flow.route.decode, flow.route.prefill):
+        if name in suspects and flow.depends_on(name) and not flow.request.probe:
+            return _Stuck(flow.deadline, generation.request_id, name, generation)
+    return None
 
 
 class _Room:
