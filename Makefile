@@ -10,8 +10,10 @@ SEED ?= 0
 DAMAGE ?= 10000
 REQUESTS ?= 100000
 FRAMES ?= 100000
+CELL ?= 100
+RATE ?= 15
 
-.PHONY: install lint check test matrix soak bench demo serve clean
+.PHONY: install lint check test matrix soak faults bench demo serve clean
 
 install: $(STAMP)
 
@@ -54,6 +56,11 @@ soak: install
 	cd tests/support && $(abspath $(BIN))/python -m soak.http_fuzz --requests $(REQUESTS) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak --frames $(FRAMES) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(MINUTES) --seed $(SEED) --backends $(BACKENDS)
+
+# Each kind of fault at each role under load, over each backend, and what became of CELL=100 requests at RATE=15 a second.
+# BACKENDS="shared_memory nixl" chooses backends; without it all nine take twelve minutes.
+faults: install
+	cd tests/support && $(abspath $(BIN))/python faults.py --requests $(CELL) --rate $(RATE) --backends $(BACKENDS)
 
 bench: install
 	$(BIN)/python -m benchmarks.run
