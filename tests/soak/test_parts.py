@@ -2,19 +2,27 @@
 
 import asyncio
 import json
+import logging
 import random
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 from oracle import Expected
 from soak.backends import select
+from soak.checks import check_log, loop_stalls
 from soak.journal import Journal
 from soak.load import Load, Trial
 from soak.report import Report, save
 from soak.schedule import Site, deck, draw
 from traffic import Ask
+
+from pdkv.launch.logs import TextFormatter
+from pdkv.router.loop_watchdog import LoopWatchdog
 
 SITE = Site(["prefill-0", "decode-0"], ["decode-0.1"], has_server=True, has_files=True)
 EXPECTED = [Expected([5, 6, 7], [1, 2, 3, 4])]
@@ -116,3 +124,28 @@ def test_reports_of_a_day_are_merged(tmp_path: Path) -> None:
     table = save([second], tmp_path).read_text()
     assert "| a, TP 1,1 | 9 s | 0 | 5 | 5 | 0 | 0.0 s | none |" in table
     assert "- **violation** wrong" in table
+
+
+def logged(record: logging.LogRecord) -> list[str]:
+    """Its lines on stderr, as the router writes them."""
+    return TextFormatter("router").format(record).splitlines()
+
+
+def test_an_exception_in_the_log_is_found_although_its_lines_are_indented() -> None:
+    try:
+        raise ValueError("strange")
+    except ValueError:
+        record = logging.LogRecord("pdkv.x", logging.ERROR, __file__, 1, "dropped a message", (), sys.exc_info())
+    journal = Journal()
+    world: Any = SimpleNamespace(deployment=SimpleNamespace(lines=logged(record)), journal=journal, site=SITE)
+    check_log(world)
+    assert len(journal.violations) == 1
+
+
+def test_stalls_of_the_event_loop_are_counted_by_what_the_watchdog_says(caplog: pytest.LogCaptureFixture) -> None:
+    for place in ("router.x.f", "router.x.f", "Choice.push"):
+        watchdog = LoopWatchdog(0.02)
+        watchdog._samples = [(place, 1)]
+        watchdog._count(0.035, 0.034)
+    lines = [line for record in caplog.records for line in logged(record)]
+    assert loop_stalls(lines) == {"router.x.f (busy)": 2, "Choice.push (busy)": 1}

@@ -10,6 +10,8 @@ STORE_MIB = 48
 
 DEADLINES = ("--kv-load-timeout-s", "2", "--lease-timeout-s", "4", "--rank-timeout-s", "2")
 
+WATCHDOG = ("--loop-watchdog-ms", "20")
+
 _STORE = ("lookup_timeout_s=0.5", "transfer_timeout_s=1.5", "layer_timeout_s=0.5")
 _SERVER = (*_STORE, "operation_timeout_s=1", "connect_timeout_s=1")
 _FILES = (*_STORE, f"capacity={STORE_MIB}MiB")
@@ -36,8 +38,8 @@ def choose(name: str, directory: Path) -> Choice:
 
 
 def extra_flags(name: str) -> list[str]:
-    """Deadlines and bounds."""
-    return [*DEADLINES, *(word for option in OPTIONS[name] for word in ("--connector-config", option))]
+    """Deadlines and bounds, and a look at what holds the router's event loop."""
+    return [*DEADLINES, *WATCHDOG, *(word for option in OPTIONS[name] for word in ("--connector-config", option))]
 
 
 def select(words: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ CALM_BOUND_S = 90.0
 
 LET_GO_BOUND_S = 15.0
 _POLL_S = 0.2
+_STALL = re.compile(r"router: the event loop was held up for .* in (?P<place>\S+): (?P<kind>\w+)$")
 _DEATH = re.compile(r"launcher: (?P<name>\S+) \(pid (?P<pid>\d+)\) (?P<how>killed by \w+|exited with \d+)")
 MAX_MORE_DESCRIPTORS = 12
 MAX_RSS_FACTOR = 1.35
@@ -70,8 +71,14 @@ def check_log(world: World) -> None:
         )
         if death is not None and not excused:
             world.journal.violation(f"{death['name']} died by itself: {death['how']}")
-        if line.startswith("Traceback"):
+        if line.lstrip().startswith("Traceback"):  # of a logged exception it is indented
             world.journal.violation("an exception: " + "\n".join(world.deployment.lines[number : number + 40]))
+
+
+def loop_stalls(lines: Iterable[str]) -> dict[str, int]:
+    """What held a router's event loop for longer than 20 ms, by place and kind; of each second the first at most."""
+    found = (match for line in lines if (match := _STALL.search(line)) is not None)
+    return dict(Counter(f"{match['place']} ({match['kind']})" for match in found).most_common())
 
 
 def measure(world: World) -> Held:

@@ -25,6 +25,7 @@ class Report(msgspec.Struct, kw_only=True):
     descriptors: dict[str, tuple[int, int]] = {}  # by process name: before, afterwards
     resident_mib: dict[str, tuple[int, int]] = {}
     strangers: int = 0  # their connections that Gloo keeps between ranks
+    loop_stalls: dict[str, int] = {}  # what held the router's event loop for more than 20 ms, by place and kind
     violations: list[str] = []
     skipped: str = ""
 
@@ -87,6 +88,7 @@ def _details(report: Report) -> list[str]:
         f"- prompt tokens from elsewhere, on decode engines alive at the end: {report.remote_tokens}",
         f"- descriptors before → afterwards: {_pairs(report.descriptors)}",
         f"- MiB resident before → afterwards: {_pairs(report.resident_mib)}",
+        f"- what held the router's event loop for more than 20 ms: {_counts(report.loop_stalls)}",
     ]
     if report.strangers:
         lines.append(f"- strangers' connections that Gloo keeps between ranks: {report.strangers}")

@@ -29,7 +29,7 @@ from traffic import client_of
 
 from soak import hostile_frames
 from soak.backends import HAVE_FILES, REQUEST_TIMEOUT_S, STORE_MIB, choose, extra_flags, select
-from soak.checks import Held, check_let_go, check_log, measure, wait_for_calm
+from soak.checks import Held, check_let_go, check_log, loop_stalls, measure, wait_for_calm
 from soak.journal import Journal
 from soak.load import Load
 from soak.private_mounts import SHM, enter, mount_tmpfs, unmount
@@ -190,6 +190,7 @@ async def _soak(
             held = await check_let_go(world, baseline)
             _keep(report, baseline, held)
         check_log(world)
+        report.loop_stalls = loop_stalls(deployment.lines)
         report.remote_tokens = sum(read_books(deployment).sources("decode")[source] for source in ("remote", "store"))
 
 
