@@ -62,11 +62,12 @@ class Prober:
         if isinstance(flow.failure, RequestAborted | EngineDied) or not self._fleet.engines.keys() >= set(route[:2]):
             return  # the router stops, or a death, which tells more, or an engine was removed
         self.num_failed += 1
-        if flow.awaits_kv and not any(self._fleet.engines[name].suspicion for name in route[:2]):
+        if flow.awaits_kv and not self._fleet.suspects.keys() & set(route[:2]):
             self._fleet.pairs.loaded(route.prefill, route.decode, False, now)
             return
-        name = route.decode if flow.output_token_ids else route.prefill
-        engine = self._fleet.engines[name]
+        engine = self._fleet.engines.get(route.decode if flow.output_token_ids else route.prefill)
+        if engine is None:
+            return  # it was removed
         late = isinstance(flow.failure, RequestTimeout)
         if late and engine.books.requests and not engine.health.explains_timeout():
             return  # it has come to be busy
