@@ -1,8 +1,8 @@
 """Requests as other people's clients send them: recorded from a server's side, or made by the clients' own code.
 
-litellm, langchain-openai and `vllm bench serve` of vLLM 0.32: recorded. guidellm 0.8, aiperf 0.13 and lm-eval 0.4: what
-their request builders make (guidellm/backends/openai/request_handlers.py, aiperf/endpoints/openai_chat.py and
-openai_completions.py, lm_eval/models/openai_completions.py). Texts are shortened.
+litellm, langchain-openai, guidellm 0.8 and `vllm bench serve` of vLLM 0.32: recorded. aiperf 0.13 and lm-eval 0.4: what
+their request builders make (aiperf/endpoints/openai_chat.py and openai_completions.py,
+lm_eval/models/openai_completions.py). Texts are shortened.
 """
 
 from typing import Any

@@ -13,6 +13,7 @@ import pytest
 from asgi_client import call
 from asgi_client import run as run_in_process
 from client_bodies import BODIES
+from deployments import write_tokenizer
 from fake_dispatcher import FakeDispatcher, say
 from http_server import serving
 from small_app import MODEL, eos, ids, make_app
@@ -131,16 +132,38 @@ def test_a_client_library_is_served(package: str, program: str) -> None:
     with_server(use)
 
 
+def make_model(path: Path, tiny_model_dir: Path) -> None:
+    """A model directory with a tokenizer, for clients that make prompts of so many tokens."""
+    for file in tiny_model_dir.iterdir():
+        (path / file.name).symlink_to(file)
+    write_tokenizer(path)
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_guidellm_is_served(path: str, tmp_path: Path, tiny_model_dir: Path) -> None:
+    python = python_with("guidellm")
+    make_model(tmp_path, tiny_model_dir)
+    report = tmp_path / "report.json"
+
+    async def use(port: int) -> None:
+        backend = f"kind=openai_http,target=http://127.0.0.1:{port},model={MODEL},request_format={path}"
+        flags = ["--backend", backend, "--tokenizer", f"kind=hf_auto,model={tmp_path}", "--disable-console"]
+        flags += ["--data", "kind=synthetic_text,prompt_tokens=8,output_tokens=4", "--profile", "kind=synchronous"]
+        flags += ["--constraint", "kind=max_requests,count=3", "--output", f"kind=json,path={report}"]
+        await run_program(python, "-m", "guidellm", "run", *flags, HF_HUB_OFFLINE="1")
+
+    with_server(use)
+    totals = json.loads(report.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (3, 0)
+
+
 @pytest.mark.clients
 @pytest.mark.vllm
 @pytest.mark.parametrize(("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
 def test_vllms_benchmark_is_served(backend: str, path: str, tmp_path: Path, tiny_model_dir: Path) -> None:
-    from deployments import write_tokenizer
-
     python = vllm_python()
-    for file in tiny_model_dir.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    write_tokenizer(tmp_path)
+    make_model(tmp_path, tiny_model_dir)
 
     async def use(port: int) -> None:
         flags = ["--backend", backend, "--endpoint", path, "--base-url", f"http://127.0.0.1:{port}", "--model", MODEL]
