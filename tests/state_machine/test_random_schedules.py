@@ -3,18 +3,25 @@
 import logging
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peer_groups import ALL_WINDOW, FULL_AND_WINDOW, TWO_WINDOWS
 from state_machine.defects import DEFECTS, Pair, Patch
-from state_machine.host import PAIRS, run_schedule
+from state_machine.host import PAIRS, World, run_schedule
+from state_machine.standin import StandIn
 
 from pdkv.engine.request import Request
+from pdkv.wire.messages import KVGroup
 
 NUM_SCHEDULES = 10_080
 NUM_SHARDS = 2
 """Shards of one pair can run on different cores."""
+
+NUM_SCHEDULES_WITH_WINDOWS = 40
+"""Of each pair and each shape of groups."""
 
 MAX_SCHEDULES_PER_DEFECT = 1500
 
@@ -43,6 +50,17 @@ def test_any_schedule_gives_the_right_tokens_and_returns_every_block(
         run_schedule(random.Random(seed * NUM_SHARDS + shard).randbytes(length), pair)
 
     check()
+
+
+@pytest.mark.parametrize("groups", [FULL_AND_WINDOW, ALL_WINDOW, TWO_WINDOWS], ids=["full+window", "window", "two"])
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[0] != "store"], ids="-".join)
+def test_any_schedule_of_a_model_with_windows(pair: Pair, groups: tuple[KVGroup, ...], thoroughness: float) -> None:
+    rng = random.Random(f"{pair} {groups}")
+    num_loaded = 0
+    for _ in range(int(NUM_SCHEDULES_WITH_WINDOWS * thoroughness)):
+        world = run_schedule(rng.randbytes(rng.randint(40, 500)), pair, partial(World, forward=StandIn(groups)))
+        num_loaded += sum(engine.core._make_load().sources.remote for engine in world.engines.values())
+    assert num_loaded
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

@@ -32,9 +32,12 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.fixture(scope="module")
-def model(hf_model: Callable[..., Path]) -> WholeUnits:
-    return WholeUnits(hf_model("qwen3", initializer_range=0.2, num_hidden_layers=2, head_dim=16))
+WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+@pytest.fixture(scope="module", params=[{}, WINDOWS], ids=["one group", "two groups"])
+def model(request: pytest.FixtureRequest, hf_model: Callable[..., Path]) -> WholeUnits:
+    return WholeUnits(hf_model("qwen3", initializer_range=0.2, num_hidden_layers=2, head_dim=16, **request.param))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

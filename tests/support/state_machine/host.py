@@ -19,6 +19,7 @@ from pdkv.connectors.memory.store import ReadStore
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
+from pdkv.engine.kv_groups import num_held_at_once
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.prefill.leases import LeaseTable
@@ -86,6 +87,8 @@ class Client:
 class World:
     """Engines, fabric, router and clients under one virtual clock."""
 
+    hit_tokens = 0  # of the connector
+
     def __init__(
         self, chooser: Chooser, *, mode: str, order: Order, load: str = "async", forward: Forward = STAND_IN
     ) -> None:
@@ -100,7 +103,7 @@ class World:
         MemoryFabric.bind(self.fabric_name, self.fabric)
         self.options = {"mode": mode, "fabric": self.fabric_name, "load": load, "transfer_timeout_s": "4"}
         self.block_size = forward.block_sizes[chooser.below(3)]
-        self.num_blocks = max((12, 10, 16)[chooser.below(3)], forward.max_model_len // self.block_size + 2)
+        num_blocks = (12, 10, 16)[chooser.below(3)]
         self.max_lag = chooser.below(3)
         self.limits = SchedulerLimits(
             max_num_seqs=(4, 2, 8)[chooser.below(3)],
@@ -108,6 +111,9 @@ class World:
             long_prefill_token_threshold=(0, 3)[chooser.below(2)] * forward.scale,
             kv_load_timeout_s=5.0,
         )
+        windows, most = forward.layout(self.block_size).windows, self.limits.max_num_batched_tokens
+        longest = num_held_at_once(windows, forward.max_model_len, self.block_size, most, self.hit_tokens)
+        self.num_blocks = max(num_blocks, longest + 2)
         lease_timeout_s = (12.0, 5.5)[chooser.below(2)]
         policy = "fail" if chooser.below(8) == 1 else "recompute"
         self.handoff = HandoffConfig(
@@ -168,6 +174,7 @@ class World:
             eos_token_ids=sorted(self.forward.eos),
             vocab_size=self.forward.vocab_size,
             shutdown=executor.shutdown,
+            hit_tokens=self.hit_tokens,
             local_prefill_tokens=2 * self.block_size,
         )
         self.engines[name] = Engine(name, core, worker, woken)

@@ -15,7 +15,7 @@ from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
 from pdkv.engine.block_pool import BlockPool
 from pdkv.engine.executor import Executor
 from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
-from pdkv.wire.messages import EngineCard, KVLayout, RequestKey
+from pdkv.wire.messages import EngineCard, KVGroup, KVLayout, RequestKey
 from state_machine.forward import Forward
 
 VOCAB_SIZE = 997
@@ -160,15 +160,22 @@ class StandInExecutor(Executor):
 
 
 class StandIn(Forward):
-    """The hash of every KV byte, on as small blocks as the arithmetic allows."""
+    """The hash of every KV byte, on as small blocks as the arithmetic allows.
+
+    `groups`: of its layers; none: one, which sees all tokens.
+    """
 
     block_sizes = (2, 4, 3)
     vocab_size = VOCAB_SIZE
     eos = frozenset(range(30))
     max_model_len = 20
 
+    def __init__(self, groups: tuple[KVGroup, ...] = ()) -> None:
+        self._groups = groups
+
     def layout(self, block_size: int) -> KVLayout:
-        return KVLayout(NUM_LAYERS, 1, 1, block_size, "int64", 8)
+        num_layers = len(self._groups[0].layers) if self._groups else NUM_LAYERS
+        return KVLayout(num_layers, 1, 1, block_size, "int64", 8, groups=self._groups)
 
     def make_executor(
         self, layout: KVLayout, num_blocks: int, *, max_num_seqs: int, worker: WorkerConnector
@@ -186,4 +193,5 @@ class StandIn(Forward):
         return prompt
 
     def expected(self, prompt: list[int], num_output: int) -> list[int]:
-        return expected_tokens(prompt, num_output)
+        layout = self.layout(1)
+        return expected_tokens(prompt, num_output, [layout.windows[group] for group, _ in layout.places])

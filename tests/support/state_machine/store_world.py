@@ -6,7 +6,7 @@ sees, and when, and which calls fail.
 
 import threading
 from collections.abc import Callable, Sequence
-from math import inf
+from math import inf, lcm
 from typing import Any
 
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
@@ -209,8 +209,10 @@ class StoreWorld(World):
         self.connectors: list[SteppedConnector] = []
         per_value = (16, 32)[chooser.below(2)]
         capacity = (None, NUM_VALUES * per_value * layout.block_bytes // 16)[chooser.below(2)]
+        most = min((len(group.layers) for group in layout.groups), default=layout.num_layers)
+        self.hit_tokens = lcm(per_value, 16)
         self.store_options = {
-            "tokens_per_value": str(per_value), "layer_groups": str(1 + chooser.below(layout.num_layers)),
+            "tokens_per_value": str(per_value), "layer_groups": str(1 + chooser.below(most)),
             "min_hit_tokens": "16", "load": load, "io_threads": "1", "staging_bytes": ("1", "100000")[chooser.below(2)],
             "lookup_timeout_s": "60", "transfer_timeout_s": "60", "layer_timeout_s": "20",
         }  # fmt: skip
