@@ -33,7 +33,7 @@ from pdkv.router.health import TICK_S, EngineVerdict, HealthSnapshot
 from pdkv.router.moves import Mover
 from pdkv.router.placing import Placing
 from pdkv.router.policies import DEFAULT_POLICY, Side
-from pdkv.router.prefix_index import PrefixIndex
+from pdkv.router.prefix_index import PrefixIndex, keys_needed
 from pdkv.router.probes import Prober, probe_request
 from pdkv.router.recovery import Recovery
 from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
@@ -400,7 +400,8 @@ class Dispatcher:
             return
         logger.info("%s is ready (pid %d, epoch %s)", name, card.pid, card.epoch)
         keys_per_block = -(-card.layout.block_size // card.hash_block_size)
-        self.index.add_engine(name, card.num_blocks * keys_per_block)
+        num_needed = keys_needed(card.layout, card.hash_block_size)
+        self.index.add_engine(name, card.num_blocks * keys_per_block, num_needed=num_needed)
         self._send_peers()
         self.on_room()
         self.changes.notify()

@@ -1,7 +1,9 @@
 """Which engine has which prompt prefix in its cache, kept from the engines' numbered KV events.
 
 A block key is a hash of the whole prefix up to it, so the radix tree needs no nodes: a table from key to the engines
-that hold it, as a bit mask, is the tree, and a match is a walk along the prompt's own keys.
+that hold it, as a bit mask, is the tree, and a match is a walk along the prompt's own keys. Engines whose layers all
+have a window need of a prefix only its end, and soon have no more: their match is the last place behind which there are
+enough keys in a row.
 
 Nothing here takes long at once, whatever an engine holds. An engine that dies or starts over loses its bit: from then
 on it matches nothing, and `work` clears the bit from the table slice by slice before another engine gets it. Events of
@@ -13,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents
+from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents, KVLayout
 
 SLICE_KEYS = 2048
 """Keys that one call of `work` handles: two milliseconds."""
@@ -32,12 +34,15 @@ _MAX_WAITING_KEYS = 1 << 16
 class _Part:
     """One engine's part of the index."""
 
-    __slots__ = ("asked", "bit", "done", "max_keys", "name", "next_number", "num_keys", "num_waiting", "waiting")
+    __slots__ = (
+        "asked", "bit", "done", "max_keys", "name", "next_number", "num_keys", "num_needed", "num_waiting", "waiting",
+    )  # fmt: skip
 
-    def __init__(self, name: str, bit: int, max_keys: int) -> None:
+    def __init__(self, name: str, bit: int, max_keys: int, num_needed: int) -> None:
         self.name = name
         self.bit = bit
         self.max_keys = max_keys
+        self.num_needed = num_needed  # keys in a row that make a hit; 0: all from the first one on
         self.num_keys = 0
         self.next_number: int | None = None  # None: nothing counts until a batch begins with CacheCleared
         self.asked = False  # a Resync is under way
@@ -80,10 +85,14 @@ class PrefixIndex:
         part = self._parts.get(engine)
         return 0 if part is None else part.num_keys
 
-    def add_engine(self, engine: str, max_keys: int = sys.maxsize) -> None:
-        """Begin with an empty part; an engine's first batch says what it holds. Keys beyond `max_keys` are dropped."""
+    def add_engine(self, engine: str, max_keys: int = sys.maxsize, *, num_needed: int = 0) -> None:
+        """Begin with an empty part; an engine's first batch says what it holds. Keys beyond `max_keys` are dropped.
+
+        Args:
+            num_needed: so many keys in a row at the end of a prefix make it a hit (`keys_needed`); 0: it needs all.
+        """
         self.remove_engine(engine)
-        self._parts[engine] = _Part(engine, self._take_bit(engine), max_keys)
+        self._parts[engine] = _Part(engine, self._take_bit(engine), max_keys, num_needed)
 
     def remove_engine(self, engine: str) -> None:
         """The engine is gone, and its cache with it. Idempotent."""
@@ -150,8 +159,10 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Tokens of the longest prefix of `keys` that each engine holds; engines without any are left out."""
-        alive, shards = self._live, self._shards
-        found: dict[str, int] = {}
+        found = self._match_windows(keys)
+        alive, shards = self._live & ~self._windowed, self._shards
+        if not alive:
+            return found
         for num_keys, key in enumerate(keys):
             mask = shards[hash(key) >> _SHARD_SHIFT & _SHARD_MASK].get(key, 0)
             ended = alive & ~mask
@@ -170,10 +181,40 @@ class PrefixIndex:
         part, shards = self._parts.get(engine), self._shards
         if part is None:
             return 0
+        if part.num_needed:
+            return self._match_windows(keys, part.bit).get(engine, 0)
         for num_keys, key in enumerate(keys):
             if not shards[hash(key) >> _SHARD_SHIFT & _SHARD_MASK].get(key, 0) & part.bit:
                 return num_keys * self.hash_block_size
         return len(keys) * self.hash_block_size
+
+    @property
+    def _windowed(self) -> int:
+        """Bits of engines that need only a prefix's end."""
+        return sum(part.bit for part in self._parts.values() if part.num_needed)
+
+    def _match_windows(self, keys: Sequence[bytes], bits: int = -1) -> dict[str, int]:
+        """`match` for those of the engines with these bits that need only a prefix's end."""
+        by_needed: dict[int, int] = {}
+        for part in self._parts.values():
+            if part.num_needed and part.bit & bits:
+                by_needed[part.num_needed] = by_needed.get(part.num_needed, 0) | part.bit
+        if not by_needed:
+            return {}
+        shards = self._shards
+        masks = [shards[hash(key) >> _SHARD_SHIFT & _SHARD_MASK].get(key, 0) for key in keys]
+        found: dict[str, int] = {}
+        if not any(masks):
+            return found
+        for num_needed, missing in by_needed.items():
+            in_a_row = _masks_in_a_row(masks, num_needed)
+            for num_keys in range(len(keys), 0, -1):
+                if new := in_a_row[num_keys - 1] & missing:
+                    found.update(dict.fromkeys(self._engines(new), num_keys * self.hash_block_size))
+                    missing &= ~new
+                    if not missing:
+                        break
+        return found
 
     # --- bits -----------------------------------------------------------------------------------------------------
 
@@ -306,6 +347,33 @@ class _Noticed:
         index = self._index
         if not self._had_work and index.has_work and index._on_work is not None:
             index._on_work()
+
+
+def _masks_in_a_row(masks: Sequence[int], count: int) -> list[int]:
+    """Of each place, the bits that it and the `count` - 1 places before it have, or all places before it.
+
+    In steps that do not depend on `count`: the places are cut into pieces of so many, and what a place looks at is the
+    end of one piece and the beginning of the next.
+    """
+    beginnings = list(masks)
+    for i in range(1, len(masks)):
+        if i % count:
+            beginnings[i] &= beginnings[i - 1]
+    ends = list(masks)
+    for i in range(len(masks) - 2, -1, -1):
+        if (i + 1) % count:
+            ends[i] &= ends[i + 1]
+    return [mask & ends[i - count + 1] if i >= count else mask for i, mask in enumerate(beginnings)]
+
+
+def keys_needed(layout: KVLayout, hash_block_size: int) -> int:
+    """What `PrefixIndex.add_engine` is told of an engine: keys of the blocks that a token behind a prefix sees.
+
+    The keys of an engine are those of its first KV group; it has a window only where all have one. The largest counts.
+    """
+    if not all(layout.windows):
+        return 0
+    return max(-(-(max(layout.windows) - 1) // layout.block_size), 1) * layout.block_size // hash_block_size
 
 
 def _num_keys(event: KVEvent) -> int:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkv.block_keys import extend_keys, root_key
-from pdkv.router.prefix_index import SLICE_KEYS, PrefixIndex
-from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents
+from pdkv.router.prefix_index import SLICE_KEYS, PrefixIndex, keys_needed
+from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents, KVGroup, KVLayout
 
 
 def keys_of(token_ids: Sequence[int]) -> list[bytes]:
@@ -137,6 +137,37 @@ def check_matches(index: PrefixIndex, model: dict[str, set[bytes]]) -> None:
                 expected[engine] = 16 * length
         assert index.match(keys) == expected
         assert {engine: index.match_one(engine, keys) for engine in model if expected.get(engine)} == expected
+
+
+@given(
+    held=st.lists(st.sets(st.integers(0, 15)), min_size=3, max_size=3),
+    needed=st.lists(st.integers(0, 6), min_size=3, max_size=3),
+    num_keys=st.integers(0, 16),
+)
+def test_an_engine_whose_layers_all_have_a_window_needs_only_a_prefixs_end(
+    held: list[set[int]], needed: list[int], num_keys: int
+) -> None:
+    """Whatever is missing before it: those blocks were given up, and reused. 0 needs all of it."""
+    index = PrefixIndex()
+    keys = [i.to_bytes(16) for i in range(16)]
+    expected = {}
+    for engine, own, count in zip("abc", held, needed, strict=True):
+        index.add_engine(engine, num_needed=count)
+        index.apply(engine, KVEvents(1, [CacheCleared(), BlockStored([keys[i] for i in sorted(own)], None)]))
+        for length in range(1, num_keys + 1):
+            if set(range(max(length - count, 0) if count else 0, length)) <= own:
+                expected[engine] = 16 * length
+    assert index.match(keys[:num_keys]) == expected
+    assert {e: n for e in "abc" if (n := index.match_one(e, keys[:num_keys]))} == expected
+
+
+def test_how_many_keys_a_window_needs() -> None:
+    def needed(block_size: int, *windows: int) -> int:
+        groups = tuple(KVGroup((layer,), window) for layer, window in enumerate(windows))
+        return keys_needed(KVLayout(1, 1, 1, block_size, "float32", 4, groups=groups), 16)
+
+    assert [needed(16), needed(16, 0, 64), needed(16, 64), needed(16, 66), needed(16, 1)] == [0, 0, 4, 5, 1]
+    assert [needed(32, 64), needed(32, 66), needed(16, 33, 64)] == [4, 6, 4]
 
 
 def test_an_engine_cannot_tell_more_keys_than_its_cache_holds() -> None:
