@@ -7,6 +7,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Sequence
 from math import lcm
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -170,28 +171,35 @@ class StoreCut:
         ]
 
     def values_to_load(
-        self, block_keys: Sequence[bytes], start: int, stop: int, tails: Sequence[Value] = ()
+        self,
+        block_keys: Sequence[bytes],
+        start: int,
+        stop: int,
+        tails: Sequence[Value] = (),
+        *,
+        windowed: bool | None = None,
     ) -> list[Value]:
         """Values that a load of tokens [start, stop) needs, in the order of their tokens.
 
         Args:
             tails: those of the hand-off that is read to its end; they stand where no whole value does.
+            windowed: of the KV groups with a window, or without; None: of all.
         """
-        size = self.layout.block_size
         values: list[Value] = []
         for group, entries in enumerate(entries_to_load(self.layout, start, stop)):
-            covered = -(-stop // self.value_tokens[group]) * self.value_tokens[group]
-            values += self.whole_values(block_keys, entries.start * size, stop if tails else covered, group)
-        values += [tail for tail in tails if start < tail.stop]
-        return sorted(values, key=lambda value: (value.start, value.group)) if self.windows != (0,) else values
+            if windowed in (None, bool(self.windows[group])):
+                size = self.value_tokens[group]
+                last = stop if tails else -(-stop // size) * size
+                values += self.whole_values(block_keys, entries.start * self.layout.block_size, last, group)
+                values += [tail for tail in tails if tail.group == group]
+        if len(self.windows) > 1:
+            values.sort(key=itemgetter(1))  # by start
+        return values
 
-    def last_of_window(self, block_keys: Sequence[bytes], end: int, tails: Sequence[Value]) -> Value | None:
-        """The value that stands at the end of a hit in the last group with a window; None: it needs none there."""
-        group = len(self.windows) - 1
-        if self.windows[group] <= 1:
-            return None
-        own = [tail for tail in tails if tail.group == group]
-        return own[0] if own else self.whole_values(block_keys, end - self.layout.block_size, end, group)[-1]
+    def last_of_windows(self, block_keys: Sequence[bytes], ends: Sequence[int]) -> list[bytes]:
+        """By end of a hit, a multiple of `hit_tokens`: the key of the last value in the last group's window."""
+        suffix = _group_suffix(len(self.windows) - 1)
+        return [block_keys[end // HASH_BLOCK_SIZE - 1] + suffix for end in ends]
 
     def values_to_save(
         self, block_keys: Sequence[bytes], start: int, stop: int, group: int, table: Sequence[int], *, last: bool

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import compress, count
 from typing import NamedTuple
 
 import msgspec
@@ -181,9 +181,8 @@ class StoreScheduler(SchedulerConnector):
         token sees. None: it is being looked up.
         """
         start, stop, _ = sources
-        cut, windows = self._cut, self._cut.windows
-        values = cut.values_to_load(block_keys, *sources)
-        chain = [value for value in values if not windows[value.group]] if cut.has_windows else values
+        cut = self._cut
+        chain = cut.values_to_load(block_keys, *sources, windowed=False)
         num_found = self.lookups.num_found([value.key for value in chain], wanted=wanted)
         if num_found is None:
             return None
@@ -195,28 +194,35 @@ class StoreScheduler(SchedulerConnector):
         return self._found_windows(block_keys, sources, wanted=wanted)
 
     def _found_windows(self, block_keys: Sequence[bytes], sources: _Sources, *, wanted: bool) -> int | None:
-        """The longest end up to `sources.stop` whose windows are stored. Asks from the end on: first which ends have
-        their last block, then for the whole window of those.
+        """The longest end up to `sources.stop` whose windows are stored. Asks from the end on: for the windows there,
+        then which earlier ends have their last block, then for the windows of those.
         """
         start, stop, _ = sources
-        cut, step = self._cut, self._cut.hit_tokens
-        ends = [sources, *(_Sources(start, end, []) for end in range((stop - 1) // step * step, start, -step))]
-        lasts = [cut.last_of_window(block_keys, end.stop, end.tails) for end in ends]
-        there = self.lookups.look_up([value.key for value in lasts if value is not None], wanted=wanted)
+        bound = self._first_missing(block_keys, sources, wanted=wanted)
+        if bound is None or bound >= stop:
+            return bound
+        step = self._cut.hit_tokens
+        ends = range(bound // step * step, start, -step)
+        there = self.lookups.look_up(self._cut.last_of_windows(block_keys, ends), wanted=wanted)
         if there is None:
             return None
-        answers = iter(there)
-        for end in [end for end, last in zip(ends, lasts, strict=True) if last is None or next(answers)]:
-            if end.stop > stop:
+        for end in compress(ends, there):
+            if end > bound:
                 continue  # sees what is known to be missing
-            needed = [v for v in cut.values_to_load(block_keys, *end) if cut.windows[v.group]]
-            found = self.lookups.look_up([value.key for value in needed], wanted=wanted)
-            if found is None:
-                return None
-            if all(found):
-                return end.stop
-            stop = min(value.start for value, is_there in zip(needed, found, strict=True) if not is_there)
+            bound = self._first_missing(block_keys, _Sources(start, end, []), wanted=wanted)
+            if bound is None or bound >= end:
+                return bound
         return start
+
+    def _first_missing(self, block_keys: Sequence[bytes], sources: _Sources, *, wanted: bool) -> int | None:
+        """Where the first value of the windows before an end would begin that is not stored: nothing is missing at the
+        end itself. None: it is being looked up.
+        """
+        needed = self._cut.values_to_load(block_keys, *sources, windowed=True)
+        there = self.lookups.look_up([value.key for value in needed], wanted=wanted)
+        if there is None:
+            return None
+        return next((v.start for v, is_there in zip(needed, there, strict=True) if not is_there), sources.stop)
 
     def _matched(self, stop: int, start: int) -> MatchedTokens:
         return MatchedTokens(stop - start, self._mode) if stop > start else NO_MATCH
