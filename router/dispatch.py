@@ -29,7 +29,7 @@ from pdkv.router.card_summary import describe_card
 from pdkv.router.changes import Changes
 from pdkv.router.flow import FlowMessage, RequestFlow, Sends
 from pdkv.router.generation import Generation
-from pdkv.router.health import TICK_S, EngineVerdict, HealthSnapshot
+from pdkv.router.health import TICK_S, EngineVerdict, HealthSnapshot, log_suspects
 from pdkv.router.moves import Mover
 from pdkv.router.placing import Placing
 from pdkv.router.policies import DEFAULT_POLICY, Side
@@ -209,6 +209,7 @@ class Dispatcher:
         suspects = self.fleet.suspects
         self._mover.tick(suspects, self._generations.values())
         if suspects.keys() != self._suspects:
+            log_suspects(self._suspects, suspects)
             self._suspects = frozenset(suspects)
             self._place_parked_soon()
             self.on_room()

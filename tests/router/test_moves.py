@@ -1,6 +1,7 @@
 """Requests leave suspects: a few at a time, the nearest deadline first, only to where there is room."""
 
 import asyncio
+import logging
 
 import pytest
 from dispatch_rig import System, collect, run
@@ -74,7 +75,7 @@ def test_what_a_revived_engine_still_says_is_dropped() -> None:
     run(System(0, 2), body, start=False)
 
 
-def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones() -> None:
+def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones(caplog: pytest.LogCaptureFixture) -> None:
     async def body(system: System) -> None:
         start_with_beats(system)
         stopped = system.backends["any-0"]
@@ -89,8 +90,12 @@ def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones() -> None:
         assert len(stopped.heard(Submit)) == 1
         stopped.release()
         await settle()
+        tick(system, ticks=1)
 
-    run(System(0, 2), body, start=False)
+    with caplog.at_level(logging.INFO, logger="pdkv.router.health"):
+        run(System(0, 2), body, start=False)
+    texts = [record.getMessage() for record in caplog.records if record.name == "pdkv.router.health"]
+    assert texts == ["any-0 is a suspect: it has been silent for 0.8 s", "any-0 is no suspect any more"]
 
 
 def test_only_so_many_move_in_a_second_and_the_nearest_deadlines_first() -> None:
