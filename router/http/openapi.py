@@ -113,6 +113,12 @@ def openapi() -> dict[str, Any]:
     }
 
 
+@functools.cache
+def encoded_openapi() -> bytes:
+    """The same as JSON."""
+    return msgspec.json.encode(openapi())
+
+
 def _types(operation: Operation) -> list[Struct]:
     replies = [kind for kind in (operation.reply, operation.event) if kind is not None]
     return [*operation.bodies, *replies]

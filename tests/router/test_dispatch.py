@@ -510,3 +510,28 @@ def test_when_tokens_came_is_kept_for_a_reader_that_comes_late() -> None:
         assert generation.take_arrivals() == []
 
     run(System(1, 1), body)
+
+
+def test_what_the_index_puts_off_is_done_between_other_callbacks() -> None:
+    keys = [i.to_bytes(16) for i in range(6000)]
+
+    async def body(system: System) -> None:
+        system.dispatcher.connect()
+        for name, backend in system.backends.items():
+            backend.start(system.card(name, num_blocks=6000))
+        index = system.dispatcher.index
+        system.backends["prefill-0"].say(KVEvents(0, [CacheCleared(), BlockStored(keys, None)]))
+        assert index.num_keys_of("prefill-0") == 0
+        held = []
+        while index.has_work:
+            await asyncio.sleep(0)
+            held.append(index.num_keys_of("prefill-0"))
+        assert held[-1] == 6000
+        assert held[0] < 3000
+        system.backends["prefill-0"].die()
+        assert index.num_keys == 6000
+        while index.has_work:
+            await asyncio.sleep(0)
+        assert index.num_keys == 0
+
+    run(System(1, 1), body, start=False)
