@@ -65,8 +65,8 @@ class KVCacheManager:
         self._keys_per_block = block_size // hash_block_size
         self._step_blocks: dict[int, list[_Leaving]] = {}  # step in flight -> requests that left since
         self._leaving: deque[_Leaving] = deque()
-        self._max_committed = max(MAX_COMMITTED_BLOCKS, 2 * max_step_tokens // block_size)
-        self._num_to_commit = self._max_committed  # more blocks of each group until the end of the next step
+        self.max_committed_blocks = max(MAX_COMMITTED_BLOCKS, 2 * max_step_tokens // block_size)  # with one step
+        self._num_to_commit = self.max_committed_blocks  # more of each group until the end of the next step
 
     def blocks_for(self, num_tokens: int) -> int:
         """Entries of a block table that `num_tokens` tokens need."""
@@ -346,7 +346,7 @@ class KVCacheManager:
             self._leave(leaving)
         goes_on = bool(self._leaving)
         self._enter_leaving()
-        self._num_to_commit = self._max_committed
+        self._num_to_commit = self.max_committed_blocks
         return goes_on
 
     def _leave(self, leaving: _Leaving) -> None:

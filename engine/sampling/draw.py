@@ -15,6 +15,7 @@ from pdkv.kernels import host
 _CDF_BLOCK = 64  # tokens per block of the two-level search
 _TOP_P_CANDIDATES = 512  # looked at before all are sorted
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # bounds the float64 temporaries; on CPU they stay in the cache
+_EXP_ELEMENTS = 1 << 15  # made at once on CPU: a dozen operations, whose temporaries stay in the cache
 _LOWEST = -64.0  # scaled logits below have weight 0: 2**-92, when a unit of the draw is 2**-44
 
 
@@ -106,6 +107,13 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     """exp of float64 <= 0. On CPU 0 below _LOWEST, by the operations of sampler.c: Cephes' rational function."""
     if not x.is_cpu:
         return x.exp()
+    out = torch.empty(x.shape, dtype=torch.float64)
+    for piece, result in zip(x.reshape(-1).split(_EXP_ELEMENTS), out.view(-1).split(_EXP_ELEMENTS), strict=True):
+        result.copy_(_exp(piece))
+    return out
+
+
+def _exp(x: torch.Tensor) -> torch.Tensor:
     magic = 1.5 * 2.0**52  # adding it rounds to an integer
     r = x.clamp(min=_LOWEST)
     n = r.mul(1.4426950408889634074).add_(magic)

@@ -177,6 +177,8 @@ class World:
             hit_tokens=self.hit_tokens,
             local_prefill_tokens=2 * self.block_size,
         )
+        if self.num_blocks < 16:
+            core.scheduler.kv.max_committed_blocks = 1  # as for prompts of thousands of blocks
         self.engines[name] = Engine(name, core, worker, woken)
         self.forward.watch(executor, core.scheduler.kv.pool)
         core.router_joined("router", "1")
