@@ -459,13 +459,18 @@ class Dispatcher:
             case _:
                 self.counters.dropped_messages += 1
 
+    def _generation_of(self, message: RouterToEngine | EngineToRouter) -> Generation | None:
+        """What a message is about, if that is under way."""
+        key = key_of(message)
+        return self._generations.get(key[0]) if key is not None else None
+
     def _mishandled(self, name: str, message: RouterToEngine | EngineToRouter, error: Exception) -> None:
         """A message that this code cannot stand costs its own request and nothing else."""
         self.counters.dropped_messages += 1
+        generation = self._generation_of(message)
         if self._log_limit.passes():
-            logger.error("dropped a %s from %s after an error", type(message).__name__, name, exc_info=error)
-        key = key_of(message)
-        generation = self._generations.get(key[0]) if key is not None else None
+            kind, whose = type(message).__name__, generation.flow.name if generation is not None else "no request"
+            logger.error("dropped a %s from %s about %s after an error", kind, name, whose, exc_info=error)
         if generation is not None:
             text = f"a {type(message).__name__} of {name} caused an error in the router: {type(error).__name__}"
             self._apply(generation, generation.flow.fail(RequestFailed(text, request_id=generation.request_id)))
@@ -610,9 +615,9 @@ class Dispatcher:
         try:
             self._backends[engine].send(message)
         except UnsendableMessage as error:
-            logger.warning("dropped a message to %s: %s", engine, error)
-            key = key_of(message)
-            generation = self._generations.get(key[0]) if key is not None else None
+            generation = self._generation_of(message)
+            whose = generation.flow.name if generation is not None else "no request"
+            logger.warning("dropped a message to %s about %s: %s", engine, whose, error)
             if generation is not None:
                 self._apply(generation, generation.flow.fail(InvalidRequest(str(error))))
 
