@@ -3,12 +3,16 @@
 import asyncio
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+import pytest
 from deployments import Launch, Running
 from steady_load import PROMPTS, check_whole, steady_load
 from traffic import Answer, Ask, client_of, send, wait_until_true
@@ -93,8 +97,22 @@ def topology(deployment: Running) -> list[dict[str, object]]:
     return engines
 
 
+@pytest.fixture
+def few_open_files() -> Iterator[None]:
+    """The soft limit on open files is below the hard one."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[1] - 1), limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("few_open_files")
 def test_a_stop_under_load_answers_what_has_begun(launch: Launch) -> None:
+    """Every process of the launch may have as many open files as the host allows."""
     deployment = launch("--prefill", "1", "--decode", "1", "--drain-s", "60")
+    for process in deployment.survivors():
+        soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
+        assert soft == hard, process.name()
     asks = [Ask(PROMPTS[number % 4], 600, stream=number % 2 == 0) for number in range(12)]
 
     async def stop_under_load() -> tuple[list[Answer], Answer]:
