@@ -69,6 +69,12 @@ def _optional(rng: random.Random) -> list[tuple[str, Any]]:
         ("priority", 1),
         ("user", "u"),
         ("min_tokens", 1),
+        ("allowed_token_ids", [5, 6, 7, 8]),
+        ("bad_words", ["the", " x", "ab cd"]),
+        ("truncate_prompt_tokens", rng.choice([-1, 2])),
+        ("prompt_cache_key", "key"),
+        ("metadata", {"a": {"b": [1]}}),
+        ("store", False),
         ("stream", True),
     ]
 
@@ -211,6 +217,44 @@ def attacks(size: int = 4 * _MIB - 4096) -> list[Body]:
             CHAT,
             {**chat, "messages": [{"role": "user", "content": _list_of('{"type":"text","text":""}', size - 300)}]},
         ),
+        (
+            "calls",
+            CHAT,
+            {
+                **chat,
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": _list_of('{"function":{"name":"f","arguments":"{}"}}', size - 300),
+                    }
+                ],
+            },
+        ),
+        (
+            "lists in arguments",
+            CHAT,
+            {
+                **chat,
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"function": {"name": "f", "arguments": "[" + "[5]," * (size // 4 - 200) + "5]"}}
+                        ],
+                    }
+                ],
+            },
+        ),
+        (
+            "template variables",
+            CHAT,
+            {**chat, "messages": [], "chat_template_kwargs": {"x": _list_of("[5]", size - 300)}},
+        ),
+        ("allowed ids", COMPLETIONS, {**text, "n": 128, "allowed_token_ids": _list_of("5", size - 200)}),
+        ("bad words", COMPLETIONS, {**text, "n": 128, "bad_words": _list_of('"ab"', size - 200)}),
+        ("one bad word", COMPLETIONS, {**text, "bad_words": [big]}),
+        ("text that is cut", COMPLETIONS, {**text, "prompt": big, "truncate_prompt_tokens": 1}),
+        ("cache key", COMPLETIONS, {**text, "prompt_cache_key": big}),
         ("long turn", CHAT, {**chat, "messages": [{"role": "user", "content": big}]}),
         ("deep", COMPLETIONS, {**text, "prompt": _Raw("[" * (size // 2 - 200) + "]" * (size // 2 - 200))}),
         ("digits", COMPLETIONS, {**text, "max_tokens": _Raw("9" * (size - 200))}),
