@@ -154,9 +154,7 @@ class RequestFlow:
 
     def depends_on(self, engine: str) -> bool:
         """Whether it cannot go on without this engine: it runs a part there, or reads KV from there."""
-        if engine in self.engines_in_use:
-            return True
-        return engine == self.route.prefill and self._handoff is not None and not (self._released or self.ended)
+        return engine != "" and engine in self.engines
 
     def is_new_on(self, engine: str) -> bool:
         """Whether no token has come of the part that this engine runs."""

@@ -68,7 +68,16 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float, mo
     if thoroughness < 1:
         pytest.skip("this is about all schedules together")
     rng = random.Random(7)
-    seen = {"preemptions": 0, "remote": 0, "failed loads": 0, "restarts": 0, "retries": 0, "aborts": 0, "finished": 0}
+    seen = {
+        "preemptions": 0,
+        "remote": 0,
+        "failed loads": 0,
+        "restarts": 0,
+        "retries": 0,
+        "second readers": 0,
+        "aborts": 0,
+        "finished": 0,
+    }
     num_parts = 0
     resume = Request.resume
 
@@ -87,6 +96,7 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float, mo
             seen["failed loads"] += load.load_failures
         seen["restarts"] += world.num_restarts
         seen["retries"] += sum(client.flow.attempt > 0 for client in world.clients)
+        seen["second readers"] += world.num_resumed
         seen["aborts"] += sum(client.aborted for client in world.clients)
         seen["finished"] += sum(client.flow.finish_reason is not None for client in world.clients)
     assert all(seen.values()), seen
