@@ -177,8 +177,11 @@ class MultiScheduler(SchedulerConnector):
             for key in keys:
                 self._choices.pop(key, None)
         handed_off = {confirmed.request.transfer_key for confirmed in view.confirmed if confirmed.last}
-        for key in (*view.aborted, *(key for key in view.finished if key not in handed_off)):
+        for key in view.aborted:
             self.sending.forget(key)
+        for key in view.finished:
+            if key not in handed_off:
+                self.sending.forget(key)
         cancels = self._late_cancels(view.cancelled)
         parts = self._parts(view)
         holds = [
@@ -186,7 +189,8 @@ class MultiScheduler(SchedulerConnector):
             for index, part in enumerate(parts)
             for hold in part.holds
         ]
-        self.sending.add_holds(holds)
+        if holds:
+            self.sending.add_holds(holds)
         return MultiMetadata(
             step_id=view.step_id,
             needs_layer_hooks=any(part.needs_layer_hooks for part in parts),
@@ -208,6 +212,8 @@ class MultiScheduler(SchedulerConnector):
         return cancels
 
     def _parts(self, view: SchedulerView) -> list[KVConnectorMetadata]:
+        if not (view.scheduled or view.confirmed or view.waiting_keys):
+            return [scheduler.build_connector_meta(view) for scheduler in self._schedulers]
         return [
             scheduler.build_connector_meta(self.views.step(view, index, scheduler.observes))
             for index, scheduler in enumerate(self._schedulers)

@@ -44,8 +44,6 @@ class ChildViews:
 
     def step(self, view: SchedulerView, child: int, observes: Observed) -> SchedulerView:
         """A step as one child sees it. Only a push is shown a hand-off again, for a late ticket."""
-        if not (view.scheduled or view.confirmed or view.waiting_keys):
-            return view
         confirmed = view.confirmed if observes.confirmed else ()
         if self._kinds[child] != "push":
             confirmed = [c for c in confirmed if not c.last or c.request.transfer_key in view.finished]
