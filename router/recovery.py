@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 
 from pdkv.config import RecoveryConfig
-from pdkv.errors import KillsEngines, PdkvError
+from pdkv.errors import EngineDied, KillsEngines, PdkvError
 from pdkv.router.flow import Sends
 from pdkv.router.generation import Generation
 from pdkv.router.policies import Side
@@ -78,7 +78,7 @@ class Recovery:
         trouble.spared = False
         trouble.error = flow.failure
         epoch = self._epoch(flow.failed_engine or "")
-        if flow.failed_engine and epoch:
+        if flow.failed_engine and epoch and not isinstance(flow.failure, EngineDied):  # it may be back unharmed
             trouble.failed[flow.failed_engine] = epoch
         self._counters.migrated += migrates
         self._counters.retried += not migrates

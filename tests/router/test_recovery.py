@@ -318,6 +318,21 @@ def test_requests_wait_for_a_role_that_is_gone(kind: str, order: Order, role: st
     run(System(2, 2, kind=kind, orders=[order]), body)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_only_engine_is_asked_again_when_its_connection_was_cut(role: str) -> None:
+    """It is the same incarnation, and has failed nobody."""
+
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(long_request())
+        if role == "decode":
+            await until(lambda: len(generation.flow.output_token_ids) >= 3)
+        system.backends[f"{role}-0"].die()
+        system.backends[f"{role}-0"].start(system.card(f"{role}-0"))
+        assert (await collect(generation))[0] == expected_output(generation.flow.request)
+
+    run(System(1, 1), body)
+
+
 def test_a_hand_off_waits_for_a_decode_engine_and_is_not_run_again() -> None:
     async def body(system: System) -> None:
         system.backends["prefill-0"].held = True
