@@ -140,6 +140,7 @@ class EngineCore:
         self._next_expiry = 0.0
         self._next_load = 0.0
         self._log_limit = LogLimit()
+        self._preemption_log_limit = LogLimit()
         self._last_step = 0.0
         self._last_load: LoadReport | None = None
         self._event_number = 0
@@ -179,7 +180,10 @@ class EngineCore:
         self._dirty = False
         self._last_step = now
         self.scheduler.queues.needs_step = False
+        num_preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.schedule(now)
+        if self.scheduler.num_preemptions > num_preemptions:
+            self._note_preemption(now)
         for new in plan.new:
             self.requests[new.key].begins(now)
         self._fail_rejected()
@@ -187,6 +191,14 @@ class EngineCore:
         self._dirty = self._dirty or num_tokens > 0
         self.watch.begin(num_tokens)
         return self.executor.execute(plan)
+
+    def _note_preemption(self, now: float) -> None:
+        """Say, now and then, who lost its KV blocks: the pool is too small for what runs."""
+        request, count = self.scheduler.last_preempted, self.scheduler.num_preemptions
+        self.scheduler.last_preempted = None
+        if request is not None and self._preemption_log_limit.passes(now):
+            text = "request %s waits again: no KV block was left for more urgent ones (preemption %d since the start)"
+            logger.info(text, request.name, count)
 
     def finish_step(self, output: StepOutput, now: float) -> None:
         """Update: tokens leave, requests end or are handed off, transfers are settled."""

@@ -74,6 +74,7 @@ class Scheduler:
         self.waiting, self.running = self.queues.waiting, self.queues.running
         self.loads = Loads(kv, external, decode, self.queues, timeout_s=limits.kv_load_timeout_s)
         self.num_preemptions = 0
+        self.last_preempted: Request | None = None
         self._prefill = prefill
         self._decode = decode
         self._in_flight: dict[int, list[_Share]] = {}
@@ -194,6 +195,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take the request's blocks; it comes again before its equals, and its content may still be found."""
         self.num_preemptions += 1
+        self.last_preempted = request
         self.running.remove(request)
         self.loads.give_up(request)  # layerwise, its step still in flight
         self.external.preempted(request)

@@ -50,6 +50,19 @@ def test_a_lease_that_nobody_fetches(caplog: pytest.LogCaptureFixture) -> None:
     assert f"the lease of request {NAME} (transfer t-a) expired" in caplog.text
 
 
+def test_a_preemption_and_of_many_not_each(caplog: pytest.LogCaptureFixture) -> None:
+    core = make_core(num_blocks=9, max_model_len=36)
+    with caplog.at_level(logging.INFO):
+        core.handle("r", named(max_tokens=24), 0.0)
+        core.handle("r", submit(list(range(200, 210)), request_id="b", max_tokens=24, priority=-1), 0.0)
+        while core.has_work:
+            core.step(0.0)
+    assert core.scheduler.num_preemptions > 0
+    said = [text for text in caplog.messages if "waits again" in text]
+    assert len(said) == 1
+    assert said[0].startswith(f"request {NAME} waits again: no KV block was left for more urgent ones (preemption 1 ")
+
+
 def test_how_long_it_waited_and_ran_is_reported_with_its_end() -> None:
     core = make_core(options={"fabric": "names-times"})
     core.handle("r", named(until="first_token", kv="handoff"), 1.0)
