@@ -117,21 +117,33 @@ class Admission:
         tenant.enter()
         return Visit(self, tenant)
 
-    def hold(self, num_choices: int, num_tokens: int) -> None:
-        """Keep a place for all choices of a request. What comes alone may be of any size. Raises TooManyRequests."""
-        config = self.config
-        if self.num_pending and (
-            self.num_pending + num_choices > config.max_queued_requests
-            or self.pending_tokens + num_tokens > config.max_queued_tokens
-        ):
+    def hold(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
+        """Keep a place for all choices of a request. What comes alone may be of any size.
+
+        A key may have as much of the queue as is left free (dynamic thresholds; Choudhury and Hahne, 1998): none fills
+        it, and whoever comes next has room.
+
+        Raises:
+            TooManyRequests: there is no place.
+        """
+        free_choices = self.config.max_queued_requests - self.num_pending - num_choices
+        free_tokens = self.config.max_queued_tokens - self.pending_tokens - num_tokens
+        own_choices, own_tokens = tenant.num_pending + num_choices, tenant.pending_tokens + num_tokens
+        if tenant is self.anonymous:
+            own_choices = own_tokens = 0  # there is nobody else
+        if self.num_pending and (free_choices < own_choices or free_tokens < own_tokens):
             self._refuse()
+        self._change(tenant, num_choices, num_tokens)
+
+    def let_go(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
+        """Of places that `hold` kept."""
+        self._change(tenant, -num_choices, -num_tokens)
+
+    def _change(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
         self.num_pending += num_choices
         self.pending_tokens += num_tokens
-
-    def let_go(self, num_choices: int, num_tokens: int) -> None:
-        """Of places that `hold` kept."""
-        self.num_pending -= num_choices
-        self.pending_tokens -= num_tokens
+        tenant.num_pending += num_choices
+        tenant.pending_tokens += num_tokens
         assert self.num_pending or not self.pending_tokens, "tokens in the queue that are no choice's"
 
     def _refuse(self) -> None:
@@ -266,7 +278,7 @@ class Visit:
         self.tenant.take_tokens(num_taken)
         self._num_taken = num_taken
         num_tokens = num_prompt_tokens + (num_choices - num_prompts) * HASH_BLOCK_SIZE
-        self._admission.hold(num_choices, num_tokens)
+        self._admission.hold(self.tenant, num_choices, num_tokens)
         self._num_held, self._held_tokens = num_choices, num_tokens
 
     async def start(self, request: GenerateRequest, deliver: Deliver) -> "Generation":
@@ -317,7 +329,7 @@ class Visit:
     def _let_go(self, num_choices: int, num_tokens: int) -> None:
         self._num_held -= num_choices
         self._held_tokens -= num_tokens
-        self._admission.let_go(num_choices, num_tokens)
+        self._admission.let_go(self.tenant, num_choices, num_tokens)
 
     def __enter__(self) -> "Visit":
         return self

@@ -57,6 +57,8 @@ class Tenant:
         self.name = name
         self.num_requests = 0
         self.num_streams = 0
+        self.num_pending = 0  # choices that came and did not begin
+        self.pending_tokens = 0  # of their prompts
         self.num_refused = 0
         self.num_tokens = 0  # prompt and output of all requests that ended
         self._clock = clock

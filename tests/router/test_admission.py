@@ -253,6 +253,25 @@ def test_choices_that_come_later_have_their_place_from_the_beginning() -> None:
     case(rig, body)
 
 
+@pytest.mark.parametrize(
+    ("config", "lengths"), [({"max_queued_requests": 100}, (1,)), ({"max_queued_tokens": 6000}, (60,))]
+)
+def test_no_key_fills_the_queue_and_whoever_comes_next_has_room(
+    config: dict[str, int], lengths: tuple[int, ...]
+) -> None:
+    """Each key may have as much as is left free then: half of the queue, a half of the rest, and so on."""
+    rig = Rig(**config)
+    visits: list[Visit] = []
+    for name, most in (("greedy", 50), ("second", 25), ("third", 12)):
+        tenant = rig.tenant(name)
+        visits += [rig.visit(tenant, lengths=lengths) for _ in range(most)]
+        with pytest.raises(TooManyRequests):
+            rig.visit(tenant, lengths=lengths)
+    for visit in visits:
+        visit.close()
+    rig.check_rest()
+
+
 def test_the_time_to_wait_is_what_the_queue_takes_at_the_rate_of_late() -> None:
     rig = Rig(num_slots=1000, max_queued_tokens=6000)
 
