@@ -140,6 +140,7 @@ def run_router(
     keys = KeyRing(access.api_key_file) if access.api_key_file is not None else None
     queue = Admission(dispatcher, admission)
     drain = Drain(queue)
+    operations = Operations(dispatcher, make_client, marks_file)
     instruments = make_instruments(observability or ObservabilityConfig())
     app = create_app(
         dispatcher,
@@ -154,13 +155,12 @@ def run_router(
         access=access,
         sampling_defaults=sampling_defaults,
         drain=drain,
+        operations=operations,
         instruments=instruments,
     )
     server = _Server(server_config(app, limits, bodies, max_connections))
-    admin = None
-    if admin_socket is not None:
-        operations = Operations(dispatcher, make_client, marks_file)
-        admin = AdminServer(create_admin_app(dispatcher, operations), admin_socket)
+    admin_app = create_admin_app(dispatcher, operations)
+    admin = AdminServer(admin_app, admin_socket) if admin_socket is not None else None
     stopping = _Stopping(server, dispatcher, drain, drain_s)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again

@@ -1,7 +1,7 @@
 """The operators' HTTP application: engines are listed, drained, resumed, given roles, added and removed.
 
-It is served on a unix socket in the launch's private directory and nowhere else, so no HTTP client reaches it: who may
-connect is who may enter the directory (mode 0700).
+It is served on a unix socket in the launch's private directory: who may connect is who may enter the directory (mode
+0700). Where clients need API keys, all but adding and removing is served beside the API, too, to keys with `admin`.
 """
 
 import math
@@ -30,6 +30,8 @@ MAX_WAIT_S = 24 * 3600.0
 _MOVE_S = 5.0
 """How long it may take until nothing holds on to an engine from which everything was moved."""
 
+_MAX_BODY_BYTES = 64 << 10
+
 _Body = TypeVar("_Body")
 
 
@@ -47,8 +49,8 @@ class EngineBody(msgspec.Struct, forbid_unknown_fields=True):
     refusal: str | None = None  # path of the launcher's note
 
 
-def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starlette:
-    """The ASGI application.
+def admin_routes(dispatcher: "Dispatcher", operations: Operations) -> list[Route]:
+    """What an operator may ask for from anywhere, given that somebody has checked that it is one.
 
     GET  /admin/engines              {"engines": [as in /topology]}
     GET  /admin/engines/NAME         one of them; with ?until=ready|drained when it is so, or after wait_s seconds;
@@ -57,9 +59,6 @@ def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starle
                                      move=true: what it has after that time goes on elsewhere
     POST /admin/engines/NAME/resume  it gets requests again
     POST /admin/engines/NAME/role    {"role": "prefill" | "decode" | "any"}
-    PUT  /admin/engines/NAME         {"role", "endpoint", "refusal"}: the launcher has started one more
-    DELETE /admin/engines/NAME       the launcher is about to end it
-
     GET  /admin/requests/ID          what is known of the requests of that id (request_state.py)
 
     Every other answer is the engine. What would leave nobody for a role is 409, unless ?force=true.
@@ -94,6 +93,24 @@ def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starle
         operations.set_role(name, body.role, force=_force(request))
         return _json(operations.describe(name))
 
+    path = "/admin/engines/{name}"
+    return [
+        Route("/admin/engines", list_engines),
+        Route(path, _checked(get_engine), methods=["GET"]),
+        Route(path + "/drain", _checked(drain), methods=["POST"]),
+        Route(path + "/resume", _checked(resume), methods=["POST"]),
+        Route(path + "/role", _checked(set_role), methods=["POST"]),
+        request_route(dispatcher),
+    ]
+
+
+def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starlette:
+    """The ASGI application for the private directory: `admin_routes`, and what only the launcher may do.
+
+    PUT  /admin/engines/NAME         {"role", "endpoint", "refusal"}: the launcher has started one more
+    DELETE /admin/engines/NAME       the launcher is about to end it
+    """
+
     async def add(request: Request) -> Response:
         name, body = request.path_params["name"], await _body(request, EngineBody)
         operations.add(name, body.role, body.endpoint, Path(body.refusal) if body.refusal is not None else None)
@@ -104,17 +121,8 @@ def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starle
         return _json({"removed": request.path_params["name"]})
 
     path = "/admin/engines/{name}"
-    routes = [
-        Route("/admin/engines", list_engines),
-        Route(path, _checked(get_engine), methods=["GET"]),
-        Route(path, _checked(add), methods=["PUT"]),
-        Route(path, _checked(remove), methods=["DELETE"]),
-        Route(path + "/drain", _checked(drain), methods=["POST"]),
-        Route(path + "/resume", _checked(resume), methods=["POST"]),
-        Route(path + "/role", _checked(set_role), methods=["POST"]),
-        request_route(dispatcher),
-    ]
-    return Starlette(routes=routes)
+    own = [Route(path, _checked(add), methods=["PUT"]), Route(path, _checked(remove), methods=["DELETE"])]
+    return Starlette(routes=[*admin_routes(dispatcher, operations), *own])
 
 
 def _checked(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -129,8 +137,13 @@ def _checked(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
 
 
 async def _body(request: Request, kind: type[_Body]) -> _Body:
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > _MAX_BODY_BYTES:
+            raise InvalidRequest(f"the body must have at most {_MAX_BODY_BYTES} bytes", status=413)
     try:
-        return msgspec.json.decode(await request.body(), type=kind)
+        return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is no {kind.__name__}: {error}") from None
 

@@ -23,6 +23,7 @@ from pdkv.models.config import ModelConfig
 from pdkv.router.admission import Admission
 from pdkv.router.budget import ByteBudget
 from pdkv.router.http.access_log import AccessLogged
+from pdkv.router.http.admin import admin_routes
 from pdkv.router.http.auth import Authenticate
 from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.docs_page import docs_routes
@@ -38,6 +39,7 @@ from pdkv.router.http.served_model import Cancelled, ServedModel, unknown_model
 from pdkv.router.http.tokenize import TextEndpoint, detokenize, tokenize
 from pdkv.router.instruments import NO_INSTRUMENTS, Instruments
 from pdkv.router.keys import KeyRing
+from pdkv.router.operations import Operations
 from pdkv.router.text_pool import TextPool
 from pdkv.text import Tokenizer
 
@@ -61,6 +63,7 @@ def create_app(
     access: AccessConfig | None = None,
     sampling_defaults: Mapping[str, Any] | None = None,
     drain: Drain | None = None,
+    operations: Operations | None = None,
     instruments: Instruments = NO_INSTRUMENTS,
 ) -> Starlette:
     """The ASGI application in front of a dispatcher, which the caller connects and closes.
@@ -77,6 +80,7 @@ def create_app(
         keys: API keys that clients need (default: they need none).
         access: the rest of who may do what.
         drain: counts the requests that generate (default: over `admission`).
+        operations: where there are `keys`, what those with `admin` may have done.
     """
     limits, api = limits or HttpLimits(), api or HttpApi()
     bodies = bodies or body_budget(limits)
@@ -177,6 +181,7 @@ def create_app(
         Route("/topology", topology),
         Route("/openapi.json", describe),
         *docs_routes(),
+        *(admin_routes(dispatcher, operations) if keys is not None and operations is not None else ()),
     ]
     return Starlette(
         routes=routes,

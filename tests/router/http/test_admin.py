@@ -1,0 +1,51 @@
+"""Operators beside the API: only where clients need keys, only with an admin's, and not what is the launcher's."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from asgi_client import call
+from dispatch_rig import System, run
+from small_app import make_app
+
+from pdkv.config import AccessConfig
+from pdkv.router.backend import Backend
+from pdkv.router.keys import KeyRing, make_key
+from pdkv.router.operations import Operations
+
+
+def never(name: str, endpoint: str) -> Backend:
+    raise AssertionError("nobody adds an engine")
+
+
+def test_an_admins_key_opens_all_but_what_is_the_launchers(tmp_path: Path) -> None:
+    made = {name: make_key(name, admin=name == "root") for name in ("a", "root")}
+    file = tmp_path / "keys"
+    file.write_text("\n".join(lines for _, lines in made.values()))
+    file.chmod(0o600)
+    root, other = ({"authorization": f"Bearer {made[name][0]}"} for name in ("root", "a"))
+
+    async def body(system: System) -> None:
+        operations = Operations(system.dispatcher, never)
+        options: dict[str, Any] = {"operations": operations, "access": AccessConfig(api_key_file=file)}
+        app = make_app(system.dispatcher, keys=KeyRing(file), **options)
+
+        async def ask(method: str, path: str, json: object = None, headers: dict[str, str] = root) -> Any:
+            return await call(app, method, "/admin/engines" + path, json, headers)
+
+        assert [e["name"] for e in (await ask("GET", "")).json()["engines"]] == ["prefill-0", "decode-0", "decode-1"]
+        assert (await ask("POST", "/decode-1/drain")).json()["drained"] is True
+        assert (await ask("POST", "/decode-0/drain")).status == 409
+        assert (await ask("POST", "/decode-1/resume")).json()["draining"] is False
+        assert (await ask("POST", "/decode-1/role", {"role": "prefill"})).json()["role"] == "prefill"
+        assert (await ask("POST", "/decode-1/role", {"role": "x" * (64 << 10)})).status == 413
+        for method in ("PUT", "DELETE"):
+            assert (await ask(method, "/decode-1", {"role": "any", "endpoint": "tcp://192.0.2.1:1"})).status == 405
+        assert (await ask("POST", "/decode-1/drain", headers=other)).status == 403
+        assert (await ask("POST", "/decode-1/drain", headers={})).status == 401
+        assert operations.describe("decode-1")["draining"] is False
+        open_app = make_app(system.dispatcher, operations=operations)
+        assert (await call(open_app, "GET", "/admin/engines", None, root)).status == 404
+        await asyncio.sleep(0)
+
+    run(System(1, 2), body)
