@@ -10,6 +10,7 @@ from state_machine.standin import expected_tokens
 from pdkv.engine.core import EngineCore
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import (
+    PROBE_SALT,
     Abort,
     BlockStored,
     CacheCleared,
@@ -38,6 +39,17 @@ def test_a_request_runs_to_its_end() -> None:
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.sources.computed) == ("length", len(PROMPT))
     assert [m.sources for m in of_type(messages, Tokens)] == [finished.sources, None, None, None, None]  # type: ignore[union-attr]
+    assert at_rest(core)
+
+
+def test_the_prompt_of_a_routers_probe_counts_nowhere_and_leaves_nothing_behind() -> None:
+    core = make_core()
+    core.handle("r", submit(PROMPT[:8], max_tokens=2, cache_salt=PROBE_SALT), 0.0)
+    messages = run(core)
+    assert output_of(messages, "a") == expected_tokens(PROMPT[:8], 2)
+    assert (core.counters.computed, core.counters.local_hit) == (0, 0)
+    events = [event for m in messages if isinstance(m, KVEvents) for event in m.events]
+    assert not [event for event in events if isinstance(event, BlockStored)]
     assert at_rest(core)
 
 

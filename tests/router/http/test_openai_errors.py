@@ -8,6 +8,7 @@ from fake_dispatcher import FakeDispatcher
 from small_app import MAX_MODEL_LEN, MODEL, make_app, tokenizer
 
 from pdkv.config import HttpLimits
+from pdkv.wire.messages import PROBE_SALT
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
@@ -68,6 +69,7 @@ def check(reply: Exchange, status: int, param: str | None, *words: str) -> None:
         ({"stop": [1]}, "stop[0]", "str"),
         ({"stop": ["x"] * 65}, "stop", "64"),
         ({"stop_token_ids": [100_000]}, "stop_token_ids", "100000"),
+        ({"cache_salt": PROBE_SALT}, "cache_salt", "keeps for itself"),
         ({"allowed_token_ids": [100_000]}, "allowed_token_ids", "100000"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids", "-1"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "empty"),
