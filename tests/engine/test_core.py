@@ -44,9 +44,10 @@ def test_a_request_runs_to_its_end() -> None:
 
 def test_the_prompt_of_a_routers_probe_counts_nowhere_and_leaves_nothing_behind() -> None:
     core = make_core()
-    core.handle("r", submit(PROMPT[:8], max_tokens=2, cache_salt=PROBE_SALT), 0.0)
+    prompt = PROMPT[:2]  # less than a block, as a probe's is
+    core.handle("r", submit(prompt, max_tokens=1, cache_salt=PROBE_SALT), 0.0)
     messages = run(core)
-    assert output_of(messages, "a") == expected_tokens(PROMPT[:8], 2)
+    assert output_of(messages, "a") == expected_tokens(prompt, 1)
     assert (core.counters.computed, core.counters.local_hit) == (0, 0)
     events = [event for m in messages if isinstance(m, KVEvents) for event in m.events]
     assert not [event for event in events if isinstance(event, BlockStored)]
