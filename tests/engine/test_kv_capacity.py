@@ -113,6 +113,21 @@ def test_the_length_ends_where_the_card_says_however_big_the_pool() -> None:
     assert "at most 23 leave room" in failed.message
 
 
+@pytest.mark.parametrize("until", ["end", "first_token"])
+def test_who_comes_to_an_engine_with_its_whole_output_is_finished(until: str) -> None:
+    """The engine that drew the last token died before it could say so."""
+    core = make_core(max_model_len=24, options={"fabric": f"complete-{until}"})
+    prompt, output = list(range(100, 110)), expected_tokens(list(range(100, 110)), 14)
+    fields = {"until": until, "kv": "handoff" if until == "first_token" else "local"}
+    core.handle("r", submit(prompt, max_tokens=50, output_token_ids=output, **fields), 0.0)
+    core.handle("r", submit(prompt, request_id="b", max_tokens=50, output_token_ids=[*output, 1], **fields), 0.0)
+    messages = run(core)
+    finished, failed = of_type(messages, Finished), of_type(messages, Failed)
+    assert [(m.request_id, m.reason) for m in finished if isinstance(m, Finished)] == [("a", "length")]
+    assert [m.request_id for m in failed if isinstance(m, Failed)] == ["b"]
+    assert at_rest(core)
+
+
 def test_no_engine_is_wired_whose_card_promises_more_than_its_pool_holds() -> None:
     with pytest.raises(AssertionError, match="must fit alone"):
         make_core(num_blocks=16, block_size=4, max_model_len=65)

@@ -10,7 +10,7 @@ from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.prefill.role import PrefillRole
-from pdkv.wire.messages import Finished, HandedOff, KVReady, Release, Submit, Tokens
+from pdkv.wire.messages import Finished, HandedOff, KVReady, KVTicket, Release, Submit, Tokens
 
 PROMPT = list(range(100, 110))
 
@@ -45,6 +45,17 @@ def test_a_release_ends_the_lease_and_a_second_one_changes_nothing() -> None:
     for _ in range(2):
         core.handle("r", Release("t-a", 0), 0.0)
     run(core)
+    assert at_rest(core)
+
+
+def test_a_ticket_for_a_lease_that_is_over_is_answered_at_once() -> None:
+    """A decode engine that takes over late would wait for its load's deadline."""
+    core = make_core(options={"fabric": "lease-late", "mode": "push"})
+    core.handle("r", hand_off(PROMPT), 0.0)
+    run(core)
+    core.handle("r", Release("t-a", 0), 0.0)
+    core.handle("r", KVTicket("a", 0, b"where"), 0.0)
+    assert of_type(run(core), KVReady) == [KVReady("a", 0, ok=False, code="kv_not_found")]
     assert at_rest(core)
 
 
