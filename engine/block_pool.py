@@ -43,6 +43,9 @@ _CLASSES = [
 MAX_KEYS_PER_EVENT = 4096
 """Block keys that one event tells."""
 
+MAX_CLEANED_KEYS = 4096
+"""Keys of reused blocks that leave the index with one step."""
+
 _FEW = 24
 """So few blocks are done with sooner one by one than in arrays."""
 
@@ -71,7 +74,8 @@ class BlockPool:
         self._keys = np.full((num_blocks, keys_per_block), None, dtype=object)  # of what is not announced: the last
         self._is_announced = np.zeros(num_blocks, dtype=np.bool_)  # where there is content
         self._parents = np.full(num_blocks, None, dtype=object)
-        self._by_key: dict[bytes, int] = {}  # a block's last key
+        self._by_key: dict[bytes, int] = {}  # a block's last key; those in `_stale` do not count
+        self._stale: list[bytes] = []
         # Scalar accesses through a memoryview cost a third of numpy's: a decode takes one block at a time.
         self._last_keys = self._keys[:, -1]
         self._is_announced_of = memoryview(self._is_announced.data)
@@ -199,13 +203,13 @@ class BlockPool:
 
     def lookup(self, key: bytes) -> int | None:
         """The block whose last hash-block key is `key`."""
-        return self._by_key.get(key)
+        return self._index().get(key)
 
     def lookup_chain(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the longest prefix of `keys` that is here, each a block's last key."""
         found: list[int] = []
         with suppress(KeyError):
-            found.extend(map(self._by_key.__getitem__, keys))  # what comes before the first missing one stays
+            found.extend(map(self._index().__getitem__, keys))  # what comes before the first missing one stays
         return found
 
     def commit(
@@ -231,7 +235,7 @@ class BlockPool:
                 self._enter_one(block_id, own, keys[first - 1] if first else parent, announced=announced)
             return
         ids = _as_ids(block_ids)
-        known = np.fromiter(map(self._by_key.__contains__, keys[per_block - 1 :: per_block]), np.bool_, len(ids))
+        known = np.fromiter(map(self._index().__contains__, keys[per_block - 1 :: per_block]), np.bool_, len(ids))
         fresh = np.flatnonzero(~known & (ids >= 0) & (self._states[ids] & _CONTENT == 0))
         for run in np.split(fresh, np.flatnonzero(np.diff(fresh) != 1) + 1):
             if run.size:
@@ -242,12 +246,13 @@ class BlockPool:
 
     def _enter_one(self, block_id: int, keys: list[bytes], parent: bytes | None, *, announced: bool) -> None:
         last = keys[-1]
-        if block_id < 0 or last in self._by_key:
+        index = self._index() if self._stale else self._by_key
+        if block_id < 0 or last in index:
             return
         before = self._state_of[block_id]
         if before & _CONTENT:
             return
-        self._by_key[last] = block_id
+        index[last] = block_id
         self._set_state(block_id, before, before | _CONTENT)
         self._is_announced_of[block_id] = announced
         if not announced:
@@ -278,6 +283,20 @@ class BlockPool:
             part = keys[start : start + MAX_KEYS_PER_EVENT]
             self.events.append(BlockStored(keys=part, parent=keys[start - 1] if start else parent))
 
+    def _index(self) -> dict[bytes, int]:
+        """Blocks by their last key."""
+        self.clean_index(len(self._stale))
+        return self._by_key
+
+    def clean_index(self, most: int = MAX_CLEANED_KEYS) -> None:
+        """Take keys of blocks that were reused out of the index, at most so many. Who looks there takes all out first;
+        called between steps, this takes half of the work from a step that reuses thousands of blocks.
+        """
+        if self._stale:
+            stale = self._stale[-most:]
+            del self._stale[-most:]
+            deque(map(self._by_key.__delitem__, stale), maxlen=0)  # for each
+
     def withdraw(self, block_ids: Collection[int]) -> None:
         """The blocks' content, where they have some, turned out to be wrong: nobody finds it any more, and peers that
         read it refuse it.
@@ -298,7 +317,8 @@ class BlockPool:
         """The whole content as events, for a reader that lost track; parents before children."""
         events: list[KVEvent] = [CacheCleared()]
         stored: set[int] = set()
-        for block_id in self._by_key.values():
+        index = self._index()
+        for block_id in index.values():
             if not self._is_announced[block_id]:
                 continue
             line: list[int] = []  # from the block up to its first ancestor that is told already, or is not here
@@ -307,7 +327,7 @@ class BlockPool:
                 line.append(ancestor)
                 stored.add(ancestor)
                 parent = self._parents[ancestor]
-                ancestor = None if parent is None else self._by_key.get(parent)
+                ancestor = None if parent is None else index.get(parent)
             for member in reversed(line):
                 events.append(BlockStored(keys=list(self._keys[member]), parent=self._parents[member]))
         return events
@@ -325,8 +345,10 @@ class BlockPool:
             assert keys[: len(missing)] == missing, f"block {block_id}"
             assert None not in keys[len(missing) :], f"block {block_id}"
         indexed = {keys[-1]: block_id for block_id, keys in enumerate(self._keys) if keys[-1] is not None}
-        assert indexed == self._by_key
-        assert sum(keys[-1] is not None for keys in self._keys) == len(self._by_key)
+        stale = {*self._stale}
+        assert len(stale) == len(self._stale)
+        assert indexed == {key: block_id for key, block_id in self._by_key.items() if key not in stale}
+        assert sum(keys[-1] is not None for keys in self._keys) == len(self._by_key) - len(self._stale)
         self._free.check_integrity(np.flatnonzero(self._states == 0), np.flatnonzero(self._states == _CONTENT))
 
     def _distinct(self, block_ids: Collection[int]) -> Iterator[Ids]:
@@ -363,7 +385,7 @@ class BlockPool:
             return
         told = with_content[self._is_announced[with_content]]
         removed = (self._last_keys if self._keys_per_block == 1 else self._keys)[told].ravel().tolist()
-        deque(map(self._by_key.__delitem__, self._last_keys[with_content].tolist()), maxlen=0)  # for each
+        self._stale += self._last_keys[with_content].tolist()
         self._keys[with_content] = None
         self._parents[with_content] = None
         for start in range(0, len(removed), MAX_KEYS_PER_EVENT):

@@ -221,7 +221,7 @@ class ExternalKV:
             request.num_reported = stop
             tables = self._shown(request.block_tables)
             self._news.confirmed.append(ConfirmedRange(request.view(), start, stop, tables, last))
-            if request.kv == "handoff" or stop - start > 2 * unit:
+            if request.kv == "handoff" or start < len(request.prompt_token_ids):
                 self._news.is_urgent = True
         return (request.num_reported // unit + 1) * unit
 

@@ -346,6 +346,7 @@ class KVCacheManager:
             self._leave(leaving)
         goes_on = bool(self._leaving)
         self._enter_leaving()
+        self.pool.clean_index()
         self._num_to_commit = self.max_committed_blocks
         return goes_on
 
