@@ -121,4 +121,5 @@ def _from_bits(data: bytes, count: int, bits: int) -> Ids:
     values = words[first] >> shift
     if bits > 8 * _WORD_BYTES - 7:
         values |= words[first + _WORD_BYTES] << (np.uint64(63) - shift) << np.uint64(1)
-    return (values & np.uint64((1 << bits) - 1)).astype(np.int64)
+    rest: Ids = (values & np.uint64((1 << bits) - 1)).astype(np.int64)
+    return rest

@@ -108,7 +108,8 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     if not x.is_cpu:
         return x.exp()
     out = torch.empty(x.shape, dtype=torch.float64)
-    for piece, result in zip(x.reshape(-1).split(_EXP_ELEMENTS), out.view(-1).split(_EXP_ELEMENTS), strict=True):
+    flat, results = x.reshape(-1), out.view(-1)
+    for piece, result in zip(torch.split(flat, _EXP_ELEMENTS), torch.split(results, _EXP_ELEMENTS), strict=True):
         result.copy_(_exp(piece))
     return out
 
