@@ -1,1 +1,1 @@
-"""The router's HTTP side: OpenAI's API over Starlette."""
+"""The router's HTTP side: OpenAI's API over FastAPI."""
