@@ -283,9 +283,11 @@ class RequestFlow:
 
     def engine_died(self, engine: str) -> Sends:
         """An engine of the route is gone; nothing more will come from it."""
-        if self.ended:
-            return _NOTHING
         route = self.route
+        if self.ended:
+            if engine == route.prefill:  # whoever goes on with it must not go back there
+                self.prefill, self._released, self._prefill_gone = "done", True, True
+            return _NOTHING
         if engine == route.prefill and not route.aggregated and (self.prefill == "done" or self.declined):
             # Its part was over. Decode finds out about the KV by its peers, but only a prefill engine that writes into
             # decode's blocks can say that nothing will come any more, and it cannot say so now.
