@@ -29,21 +29,21 @@ from pdkv.config import (
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import Source, log_sampling_defaults, read_sampling_defaults
-from pdkv.router.admission import Admission
-from pdkv.router.budget import ByteBudget
-from pdkv.router.dispatch import Dispatcher
-from pdkv.router.engine_client import EngineClient
+from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.engines.engine_client import EngineClient
+from pdkv.router.engines.fleet import ORDERS
+from pdkv.router.engines.operations import Operations
+from pdkv.router.engines.shared_marks import SharedMarks
+from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http.admin import create_admin_app
 from pdkv.router.http.app import body_budget, create_app
+from pdkv.router.http.budget import ByteBudget
 from pdkv.router.http.connections import Connections, connection_limit
 from pdkv.router.http.drain import Drain
 from pdkv.router.http.limits import LimitedProtocol
-from pdkv.router.instruments import Instruments, make_instruments
-from pdkv.router.keys import KeyRing
-from pdkv.router.operations import Operations
-from pdkv.router.policies import DEFAULT_POLICY
-from pdkv.router.shared_marks import SharedMarks
-from pdkv.router.state import ORDERS
+from pdkv.router.observability.instruments import Instruments, make_instruments
+from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.secret_options import read_option
 from pdkv.text import Tokenizer
 from pdkv.wire.messages import Order

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdkv.limits import clip
 from pdkv.log_fields import LogFields, printable
-from pdkv.router.tenants import TENANT
+from pdkv.router.admission.tenants import TENANT
 
 logger = logging.getLogger("pdkv.access")
 

@@ -16,12 +16,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdkv.errors import InvalidRequest
+from pdkv.router.engines.operations import Operations, Until
 from pdkv.router.http.request_state import request_route
 from pdkv.router.http.responses import describe_error
-from pdkv.router.operations import Operations, Until
 
 if TYPE_CHECKING:
-    from pdkv.router.dispatch import Dispatcher
+    from pdkv.router.generations.dispatch import Dispatcher
 
 MAX_WAIT_S = 24 * 3600.0
 """Of one request; who wants to wait longer asks again."""

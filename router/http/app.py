@@ -21,11 +21,13 @@ from pdkv.config import AccessConfig, HttpApi, HttpLimits
 from pdkv.errors import Draining
 from pdkv.limits import clip
 from pdkv.models.config import ModelConfig
-from pdkv.router.admission import Admission
-from pdkv.router.budget import ByteBudget
+from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.engines.operations import Operations
 from pdkv.router.http.access_log import AccessLogged
 from pdkv.router.http.admin import admin_routes
 from pdkv.router.http.auth import Authenticate
+from pdkv.router.http.budget import ByteBudget
 from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.docs_page import docs_routes
 from pdkv.router.http.drain import Drain
@@ -37,15 +39,13 @@ from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
 from pdkv.router.http.openapi import encoded_openapi, openapi
 from pdkv.router.http.responses import describe_error, error_body
 from pdkv.router.http.served_model import Cancelled, ServedModel, unknown_model
+from pdkv.router.http.text_pool import TextPool
 from pdkv.router.http.tokenize import TextEndpoint, detokenize, tokenize
-from pdkv.router.instruments import NO_INSTRUMENTS, Instruments
-from pdkv.router.keys import KeyRing
-from pdkv.router.operations import Operations
-from pdkv.router.text_pool import TextPool
+from pdkv.router.observability.instruments import NO_INSTRUMENTS, Instruments
 from pdkv.text import Tokenizer
 
 if TYPE_CHECKING:
-    from pdkv.router.dispatch import Dispatcher
+    from pdkv.router.generations.dispatch import Dispatcher
 
 
 def create_app(

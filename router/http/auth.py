@@ -7,9 +7,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdkv.errors import Unauthorized
+from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.responses import describe_error
-from pdkv.router.keys import KeyRing
-from pdkv.router.tenants import TENANT
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/docs", "/openapi.json"})
 """What needs no key. Whatever is not named here does."""

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from pdkv.router.generations.request import Delta, GenerateRequest, PromptKeys
 from pdkv.router.http.openai import Job
 from pdkv.router.http.prompts import Prompt
 from pdkv.router.http.served_model import ServedModel
-from pdkv.router.request import Delta, GenerateRequest, PromptKeys
 from pdkv.text import TextStream
 from pdkv.wire.messages import TokenLogprob
 

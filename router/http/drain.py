@@ -2,8 +2,8 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdkv.router.admission import Admission
-from pdkv.router.changes import Changes
+from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.generations.changes import Changes
 
 
 class Drain:

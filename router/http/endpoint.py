@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
 from pdkv.limits import clip
 from pdkv.log_fields import RequestName
-from pdkv.router.admission import Admission, Visit
+from pdkv.router.admission.admission_queue import Admission, Visit
+from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.access_log import log_access, wants_access_lines
 from pdkv.router.http.choice import ChoiceDelta
 from pdkv.router.http.fanout import Fanout
@@ -32,9 +33,8 @@ from pdkv.router.http.request_report import RequestReport
 from pdkv.router.http.responses import WholeChoice, describe_error, error_status, prompt_extras, usage
 from pdkv.router.http.served_model import Cancelled, ServedModel
 from pdkv.router.http.sse import DONE, ChunkEncoder, error_event
-from pdkv.router.tenants import TENANT
-from pdkv.router.text_pool import TextPool
-from pdkv.router.tracing import Tracer
+from pdkv.router.http.text_pool import TextPool
+from pdkv.router.observability.tracing import Tracer
 from pdkv.trace_context import TraceContext, new_trace, parse_traceparent
 
 if TYPE_CHECKING:

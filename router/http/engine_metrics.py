@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdkv.router.state import EngineSnapshot
+from pdkv.router.engines.fleet import EngineSnapshot
 from pdkv.wire.messages import LoadReport
 
 if TYPE_CHECKING:
-    from pdkv.router.dispatch import Dispatcher
+    from pdkv.router.generations.dispatch import Dispatcher
 
 _BLOCK_CLASSES = ("total", "free", "cached", "active", "leased", "quarantined")
 _SOURCES = ("computed", "recomputed", "local_hit", "remote", "store")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from pdkv.router.histogram import Histogram
+from pdkv.router.observability.histogram import Histogram
 
 Labels = Mapping[str, str]
 

@@ -8,16 +8,16 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from pdkv.errors import RequestAborted, RequestFailed
+from pdkv.router.generations.request import Delta
 from pdkv.router.http.choice import Choice, ChoiceDelta
 from pdkv.router.http.metrics import RequestMetrics
 from pdkv.router.http.openai import Job
 from pdkv.router.http.served_model import ServedModel
-from pdkv.router.request import Delta
 from pdkv.wire.messages import SourceCounts
 
 if TYPE_CHECKING:
-    from pdkv.router.admission import Visit
-    from pdkv.router.dispatch import Generation
+    from pdkv.router.admission.admission_queue import Visit
+    from pdkv.router.generations.dispatch import Generation
 
 _STARTS_IN_A_ROW = 16
 

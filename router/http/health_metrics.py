@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from pdkv.router.dispatch import Dispatcher
+    from pdkv.router.generations.dispatch import Dispatcher
 
 
 class HealthCollector(Collector):

@@ -10,10 +10,10 @@ from starlette.types import Receive
 
 from pdkv.config import HttpLimits
 from pdkv.errors import InvalidRequest, RequestTimeout
-from pdkv.router.budget import ByteBudget, Share
+from pdkv.router.http.budget import ByteBudget, Share
 from pdkv.router.http.request_body import Disconnected, read_body
 from pdkv.router.http.served_model import Cancelled
-from pdkv.router.text_pool import INLINE_BYTES, TextPool
+from pdkv.router.http.text_pool import INLINE_BYTES, TextPool
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdkv.router.tenants import Tenant
+from pdkv.router.admission.tenants import Tenant
 
 
 class KeyCollector(Collector):

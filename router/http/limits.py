@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from pdkv.config import HttpLimits
 from pdkv.errors import ServerBusy
 from pdkv.limits import clip
-from pdkv.router.budget import ByteBudget
+from pdkv.router.http.budget import ByteBudget
 from pdkv.router.http.connections import Connections
 from pdkv.router.http.responses import error_body
 

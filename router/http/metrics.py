@@ -12,16 +12,16 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdkv.router.histogram import Histogram, bounds
+from pdkv.router.generations.timeline import PHASE_S, SHORT_S
 from pdkv.router.http.engine_metrics import EngineCollector
 from pdkv.router.http.exposition import Exposed, counter, counters, families, gauge
 from pdkv.router.http.health_metrics import HealthCollector
-from pdkv.router.instruments import NO_INSTRUMENTS, Instruments
-from pdkv.router.timeline import PHASE_S, SHORT_S
+from pdkv.router.observability.histogram import Histogram, bounds
+from pdkv.router.observability.instruments import NO_INSTRUMENTS, Instruments
 
 if TYPE_CHECKING:
-    from pdkv.router.admission import Admission
-    from pdkv.router.dispatch import Dispatcher
+    from pdkv.router.admission.admission_queue import Admission
+    from pdkv.router.generations.dispatch import Dispatcher
 
 Endpoint = Literal["completions", "chat_completions"]
 

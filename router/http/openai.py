@@ -1,7 +1,7 @@
 """From a typed OpenAI request to what is generated: every check, the chat template, the tokenizer.
 
-Nothing here awaits: small bodies are prepared on the event loop, others on a thread of `router/text_pool.py`. Counts
-and lengths are checked before anything is done per choice, prompt, message or character.
+Nothing here awaits: small bodies are prepared on the event loop, others on a thread of `text_pool.py`. Counts and
+lengths are checked before anything is done per choice, prompt, message or character.
 """
 
 from typing import Any

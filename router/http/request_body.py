@@ -8,7 +8,7 @@ from starlette.types import Receive
 
 from pdkv.errors import InvalidRequest
 from pdkv.limits import clip
-from pdkv.router.budget import Share
+from pdkv.router.http.budget import Share
 
 
 class Disconnected(Exception):

@@ -7,7 +7,7 @@ from starlette.types import Scope
 from pdkv.router.http.access_log import CLIENT_GONE, AccessLine, key_name
 from pdkv.router.http.fanout import Fanout
 from pdkv.router.http.metrics import RequestMetrics
-from pdkv.router.tracing import Served
+from pdkv.router.observability.tracing import Served
 
 _SPAN_NAMES = {
     "request_id": "gen_ai.request.id",

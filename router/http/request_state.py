@@ -8,11 +8,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdkv.limits import clip
+from pdkv.router.generations.request_log import NUM_ENDED
 from pdkv.router.http.responses import error_body
-from pdkv.router.request_log import NUM_ENDED
 
 if TYPE_CHECKING:
-    from pdkv.router.dispatch import Dispatcher
+    from pdkv.router.generations.dispatch import Dispatcher
 
 
 def request_route(dispatcher: "Dispatcher") -> Route:

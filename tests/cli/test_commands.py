@@ -15,7 +15,7 @@ from pdkv.config import EngineConfig
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.launch import launcher
-from pdkv.router.policies import POLICIES
+from pdkv.router.routing.policies import POLICIES
 
 
 def run(*arguments: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 from deployments import Launch, Running
 
-from pdkv.router.keys import make_key
+from pdkv.router.admission.api_keys import make_key
 
 PROMPT = list(range(2, 210))
 

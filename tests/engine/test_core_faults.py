@@ -9,7 +9,7 @@ from state_machine.standin import VOCAB_SIZE, expected_tokens
 
 from pdkv.engine.core import MAX_KEYS_PER_EVENTS
 from pdkv.errors import RankGone
-from pdkv.router.prefix_index import PrefixIndex
+from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import (
     Abort,

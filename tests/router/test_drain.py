@@ -8,7 +8,7 @@ from dispatch_rig import InProcessBackend, System, check_right, collect, run
 from scripted_engine import ScriptedEngine, expected_output, make_request
 
 from pdkv.errors import InvalidRequest
-from pdkv.router.operations import Operations
+from pdkv.router.engines.operations import Operations
 from pdkv.wire.messages import Submit
 
 

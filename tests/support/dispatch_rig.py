@@ -7,9 +7,9 @@ from typing import Any
 
 from scripted_engine import ScriptedEngine, expected_output, make_card
 
-from pdkv.router.books import Books
-from pdkv.router.dispatch import Delta, Dispatcher, GenerateRequest, Generation
-from pdkv.router.engine_client import EngineListener
+from pdkv.router.engines.books import Books
+from pdkv.router.engines.engine_client import EngineListener
+from pdkv.router.generations.dispatch import Delta, Dispatcher, GenerateRequest, Generation
 from pdkv.wire.messages import EngineCard, RequestKey, RouterToEngine, Submit
 
 

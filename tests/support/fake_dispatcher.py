@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdkv.errors import EngineUnavailable, RequestAborted
-from pdkv.router.dispatch import Counters, EngineSnapshot
-from pdkv.router.health import EngineVerdict, HealthSnapshot
-from pdkv.router.request import Delta, GenerateRequest
-from pdkv.router.timeline import Delays
+from pdkv.router.engines.health import EngineVerdict, HealthSnapshot
+from pdkv.router.generations.dispatch import Counters, EngineSnapshot
+from pdkv.router.generations.request import Delta, GenerateRequest
+from pdkv.router.generations.timeline import Delays
 from pdkv.wire.messages import BlockCounts, ConnectorStats, LoadReport, SourceCounts, TokenLogprob
 
 Answer = Callable[[GenerateRequest], Sequence[Delta | Exception]]

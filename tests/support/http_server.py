@@ -12,8 +12,8 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from pdkv.config import HttpLimits
-from pdkv.router.budget import ByteBudget
 from pdkv.router.http.app import body_budget
+from pdkv.router.http.budget import ByteBudget
 from pdkv.router.process import server_config
 
 T = TypeVar("T")

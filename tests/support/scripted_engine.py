@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdkv.router.request import GenerateRequest
+from pdkv.router.generations.request import GenerateRequest
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import (
     Abort,

@@ -8,7 +8,7 @@ from fake_dispatcher import FakeDispatcher
 from starlette.applications import Starlette
 
 from pdkv.models.config import ModelConfig
-from pdkv.router.dispatch import Dispatcher
+from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http.app import create_app
 from pdkv.text import Tokenizer
 

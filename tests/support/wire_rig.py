@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import zmq
 
-from pdkv.router.engine_client import EngineClient
+from pdkv.router.engines.engine_client import EngineClient
 from pdkv.wire.engine_server import EngineServer, Received, RouterJoined
 from pdkv.wire.frames import AnyMessage, encode_message, encode_raw_frame
 from pdkv.wire.messages import Beat, EngineCard, KVLayout, RequestKey, Tokens

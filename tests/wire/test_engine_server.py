@@ -17,8 +17,8 @@ from traffic import stop_process
 from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive, tokens
 
 from pdkv.errors import StartupError
-from pdkv.router import engine_client
-from pdkv.router.engine_client import EngineClient
+from pdkv.router.engines import engine_client
+from pdkv.router.engines.engine_client import EngineClient
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 from pdkv.wire.messages import (
     Abort,

@@ -9,7 +9,7 @@ import zmq
 from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, raw_peer, receive, tokens
 
 from pdkv.errors import InvalidRequest, MalformedMessage, UnsendableMessage
-from pdkv.router.engine_client import EngineClient
+from pdkv.router.engines.engine_client import EngineClient
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire import engine_server as transport
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft

@@ -21,9 +21,9 @@ from wire_rig import TIMEOUT_S, Context, Frame, encode_frame, raw_peer
 from pdkv.engine.core import EngineCore
 from pdkv.errors import MalformedMessage
 from pdkv.launch.engine_process import Notifier, serve
-from pdkv.router import engine_client
-from pdkv.router.dispatch import Dispatcher
-from pdkv.router.engine_client import EngineClient
+from pdkv.router.engines import engine_client
+from pdkv.router.engines.engine_client import EngineClient
+from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.wire.engine_server import EngineServer
 from pdkv.wire.frames import BadMessage, decode_frame
 from pdkv.wire.messages import Finished, Hello, Tokens

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from wire_rig import Context, Listener, connected, make_card, raw_peer, receive
 
-from pdkv.router.engine_client import EngineClient
+from pdkv.router.engines.engine_client import EngineClient
 from pdkv.wire.engine_server import EngineServer
 from pdkv.wire.frames import BadMessage, decode_message, encode_message, encode_raw_frame
 from pdkv.wire.messages import OLDEST_PROTOCOL, PROTOCOL, Abort, Hello, Ready, Tokens
@@ -76,7 +76,7 @@ def test_an_engine_keeps_a_router_out_that_is_too_old(
 def test_a_router_keeps_an_engine_out_that_is_too_old(
     server: EngineServer, context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pdkv.router.engine_client.OLDEST_PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("pdkv.router.engines.engine_client.OLDEST_PROTOCOL", PROTOCOL + 1)
 
     async def main() -> None:
         client, listener = EngineClient("decode-0", server.endpoint, router_id="r", context=context), Listener()

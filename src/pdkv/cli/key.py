@@ -25,7 +25,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_new(arguments: argparse.Namespace) -> int:
     """Run `pd key new`."""
-    from pdkv.router.keys import make_key, read_key_file
+    from pdkv.router.admission.api_keys import make_key, read_key_file
 
     file: Path | None = arguments.append
     names = {key.name for key in read_key_file(file)} if file is not None and file.exists() else set()

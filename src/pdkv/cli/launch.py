@@ -21,7 +21,7 @@ from pdkv.config import (
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
-from pdkv.router.policies import POLICIES
+from pdkv.router.routing.policies import POLICIES
 
 ROLES = ("prefill", "decode")
 

@@ -21,9 +21,9 @@ from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import read_sampling_defaults
-from pdkv.router.keys import read_key_file
-from pdkv.router.policies import find_policy
-from pdkv.router.tracing import check_tracing
+from pdkv.router.admission.api_keys import read_key_file
+from pdkv.router.observability.tracing import check_tracing
+from pdkv.router.routing.policies import find_policy
 
 _LAST_CHILDREN_S = 1.0
 _ROUTER_ANSWER_S = 4.0

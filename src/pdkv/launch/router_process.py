@@ -10,8 +10,8 @@ from pdkv.launch.lifeline import sweep_if_orphaned, watch_lifeline
 from pdkv.launch.logs import configure_logging
 from pdkv.launch.run_dir import ADMIN_SOCKET, MARKS_FILE
 from pdkv.launch.specs import RouterSpec, decode_router_spec, take_spec
+from pdkv.router.engines.fleet import ORDERS
 from pdkv.router.process import EngineEndpoint, run_router
-from pdkv.router.state import ORDERS
 
 _LIFELINE_GRACE_S = 3.0  # above what connections have to end after a stop
 

@@ -1,4 +1,4 @@
-"""The engine's end of the wire: frames of messages over ZeroMQ. The other end is router/engine_client.py.
+"""The engine's end of the wire: frames of messages over ZeroMQ. The other end is router/engines/engine_client.py.
 
 A frame (frames.py) is numbered from 0 per connection and direction. Nothing that a peer sends ends a loop:
 what cannot be read is counted and dropped, and the peer is told.

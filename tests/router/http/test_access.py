@@ -10,10 +10,10 @@ from fake_dispatcher import FakeDispatcher, FakeGeneration, say, tokens
 from small_app import MODEL, ids, make_app
 
 from pdkv.config import AccessConfig, AdmissionConfig
-from pdkv.router.admission import Admission
-from pdkv.router.dispatch import Dispatcher
-from pdkv.router.keys import KeyRing, make_key
-from pdkv.router.request import GenerateRequest
+from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.admission.api_keys import KeyRing, make_key
+from pdkv.router.generations.dispatch import Dispatcher
+from pdkv.router.generations.request import GenerateRequest
 
 BODY = {"model": MODEL, "prompt": "what was said before", "max_tokens": 2}
 

@@ -231,6 +231,8 @@ def _record(line: AccessLine) -> logging.LogRecord:
 
 
 def test_nothing_is_made_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("pdkv.access"), "disabled", True)
+
     async def main() -> None:
         monkeypatch.setattr(AccessLine, "__init__", lambda *_, **__: 1 // 0)
         app = make_app(FakeDispatcher(say(ids("a"))))

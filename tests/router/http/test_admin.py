@@ -9,9 +9,9 @@ from dispatch_rig import System, run
 from small_app import make_app
 
 from pdkv.config import AccessConfig
-from pdkv.router.backend import Backend
-from pdkv.router.keys import KeyRing, make_key
-from pdkv.router.operations import Operations
+from pdkv.router.admission.api_keys import KeyRing, make_key
+from pdkv.router.engines.backend import Backend
+from pdkv.router.engines.operations import Operations
 
 
 def never(name: str, endpoint: str) -> Backend:

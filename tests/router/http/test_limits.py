@@ -13,9 +13,9 @@ from uvicorn.server import ServerState
 
 from pdkv.config import HttpLimits
 from pdkv.errors import ConfigError, ServerBusy
-from pdkv.router.budget import ByteBudget, Share
 from pdkv.router.http import connections as http_connections
 from pdkv.router.http.app import body_budget
+from pdkv.router.http.budget import ByteBudget, Share
 from pdkv.router.http.connections import connection_limit
 
 COMPLETIONS = "/v1/completions"

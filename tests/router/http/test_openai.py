@@ -8,7 +8,7 @@ from asgi_client import Exchange, call, run
 from fake_dispatcher import FakeDispatcher, logprob, say, tokens
 from small_app import MAX_MODEL_LEN, MODEL, eos, ids, make_app, tokenizer
 
-from pdkv.router.request import Delta, GenerateRequest
+from pdkv.router.generations.request import Delta, GenerateRequest
 from pdkv.sampling_params import SamplingParams
 
 

@@ -20,7 +20,7 @@ from pdkv.router.http import openai
 from pdkv.router.http.decoding import CHAT as CHAT_DECODER
 from pdkv.router.http.decoding import COMPLETION as COMPLETION_DECODER
 from pdkv.router.http.served_model import ServedModel
-from pdkv.router.text_pool import INLINE_BYTES, TextPool
+from pdkv.router.http.text_pool import INLINE_BYTES, TextPool
 from pdkv.text import StopAutomaton, Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -9,8 +9,8 @@ from small_app import MAX_MODEL_LEN, MODEL, ids, make_app, tokenizer
 
 from pdkv import __version__
 from pdkv.config import HttpApi, HttpLimits
-from pdkv.router.budget import ByteBudget
-from pdkv.router.text_pool import INLINE_BYTES
+from pdkv.router.http.budget import ByteBudget
+from pdkv.router.http.text_pool import INLINE_BYTES
 
 
 def post(path: str, body: Any, **options: Any) -> Exchange:

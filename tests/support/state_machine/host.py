@@ -24,8 +24,8 @@ from pdkv.engine.plan import StepOutput
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
-from pdkv.router.flow import RequestFlow, Sends
-from pdkv.router.request import GenerateRequest, Route
+from pdkv.router.generations.flow import RequestFlow, Sends
+from pdkv.router.generations.request import GenerateRequest, Route
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import EngineCard, EngineToRouter, Loaded, Order, Peers, Release, RouterToEngine
 from pdkv.wiring import wire_core

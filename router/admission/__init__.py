@@ -1,0 +1,1 @@
+"""Who may have how much of the router, and who is next."""

@@ -1,0 +1,355 @@
+"""In front of dispatch: a bounded queue of generations, from which engines get what they can take (docs/admission.md).
+
+A `Visit` is one request's stay. Where nobody waits and there is room, a generation begins at once, in the same turn of
+the event loop; else it waits for its turn (`fair_queue.py`) until its deadline, or until whoever opened the visit
+closes it.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.config import AdmissionConfig
+from pdkv.errors import Draining, PdkvError, RequestAborted, RequestTimeout, TooManyRequests
+from pdkv.router.admission.fair_queue import FairQueue, Turns, Waiting
+from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
+from pdkv.router.engines.books import expected_output
+from pdkv.router.generations.request import GenerateRequest
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pdkv.router.generations.dispatch import Dispatcher, Generation
+
+logger = logging.getLogger(__name__)
+
+_STARTS_IN_A_ROW = 16
+"""Generations that begin in one turn of the event loop: others must not wait for hundreds."""
+
+_RATE_WINDOW_S = 10.0
+_MAX_RETRY_AFTER_S = 60.0
+
+Deliver = Callable[["Generation"], None]
+"""Takes a generation over at the moment at which it begins: its owner can abort it from then on."""
+
+
+class _Waiter:
+    """A generation that has not begun."""
+
+    __slots__ = ("began", "deadline", "deliver", "future", "request", "visit")
+
+    def __init__(self, visit: "Visit", request: GenerateRequest, deliver: Deliver, now: float) -> None:
+        self.visit = visit
+        self.request = request
+        self.deliver = deliver
+        self.began = now
+        self.deadline = now + request.timeout_s
+        self.future: asyncio.Future[Generation | PdkvError] = asyncio.get_running_loop().create_future()
+
+    def end(self, result: "Generation | PdkvError") -> None:
+        """Tell whoever waits. Idempotent."""
+        if not self.future.done():
+            self.future.set_result(result)
+
+
+class Admission:
+    """The queue of one router. Lives in the dispatcher's event loop."""
+
+    def __init__(
+        self,
+        dispatcher: "Dispatcher",
+        config: AdmissionConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config or AdmissionConfig()
+        self.anonymous = Tenant(ANONYMOUS, Grant(best_priority=self.config.best_priority), clock)
+        self.num_pending = 0  # choices of requests that came and did not begin: waiting now, or later
+        self.pending_tokens = 0  # of their prompts
+        self.num_full = 0  # requests that were refused
+        self.observe_wait: Callable[[float], None] = lambda seconds: None
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._queue: FairQueue[_Waiter] = FairQueue()
+        self._scheduled = False
+        self._draining = ""
+        self._rate = 0.0  # tokens a second that began lately
+        self._rate_at = clock()
+        dispatcher.on_room = self._on_room
+
+    # --- what may come --------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Generations in the queue."""
+        return len(self._queue)
+
+    @property
+    def draining(self) -> str:
+        """Why no new requests are taken; empty: they are."""
+        return self._draining
+
+    def drain(self, why: str = "the server is stopping") -> None:
+        """Take no new requests from now on: they get 503. What has come already is served. Idempotent."""
+        self._draining = why
+
+    def resume(self) -> None:
+        """Take requests again."""
+        self._draining = ""
+
+    def arrive(self, tenant: Tenant) -> "Visit":
+        """A request comes. Nothing is known of it yet but whose it is.
+
+        Raises:
+            Draining: no new requests are taken.
+            TooManyRequests: the queue is full, or the tenant has as many requests as it may have.
+        """
+        if self._draining:
+            raise Draining(f"{self._draining}: try again", retry_after_s=1.0)
+        if self.num_pending >= self.config.max_queued_requests or self.pending_tokens >= self.config.max_queued_tokens:
+            self._refuse()
+        tenant.enter()
+        return Visit(self, tenant)
+
+    def hold(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
+        """Keep a place for all choices of a request. What comes alone may be of any size.
+
+        A key may have as much of the queue as is left free (dynamic thresholds; Choudhury and Hahne, 1998): none fills
+        it, and whoever comes next has room.
+
+        Raises:
+            TooManyRequests: there is no place.
+        """
+        free_choices = self.config.max_queued_requests - self.num_pending - num_choices
+        free_tokens = self.config.max_queued_tokens - self.pending_tokens - num_tokens
+        own_choices, own_tokens = tenant.num_pending + num_choices, tenant.pending_tokens + num_tokens
+        if tenant is self.anonymous:
+            own_choices = own_tokens = 0  # there is nobody else
+        if self.num_pending and (free_choices < own_choices or free_tokens < own_tokens):
+            self._refuse()
+        self._change(tenant, num_choices, num_tokens)
+
+    def let_go(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
+        """Of places that `hold` kept."""
+        self._change(tenant, -num_choices, -num_tokens)
+
+    def _change(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
+        self.num_pending += num_choices
+        self.pending_tokens += num_tokens
+        tenant.num_pending += num_choices
+        tenant.pending_tokens += num_tokens
+        assert self.num_pending or not self.pending_tokens, "tokens in the queue that are no choice's"
+
+    def _refuse(self) -> None:
+        self.num_full += 1
+        seconds = self.retry_after_s
+        raise TooManyRequests(
+            f"too many requests wait ({self.num_pending}, with {self.pending_tokens} prompt tokens): "
+            f"try again in {seconds:.0f} s",
+            retry_after_s=seconds,
+        )
+
+    @property
+    def retry_after_s(self) -> float:
+        """Whole seconds after which the queue of now will have gone, at the rate of late."""
+        rate = self._rate * math.exp(-(self._clock() - self._rate_at) / _RATE_WINDOW_S)
+        return min(max(math.ceil(self.pending_tokens / max(rate, 1.0)), 1.0), _MAX_RETRY_AFTER_S)
+
+    # --- who begins -----------------------------------------------------------------------------------------------
+
+    def begins_at_once(self, priority: int) -> bool:
+        """Whether a generation need not wait: there is room, and nobody is before it."""
+        best = self._queue.best_priority
+        return (best is None or priority < best) and self._dispatcher.has_room()
+
+    def begin(self, request: GenerateRequest, deliver: Deliver) -> "Generation":
+        """Dispatch. Raises EngineUnavailable."""
+        now = self._clock()
+        cost = cost_of(request)
+        self._rate = self._rate * math.exp(-(now - self._rate_at) / _RATE_WINDOW_S) + cost / _RATE_WINDOW_S
+        self._rate_at = now
+        generation = self._dispatcher.start(request)
+        deliver(generation)
+        return generation
+
+    async def wait(self, visit: "Visit", request: GenerateRequest, deliver: Deliver) -> "Generation":
+        """Dispatch when it is its turn.
+
+        Raises:
+            RequestTimeout: its deadline passed before.
+            RequestAborted: the visit was closed.
+            EngineUnavailable: no engine can take it.
+        """
+        waiter = _Waiter(visit, request, deliver, self._clock())
+        tenant = visit.tenant
+        waiting = self._queue.push(
+            waiter,
+            tenant=tenant.name,
+            turns=visit.turns,
+            priority=request.priority,
+            cost=cost_of(request),
+            weight=tenant.grant.weight,
+        )
+        timer = asyncio.get_running_loop().call_later(request.timeout_s, _expire, waiter)
+        visit.waiters[waiter] = waiting
+        try:
+            result = await waiter.future
+        finally:
+            timer.cancel()
+            self.leave(waiter, waiting)
+        if isinstance(result, PdkvError):
+            raise result
+        visit.num_charged += cost_of(request)
+        return result
+
+    def settle(self, visit: "Visit", num_tokens: float) -> None:
+        """What a visit took from the queue came to more or fewer tokens than it was charged for."""
+        self._queue.settle(visit.turns, num_tokens, visit.tenant.grant.weight)
+
+    def leave(self, waiter: _Waiter, waiting: Waiting[_Waiter]) -> None:
+        """Out of the queue. Idempotent."""
+        waiter.visit.waiters.pop(waiter, None)
+        self._queue.remove(waiting)
+
+    def _on_room(self) -> None:
+        """There may be room now."""
+        if self._queue and not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Let begin who is next, while there is room."""
+        self._scheduled = False
+        for _ in range(_STARTS_IN_A_ROW):
+            if not self._queue or not self._dispatcher.has_room():
+                return
+            self._begin_waiter(self._queue.pop())
+        self._on_room()
+
+    def _begin_waiter(self, waiter: _Waiter) -> None:
+        if waiter.future.done():
+            return
+        now = self._clock()
+        self.observe_wait(now - waiter.began)
+        try:
+            request = msgspec.structs.replace(waiter.request, timeout_s=max(waiter.deadline - now, 0.001))
+            waiter.end(self.begin(request, waiter.deliver))
+        except PdkvError as error:
+            waiter.end(error)
+        except Exception as error:  # a defect: it must not take the queue with it
+            logger.exception("a generation did not begin")
+            waiter.end(PdkvError(f"the generation did not begin: {type(error).__name__}"))
+
+
+class Visit:
+    """One request's stay in the router: its places, its tenant's limits, its waiting generations. A context manager."""
+
+    def __init__(self, admission: Admission, tenant: Tenant) -> None:
+        self.tenant = tenant
+        self.turns = Turns()
+        self.waiters: dict[_Waiter, Waiting[_Waiter]] = {}
+        self.num_charged = 0  # tokens that its generations in the queue were taken to cost
+        self._admission = admission
+        self._num_held = 0
+        self._held_tokens = 0
+        self._num_taken = 0  # tokens of the tenant's
+        self._num_used = 0
+        self._streams = False
+        self._closed = False
+
+    def hold(self, prompt_lengths: Sequence[int], n: int, max_tokens: int | None, *, stream: bool) -> None:
+        """What the request asks for, once it is known: `n` choices of each prompt.
+
+        Raises:
+            TooManyRequests: it does not fit into the queue, or the tenant has as much as it may have.
+        """
+        num_prompts, num_prompt_tokens = len(prompt_lengths), sum(prompt_lengths)
+        num_choices = num_prompts * n
+        if stream:
+            self.tenant.enter_stream()
+            self._streams = True
+        num_taken = num_prompt_tokens + num_choices * expected_output(max_tokens)
+        self.tenant.take_tokens(num_taken)
+        self._num_taken = num_taken
+        num_tokens = num_prompt_tokens + (num_choices - num_prompts) * HASH_BLOCK_SIZE
+        self._admission.hold(self.tenant, num_choices, num_tokens)
+        self._num_held, self._held_tokens = num_choices, num_tokens
+
+    async def start(self, request: GenerateRequest, deliver: Deliver) -> "Generation":
+        """Begin a generation at once, without a switch to another task, or when it is its turn.
+
+        `deliver` gets the generation before this returns, and even if this is cancelled meanwhile.
+
+        Raises:
+            EngineUnavailable: no engine can take it.
+            RequestTimeout, RequestAborted: it waited until its deadline, or until the visit was closed.
+        """
+        admission = self._admission
+        if self._closed:
+            raise RequestAborted("the client went away", request_id=request.label)
+        try:
+            if admission.begins_at_once(request.priority):
+                return admission.begin(request, deliver)
+            return await admission.wait(self, request, deliver)
+        finally:
+            if not self._closed:
+                self._let_go(1, prompt_cost(request))
+
+    def used(self, num_tokens: int) -> None:
+        """What prompts and outputs came to in the end."""
+        self._num_used = num_tokens
+
+    def abort(self) -> None:
+        """Nobody waits any more: everything of this request leaves the queue. Idempotent."""
+        for waiter, waiting in list(self.waiters.items()):
+            self._admission.leave(waiter, waiting)
+            waiter.end(RequestAborted("the client went away", request_id=waiter.request.label))
+
+    def close(self) -> None:
+        """The request is over. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.abort()
+        self._let_go(self._num_held, self._held_tokens)
+        if self._streams:
+            self.tenant.leave_stream()
+        self.tenant.settle(self._num_taken, self._num_used)
+        if self.num_charged:
+            share = min(self.num_charged / self._num_taken, 1.0)  # what began at once was charged to nobody
+            self._admission.settle(self, (self._num_used - self._num_taken) * share)
+        self.tenant.leave()
+
+    def _let_go(self, num_choices: int, num_tokens: int) -> None:
+        self._num_held -= num_choices
+        self._held_tokens -= num_tokens
+        self._admission.let_go(self.tenant, num_choices, num_tokens)
+
+    def __enter__(self) -> "Visit":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: "TracebackType | None"
+    ) -> None:
+        self.close()
+
+
+def prompt_cost(request: GenerateRequest) -> int:
+    """Prompt tokens that a generation is taken to cost: choices after the first find the prompt in the cache."""
+    return len(request.prompt_token_ids) if request.choice == 0 else HASH_BLOCK_SIZE
+
+
+def cost_of(request: GenerateRequest) -> int:
+    """Tokens of prompt and output that a generation is taken to cost."""
+    return prompt_cost(request) + expected_output(request.params.max_tokens)
+
+
+def _expire(waiter: _Waiter) -> None:
+    text = f"no engine had room for the request within {waiter.request.timeout_s:g} s"
+    waiter.end(RequestTimeout(text, request_id=waiter.request.label))

@@ -1,0 +1,199 @@
+"""API keys: a file of names, hashes and limits; requests name a key, and the router finds whose it is.
+
+A key is 32 random bytes, so its plain SHA-256 is safe at rest: there is nothing to guess that a slow hash such as
+scrypt would make dearer, while a slow hash of whatever a stranger sends would cost the router's time.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+import tomllib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdkv.errors import ConfigError, Unauthorized
+from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
+
+MAX_KEYS = 1024
+"""Keys of one file: each is a label of metrics."""
+
+MAX_FILE_BYTES = 1 << 20
+
+_PREFIX = "pdk_"
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+logger = logging.getLogger(__name__)
+
+
+class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One [[key]] of the file; what is left out is a Grant's default."""
+
+    name: Annotated[str, Meta(pattern=_NAME)]
+    hash: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
+    weight: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    max_requests: _Count = 0
+    max_streams: _Count = 0
+    tokens_per_minute: _Count = 0
+    salt: Annotated[str, Meta(max_length=256)] = ""
+    admin: bool = False
+
+    @property
+    def digest(self) -> bytes:
+        """Of the key itself."""
+        return bytes.fromhex(self.hash.removeprefix("sha256:"))
+
+    @property
+    def grant(self) -> Grant:
+        """A key without a salt of its own has one that nobody can know, and that ends with the key."""
+        return Grant(
+            weight=self.weight,
+            best_priority=self.priority,
+            max_requests=self.max_requests,
+            max_streams=self.max_streams,
+            tokens_per_minute=self.tokens_per_minute,
+            salt=self.salt or hashlib.sha256(f"pdkv salt {self.hash}".encode()).hexdigest(),
+            admin=self.admin,
+        )
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    key: list[_Key] = []
+
+
+class KeyRing:
+    """The keys of one file, and the tenants that they stand for."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError for a file that cannot be read, or has something wrong in it."""
+        self._path = path
+        self._clock = clock
+        self._tenants: dict[str, Tenant] = {}
+        self._by_digest: dict[bytes, Tenant] = {}
+        self._blinding = secrets.token_bytes(32)
+        self._take(read_key_file(path))
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """All of them, as the file has them now."""
+        return list(self._tenants.values())
+
+    def reload(self) -> None:
+        """Read the file again. What is wrong with it is logged, and the keys of before stay.
+
+        Requests of a key that is gone go on to their end; what a tenant uses stays counted where its name stays.
+        """
+        try:
+            keys = read_key_file(self._path)
+        except ConfigError as error:
+            logger.error("the API keys stay as they are: %s", error)
+            return
+        before = set(self._tenants)
+        self._take(keys)
+        after = set(self._tenants)
+        logger.info(
+            "%d API keys are in force (new: %s; gone: %s)",
+            len(after),
+            ", ".join(sorted(after - before)) or "none",
+            ", ".join(sorted(before - after)) or "none",
+        )
+
+    def authenticate(self, authorization: str | None) -> Tenant:
+        """Whose key an Authorization header names. Raises Unauthorized, which repeats nothing of it."""
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise Unauthorized("an API key is required: send it as the header 'Authorization: Bearer KEY'")
+        tenant = self._by_digest.get(self._blind(_digest(key.strip())))
+        if tenant is None:
+            raise Unauthorized("the API key is not known")
+        return tenant
+
+    def _blind(self, digest: bytes) -> bytes:
+        """Under what a digest is looked up: a hash that nobody outside can compute, so that the time a comparison takes
+        says nothing about it.
+        """
+        return hashlib.blake2b(digest, key=self._blinding, digest_size=32).digest()
+
+    def _take(self, keys: Iterable[_Key]) -> None:
+        tenants, by_digest = {}, {}
+        for key in keys:
+            tenant = self._tenants.get(key.name) or Tenant(key.name, key.grant, self._clock)
+            tenant.change(key.grant)
+            tenants[key.name] = by_digest[self._blind(key.digest)] = tenant
+        self._tenants, self._by_digest = tenants, by_digest
+
+
+def read_key_file(path: Path) -> list[_Key]:
+    """The keys of a file. Raises ConfigError, which says what is wrong where and never repeats a hash or a salt."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from None
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"the key file {path} may be written by other users: make it yours, and chmod 600 {path}")
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"the key file {path} has more than {MAX_FILE_BYTES} bytes")
+    try:
+        parsed = tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        where = re.search(r"line \d+", str(error))
+        raise ConfigError(f"the key file {path} is not TOML{f', {where[0]}' if where else ''}") from None
+    try:
+        keys = msgspec.convert(parsed, _File).key
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the key file {path}: {error}") from None
+    return _checked(keys, path)
+
+
+def _checked(keys: list[_Key], path: Path) -> list[_Key]:
+    if not keys:
+        raise ConfigError(f"the key file {path} has no [[key]]: add one with `pd key new NAME --append {path}`")
+    if len(keys) > MAX_KEYS:
+        raise ConfigError(f"the key file {path} has {len(keys)} keys, at most {MAX_KEYS} are allowed")
+    names = [key.name for key in keys]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"the key file {path} has two keys named {name!r}: give each a name of its own")
+    if ANONYMOUS in names:
+        raise ConfigError(f"the key file {path} has a key named {ANONYMOUS!r}, which stands for clients without a key")
+    hashes = [key.hash for key in keys]
+    for key in keys:
+        if hashes.count(key.hash) > 1:
+            raise ConfigError(f"the key file {path} has the hash of the key {key.name!r} twice")
+    return keys
+
+
+def make_key(name: str, *, admin: bool = False) -> tuple[str, str]:
+    """A new key, and the lines of the key file that make it known.
+
+    Raises:
+        ConfigError: no such name.
+    """
+    if not re.match(_NAME, name) or name == ANONYMOUS:
+        raise ConfigError(
+            f"a key's name has 1 to 64 letters, digits, '.', '_' and '-', and is not {ANONYMOUS!r}; got {name!r}"
+        )
+    key = _PREFIX + secrets.token_urlsafe(32)
+    lines = [
+        "[[key]]",
+        f'name = "{name}"',
+        f'hash = "sha256:{_digest(key).hex()}"',
+        f'salt = "{secrets.token_hex(16)}"',
+        *(["admin = true"] if admin else []),
+    ]
+    return key, "\n".join(lines) + "\n"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

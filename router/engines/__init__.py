@@ -1,0 +1,1 @@
+"""The engines as the router sees them: who they are, how they do, what they are asked."""

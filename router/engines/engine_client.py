@@ -1,0 +1,307 @@
+"""The router's end of the wire to one engine: asyncio over ZeroMQ, one callback per frame."""
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol, cast
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pdkv.errors import MalformedMessage
+from pdkv.log_limit import LogLimit
+from pdkv.router.engines.beats import BeatReader
+from pdkv.wire.engine_server import configure_socket
+from pdkv.wire.frames import BadMessage, ReceivedFrame, decode_frame, encode_message, encode_raw_frame, key_of, split
+from pdkv.wire.messages import (
+    MAX_ERROR_CHARS,
+    OLDEST_PROTOCOL,
+    PROTOCOL,
+    Abort,
+    Beat,
+    Disconnect,
+    EngineCard,
+    EngineToRouter,
+    Failed,
+    Hello,
+    Ready,
+    RequestKey,
+    RouterToEngine,
+)
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_S = 0.05
+"""Pause before a lost engine is connected anew; while nobody listens there, ZeroMQ tries again by itself."""
+
+HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 5.0, 20.0
+"""Between hosts: how often a connection is tried out, and how long an engine may be silent then."""
+
+LAST_WORDS_MS = 100
+"""How long ZeroMQ may take to pass on what was sent before a connection is closed on purpose."""
+
+FRAMES_PER_TURN = 64
+"""Frames that a client hands over before other callbacks of the event loop have their turn."""
+
+BYTES_PER_TURN = 1 << 20
+"""And bytes, after which it takes no further frame in that turn."""
+
+
+def _descriptor(socket: "zmq.Socket[bytes]") -> int:
+    return cast(int, socket.getsockopt(zmq.FD))
+
+
+def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
+    return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+class EngineListener(Protocol):
+    """Who hears of engines. Calls come from the event loop's thread, never from inside `send`."""
+
+    def engine_up(self, name: str, card: EngineCard) -> None:
+        """The engine is connected; a new incarnation has a new card.epoch."""
+
+    def engine_down(self, name: str, reason: str, suspects: Collection[RequestKey] = ()) -> None:
+        """The engine that was up is gone: nothing that was asked of it will be answered.
+
+        `suspects`: requests of which it had just begun to handle a message. One of them may have ended it.
+        """
+
+    def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
+        """One frame, or a beat."""
+
+
+class _SentFrame(NamedTuple):
+    """A frame that the engine has not said to have handled."""
+
+    number: int
+    keys: list[RequestKey]
+
+
+class EngineClient:
+    """A router's connection to one engine: connects, says Hello, and connects anew whenever it is lost.
+
+    Death is seen by the connection's end, by a gap in the frame numbers and by a Disconnect. Every connection has a
+    fresh epoch and a fresh socket, so nothing that was meant for one incarnation can reach the next.
+    """
+
+    def __init__(self, name: str, endpoint: str, *, router_id: str, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self.name = name
+        self.endpoint = endpoint
+        self.card: EngineCard | None = None
+        self.num_dropped = 0  # malformed frames and messages, and frames before Ready
+        self._log_limit = LogLimit()
+        self._router_id = router_id
+        self._context = context
+        self._listener: EngineListener | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._outbox: list[tuple[msgspec.Raw, RequestKey | None]] = []
+        self._beats: BeatReader | None = None
+        self._next_sent = 0
+        self._next_received = 0
+        self._num_begun = 0  # frames that the engine has begun to handle
+        self._unhandled: deque[_SentFrame] = deque()
+        self._reconnect: asyncio.TimerHandle | None = None
+
+    def connect(self, listener: EngineListener) -> None:
+        """Begin, in the running event loop; the engine may come later. Returns at once."""
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._open()
+
+    def send(self, message: RouterToEngine) -> None:
+        """Queue a message for an engine that is up; what one turn of the event loop queues leaves together.
+
+        Raises:
+            UnsendableMessage: no frame can carry it; nothing is queued.
+        """
+        assert self.card is not None, f"{self.name} is not connected"
+        encoded = encode_message(message)
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append((encoded, key_of(message)))
+
+    def close(self) -> None:
+        """Disconnect for good, without a word to the listener; what was queued still leaves. Idempotent."""
+        self._listener = None
+        if self._reconnect is not None:
+            self._reconnect.cancel()
+        self._flush()
+        self._shut(linger_ms=LAST_WORDS_MS if self.card is not None else 0)
+
+    def _open(self) -> None:
+        self._reconnect = None
+        self._next_sent = self._next_received = self._num_begun = 0
+        self._unhandled.clear()
+        self._socket = socket = self._context.socket(zmq.DEALER)
+        configure_socket(socket)
+        remote = self.endpoint.startswith("tcp://")
+        socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms, doubled up to:
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000 if remote else 40)  # a local try costs one system call
+        if remote:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))  # a host that vanishes says no goodbye
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1000))
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(self.endpoint)
+        hello = Hello(router_id=self._router_id, epoch=secrets.token_hex(8), protocol=PROTOCOL)
+        self._send_frame([encode_message(hello)], [])
+        self._watch(self._monitor, self._read_monitor)
+        self._watch(socket, self._drain)
+
+    def _watch(self, socket: "zmq.Socket[bytes]", callback: Callable[[], None]) -> None:
+        """ZeroMQ's descriptor signals changes of state only: also look once now, and after every send."""
+        self._loop.add_reader(_descriptor(socket), callback)
+        self._loop.call_soon(callback)
+
+    def _shut(self, *, linger_ms: int = 0) -> None:
+        self._outbox.clear()
+        self.card = None
+        if self._beats is not None:
+            self._beats.close()
+            self._beats = None
+        if self._socket is None or self._monitor is None:
+            return
+        self._loop.remove_reader(_descriptor(self._socket))
+        self._loop.remove_reader(_descriptor(self._monitor))
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+        self._socket = self._monitor = None
+
+    def _lost(self, reason: str) -> None:
+        """Give the connection up and make another one."""
+        if self._socket is None:
+            return
+        was_up = self.card is not None
+        suspects = {key for frame in self._unhandled if frame.number < self._num_begun for key in frame.keys}
+        self._shut()
+        self._reconnect = self._loop.call_later(RECONNECT_S, self._open)
+        if was_up and self._listener is not None:
+            self._listener.engine_down(self.name, reason, suspects)
+
+    def _flush(self) -> None:
+        if self._socket is not None and self._outbox:
+            messages, self._outbox = self._outbox, []
+            keys = iter([key for _, key in messages])
+            for group in split(encoded for encoded, _ in messages):
+                self._send_frame(group, [key for key in islice(keys, len(group)) if key is not None])
+            if _is_readable(self._socket):  # the send may have swallowed the signal
+                self._loop.call_soon(self._drain)
+
+    def _send_frame(self, messages: list[msgspec.Raw], keys: list[RequestKey]) -> None:
+        assert self._socket is not None
+        self._unhandled.append(_SentFrame(self._next_sent, keys))
+        self._socket.send(encode_raw_frame(self._next_sent, messages), zmq.NOBLOCK)
+        self._next_sent += 1
+
+    def _read_monitor(self) -> None:
+        while self._monitor is not None and _is_readable(self._monitor):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                try:
+                    self._drain_all()  # what it said before it went still counts
+                finally:
+                    self._lost("the connection ended")
+
+    def _drain(self) -> None:
+        socket = self._socket
+        try:
+            size = 0
+            for _ in range(FRAMES_PER_TURN):
+                received = self._receive() if self._socket is socket else 0
+                size += received
+                if not received or size >= BYTES_PER_TURN:
+                    return
+        finally:  # after an exception of the listener, too, the next frame must be read
+            if self._socket is not None and _is_readable(self._socket):
+                self._loop.call_soon(self._drain)
+
+    def _drain_all(self) -> None:
+        while self._receive():
+            pass
+
+    def _receive(self) -> int:
+        """Read and deliver one frame. Returns its bytes (at least 1); 0: there is none."""
+        if self._socket is None:
+            return 0
+        try:
+            parts = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return 0
+        try:
+            frame = decode_frame(parts[0])
+        except MalformedMessage as error:
+            self.num_dropped += 1
+            self._lost(f"it sent a frame that cannot be read: {error}")
+            return 1
+        if frame.number != self._next_received:
+            self._lost(f"frame {frame.number} came instead of {self._next_received}")
+            return 1
+        self._next_received += 1
+        self._note_progress(frame)
+        messages = [m for message in frame.messages if (m := self._checked(message)) is not None]
+        if messages:
+            self._deliver(messages)
+        return max(len(parts[0]), 1)
+
+    def _note_progress(self, frame: ReceivedFrame) -> None:
+        """What the engine says that it has handled cannot have ended it."""
+        self._num_begun = max(self._num_begun, frame.begun)
+        while self._unhandled and self._unhandled[0].number < frame.handled:
+            self._unhandled.popleft()
+
+    def _checked(self, message: RouterToEngine | EngineToRouter | BadMessage) -> RouterToEngine | EngineToRouter | None:
+        """The message; instead of a bad one the failure of what it was about."""
+        if not isinstance(message, BadMessage):
+            return message
+        self.num_dropped += 1
+        if self._log_limit.passes():
+            logger.error("dropped a message from %s: %s (%d so far)", self.name, message.reason, self.num_dropped)
+        if message.key is None or self.card is None:
+            return None
+        self.send(Abort(*message.key))
+        text = f"{self.name} sent a message that cannot be read: {message.reason}"[:MAX_ERROR_CHARS]
+        return Failed(*message.key, MalformedMessage.code, text, retryable=True)
+
+    def _deliver(self, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
+        assert self._listener is not None
+        if isinstance(messages[-1], Disconnect):
+            self._lost(f"it ended the connection: {messages[-1].reason}")
+            return
+        if self.card is None:
+            first = messages[0]
+            if not isinstance(first, Ready) or first.card.engine != self.name:
+                self.num_dropped += 1
+                logger.error("%s: expected Ready of %s, got %.300r", self.endpoint, self.name, first)
+                return
+            if first.protocol < OLDEST_PROTOCOL:
+                self.num_dropped += 1
+                logger.error(
+                    "%s stays out: it speaks protocol %d, and this router %d to %d",
+                    self.name, first.protocol, OLDEST_PROTOCOL, PROTOCOL,
+                )  # fmt: skip
+                return
+            self.card = first.card
+            self._listener.engine_up(self.name, first.card)
+            self._listen(first.card)
+            messages = messages[1:]
+        if messages and self._listener is not None:
+            self._listener.engine_messages(self.name, messages)
+
+    def _listen(self, card: EngineCard) -> None:
+        """Hear the engine's beats, if it sends any."""
+        if not card.beats or self._socket is None:
+            return
+        try:
+            self._beats = BeatReader(self._context, card.beats, card.epoch, self._beat)
+        except zmq.ZMQError as error:
+            logger.error("%s: cannot subscribe to its heartbeat at %s: %s", self.name, card.beats, error)
+
+    def _beat(self, beat: Beat) -> None:
+        if self._listener is not None:
+            self._listener.engine_messages(self.name, [beat])

@@ -1,0 +1,319 @@
+"""The engines as the router sees them: card, life, load, health, breakers."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from pdkv.errors import IncompatiblePeers
+from pdkv.router.engines.books import Books
+from pdkv.router.engines.breakers import Breaker, PairBreakers, common_sides
+from pdkv.router.engines.foreign_marks import ForeignMarks
+from pdkv.router.engines.health import EngineHealth
+from pdkv.router.generations.request import Route
+from pdkv.router.routing.policies import EngineView, Side
+from pdkv.wire.messages import BlockCounts, EngineCard, LoadReport, Order
+from pdkv.wire.refusal_note import RefusalNote
+
+EngineLife = Literal["starting", "ready", "dead"]
+
+ORDERS: tuple[Order, ...] = ("prefill_first", "needs_peer_first", "concurrent")
+"""Hand-off orders by preference; decode_first is taken only where it is asked for."""
+
+MARK_TICKS = 30
+"""How long what another router says of an engine counts, unless it is said again."""
+
+
+@dataclass(slots=True)
+class EngineState:
+    """One engine. `life` "starting": never seen ready; "dead": was ready, and may come back."""
+
+    name: str
+    role: str  # as configured; its card repeats it
+    life: EngineLife = "starting"
+    card: EngineCard | None = None  # of the last incarnation
+    load: LoadReport | None = None  # the last report of this incarnation
+    books: Books = field(default_factory=Books)  # what this router has given this incarnation
+    num_deaths: int = 0
+    health: EngineHealth = field(default_factory=EngineHealth)  # of the last incarnation
+    breaker: Breaker = field(default_factory=Breaker)  # of all incarnations
+    refusal: str | None = None  # why the incarnation that came last stays out
+    draining: bool = False  # an operator wants it to be given nothing more; outlives its incarnations
+    assigned: str | None = None  # the role that an operator gave it; outlives its incarnations, too
+    note: RefusalNote | None = None  # where a launcher says why it keeps the engine out
+
+    @property
+    def blocks(self) -> BlockCounts:
+        """The ownership equation as reported; before the first report all blocks are free."""
+        if self.load is not None:
+            return self.load.blocks
+        total = self.card.num_blocks if self.card is not None else 0
+        return BlockCounts(total=total, free=total, cached=0, active=0, leased=0, quarantined=0)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it should be at something for this router."""
+        return self.books.requests > 0
+
+    def succeeded(self, now: float) -> None:
+        """A request went well there."""
+        self.breaker.succeeded(now)
+        self.health.answered(now)
+
+    @property
+    def suspicion(self) -> str:
+        """Why an engine that is ready seems to be stopped or stuck; it may go on. Empty: it does not seem so."""
+        return self.health.suspicion if self.life == "ready" else ""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is ready, and its process seems to be stopped: what is sent there is answered by nobody."""
+        return self.life == "ready" and self.health.silent
+
+    @property
+    def condition(self) -> str:
+        """For people: "is ready", or why it cannot answer now."""
+        if self.life == "ready" and self.draining:
+            return "is draining"
+        return self.suspicion or f"is {self.life if self._reason() is None else 'refused'}"
+
+    @property
+    def connector_problem(self) -> str | None:
+        """Why the connector of the engine cannot be used now, as it said last: it computes what it misses."""
+        return self.load.connector_problem or None if self.load is not None and self.life == "ready" else None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the incarnation that is ready."""
+        return self.card.pid if self.card is not None and self.life == "ready" else None
+
+    def describe(self, now: float, num_requests: int = 0) -> dict[str, Any]:
+        """JSON-ready: what the engine is and does; load, steps and blocks as it said last.
+
+        `num_requests` of this router are not done with it. One that is draining and has none is drained.
+
+        State "refused" has a reason: the engine cannot work with the others, and gets no request.
+        """
+        load, reason = self.load, self._reason()
+        return {
+            "name": self.name,
+            "role": self.role,
+            "pid": self.pid,
+            "ranks": list(self.card.rank_pids) if self.card is not None and self.life == "ready" else [],
+            "state": self.life if reason is None else "refused",
+            "reason": reason,
+            "suspect": bool(self.suspicion),
+            "suspicion": self.suspicion or None,
+            "draining": self.draining,
+            "drained": self.draining and not num_requests,
+            "requests": num_requests,
+            "breaker": self.breaker.state(now),
+            "last_probe": probe.describe(now) if (probe := self.health.last_probe) is not None else None,
+            "silent_for_s": self.health.silent_for_s if self.life == "ready" else 0.0,
+            "busy_s": round(self.health.busy_s, 3) if self.life == "ready" else 0.0,
+            "predicted_s": round(self.health.predicted_s, 6) if self.life == "ready" else 0.0,
+            "waiting": load.waiting if load is not None else 0,
+            "running": load.running if load is not None else 0,
+            "blocks": msgspec.to_builtins(self.blocks),
+            "connector_problem": self.connector_problem,
+        }
+
+    @property
+    def refused(self) -> bool:
+        """Whether it is kept out, and so is not about to come back."""
+        return self._reason() is not None
+
+    def _reason(self) -> str | None:
+        if self.life == "ready":
+            return None
+        return self.refusal or (self.note.read() if self.note is not None else None)
+
+    def view(self, side: Side) -> EngineView:
+        """What a policy sees of it as a candidate for one side; an aggregated engine's work is one."""
+        books = self.books
+        if self.role == "any":
+            return EngineView(self.name, books.prefill_tokens + books.kv_tokens)
+        return EngineView(self.name, books.prefill_tokens if side == "prefill" else books.kv_tokens)
+
+
+class EngineSnapshot(NamedTuple):
+    """One engine for metrics and people."""
+
+    name: str
+    role: str
+    state: str  # "starting", "ready", "dead"
+    pid: int | None
+    load: LoadReport | None  # the last report
+    in_flight: int  # requests of this router
+    num_deaths: int
+    busy_s: float = 0.0
+    num_indexed_keys: int = 0  # of its cache, in the router's prefix index
+    num_malformed: int = 0  # frames and messages of it that could not be read
+
+
+class Counters:
+    """What dispatch counted since start."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.finished = 0
+        self.aborted = 0
+        self.retried = 0  # begun again on other engines before the first token
+        self.migrated = 0  # gone on on other engines behind it
+        self.failed: Counter[str] = Counter()  # by error code
+        self.dropped_messages = 0  # of requests or attempts that had ended, or that nobody knows
+        self.duplicate_tokens = 0
+        self.load_failures = 0
+
+
+class Fleet:
+    """All engines by name. Incarnations come and go."""
+
+    def __init__(self, *, complete_once: bool = False, identity: str = "") -> None:
+        """`identity`: of the model that engines must have; empty: that of the first one that comes up."""
+        self.engines: dict[str, EngineState] = {}
+        self.complete_once = complete_once  # every engine has been ready at the same time
+        self._identity = identity
+        self.pairs = PairBreakers()
+        self.hearsay = ForeignMarks(MARK_TICKS)
+
+    def add(self, name: str, role: str, note: RefusalNote | None = None) -> EngineState:
+        """Make an engine known that has yet to start."""
+        assert name not in self.engines, f"two engines are named {name}"
+        state = self.engines[name] = EngineState(name, role, note=note)
+        return state
+
+    def remove(self, name: str) -> None:
+        """Forget an engine that is down or never was up."""
+        del self.engines[name]
+        self.pairs.forget(name)
+
+    def came_up(self, name: str, card: EngineCard) -> EngineState:
+        """An incarnation of the engine is ready.
+
+        Raises:
+            IncompatiblePeers: it cannot exchange KV with the engines that are ready, or has another model than the
+                deployment started with; it stays out.
+        """
+        state = self.engines[name]
+        try:
+            for other in self.cards():
+                check_compatible(other, card)
+            if self._identity and card.model != self._identity:
+                raise IncompatiblePeers(
+                    f"{name} has model {card.model}, but the deployment started with model {self._identity}"
+                )
+        except IncompatiblePeers as error:
+            state.refusal = str(error)
+            raise
+        self._identity = card.model
+        state.refusal = None
+        state.life, state.card, state.load, state.books = "ready", card, None, Books()
+        state.role, state.health = state.assigned or card.role, EngineHealth(bool(card.beats))
+        self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
+        return state
+
+    def went_down(self, name: str, now: float) -> None:
+        """The incarnation that was ready is gone."""
+        state = self.engines[name]
+        state.life, state.load, state.books = "dead", None, Books()
+        state.num_deaths += 1
+        state.health = EngineHealth()
+        if not state.draining:  # else it was to end
+            state.breaker.died(now)
+
+    def cards(self) -> list[EngineCard]:
+        """Cards of the engines that are ready."""
+        return [e.card for e in self.engines.values() if e.life == "ready" and e.card is not None]
+
+    def is_ready(self, name: str) -> bool:
+        """Whether messages to the engine can be answered; not those to one that was removed."""
+        state = self.engines.get(name)
+        return state is not None and state.life == "ready"
+
+    def candidates(self, side: Side, now: float, *, without: Sequence[str] = ()) -> list[EngineView]:
+        """Ready engines that can be this side of a request, without those that are draining or silent: nobody would
+        answer there.
+
+        Engines in `without`, then suspects, then those whose pairs fail, then those with an open breaker are left out
+        if others are left.
+        """
+        able = [e for e in self.engines.values() if e.life == "ready" and e.role in (side, "any")]
+        ready = [e for e in able if not (e.draining or e.is_silent)]
+        others = [e for e in ready if e.name not in without] or ready
+        awake = [e for e in others if not e.suspicion] or others
+        avoided = self.avoided_pairs(now)
+        paired = [e for e in awake if not self._is_avoided(e, avoided)] or awake
+        told = self.hearsay.engines(self.cards())
+        closed = [e for e in paired if e.breaker.passes(now) and e.name not in told] or paired
+        return [e.view(side) for e in closed]
+
+    def avoided_pairs(self, now: float) -> frozenset[tuple[str, str]]:
+        """(prefill, decode) pairs that are passed over now."""
+        return self.pairs.avoided(now) | self.hearsay.pairs(self.cards())
+
+    def _is_avoided(self, engine: EngineState, pairs: frozenset[tuple[str, str]]) -> bool:
+        """Whether these pairs have the engine in common, or are all that it has."""
+        if not pairs or engine.role == "any":
+            return False
+        partners = [e.name for e in self.engines.values() if e.life == "ready" and e.role != engine.role]
+        own = [(engine.name, p) if engine.role == "prefill" else (p, engine.name) for p in partners]
+        return engine.name in common_sides(pairs) or all(pair in pairs for pair in own)
+
+    def begin_trial(self, engine: str, route: Route, now: float) -> None:
+        """A request of that route goes to the engine: of what is half open there, it is the trial."""
+        self.engines[engine].breaker.begin_trial(now)
+        if engine == route.decode:
+            self.pairs.begin_trial(route.prefill, engine, now)
+
+    def tick(self) -> None:
+        """TICK_S have passed; who speaks sets its own count back."""
+        for engine in self.engines.values():
+            engine.health.tick(engine.has_work)
+        self.hearsay.tick()
+
+    @property
+    def suspects(self) -> dict[str, str]:
+        """Engines that seem to be stopped or stuck, and why."""
+        return {e.name: reason for e in self.engines.values() if (reason := e.suspicion)}
+
+    @property
+    def fault(self) -> str:
+        """Why no prompt can be run and decoded now, for people; empty where one can be."""
+        live = {e.role for e in self.engines.values() if e.life == "ready" and not e.suspicion and not e.draining}
+        for role in ("prefill", "decode"):
+            if "any" not in live and role not in live:
+                engines = [f"{e.name} {e.condition}" for e in self.engines.values() if e.role in (role, "any")]
+                return f"no {role} engine is live: {', '.join(engines) or 'there is none'}"
+        return ""
+
+    def order(self, prefill: str, decode: str, preferred: Sequence[Order]) -> Order:
+        """The first preferred order that both cards allow.
+
+        Raises:
+            IncompatiblePeers: there is none.
+        """
+        mine, theirs = self.engines[prefill].card, self.engines[decode].card
+        assert mine is not None
+        assert theirs is not None
+        for order in preferred:
+            if order in mine.orders and order in theirs.orders:
+                return order
+        raise IncompatiblePeers(
+            f"{prefill} allows the hand-off orders {mine.orders}, {decode} allows {theirs.orders}, "
+            f"and the router takes one of {list(preferred)}"
+        )
+
+
+def check_compatible(mine: EngineCard, theirs: EngineCard) -> None:
+    """Raise IncompatiblePeers, with both values, for two engines that cannot serve one model together."""
+    for what, a, b in (
+        ("model", mine.model, theirs.model),
+        ("KV layout", mine.layout.identity, theirs.layout.identity),
+        ("hash block size", mine.hash_block_size, theirs.hash_block_size),
+        ("connector", mine.connector, theirs.connector),
+    ):
+        if a != b:
+            raise IncompatiblePeers(f"{mine.engine} has {what} {a}, {theirs.engine} has {b}")

@@ -1,0 +1,627 @@
+"""Dispatch: chooses engines for a request, drives its `RequestFlow` over the backends, and hands out its tokens."""
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdkv.config import HealthConfig, RecoveryConfig
+from pdkv.errors import (
+    EngineGivenUp,
+    EngineUnavailable,
+    IncompatiblePeers,
+    InvalidRequest,
+    NoEngine,
+    RequestAborted,
+    RequestFailed,
+    RequestTimeout,
+    UnsendableMessage,
+)
+from pdkv.log_limit import LogLimit
+from pdkv.router.admission.capacity import Capacity
+from pdkv.router.engines.backend import Backend
+from pdkv.router.engines.books import kv_tokens
+from pdkv.router.engines.card_summary import describe_card
+from pdkv.router.engines.fleet import ORDERS, Counters, EngineSnapshot, Fleet
+from pdkv.router.engines.health import TICK_S, EngineVerdict, HealthSnapshot, log_suspects
+from pdkv.router.engines.moves import Mover
+from pdkv.router.engines.probes import Prober, probe_request
+from pdkv.router.engines.shared_marks import SharedMarks, own_marks
+from pdkv.router.generations.changes import Changes
+from pdkv.router.generations.flow import FlowMessage, RequestFlow, Sends
+from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.placement import Placement
+from pdkv.router.generations.recovery import Recovery
+from pdkv.router.generations.request import NOWHERE, Delta, GenerateRequest, Route
+from pdkv.router.generations.request_log import RequestLog
+from pdkv.router.generations.timeline import Delays
+from pdkv.router.routing.policies import DEFAULT_POLICY, Side
+from pdkv.router.routing.prefix_index import PrefixIndex, keys_needed
+from pdkv.router.routing.route_chooser import RouteChooser
+from pdkv.version import VERSION
+from pdkv.wire.frames import key_of
+from pdkv.wire.messages import (
+    Allocated,
+    Beat,
+    EngineCard,
+    EngineToRouter,
+    Failed,
+    Finished,
+    HandedOff,
+    KVEvents,
+    KVReady,
+    Loaded,
+    LoadReport,
+    Order,
+    Peers,
+    Release,
+    RequestKey,
+    Resync,
+    RouterToEngine,
+    Submit,
+    Tokens,
+)
+from pdkv.wire.refusal_note import RefusalNote
+
+__all__ = ["Counters", "Delta", "Dispatcher", "EngineSnapshot", "GenerateRequest", "Generation"]
+
+logger = logging.getLogger(__name__)
+
+NO_PROBES = HealthConfig(probe_interval_s=0.0)
+
+TELLING_TIMEOUT_S = 5.0
+"""A deadline below this that passes says more about the client than about the engine, if nothing else is against it."""
+
+
+class Dispatcher:
+    """All generations of one router. Lives in one event loop; an `EngineListener` of its backends."""
+
+    def __init__(
+        self,
+        *,
+        policy: str = DEFAULT_POLICY,
+        orders: Sequence[Order] = ORDERS,
+        recovery: RecoveryConfig | None = None,
+        await_all: bool = True,
+        identity: str = "",
+        health: HealthConfig = NO_PROBES,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`orders` are the hand-off orders by preference; the first that both engines' connectors allow is taken.
+
+        `await_all`: not ready before all engines have been; else as soon as a prompt can be run and decoded.
+
+        Raises:
+            ConfigError: no such policy.
+        """
+        self.fleet = Fleet(complete_once=not await_all, identity=identity)
+        self.index = PrefixIndex(on_work=self._work_on_index_soon)
+        recovery = recovery or RecoveryConfig()
+        self.room = Capacity(self.fleet, take_over=recovery.take_over)
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when there may be room for more generations than before."""
+        self.counters = Counters()
+        self.changes = Changes()  # of engines, and of what they have to do; not told token by token
+        self.delays = Delays()
+        self._request_log = RequestLog()
+        self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
+        self._clock = clock
+        self._mover = Mover(self.fleet, self.move)
+        self._suspects: frozenset[str] = frozenset()
+        self.shared_marks: SharedMarks | None = None
+        self.recovery = Recovery(recovery, self.fleet, self.counters)
+        self._routes = RouteChooser(
+            self.fleet, self.index,
+            policy=policy, orders=orders, rng=rng or random.Random(), take_over=recovery.take_over,
+        )  # fmt: skip
+        self._placing = Placement(self._routes, self.recovery, clock)
+        self.prober = Prober(self.fleet, orders, health.probe_interval_s)
+        self._backends: dict[str, Backend] = {}
+        self._generations: dict[str, Generation] = {}  # by request_id
+        self._transfers: dict[str, Generation] = {}  # by transfer_id
+        self._settled = asyncio.Event()  # it is known whether this start succeeds
+        self._refusal: IncompatiblePeers | None = None  # why it does not
+        self._ticker: asyncio.TimerHandle | None = None
+        self._connected = False
+        self._closed = False
+        self._parked_are_due = False  # they are about to be looked at
+        self._log_limit = LogLimit()
+
+    # --- engines --------------------------------------------------------------------------------------------------
+
+    def add_backend(self, backend: Backend, role: str, refusal: Path | None = None) -> None:
+        """Make an engine known, at any time. `refusal`: where a launcher says why it keeps the engine out."""
+        self._backends[backend.name] = backend
+        self.fleet.add(backend.name, role, RefusalNote(refusal) if refusal is not None else None)
+        if self._connected:
+            backend.connect(self)
+
+    def remove_backend(self, name: str) -> None:
+        """Disconnect from an engine for good: what it works on ends or goes elsewhere, as if it had died."""
+        self.engine_down(name, "it was removed")
+        self._backends.pop(name).close()
+        self.fleet.remove(name)
+        self._place_parked_soon()  # nobody waits for its return
+        self.changes.notify()
+
+    def connect(self) -> None:
+        """Connect to all engines, in the running event loop."""
+        self._connected = True
+        for backend in self._backends.values():
+            backend.connect(self)
+        self._tick()
+
+    def close(self) -> None:
+        """End all generations and disconnect. Idempotent."""
+        self._closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+        for generation in list(self._generations.values()):
+            self._apply(generation, generation.flow.fail(EngineUnavailable("the router is shutting down")))
+        for backend in self._backends.values():
+            backend.close()
+        self.on_room()  # who waits is told by `start`
+        self.changes.notify()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served: every engine has been ready once, and a pair is ready now."""
+        roles = {e.role for e in self.fleet.engines.values() if e.life == "ready" and not e.draining}
+        return self.fleet.complete_once and not self._closed and ("any" in roles or {"prefill", "decode"} <= roles)
+
+    @property
+    def fault(self) -> str:
+        """Why no request can be answered now, for people; empty where one can be."""
+        if self._closed:
+            return "the router is shutting down"
+        if not self.fleet.complete_once:
+            missing = [e.name for e in self.fleet.engines.values() if e.life != "ready"]
+            return f"still waiting for engines to become ready: {', '.join(missing)}"
+        return self.fleet.fault
+
+    def _tick(self) -> None:
+        """Once per TICK_S of this loop: while it is held up, nobody grows older."""
+        self.look_after_engines()
+        self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _work_on_index_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._work_on_index)
+
+    def _work_on_index(self) -> None:
+        """A slice of what the index has put off; other callbacks have their turn before the next."""
+        if not self._closed and self.index.work():
+            self._work_on_index_soon()
+
+    def look_after_engines(self) -> None:
+        """TICK_S have passed: the silent grow older, requests leave suspects, the idle are probed."""
+        self.fleet.tick()
+        suspects = self.fleet.suspects
+        self._mover.tick(suspects, self._generations.values())
+        if suspects.keys() != self._suspects:
+            log_suspects(self._suspects, suspects)
+            self._suspects = frozenset(suspects)
+            self._place_parked_soon()
+            self.on_room()
+        now = self._clock()
+        if self.shared_marks is not None:
+            self.shared_marks.update(own_marks(self.fleet, now))
+        if self.ready and (route := self.prober.due(now)) is not None:
+            self._launch(probe_request(route), route, now)
+
+    async def wait_ready(self) -> None:
+        """Return when it has been ready for the first time.
+
+        Raises:
+            IncompatiblePeers: it will never be: an engine of the first start cannot work with the others.
+        """
+        await self._settled.wait()
+        if self._refusal is not None:
+            raise self._refusal
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest prompt + output that all ready engines take, in tokens; None before any is ready."""
+        return min((card.max_model_len for card in self.fleet.cards()), default=None)
+
+    def engines(self) -> list[EngineSnapshot]:
+        """The engines as they are now."""
+        return [
+            EngineSnapshot(
+                name=e.name,
+                role=e.role,
+                state=e.life,
+                pid=e.pid,
+                load=e.load,
+                in_flight=e.books.requests,
+                num_deaths=e.num_deaths,
+                busy_s=e.health.busy_s if e.life == "ready" else 0.0,
+                num_indexed_keys=self.index.num_keys_of(e.name),
+                num_malformed=self._backends[e.name].num_dropped,
+            )
+            for e in self.fleet.engines.values()
+        ]
+
+    @property
+    def connector_problems(self) -> dict[str, str]:
+        """Engines whose connector cannot be used now, and why: they serve, and compute what they would have loaded."""
+        engines = self.fleet.engines.values()
+        return {e.name: e.connector_problem for e in engines if e.connector_problem is not None}
+
+    def topology(self) -> dict[str, Any]:
+        """JSON-ready: {"engines": [EngineState.describe() and describe_card() of each],
+        "pairs": [those whose breaker is not closed], "router": {…}}.
+        """
+        now = self._clock()
+        pairs = [
+            {"prefill": p, "decode": d, "breaker": state} for (p, d), state in self.fleet.pairs.states(now).items()
+        ]
+        num_requests = Counter(name for g in self._generations.values() for name in g.flow.engines)
+        engines = [
+            e.describe(now, num_requests[e.name]) | describe_card(e.card, e.load) for e in self.fleet.engines.values()
+        ]
+        router = self._described | {"indexed_keys": self.index.num_keys}
+        return {"engines": engines, "pairs": pairs, "router": router}
+
+    def describe_engine(self, name: str) -> dict[str, Any]:
+        """One engine, as in `topology`."""
+        engine = self.fleet.engines[name]
+        return engine.describe(self._clock(), self.num_requests_on(name)) | describe_card(engine.card, engine.load)
+
+    def generations_on(self, name: str) -> list[Generation]:
+        """Those for which the engine has work, will have some, or holds KV."""
+        return [generation for generation in self._generations.values() if name in generation.flow.engines]
+
+    def num_requests_on(self, name: str) -> int:
+        """How many those are."""
+        return sum(name in generation.flow.engines for generation in self._generations.values())
+
+    def find_requests(self, name: str) -> list[dict[str, Any]]:
+        """What is known of the generations of a client's, a generation's or a trace's id, as JSON-ready data."""
+        return self._request_log.find(name, self._generations.values(), self._clock())
+
+    def health(self) -> HealthSnapshot:
+        """What the router thinks of its engines now."""
+        now = self._clock()
+        return HealthSnapshot(
+            [
+                EngineVerdict(e.name, e.role, bool(e.suspicion), e.breaker.state(now) != "closed")
+                for e in self.fleet.engines.values()
+            ],
+            num_pairs_open=len(self.fleet.pairs.states(now)),
+            probes_ok=self.prober.num_ok,
+            probes_failed=self.prober.num_failed,
+            num_moved=self._mover.num_moved,
+        )
+
+    @property
+    def num_generations(self) -> int:
+        """Generations that have not ended."""
+        return len(self._generations)
+
+    # --- generations ----------------------------------------------------------------------------------------------
+
+    def has_room(self) -> bool:
+        """Whether a generation should begin now. Where none can run at all, `start` is to say so."""
+        return self._closed or not self.fleet.complete_once or self.room.free
+
+    def start(self, request: GenerateRequest) -> Generation:
+        """Send a request to engines, also where there is no room: who calls has asked, or has a reason not to. Where a
+        fleet that was ready has no engine now, it waits for one, or for its deadline.
+
+        Raises:
+            EngineUnavailable: none can take it now.
+        """
+        if self._closed:
+            raise EngineUnavailable("the router is shutting down")
+        now = self._clock()
+        try:
+            route = self._routes.choose(request, now)
+        except NoEngine:
+            if not self.fleet.complete_once:
+                raise
+            route = NOWHERE
+        self.delays.balancing.observe(self._clock() - now)
+        self.counters.started += 1
+        return self._launch(request, route, now)
+
+    def _launch(self, request: GenerateRequest, route: Route, now: float) -> Generation:
+        """Begin a generation on these engines."""
+        flow = RequestFlow(request, route, request_id=secrets.token_hex(12), transfer_id=secrets.token_hex(12), now=now)
+        generation = Generation(flow, self.abort, now)
+        if route is not NOWHERE:
+            generation.num_uncached = self._routes.uncached_tokens(request, route.prefill)
+        loop = asyncio.get_running_loop()
+        generation.timer = loop.call_later(request.timeout_s, self._expire, generation)
+        self._generations[flow.request_id] = generation
+        self._transfers[flow.transfer_id] = generation
+        self.room.enter(kv_tokens(request))
+        self._apply(generation, flow.start(now))
+        return generation
+
+    def move(self, generation: Generation, reason: str, *, away_from: str = "", spared: bool = False) -> bool:
+        """Take a generation off an engine that lives, and go on on another one; it counts as a migration.
+
+        Args:
+            away_from: absent: the engine that decodes, or else the one that runs the prompt.
+            spared: it counts for no limit: nothing is wrong with the engine, nor with the generation.
+
+        Returns:
+            False: it stays where it is. It has ended, does not depend on that engine, has gone on elsewhere too often,
+            or there is no other engine.
+        """
+        flow = generation.flow
+        engine = away_from or (flow.route.decode if flow.runs_on(flow.route.decode) else flow.route.prefill)
+        may_go_on = spared or self.recovery.may_go_on(generation)
+        if flow.request.probe or not flow.depends_on(engine) or not may_go_on:
+            return False
+        side: Side = "decode" if engine == flow.route.decode and not flow.route.aggregated else "prefill"
+        if not self._routes.has_engine(side, self._clock(), {*self.recovery.excluded(generation), engine}):
+            return False
+        if spared:
+            self.recovery.spare(generation)
+        error = EngineGivenUp(f"{engine} was given up: {reason}", request_id=flow.request_id, retryable=True)
+        self._apply(generation, flow.fail(error, retryable=True, engine=engine))
+        return True
+
+    @property
+    def num_parked(self) -> int:
+        """Generations that wait for an engine."""
+        return self.recovery.num_parked
+
+    def abort(self, generation: Generation) -> None:
+        """Give a generation up. Idempotent."""
+        if not generation.flow.ended:
+            self._apply(generation, generation.flow.abort())
+
+    def _expire(self, generation: Generation) -> None:
+        self._apply(generation, generation.flow.expire())
+
+    # --- what engines say (EngineListener) ------------------------------------------------------------------------
+
+    def engine_up(self, name: str, card: EngineCard) -> None:
+        """An incarnation is ready: its peers hear of it."""
+        try:
+            self.fleet.came_up(name, card)
+        except IncompatiblePeers as error:
+            logger.error("%s stays out: %s", name, error)
+            if not self.fleet.complete_once:
+                self._refusal = error
+                self._settled.set()
+            return
+        logger.info("%s is ready (pid %d, epoch %s)", name, card.pid, card.epoch)
+        keys_per_block = -(-card.layout.block_size // card.hash_block_size)
+        num_needed = keys_needed(card.layout, card.hash_block_size)
+        self.index.add_engine(name, card.num_blocks * keys_per_block, num_needed=num_needed)
+        self._send_peers()
+        self.on_room()
+        self.changes.notify()
+        if self.ready:
+            self._settled.set()
+        self._place_parked_soon()
+
+    def engine_down(self, name: str, reason: str, suspects: Collection[RequestKey] = ()) -> None:
+        """An incarnation is gone: what it worked on goes on elsewhere, and its peers hear of it.
+
+        One of the `suspects` may have ended it.
+        """
+        if not self.fleet.is_ready(name):
+            return
+        logger.warning("%s is gone: %s", name, reason)
+        self.fleet.went_down(name, self._clock())
+        self.index.remove_engine(name)
+        victims = [g for g in self._generations.values() if name in g.flow.route[:2]]
+        self.recovery.engine_died(name, victims, suspects)
+        for generation in victims:
+            self._apply(generation, generation.flow.engine_died(name))
+        self._send_peers()
+        self.changes.notify()
+        self._place_parked_soon()
+
+    def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
+        """One frame of an engine that is up."""
+        if not self.fleet.is_ready(name):
+            self.counters.dropped_messages += sum(not isinstance(m, Beat) for m in messages)
+            return
+        now = self._clock()
+        if not isinstance(messages[0], Beat):
+            self.fleet.engines[name].health.heard()
+        for message in messages:
+            try:
+                self._take(name, message, now)
+            except Exception as error:
+                self._mishandled(name, message, error)
+
+    def _take(self, name: str, message: RouterToEngine | EngineToRouter, now: float) -> None:
+        """Act on one message of an engine."""
+        match message:
+            case Tokens() | Finished() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
+                self._handle(self._generations.get(message.request_id), name, message, now)
+            case Release():
+                self._handle(self._transfers.get(message.transfer_id), name, message, now)
+            case LoadReport():
+                self.fleet.engines[name].load = message
+            case Beat():
+                self.fleet.engines[name].health.beat(message)
+            case KVEvents():
+                if not self.index.apply(name, message):
+                    self._send(name, Resync())
+            case _:
+                self.counters.dropped_messages += 1
+
+    def _generation_of(self, message: RouterToEngine | EngineToRouter) -> Generation | None:
+        """What a message is about, if that is under way."""
+        key = key_of(message)
+        return self._generations.get(key[0]) if key is not None else None
+
+    def _mishandled(self, name: str, message: RouterToEngine | EngineToRouter, error: Exception) -> None:
+        """A message that this code cannot stand costs its own request and nothing else."""
+        self.counters.dropped_messages += 1
+        generation = self._generation_of(message)
+        if self._log_limit.passes():
+            kind, whose = type(message).__name__, generation.flow.name if generation is not None else "no request"
+            logger.error("dropped a %s from %s about %s after an error", kind, name, whose, exc_info=error)
+        if generation is not None:
+            text = f"a {type(message).__name__} of {name} caused an error in the router: {type(error).__name__}"
+            self._apply(generation, generation.flow.fail(RequestFailed(text, request_id=generation.request_id)))
+
+    def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
+        """Advance one generation. Tokens are the hot path: nothing else changes with them."""
+        if generation is None or not generation.flow.accepts(engine, message):
+            self.counters.dropped_messages += 1
+            return
+        flow = generation.flow
+        if generation.timeline.wants(message):
+            generation.timeline.heard(engine, message, flow, now)
+        sends = flow.handle(engine, message, now)
+        if isinstance(message, Tokens):
+            generation.arrived(now)
+        if generation.prompt_run_in != flow.attempt and isinstance(message, Tokens | HandedOff):
+            generation.prompt_run_in = flow.attempt
+            self._enter(generation)
+        if isinstance(message, Tokens) and not flow.ended:
+            for receiver, answer in sends:
+                self._send(receiver, answer)
+            trouble = generation.trouble
+            if trouble is not None and trouble.clear_at and self.recovery.track(generation):
+                self._place_parked_soon()
+            generation.wake()
+            return
+        if isinstance(message, Loaded):
+            self._note_load(flow, message, now)
+        self._apply(generation, sends)
+
+    def _note_load(self, flow: RequestFlow, loaded: Loaded, now: float) -> None:
+        """A KV load ended: the pair's breaker hears of it, unless its prefill engine is gone, which says it all."""
+        prefill, decode = flow.route.prefill, flow.route.decode
+        if not flow.prefill_gone:
+            self.fleet.pairs.loaded(prefill, decode, loaded.ok, now)
+        if loaded.ok:
+            self.delays.transferred(loaded)
+        else:
+            self.counters.load_failures += 1
+            logger.warning("KV load from %s to %s for request %s failed: %s", prefill, decode, flow.name, loaded.code)
+
+    # --- effects --------------------------------------------------------------------------------------------------
+
+    def _apply(self, generation: Generation, sends: Sends) -> None:
+        """Send, then keep the books: a generation that was failed goes on elsewhere, one that ended is forgotten."""
+        flow = generation.flow
+        self._send_all(sends)
+        if flow.failure is not None and flow.request_id in self._generations:
+            self._blame(flow)
+            self._send_all(self.recovery.after_failure(generation))
+        if flow.awaits_route or flow.awaits_decode:
+            self._send_all(self._placing.place(generation))
+        self._enter(generation)
+        if self.recovery.track(generation):
+            self._place_parked_soon()
+        if flow.ended:
+            self._forget(generation)
+        generation.wake()
+        self.changes.notify()
+
+    def engines_changed(self) -> None:
+        """What engines may be asked for is another than before."""
+        self.changes.notify()
+        self.on_room()
+        self._place_parked_soon()
+
+    def _place_parked_soon(self) -> None:
+        """An engine came, or came free: those that wait are looked at in order, in a turn of their own."""
+        if self.recovery.num_parked and not self._parked_are_due:
+            self._parked_are_due = True
+            asyncio.get_running_loop().call_soon(self._place_parked)
+
+    def _place_parked(self) -> None:
+        self._parked_are_due = False
+        in_vain: set[object] = set()  # for one of a kind as for all: thousands may wait
+        for generation in self.recovery.parked():
+            kind = self.recovery.kind_of(generation)
+            if kind not in in_vain and not generation.flow.ended:
+                self._apply(generation, ())
+                if self.recovery.is_parked(generation):
+                    in_vain.add(kind)
+
+    def _blame(self, flow: RequestFlow) -> None:
+        """An attempt failed: note by whose fault, if it can be told. A death is noted once, by the fleet."""
+        name, now = flow.failed_engine, self._clock()
+        if flow.request.probe or name is None or not self.fleet.is_ready(name):
+            return
+        engine = self.fleet.engines[name]
+        if isinstance(flow.failure, RequestTimeout):
+            evident = engine.health.explains_timeout()
+            if flow.request.timeout_s < TELLING_TIMEOUT_S and not evident:
+                return
+            if flow.awaits_kv and not evident:  # which of the two was too slow?
+                self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
+                return
+        elif not flow.retryable or isinstance(flow.failure, EngineGivenUp):
+            return
+        engine.breaker.failed(now)
+
+    def _enter(self, generation: Generation) -> None:
+        generation.enter(self.fleet)
+        self.on_room()
+
+    def _forget(self, generation: Generation) -> None:
+        """Count the end, once."""
+        flow, counters = generation.flow, self.counters
+        if self._generations.pop(flow.request_id, None) is None:
+            return
+        self._transfers.pop(flow.transfer_id, None)
+        self.room.leave(kv_tokens(flow.request))
+        self.recovery.unpark(generation)
+        if generation.timer is not None:
+            generation.timer.cancel()
+        if flow.request.probe:
+            self.prober.ended(flow, self._clock())
+            return
+        counters.duplicate_tokens += flow.num_duplicates
+        generation.timeline.close(self._clock())
+        self._request_log.ended(generation)
+        if flow.failure is None:
+            counters.finished += 1
+            self.delays.finished(generation.timeline)
+            for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
+                self.fleet.engines[name].succeeded(self._clock())
+        elif isinstance(flow.failure, RequestAborted):
+            counters.aborted += 1
+        else:
+            counters.failed[flow.failure.code] += 1
+
+    def _send_all(self, sends: Sends) -> None:
+        for engine, message in sends:
+            self._send(engine, message)
+
+    def _send(self, engine: str, message: RouterToEngine) -> None:
+        """Pass a message on; a request that no frame can carry ends here."""
+        if not self.fleet.is_ready(engine):
+            return
+        if isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
+            now = self._clock()
+            self.fleet.begin_trial(engine, generation.flow.route, now)
+            generation.timeline.sent(engine, message, now)
+        try:
+            self._backends[engine].send(message)
+        except UnsendableMessage as error:
+            generation = self._generation_of(message)
+            whose = generation.flow.name if generation is not None else "no request"
+            logger.warning("dropped a message to %s about %s: %s", engine, whose, error)
+            if generation is not None:
+                self._apply(generation, generation.flow.fail(InvalidRequest(str(error))))
+
+    def _send_peers(self) -> None:
+        peers = Peers(cards=self.fleet.cards())
+        for name in self._backends:
+            self._send(name, peers)

@@ -1,0 +1,30 @@
+"""What has gone wrong for one generation so far."""
+
+from dataclasses import dataclass, field
+
+from pdkv.errors import PdkvError
+
+TOKENS_TO_CLEAR = 2
+"""New tokens after which a suspect is none any more: one may be prefill's, the other is decode's."""
+
+
+@dataclass(slots=True)
+class FailureRecord:
+    """Of a generation that some engine failed; others have none."""
+
+    failed: dict[str, str] = field(default_factory=dict)  # engine -> epoch of the incarnation that failed it last
+    num_retries: int = 0
+    num_migrations: int = 0
+    num_deaths: int = 0  # engines that died while they ran it, among others
+    num_deaths_alone: int = 0  # those that died while it was the only suspect there
+    clear_at: int = 0  # output tokens at which it is no suspect any more; 0: it is none
+    spared: bool = False  # another request is known to have killed the engine: the next loss does not count
+    error: PdkvError | None = None  # what happened last
+
+    def suspect(self, num_tokens: int) -> None:
+        """Its engine died, and this request may be why. `num_tokens`: of its output so far."""
+        self.clear_at = num_tokens + TOKENS_TO_CLEAR
+
+    def clear(self) -> None:
+        """It got on where it was alone: it has killed nobody."""
+        self.clear_at = self.num_deaths = self.num_deaths_alone = 0

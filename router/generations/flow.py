@@ -1,0 +1,488 @@
+"""One generation as a state machine: messages in, messages and deltas out. No socket, no clock, no event loop.
+
+docs/request-states.md draws the states. Whoever drives it sends what the methods return and takes the deltas. After a
+failure that other engines may mend (`retryable`) the driver calls one of `resume`, `reset` and `give_up`.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from pdkv.errors import EngineDied, InvalidRequest, PdkvError, RequestAborted, RequestFailed, RequestTimeout
+from pdkv.log_fields import RequestName
+from pdkv.router.generations.output import Output
+from pdkv.router.generations.request import NOWHERE, Delta, GenerateRequest, Route
+from pdkv.router.generations.submits import error_of, make_submit
+from pdkv.wire.messages import (
+    Abort,
+    Allocated,
+    Continue,
+    Failed,
+    Finished,
+    FinishReason,
+    HandedOff,
+    KVHandoff,
+    KVReady,
+    KVTicket,
+    Loaded,
+    Release,
+    RouterToEngine,
+    SourceCounts,
+    Submit,
+    Tokens,
+)
+
+Sends = Sequence[tuple[str, RouterToEngine]]
+"""(engine, message) in the order in which they must leave."""
+
+FlowMessage = Tokens | Finished | HandedOff | Allocated | KVReady | Loaded | Failed | Release
+"""What an engine says about one request."""
+
+_NOTHING: Sends = ()
+
+SideState = Literal["idle", "running", "done"]
+"""Of one engine's part: not submitted, submitted, over (it said its last word, or it is gone)."""
+
+
+class RequestFlow:
+    """One generation from its first Submit to its end. Only here is `attempt` raised."""
+
+    def __init__(
+        self, request: GenerateRequest, route: Route, *, request_id: str, transfer_id: str, now: float
+    ) -> None:
+        """`now` is the driver's monotonic clock, in seconds; the deadline is `now + request.timeout_s`."""
+        self.request = request
+        self.request_id = request_id
+        self.transfer_id = transfer_id
+        self.deadline = now + request.timeout_s
+        self.attempt = 0  # of what is submitted next, and of the decode part
+        self.prefill_attempt = 0  # of the prefill part and of its lease
+        self.output = Output(request)
+        self.prompt_engine: str | None = None  # the one that ran the prompt, once a token or a hand-off came of it
+        self.sources: SourceCounts | None = None  # of that engine, as it said last
+        self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None
+        self._sources_known = False  # an earlier attempt brought tokens: the prompt's sources are what it said
+        self._begin(route)
+
+    def _begin(self, route: Route) -> None:
+        self.route = route
+        self.prefill: SideState = "idle"
+        self.decode: SideState = "idle"
+        self.declined = False  # decode prefills by itself
+        self.decode_sources: SourceCounts | None = None
+        self.load: Loaded | None = None  # how decode's remote load ended
+        self._num_before_decode = 0  # tokens that did not come from the decode part
+        self._recovered()
+        self._released = False
+        self._prefill_gone = False
+        self._pushes = False  # an earlier decode part gave a ticket
+        self._ticket: bytes | None = None
+        self._handoff: KVHandoff | None = None
+        self._kv_ready: KVReady | None = None
+
+    def _recovered(self) -> None:
+        self.failure: PdkvError | None = None
+        self.retryable = False
+        self.failed_engine: str | None = None
+
+    # --- what the driver asks -------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> RequestName:
+        """What log lines call it."""
+        request = self.request
+        return RequestName(self.request_id, self.attempt, label=request.label, traceparent=request.traceparent)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """All tokens so far."""
+        return self.output.token_ids
+
+    @property
+    def num_duplicates(self) -> int:
+        """Tokens that came more than once."""
+        return self.output.num_duplicates
+
+    @property
+    def ended(self) -> bool:
+        """Whether all has been said: `finish_reason` or `failure` tells how."""
+        return self.finish_reason is not None or self.failure is not None
+
+    @property
+    def awaits_route(self) -> bool:
+        """Whether `begin` must name its engines."""
+        return self.route is NOWHERE and not self.ended
+
+    @property
+    def awaits_decode(self) -> bool:
+        """Whether the prompt is handed off, and `bind_decode` must say to whom."""
+        return self._handoff is not None and not self.route.decode and not self.ended
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether, after a failure, the prefill part goes on, or what it has handed off can still be read."""
+        if self.route.aggregated or self.declined or self.failed_engine == self.route.prefill:
+            return False
+        if self.prefill == "running":
+            return True
+        readable = self._ticket is not None or self._kv_ready is None or self._kv_ready.ok
+        return self._handoff is not None and readable and not self._released
+
+    @property
+    def engines_in_use(self) -> tuple[str, ...]:
+        """Engines that have a part of it, or will get one."""
+        route = self.route
+        if self.ended or route is NOWHERE:
+            return ()
+        if route.aggregated:
+            return (route.decode,)
+        prefill = (route.prefill,) if self.prefill != "done" else ()
+        return (*prefill, route.decode) if self.decode == "running" else prefill
+
+    def runs_on(self, engine: str) -> bool:
+        """Whether the engine has been asked for a part that is not over."""
+        route = self.route
+        return (engine == route.decode and self.decode == "running") or (
+            engine == route.prefill and self.prefill == "running"
+        )
+
+    def attempt_on(self, engine: str) -> int:
+        """Under which attempt the engine knows its part."""
+        return self.attempt if engine == self.route.decode else self.prefill_attempt
+
+    def depends_on(self, engine: str) -> bool:
+        """Whether it cannot go on without this engine: it runs a part there, or reads KV from there."""
+        return engine != "" and engine in self.engines
+
+    def is_new_on(self, engine: str) -> bool:
+        """Whether no token has come of the part that this engine runs."""
+        if engine == self.route.decode:
+            return len(self.output.token_ids) <= self._num_before_decode
+        return True
+
+    def accepts(self, engine: str, message: FlowMessage) -> bool:
+        """Whether the message is about a part that this engine has."""
+        route = self.route
+        if engine == route.decode and message.attempt == self.attempt:
+            return True
+        if message.attempt != self.prefill_attempt:
+            return False
+        return engine == route.prefill or (engine == route.decode and isinstance(message, Release))
+
+    @property
+    def prefill_gone(self) -> bool:
+        """Whether the prefill engine died after its part was over."""
+        return self._prefill_gone
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Whether a hand-off is made, and decode has neither loaded its KV nor gone on without; at the end: had."""
+        return self._handoff is not None and not self.declined and self.load is None and len(self.output_token_ids) < 2
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Engines that work on it, will, or hold something for it: a prefill engine until its lease may end."""
+        if self.ended:
+            return ()
+        over = self.route.aggregated or (self.prefill == "done" and self._released)
+        return (self.route.decode,) if over else (self.route.prefill, self.route.decode)
+
+    def take_delta(self) -> Delta | None:
+        """All that piled up since the last call; None where nothing did. The end comes once, with or without tokens."""
+        return self.output.take(self.finish_reason, self.stop_token_id)
+
+    # --- what happens ---------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> Sends:
+        """The first messages of the route."""
+        route = self.route
+        if route is NOWHERE:
+            return _NOTHING
+        if route.aggregated:
+            return [self._submit_decode(now)]
+        match route.order:
+            case "prefill_first":
+                return [self._submit_prefill(now)]
+            case "concurrent":
+                return [self._submit_decode(now), self._submit_prefill(now)]
+            case "needs_peer_first" | "decode_first":
+                return [self._submit_decode(now)]
+
+    def begin(self, route: Route, now: float) -> Sends:
+        """Engines are there for a flow that awaits them."""
+        assert self.awaits_route
+        self.route = route
+        return self.start(now)
+
+    def bind_decode(self, engine: str, now: float) -> Sends:
+        """The decode engine is chosen: it gets the hand-off and the tokens so far."""
+        assert self.awaits_decode
+        self.route = self.route._replace(decode=engine)
+        return self._hand_over(now)
+
+    def resume(self) -> Sends:
+        """After a failure of decode: what prefill has done, or is doing, is for another decode engine."""
+        assert self.can_resume
+        sends = self._abort_decode()
+        self._recovered()
+        self.attempt += 1
+        self.decode, self.load = "idle", None
+        self.route = self.route._replace(decode="")
+        if self._ticket is not None:
+            self._ticket, self._kv_ready, self._pushes = None, None, True
+        if self.prefill == "running":
+            self._released = False  # what was said before there was a lease
+        return sends
+
+    def reset(self) -> Sends:
+        """Nothing is left of this attempt but its tokens, and the flow awaits another route."""
+        assert self.failure is not None or self.awaits_decode
+        sends = self._close()
+        self.attempt += 1
+        self.prefill_attempt = self.attempt
+        if self.output.token_ids:
+            self._sources_known = self.sources is not None
+        else:
+            self.prompt_engine = self.sources = None
+        self._begin(NOWHERE)
+        return sends
+
+    def restart(self, route: Route, now: float) -> Sends:
+        """Begin again on other engines after a failure, behind the tokens that are out; raises `attempt`."""
+        return [*self.reset(), *self.begin(route, now)]
+
+    def give_up(self) -> Sends:
+        """After a failure: nobody goes on with it."""
+        assert self.failure is not None
+        return self._close()
+
+    def handle(self, engine: str, message: FlowMessage, now: float) -> Sends:
+        """A message that it `accepts` from `engine`."""
+        if self.ended:
+            return _NOTHING
+        match message:
+            case Tokens():
+                return self._on_tokens(engine, message)
+            case Finished():
+                return self._on_finished(engine, message)
+            case HandedOff():
+                return self._on_handed_off(message, now)
+            case Allocated():
+                return self._on_allocated(message, now)
+            case KVReady():
+                return self._on_kv_ready(message)
+            case Loaded():
+                self.load = message
+                return _NOTHING
+            case Release():
+                return self._release()
+            case Failed():
+                return self._on_failed(engine, message)
+
+    def engine_died(self, engine: str) -> Sends:
+        """An engine of the route is gone; nothing more will come from it."""
+        route = self.route
+        if self.ended:
+            if engine == route.prefill:  # whoever goes on with it must not go back there
+                self.prefill, self._released, self._prefill_gone = "done", True, True
+            return _NOTHING
+        if engine == route.prefill and not route.aggregated and (self.prefill == "done" or self.declined):
+            # Its part was over. Decode finds out about the KV by its peers, but only a prefill engine that writes into
+            # decode's blocks can say that nothing will come any more, and it cannot say so now.
+            self.prefill, self._released, self._prefill_gone = "done", True, True
+            return self._never() if self._ticket is not None else _NOTHING
+        if engine == route.prefill:
+            self.prefill, self._released = "done", True
+        if engine == route.decode:
+            self.decode = "done"
+        error = EngineDied(f"engine {engine} died", request_id=self.request_id, retryable=True)
+        return self.fail(error, retryable=True, engine=engine)
+
+    def abort(self) -> Sends:
+        """The client gave up, or has all it wants. Idempotent."""
+        return self.fail(RequestAborted("the request was aborted", request_id=self.request_id))
+
+    def expire(self) -> Sends:
+        """The deadline is over. Idempotent."""
+        message = f"the request took longer than {self.request.timeout_s:g} s"
+        if self.awaits_route or self.awaits_decode:
+            message += "; at last it waited for an engine that was gone"
+        # The engine that had the word is the one that was too slow.
+        engine = self.route.prefill if self.prefill == "running" and not self.output.token_ids else self.route.decode
+        return self.fail(RequestTimeout(message, request_id=self.request_id), engine=engine or None)
+
+    def fail(self, error: PdkvError, *, retryable: bool = False, engine: str | None = None) -> Sends:
+        """End the generation with an error, by the fault of `engine` if one is named. Idempotent.
+
+        If it is retryable, the driver says next whether and how it goes on.
+        """
+        if self.ended:
+            return _NOTHING
+        self.failure, self.retryable, self.failed_engine = error, retryable, engine
+        return _NOTHING if retryable else self._close()
+
+    # --- messages from engines ------------------------------------------------------------------------------------
+
+    def _on_tokens(self, engine: str, message: Tokens) -> Sends:
+        output = self.output
+        fault = output.fault_of(message)
+        if fault:
+            return self.fail(RequestFailed(f"engine {engine} sent {fault}", request_id=self.request_id), engine=engine)
+        token_ids = output.add(message)
+        if not token_ids:
+            return _NOTHING
+        if message.sources is not None and not self._sources_known:
+            self.prompt_engine, self.sources = engine, message.sources
+        if engine == self.route.decode:
+            return self._give_up_prefill() if self.declined else _NOTHING
+        self._num_before_decode = len(output.token_ids)
+        if self.decode == "running" and not self.declined and not output.is_last(len(output.token_ids)):
+            return [(self.route.decode, Continue(self.request_id, self.attempt, list(token_ids)))]
+        return _NOTHING
+
+    def _on_finished(self, engine: str, message: Finished) -> Sends:
+        if engine == self.route.decode:
+            self.decode = "done"
+            self.decode_sources = message.sources
+            if self.prompt_engine in (None, engine) and not self._sources_known:
+                self.sources = message.sources
+        else:
+            self.prefill = "done"
+            self._released = True  # the first token was the last: there was no hand-off
+            if not self._sources_known:
+                self.prompt_engine, self.sources = engine, message.sources
+        self.finish_reason, self.stop_token_id = message.reason, message.stop_token_id
+        return self._close()
+
+    def _on_handed_off(self, message: HandedOff, now: float) -> Sends:
+        self.prefill = "done"
+        if self.declined or self._released:  # nobody wants the KV; a Release before the lease has ended nothing
+            self._released = False
+            return self._release()
+        if not self._sources_known:
+            self.prompt_engine, self.sources = self.route.prefill, message.sources
+        self._handoff = message.handoff
+        if self.decode == "running":
+            return [(self.route.decode, message.handoff)]
+        return self._hand_over(now) if self.route.decode else _NOTHING
+
+    def _hand_over(self, now: float) -> Sends:
+        """The hand-off and the tokens so far, to the decode engine."""
+        sends = [self._submit_decode(now)]
+        if self._kv_ready is not None:
+            sends.append((self.route.decode, self._forwarded(self._kv_ready)))
+        return sends
+
+    def _on_allocated(self, message: Allocated, now: float) -> Sends:
+        if self.route.aggregated:
+            return _NOTHING
+        # An empty range says that nothing is needed from prefill, except the first token where the hit is the whole
+        # prompt: what comes behind it cannot be computed without it.
+        whole_prompt = message.stop >= len(self.request.prompt_token_ids)
+        if message.start == message.stop and (self.output.token_ids or not whole_prompt):
+            self.declined = True
+            return self._give_up_prefill() if self.output.token_ids or self.prefill == "idle" else _NOTHING
+        self.declined = False
+        self._ticket = message.ticket
+        if self.prefill == "idle":
+            return [self._submit_prefill(now)]
+        if message.ticket is not None:
+            if self._prefill_gone:
+                return self._never()
+            return [(self.route.prefill, KVTicket(self.request_id, self.prefill_attempt, message.ticket))]
+        return _NOTHING
+
+    def _on_kv_ready(self, message: KVReady) -> Sends:
+        if self._pushes and self._ticket is None:
+            return _NOTHING  # about a ticket of a decode engine that has no part any more
+        self._kv_ready = message
+        if self.decode == "running" and not self.declined:
+            return [(self.route.decode, self._forwarded(message))]
+        return _NOTHING
+
+    def _on_failed(self, engine: str, message: Failed) -> Sends:
+        if engine == self.route.decode:
+            self.decode = "done"
+        else:
+            self.prefill, self._released = "done", True
+            if self.declined:
+                return _NOTHING
+        error = error_of(message)
+        if isinstance(error, InvalidRequest):
+            return self.fail(error)
+        return self.fail(error, retryable=message.retryable, engine=engine)
+
+    # --- parts ----------------------------------------------------------------------------------------------------
+
+    def _submit_prefill(self, now: float) -> tuple[str, RouterToEngine]:
+        self.prefill = "running"
+        return self.route.prefill, self._submit(now, until="first_token", kv="handoff", ticket=self._ticket)
+
+    def _submit_decode(self, now: float) -> tuple[str, RouterToEngine]:
+        self.decode = "running"
+        self._num_before_decode = len(self.output.token_ids)
+        if self.route.aggregated:
+            return self.route.decode, self._submit(now, kv="local")
+        conditional = self.route.order == "decode_first" and self.prefill == "idle"
+        return self.route.decode, self._submit(now, kv="await_peer", conditional=conditional, handoff=self._handoff)
+
+    def _submit(
+        self,
+        now: float,
+        *,
+        kv: Literal["local", "handoff", "await_peer"],
+        until: Literal["first_token", "end"] = "end",
+        conditional: bool = False,
+        handoff: KVHandoff | None = None,
+        ticket: bytes | None = None,
+    ) -> Submit:
+        return make_submit(
+            self.request,
+            list(self.output.token_ids),
+            request_id=self.request_id,
+            transfer_id=self.transfer_id,
+            attempt=self.attempt,
+            timeout_s=self.deadline - now,
+            kv=kv,
+            until=until,
+            wants_prompt_logprobs=not self.output.prompt_logprobs_known,
+            conditional=conditional,
+            handoff=handoff,
+            ticket=ticket,
+        )
+
+    def _forwarded(self, message: KVReady) -> KVReady:
+        """As decode's attempt knows it."""
+        return message if message.attempt == self.attempt else msgspec.structs.replace(message, attempt=self.attempt)
+
+    def _never(self) -> Sends:
+        """The KV that decode gave a ticket for will not come, unless it was said to be there."""
+        if self._kv_ready is not None or self.declined:
+            return _NOTHING
+        return self._on_kv_ready(KVReady(self.request_id, self.attempt, ok=False, code="peer_gone"))
+
+    def _release(self) -> Sends:
+        """The lease may end, if there is one and it was not said already."""
+        if self._released or self.route.aggregated or self.prefill == "idle":
+            return _NOTHING
+        self._released = True
+        return [(self.route.prefill, Release(self.transfer_id, self.prefill_attempt))]
+
+    def _give_up_prefill(self) -> Sends:
+        """Nothing is wanted from prefill any more."""
+        if self.prefill != "running":
+            return self._release()
+        self.prefill = "done"
+        return [(self.route.prefill, Abort(self.request_id, self.prefill_attempt)), *self._release()]
+
+    def _abort_decode(self) -> Sends:
+        if self.decode != "running":
+            return _NOTHING
+        self.decode = "done"
+        return [(self.route.decode, Abort(self.request_id, self.attempt))]
+
+    def _close(self) -> Sends:
+        """The attempt is over: whoever still works on it stops, and the lease ends."""
+        return [*self._give_up_prefill(), *self._abort_decode()]

@@ -1,0 +1,118 @@
+"""One running generation, as the HTTP front reads it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from pdkv.router.engines.books import Entry, kv_tokens
+from pdkv.router.engines.fleet import Fleet
+from pdkv.router.generations.failure_record import FailureRecord
+from pdkv.router.generations.flow import RequestFlow
+from pdkv.router.generations.request import Delta
+from pdkv.router.generations.timeline import Timeline
+from pdkv.wire.messages import SourceCounts
+
+
+class Generation:
+    """One running generation: an asynchronous iterator of deltas, for one reader."""
+
+    def __init__(self, flow: RequestFlow, on_abort: Callable[["Generation"], None], began: float = 0.0) -> None:
+        """`began`: now, by the dispatcher's clock."""
+        self.flow = flow
+        self.timeline = Timeline(began)
+        self.entries: list[Entry] = []  # in the books of the engines that it is under way on
+        self.num_uncached = 0  # prompt tokens that this attempt computes
+        self.prompt_run_in = -1  # the last attempt in which the prompt was run
+        self.timer: asyncio.TimerHandle | None = None
+        self.trouble: FailureRecord | None = None  # what has gone wrong so far
+        self._on_abort = on_abort
+        self._waiter: asyncio.Future[None] | None = None
+        self._arrivals: list[float] = []
+
+    @property
+    def request_id(self) -> str:
+        """The router's own id."""
+        return self.flow.request_id
+
+    @property
+    def prefill_engine(self) -> str:
+        """Name of the engine that runs the prompt."""
+        flow = self.flow
+        return flow.prompt_engine or (flow.route.decode if flow.declined else flow.route.prefill)
+
+    @property
+    def decode_engine(self) -> str:
+        """Name of the engine that runs the rest; empty until one is chosen."""
+        return self.flow.route.decode or (self.prefill_engine if self.flow.ended else "")
+
+    @property
+    def sources(self) -> SourceCounts:
+        """Prompt tokens by source on the side that ran the prompt; all zero before the first token."""
+        return self.flow.sources or SourceCounts()
+
+    @property
+    def num_attempts(self) -> int:
+        """How often engines were asked for it, the first time included."""
+        return self.flow.attempt + 1
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed for this request."""
+        sources = self.sources
+        return sources.local_hit + sources.store + sources.remote
+
+    def enter(self, fleet: Fleet) -> None:
+        """Enter it in the books of the engines that it is under way on, and of no other."""
+        flow = self.flow
+        for entry in self.entries:
+            entry.strike()
+        self.entries = []
+        uncached = 0 if self.prompt_run_in == flow.attempt else self.num_uncached
+        for name in flow.engines_in_use:
+            if fleet.is_ready(name):
+                kv = kv_tokens(flow.request) if name == flow.route.decode else 0
+                entry = Entry(fleet.engines[name].books, uncached, kv)
+                entry.enter()
+                self.entries.append(entry)
+            uncached = 0  # the first of them runs the prompt
+
+    def abort(self) -> None:
+        """Give the generation up on all engines. Idempotent, and harmless after the end."""
+        self._on_abort(self)
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next delta; what piled up since the last is in it.
+
+        Raises:
+            RequestFailed: and its kinds; also InvalidRequest where an engine refuses the request.
+        """
+        flow = self.flow
+        while True:
+            delta = flow.take_delta()
+            if delta is not None:
+                return delta
+            if flow.failure is not None:
+                raise flow.failure
+            if flow.ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def arrived(self, now: float) -> None:
+        """Tokens have come from an engine."""
+        self._arrivals.append(now)
+
+    def take_arrivals(self) -> list[float]:
+        """When tokens came since the last call, whenever the reader takes them."""
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def wake(self) -> None:
+        """Something is new for the reader."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,78 @@
+"""The output of one generation: each token once, whichever engine it came from, and what its reader has yet to take."""
+
+from collections.abc import Sequence
+
+from pdkv.router.generations.request import Delta, GenerateRequest
+from pdkv.wire.messages import FinishReason, TokenLogprob, Tokens
+
+
+class Output:
+    """Tokens by position. `token_ids` are all so far; any engine can go on behind them."""
+
+    __slots__ = (
+        "_end_taken",
+        "_max_tokens",
+        "_num_prompt",
+        "_pending",
+        "_pending_logprobs",
+        "_pending_prompt_logprobs",
+        "num_duplicates",
+        "prompt_logprobs_known",
+        "token_ids",
+    )
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.token_ids: list[int] = []
+        self.num_duplicates = 0  # tokens that came more than once
+        self.prompt_logprobs_known = False  # they came, and need not be computed again
+        self._max_tokens = request.params.max_tokens
+        self._num_prompt = len(request.prompt_token_ids)
+        self._end_taken = False
+        self._pending: list[int] = []
+        self._pending_logprobs: list[TokenLogprob] | None = None
+        self._pending_prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    def fault_of(self, message: Tokens) -> str:
+        """What is wrong with tokens that no engine in order would send; empty: nothing."""
+        num_tokens = len(message.token_ids)
+        if message.position > len(self.token_ids):
+            return f"token {message.position} before {len(self.token_ids)}"
+        if self._max_tokens is not None and message.position + num_tokens > self._max_tokens:
+            return f"token {message.position + num_tokens} of at most {self._max_tokens}"
+        if message.logprobs is not None and len(message.logprobs) != num_tokens:
+            return f"{len(message.logprobs)} logprobs for {num_tokens} tokens"
+        if message.prompt_logprobs is not None and len(message.prompt_logprobs) != self._num_prompt:
+            return f"{len(message.prompt_logprobs)} prompt logprobs for {self._num_prompt} tokens"
+        return ""
+
+    def add(self, message: Tokens) -> Sequence[int]:
+        """Take what is new in a message without fault. Returns the new tokens."""
+        token_ids, logprobs = message.token_ids, message.logprobs
+        num_known = len(self.token_ids) - message.position
+        if num_known:
+            self.num_duplicates += min(num_known, len(token_ids))
+            if num_known >= len(token_ids):
+                return ()
+            token_ids = token_ids[num_known:]
+            logprobs = None if logprobs is None else logprobs[num_known:]
+        self.token_ids.extend(token_ids)
+        self._pending.extend(token_ids)
+        if logprobs is not None:
+            self._pending_logprobs = logprobs if self._pending_logprobs is None else self._pending_logprobs + logprobs
+        if message.prompt_logprobs is not None and not self.prompt_logprobs_known:
+            self.prompt_logprobs_known = True
+            self._pending_prompt_logprobs = message.prompt_logprobs
+        return token_ids
+
+    def take(self, reason: FinishReason | None, stop_token_id: int | None) -> Delta | None:
+        """All that piled up since the last call; None where nothing did. The end comes once, with or without tokens."""
+        if not self._pending and (reason is None or self._end_taken):
+            return None
+        delta = Delta(self._pending, self._pending_logprobs, self._pending_prompt_logprobs, reason, stop_token_id)
+        self._pending, self._pending_logprobs, self._pending_prompt_logprobs = [], None, None
+        self._end_taken = reason is not None
+        return delta
+
+    def is_last(self, num_tokens: int) -> bool:
+        """Whether no token may follow so many."""
+        return self._max_tokens is not None and num_tokens >= self._max_tokens

@@ -1,0 +1,46 @@
+"""Gives generations the engines that they await, or lets them wait."""
+
+from collections.abc import Callable
+
+from pdkv.errors import EngineUnavailable, NoEngine
+from pdkv.router.generations.flow import Sends
+from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.recovery import Recovery
+from pdkv.router.routing.route_chooser import RouteChooser
+
+
+class Placement:
+    """Routes for generations that have none, decode engines for prompts that are handed off."""
+
+    def __init__(self, routes: RouteChooser, recovery: Recovery, clock: Callable[[], float]) -> None:
+        self._routes = routes
+        self._recovery = recovery
+        self._clock = clock
+
+    def place(self, generation: Generation) -> Sends:
+        """Choose engines for it; it is parked where one may yet come, else it fails with what happened to it last."""
+        try:
+            sends = self._try(generation)
+        except EngineUnavailable as error:
+            if isinstance(error, NoEngine) and self._recovery.may_wait(generation):
+                self._recovery.park(generation)
+                return ()
+            trouble = generation.trouble
+            sends = generation.flow.fail(error if trouble is None or trouble.error is None else trouble.error)
+        self._recovery.unpark(generation)
+        return sends
+
+    def _try(self, generation: Generation) -> Sends:
+        """Raises EngineUnavailable."""
+        flow, now = generation.flow, self._clock()
+        without = self._recovery.excluded(generation)
+        if flow.awaits_decode:
+            prefill = flow.route.prefill
+            if not self._recovery.config.take_over or self._routes.has_engine("decode", now, {*without, prefill}):
+                engine = self._routes.choose_decode(flow.request, prefill, now, without=without)
+                return flow.bind_decode(engine, now)
+        route = self._routes.choose(flow.request, now, without=without)
+        generation.num_uncached = self._routes.uncached_tokens(flow.request, route.prefill)
+        if flow.awaits_decode:  # one engine does it all: what it has handed off is in its own cache
+            return [*flow.reset(), *flow.begin(route, now)]
+        return flow.begin(route, now)

@@ -1,0 +1,108 @@
+"""What is known of single generations, for whoever asks: those that run, and the last ones that have ended."""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.timeline import Leg, Timeline, Transfer
+from pdkv.trace_context import trace_id_of
+
+NUM_ENDED = 512
+"""Generations that have ended and are still known."""
+
+MAX_SHOWN = 64
+"""Of one answer: a client may give all of its requests one id."""
+
+
+class RequestLog:
+    """The generations of one router by the client's id, the router's, or the trace's. Nothing of a prompt is in it."""
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[str, str, str, dict[str, Any], Timeline]] = deque(maxlen=NUM_ENDED)
+
+    def ended(self, generation: Generation) -> None:
+        """Keep what will be asked about it; its tokens are not kept."""
+        flow = generation.flow
+        names = flow.request.label, flow.request_id, trace_id_of(flow.request.traceparent)
+        self._ended.append((*names, _state(generation), generation.timeline))
+
+    def find(self, name: str, running: Iterable[Generation], now: float) -> list[dict[str, Any]]:
+        """JSON-ready, the running ones first, then the latest; at most MAX_SHOWN. `now`: the dispatcher's clock."""
+        if not name:  # what has no label or trace is not asked for by that
+            return []
+        found = []
+        for generation in running:
+            flow = generation.flow
+            if name in (flow.request.label, flow.request_id, trace_id_of(flow.request.traceparent)):
+                found.append(_state(generation) | _times(generation.timeline, now))
+        for *names, state, timeline in reversed(self._ended):
+            if name in names:
+                found.append(state | _times(timeline, now))
+        return found[:MAX_SHOWN]
+
+
+def _state(generation: Generation) -> dict[str, Any]:
+    """The state of its flow (docs/request-states.md) in words and numbers."""
+    flow = generation.flow
+    request, failure = flow.request, flow.failure
+    return {
+        "request_id": request.label or flow.request_id,
+        "generation_id": flow.request_id,
+        "transfer_id": flow.transfer_id,
+        "trace_id": trace_id_of(request.traceparent),
+        "choice": request.choice,
+        "attempt": flow.attempt,
+        "state": "running" if not flow.ended else "finished" if failure is None else "failed",
+        "prefill": {"engine": flow.route.prefill, "state": flow.prefill},
+        "decode": {"engine": flow.route.decode, "state": flow.decode},
+        "order": "aggregated" if flow.route.aggregated else flow.route.order,
+        "finish_reason": flow.finish_reason,
+        "error": {"code": failure.code, "message": str(failure)} if failure is not None else None,
+        "prompt_tokens": len(request.prompt_token_ids),
+        "max_tokens": request.params.max_tokens,
+        "output_tokens": len(flow.output_token_ids),
+        "sources": msgspec.structs.asdict(generation.sources),
+        "timeout_s": request.timeout_s,
+    }
+
+
+def _times(timeline: Timeline, now: float) -> dict[str, Any]:
+    """Seconds since it began, of everything that happened."""
+    began = timeline.began
+
+    def since(time: float | None) -> float | None:
+        return None if time is None else round(time - began, 6)
+
+    def leg(item: Leg) -> dict[str, Any]:
+        return {
+            "part": item.part,
+            "engine": item.engine,
+            "attempt": item.attempt,
+            "began_s": since(item.began),
+            "ended_s": since(item.ended),
+            "outcome": item.outcome,
+            "queued_s": item.queued_s,
+            "ran_s": item.ran_s,
+        }
+
+    def transfer(item: Transfer) -> dict[str, Any]:
+        return {
+            "source": item.source,
+            "target": item.target,
+            "attempt": item.attempt,
+            "ended_s": since(item.ended),
+            "seconds": item.seconds,
+            "bytes": item.num_bytes,
+            "code": item.code,
+        }
+
+    return {
+        "age_s": since(now),
+        "first_token_s": since(timeline.first_token),
+        "ended_s": since(timeline.ended),
+        "legs": [leg(item) for item in timeline.legs],
+        "transfers": [transfer(item) for item in timeline.transfers],
+    }

@@ -1,0 +1,1 @@
+"""What shows a router at work, beside its metrics."""

@@ -1,0 +1,122 @@
+"""Counts and names what holds the event loop. Off by default: it costs two hundred wake-ups a second.
+
+The loop beats four times per threshold. A beat that is late by the threshold counts as a stall, and a thread that looks
+at the loop's stack while a beat is overdue gives it a name.
+"""
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections import Counter
+from types import FrameType
+
+from pdkv.log_limit import LogLimit
+from pdkv.router.generations.timeline import SHORT_S
+from pdkv.router.observability.histogram import Histogram
+
+MAX_PLACES = 64
+"""Different names that are counted apart."""
+
+_LOOP_MODULES = {"asyncio.runners", "asyncio.base_events", "asyncio.events", "selectors"}
+"""Whose frames are the loop's own; uvloop has none above asyncio.Runner's."""
+
+_JOIN_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class LoopWatchdog:
+    """Of one event loop. `stalls` counts by (place, kind).
+
+    A place is the innermost function of pdkv that ran. Kinds: "busy": one callback that computed; "waiting": one that
+    waited for something else than the loop, or a thread that got no processor; "crowd": many callbacks in a row.
+    """
+
+    def __init__(self, threshold_s: float) -> None:
+        self.threshold_s = threshold_s
+        self.stalls: Counter[tuple[str, str]] = Counter()
+        self.lag = Histogram(SHORT_S)
+        self.longest_s = 0.0
+        self._period_s = threshold_s / 4
+        self._due = 0.0
+        self._cpu = 0.0
+        self._samples: list[tuple[str, int]] = []  # since the last beat: place, and which callback it was
+        self._loop_thread = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._handle: asyncio.TimerHandle | None = None
+        self._log_limit = LogLimit()
+
+    def start(self) -> None:
+        """Watch the running event loop, whose thread this is."""
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._beat_again()
+        self._thread = threading.Thread(target=self._watch, name="pdkv-loop-watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        self._stop.set()
+        if self._handle is not None:
+            self._handle.cancel()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+            self._thread = None
+
+    def _beat_again(self) -> None:
+        self._samples.clear()
+        self._cpu = time.thread_time()
+        self._due = time.monotonic() + self._period_s
+        self._handle = self._loop.call_later(self._period_s, self._beat)
+
+    def _beat(self) -> None:
+        late_s = time.monotonic() - self._due
+        self.lag.observe(max(late_s, 0.0))
+        if late_s >= self.threshold_s:
+            self._count(late_s, time.thread_time() - self._cpu)
+        self._beat_again()
+
+    def _count(self, late_s: float, cpu_s: float) -> None:
+        samples = list(self._samples)
+        places = Counter(place for place, _ in samples)
+        place = places.most_common(1)[0][0] if places else "unknown"
+        if len({callback for _, callback in samples}) > 1:
+            kind = "crowd"
+        else:
+            kind = "busy" if cpu_s >= self.threshold_s else "waiting"
+        if (place, kind) not in self.stalls and len(self.stalls) >= MAX_PLACES:
+            place = "other"
+        self.stalls[place, kind] += 1
+        self.longest_s = max(self.longest_s, late_s)
+        if self._log_limit.passes():
+            text = "the event loop was held up for %.0f ms (%.0f ms of CPU) in %s: %s"
+            logger.warning(text, late_s * 1e3, cpu_s * 1e3, place, kind)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._period_s):
+            if time.monotonic() - self._due > self._period_s:
+                frame = sys._current_frames().get(self._loop_thread)
+                sample = _place_of(frame) if frame is not None else None
+                if sample is not None:
+                    self._samples.append(sample)
+
+
+def _place_of(innermost: FrameType) -> tuple[str, int] | None:
+    """The innermost function of pdkv on a stack, and what tells its callback from others; None: the loop waits."""
+    if _module(innermost) in _LOOP_MODULES:
+        return None
+    frame, place = innermost, None
+    while True:
+        module = _module(frame)
+        if place is None and module.split(".")[0] == "pdkv":
+            place = f"{module.removeprefix('pdkv.')}.{frame.f_code.co_qualname}"
+        if frame.f_back is None or _module(frame.f_back) in _LOOP_MODULES:
+            return place or innermost.f_code.co_qualname, id(frame)
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

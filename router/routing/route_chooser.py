@@ -1,0 +1,155 @@
+"""Chooses the engines of a request: a snapshot per side for the policy, then an order that both engines allow."""
+
+import math
+import random
+from collections.abc import Collection, Mapping, Sequence
+
+import xxhash
+
+from pdkv.block_keys import HASH_BLOCK_SIZE, root_key
+from pdkv.errors import EngineUnavailable, IncompatiblePeers, NoEngine
+from pdkv.router.engines.fleet import Fleet
+from pdkv.router.generations.request import GenerateRequest, Route
+from pdkv.router.routing.policies import EngineView, Side, Snapshot, find_policy
+from pdkv.router.routing.prefix_index import PrefixIndex
+from pdkv.wire.messages import Order
+
+SIDES: tuple[Side, Side] = ("prefill", "decode")
+
+AFFINITY_TOKENS = 4096
+"""A request of a `prompt_cache_key` goes to the key's engine although so many more tokens wait there."""
+
+
+def prefer(engines: Sequence[EngineView], key: str) -> Sequence[EngineView]:
+    """The candidates with the one that belongs to `key` seeming less loaded: the same one for all of its requests.
+
+    The choice is by rendezvous hashing: when an engine comes or goes, only the keys that it takes or had move.
+    """
+    if not key:
+        return engines
+    own = max(engines, key=lambda engine: xxhash.xxh3_64_intdigest(f"{engine.name}\0{key}".encode()))
+    return [e._replace(load=e.load - AFFINITY_TOKENS) if e is own else e for e in engines]
+
+
+class RouteChooser:
+    """A policy over the fleet and the prefix index of one router."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        *,
+        policy: str,
+        orders: Sequence[Order],
+        rng: random.Random,
+        take_over: bool = False,
+    ) -> None:
+        """`take_over`: where no engine of one role is ready, those of the other do its work, too.
+
+        Raises:
+            ConfigError: an unknown policy.
+        """
+        self.policy = find_policy(policy)
+        self._fleet = fleet
+        self._index = index
+        self._orders = tuple(orders)
+        self._rng = rng
+        self._take_over = take_over
+        self._prefill_turn = 0
+        self._decode_turn = 0
+        self._num_prefill = 1  # candidates when one was chosen last
+
+    def choose(self, request: GenerateRequest, now: float, *, without: Collection[str] = ()) -> Route:
+        """Both sides, none of them in `without`; an aggregated engine is its own decode side.
+
+        Where prefill goes first, decode is left open: who is free then, and lives, is known when the prompt is done.
+
+        Raises:
+            NoEngine: no engine of a role is ready.
+            EngineUnavailable: the two have no order in common.
+        """
+        prefill, decode = (self._candidates(side, now, without) for side in SIDES)
+        if self._take_over and (prefill or decode) and not (prefill and decode):
+            engine = self._choose(request, prefill or decode, self._next_prefill_turn())
+            return Route(engine, engine)
+        for side, candidates in zip(SIDES, (prefill, decode), strict=True):
+            if not candidates:
+                raise NoEngine(f"no {side} engine is ready")
+        first = self.choose_prefill(request, now, without=without)
+        if self._fleet.engines[first].role == "any":
+            return Route(first, first)
+        order = self._order(first, decode[0].name)
+        if order == "prefill_first":
+            return Route(first, "", order)
+        return Route(first, self.choose_decode(request, first, now, without=without), order)
+
+    def has_engine(self, side: Side, now: float, without: Collection[str]) -> bool:
+        """Whether one is ready for this side that is not in `without`."""
+        return bool(self._candidates(side, now, without))
+
+    def choose_prefill(self, request: GenerateRequest, now: float, *, without: Collection[str] = ()) -> str:
+        """Who runs the prompt; for a choice after the first the engine that ran it before, as long as it may be asked.
+
+        Raises:
+            NoEngine: no engine is ready that runs prompts.
+        """
+        engines = self._candidates("prefill", now, without)
+        if not engines:
+            raise NoEngine("no prefill engine is ready")
+        self._num_prefill = len(engines)
+        if any(request.near == engine.name for engine in engines):
+            return request.near
+        return self._choose(request, prefer(engines, request.affinity), self._next_prefill_turn())
+
+    def choose_decode(
+        self, request: GenerateRequest, prefill: str, now: float, *, without: Collection[str] = ()
+    ) -> str:
+        """Who decodes what `prefill` runs or ran; engines that failed to load from it lately come last.
+
+        Raises:
+            NoEngine: no engine is ready that decodes.
+        """
+        engines = self._candidates("decode", now, {*without, prefill})
+        if not engines:
+            raise NoEngine("no decode engine is ready")
+        marked = self._fleet.avoided_pairs(now)
+        if marked:
+            engines = [e for e in engines if (prefill, e.name) not in marked] or engines
+        # Without the shift both sides' turns would go round together: of 2 x 2 pairs only two would ever be used.
+        turn = self._decode_turn + self._decode_turn // math.lcm(self._num_prefill, len(engines))
+        self._decode_turn += 1
+        return self._choose(request, engines, turn)
+
+    def _order(self, prefill: str, decode: str) -> Order:
+        """How the two hand over. Raises EngineUnavailable where they have no order in common."""
+        try:
+            return self._fleet.order(prefill, decode, self._orders)
+        except IncompatiblePeers as error:
+            raise EngineUnavailable(str(error)) from error
+
+    def _next_prefill_turn(self) -> int:
+        self._prefill_turn += 1
+        return self._prefill_turn - 1
+
+    def uncached_tokens(self, request: GenerateRequest, engine: str) -> int:
+        """Prompt tokens that the engine will have to compute, as far as the index knows; a block at least."""
+        cached = self._index.match_one(engine, self._keys(request))
+        return max(len(request.prompt_token_ids) - cached, HASH_BLOCK_SIZE)
+
+    def _candidates(self, side: Side, now: float, without: Collection[str]) -> list[EngineView]:
+        """Engines that may be asked; the fleet passes over those in `without` only where others are left."""
+        engines = self._fleet.candidates(side, now, without=tuple(without))
+        return [engine for engine in engines if engine.name not in without]
+
+    def _choose(self, request: GenerateRequest, engines: Sequence[EngineView], turn: int) -> str:
+        return self.policy(Snapshot(engines, turn, self._rng, lambda: self._match(request))).name
+
+    def _match(self, request: GenerateRequest) -> Mapping[str, int]:
+        """Cached prompt tokens by engine."""
+        return self._index.match(self._keys(request))
+
+    def _keys(self, request: GenerateRequest) -> Sequence[bytes]:
+        """Of the prompt's full blocks."""
+        card = self._fleet.cards()[0]  # what keys depend on is the same in all
+        root = root_key(model=card.model, layout=card.layout.identity, cache_salt=request.cache_salt)
+        return request.keys.of(root, request.prompt_token_ids)

@@ -1,0 +1,499 @@
+"""The queue in front of dispatch: who begins at once, who waits, who is refused, and how everybody leaves."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+from asgi_client import run
+from fake_dispatcher import FakeDispatcher, FakeGeneration, tokens
+from scripted_engine import make_request
+
+from pdkv.config import AdmissionConfig
+from pdkv.errors import Draining, EngineUnavailable, InvalidRequest, RequestAborted, RequestTimeout, TooManyRequests
+from pdkv.router.admission.admission_queue import Admission, Visit
+from pdkv.router.admission.tenants import Grant, Tenant
+from pdkv.router.generations.dispatch import Dispatcher
+from pdkv.router.generations.request import GenerateRequest
+
+
+class Rig:
+    """An admission over a fake dispatcher with `num_slots` places, and a clock that stands still."""
+
+    def __init__(self, num_slots: int = 0, **config: Any) -> None:
+        self.now = 100.0
+        self.dispatcher = FakeDispatcher()
+        self.dispatcher.num_slots = num_slots
+        self.admission = Admission(cast(Dispatcher, self.dispatcher), AdmissionConfig(**config), clock=lambda: self.now)
+
+    def tenant(self, name: str = "a", **grant: Any) -> Tenant:
+        return Tenant(name, Grant(**grant), lambda: self.now)
+
+    def visit(self, tenant: Tenant | None = None, lengths: tuple[int, ...] = (20,), n: int = 1, **hold: Any) -> Visit:
+        """A request that is known."""
+        visit = self.admission.arrive(tenant or self.admission.anonymous)
+        try:
+            visit.hold(lengths, n, 5, **({"stream": False} | hold))
+        except TooManyRequests:
+            visit.close()
+            raise
+        return visit
+
+    def start(self, visit: Visit, **request: Any) -> "asyncio.Task[FakeGeneration]":
+        """A generation that begins or waits; 20 tokens of prompt."""
+        return begin(visit, make_request(20, max_tokens=5, **request))
+
+    async def end(self, number: int) -> None:
+        """The generation of this number is over, and who may begin then has begun."""
+        generation = self.dispatcher.generations[number]
+        generation.put(tokens(1, end="stop"))
+        await anext(generation)
+        await settle()
+
+    def check_rest(self) -> None:
+        """Nothing is left of anybody."""
+        admission = self.admission
+        assert (admission.num_pending, admission.pending_tokens, admission.num_waiting) == (0, 0, 0)
+        assert admission.anonymous.num_requests == admission.anonymous.num_streams == 0
+
+
+def begin(visit: Visit, request: GenerateRequest) -> "asyncio.Task[FakeGeneration]":
+    return asyncio.ensure_future(visit.start(request, lambda _: None))  # type: ignore[arg-type]
+
+
+async def settle() -> None:
+    """All that can happen now has happened."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def case(rig: Rig, body: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await body()
+        rig.check_rest()
+
+    run(main())
+
+
+def test_where_there_is_room_a_generation_begins_without_a_switch_to_another_task() -> None:
+    rig = Rig(num_slots=1)
+    with rig.visit() as visit, pytest.raises(StopIteration) as ended:
+        visit.start(make_request(), lambda _: None).send(None)  # the first suspension would return here
+    assert ended.value.value is rig.dispatcher.generations[0]
+    rig.check_rest()
+
+
+def test_who_waits_begins_when_another_one_ends() -> None:
+    rig = Rig(num_slots=1)
+
+    async def body() -> None:
+        with rig.visit() as first, rig.visit() as second:
+            await rig.start(first)
+            waiting = rig.start(second)
+            await settle()
+            assert (len(rig.dispatcher.generations), rig.admission.num_waiting) == (1, 1)
+            await rig.end(0)
+            assert (await waiting) is rig.dispatcher.generations[1]
+            await rig.end(1)
+
+    case(rig, body)
+
+
+def test_the_time_in_the_queue_is_part_of_the_deadline() -> None:
+    rig = Rig()
+
+    async def body() -> None:
+        with rig.visit() as visit:
+            waiting = rig.start(visit, timeout_s=60.0)
+            await settle()
+            rig.now += 45.0
+            rig.dispatcher.give_room(1)
+            await waiting
+            assert rig.dispatcher.requests[0].timeout_s == pytest.approx(15.0)
+            await rig.end(0)
+
+    case(rig, body)
+
+
+def test_a_deadline_that_passes_in_the_queue_ends_the_wait() -> None:
+    rig = Rig()
+
+    async def body() -> None:
+        with rig.visit() as visit:
+            with pytest.raises(RequestTimeout, match=r"no engine had room for the request within 0\.01 s"):
+                await rig.start(visit, timeout_s=0.01)
+            assert rig.admission.num_waiting == 0
+        rig.dispatcher.give_room(5)
+        await settle()
+        assert rig.dispatcher.generations == []
+
+    case(rig, body)
+
+
+def test_a_client_that_leaves_leaves_the_queue_at_once() -> None:
+    """By a closed visit, and by a cancelled task."""
+    rig = Rig()
+
+    async def body() -> None:
+        with rig.visit(lengths=(20, 20), n=2) as visit, rig.visit() as other:
+            waiting = [rig.start(visit) for _ in range(2)]
+            cancelled = rig.start(other)
+            await settle()
+            assert rig.admission.num_waiting == 3
+            cancelled.cancel()
+            visit.abort()
+            assert rig.admission.num_waiting <= 1  # the cancelled one goes with its own turn
+            for task in waiting:
+                with pytest.raises(RequestAborted):
+                    await task
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            assert rig.admission.num_waiting == 0
+        rig.dispatcher.give_room(9)
+        await settle()
+        assert rig.dispatcher.generations == []
+
+    case(rig, body)
+
+
+def test_a_generation_that_begins_as_its_owner_is_cancelled_has_been_delivered() -> None:
+    rig = Rig()
+
+    async def body() -> None:
+        delivered: list[Any] = []
+        with rig.visit() as visit:
+            task = asyncio.ensure_future(visit.start(make_request(), delivered.append))
+            await settle()
+            rig.dispatcher.num_slots = 1
+            rig.admission._pump()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert delivered == rig.dispatcher.generations
+            delivered[0].abort()
+
+    case(rig, body)
+
+
+def test_a_visit_that_is_closed_starts_nothing() -> None:
+    rig = Rig(num_slots=1)
+
+    async def body() -> None:
+        with rig.visit() as visit:
+            visit.close()
+            with pytest.raises(RequestAborted):
+                await rig.start(visit)
+
+    case(rig, body)
+
+
+def test_what_dispatch_raises_reaches_who_waits_and_the_next_one_has_its_turn() -> None:
+    rig = Rig()
+
+    async def body() -> None:
+        with rig.visit() as first, rig.visit() as second:
+            tasks = [rig.start(first), rig.start(second)]
+            await settle()
+            rig.dispatcher.available = False
+            rig.dispatcher.give_room(2)
+            for task in tasks:
+                with pytest.raises(EngineUnavailable):
+                    await task
+
+    case(rig, body)
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_refuses_by_choices_and_by_tokens_with_a_time_to_wait() -> None:
+    for config, lengths, n in (({"max_queued_requests": 4}, (20,), 3), ({"max_queued_tokens": 100}, (60,), 1)):
+        rig = Rig(**config)
+        with rig.visit(lengths=lengths, n=n):
+            late = rig.admission.arrive(rig.admission.anonymous)
+            with late, pytest.raises(TooManyRequests, match=r"too many requests wait .*: try again in \d+ s") as e:
+                late.hold(lengths, n, 5, stream=False)
+            assert 1.0 <= e.value.retry_after_s <= 60.0
+        assert rig.admission.num_full == 1
+        rig.check_rest()
+
+
+def test_a_full_queue_refuses_before_anything_is_known_of_the_request() -> None:
+    rig = Rig(max_queued_requests=2)
+    with rig.visit(n=2), pytest.raises(TooManyRequests):
+        rig.admission.arrive(rig.admission.anonymous)
+    rig.check_rest()
+
+
+def test_a_request_that_comes_alone_may_be_larger_than_the_queue() -> None:
+    rig = Rig(max_queued_requests=4, max_queued_tokens=10)
+    with rig.visit(lengths=(20,) * 8, n=128):
+        assert rig.admission.num_pending == 1024
+    rig.check_rest()
+
+
+def test_choices_that_come_later_have_their_place_from_the_beginning() -> None:
+    """A stream that has begun is never told that the queue is full."""
+    rig = Rig(num_slots=1, max_queued_requests=3)
+
+    async def body() -> None:
+        with rig.visit(n=3) as visit:
+            first = await rig.start(visit)
+            assert (rig.admission.num_pending, rig.admission.pending_tokens) == (2, 32)
+            with rig.visit(), pytest.raises(TooManyRequests):
+                rig.admission.arrive(rig.admission.anonymous)
+            siblings = [rig.start(visit, choice=choice) for choice in (1, 2)]
+            await settle()
+            first.abort()
+            await siblings[0]
+            rig.dispatcher.generations[1].abort()
+            await siblings[1]
+            rig.dispatcher.generations[2].abort()
+
+    case(rig, body)
+
+
+@pytest.mark.parametrize(
+    ("config", "lengths"), [({"max_queued_requests": 100}, (1,)), ({"max_queued_tokens": 6000}, (60,))]
+)
+def test_no_key_fills_the_queue_and_whoever_comes_next_has_room(
+    config: dict[str, int], lengths: tuple[int, ...]
+) -> None:
+    """Each key may have as much as is left free then: half of the queue, a half of the rest, and so on."""
+    rig = Rig(**config)
+    visits: list[Visit] = []
+    for name, most in (("greedy", 50), ("second", 25), ("third", 12)):
+        tenant = rig.tenant(name)
+        visits += [rig.visit(tenant, lengths=lengths) for _ in range(most)]
+        with pytest.raises(TooManyRequests):
+            rig.visit(tenant, lengths=lengths)
+    for visit in visits:
+        visit.close()
+    rig.check_rest()
+
+
+def test_the_time_to_wait_is_what_the_queue_takes_at_the_rate_of_late() -> None:
+    rig = Rig(num_slots=1000, max_queued_tokens=6000)
+
+    async def body() -> None:
+        for _ in range(40):
+            with rig.visit(lengths=(995,)) as visit:
+                await begin(visit, make_request(995, max_tokens=5))
+            rig.now += 0.5  # 2,000 tokens a second
+        with rig.visit(lengths=(5000,)), pytest.raises(TooManyRequests) as refused:
+            rig.visit(lengths=(5000,))
+        assert 2.0 <= refused.value.retry_after_s <= 5.0
+        rig.now += 1000.0
+        assert rig.admission.retry_after_s == 1.0
+
+    case(rig, body)
+
+
+def test_draining_refuses_who_comes_and_serves_who_waits() -> None:
+    rig = Rig()
+
+    async def body() -> None:
+        with rig.visit() as visit:
+            waiting = rig.start(visit)
+            await settle()
+            rig.admission.drain()
+            with pytest.raises(Draining, match="the server is stopping: try again"):
+                rig.admission.arrive(rig.admission.anonymous)
+            rig.dispatcher.give_room(1)
+            await waiting
+            await rig.end(0)
+        rig.admission.resume()
+        rig.visit().close()
+
+    case(rig, body)
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+async def order_of(rig: Rig, tasks: list["asyncio.Task[FakeGeneration]"]) -> list[int]:
+    """The numbers of the tasks in the order in which they begin."""
+    await settle()
+    order = []
+    for number in range(len(tasks)):
+        rig.dispatcher.give_room(1)
+        await settle()
+        order.append(next(i for i, t in enumerate(tasks) if t.done() and t.result() is rig.dispatcher.generations[-1]))
+        rig.dispatcher.num_slots = 0
+        await rig.end(number)
+    return order
+
+
+def test_a_more_urgent_generation_passes_those_that_wait() -> None:
+    rig = Rig(best_priority=-5)
+
+    async def body() -> None:
+        with rig.visit(n=4) as visit:
+            tasks = [rig.start(visit, priority=priority, choice=i) for i, priority in enumerate((7, 0, -5, 0))]
+            assert await order_of(rig, tasks) == [2, 1, 3, 0]
+
+    case(rig, body)
+
+
+def test_keys_take_turns_by_their_weights() -> None:
+    rig = Rig()
+
+    async def body() -> None:
+        one, three = rig.tenant("one"), rig.tenant("three", weight=3.0)
+        visits = [rig.visit(one) for _ in range(8)] + [rig.visit(three) for _ in range(8)]
+        order = await order_of(rig, [rig.start(visit) for visit in visits])
+        assert sum(number >= 8 for number in order[:8]) == 6
+        for visit in visits:
+            visit.close()
+
+    case(rig, body)
+
+
+def test_a_key_pays_for_outputs_that_were_longer_than_expected_and_gets_back_what_it_did_not_use() -> None:
+    """Each request is charged 276 tokens; those of "long" come to 2,760, those of "brief" to 27."""
+    rig = Rig()
+
+    async def body() -> None:
+        tenants = {name: rig.tenant(name) for name in ("long", "brief")}
+        used = {"long": 2760, "brief": 27}
+        waiting: dict[asyncio.Task[FakeGeneration], Visit] = {}
+
+        def come(tenant: Tenant) -> None:
+            visit = rig.admission.arrive(tenant)
+            visit.hold([20], 1, 4000, stream=False)
+            waiting[begin(visit, make_request(20, max_tokens=4000))] = visit
+
+        for tenant in tenants.values():
+            for _ in range(3):
+                come(tenant)
+        total = dict.fromkeys(tenants, 0)
+        for number in range(300):
+            await settle()
+            rig.dispatcher.give_room(1)
+            await settle()
+            [task] = [task for task in waiting if task.done()]
+            rig.dispatcher.num_slots = 0
+            await rig.end(number)
+            visit = waiting.pop(task)
+            total[visit.tenant.name] += used[visit.tenant.name]
+            visit.used(used[visit.tenant.name])
+            visit.close()
+            come(visit.tenant)
+        assert 0.8 <= total["long"] / total["brief"] <= 1.25
+        for visit in waiting.values():
+            visit.close()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    case(rig, body)
+
+
+def test_others_do_not_wait_for_128_choices_of_one_request() -> None:
+    """One anonymous client's n=128 of long prompts, and then short requests of others."""
+    rig = Rig()
+
+    async def body() -> None:
+        with rig.visit(lengths=(5000,), n=128) as big:
+            tasks = [begin(big, make_request(5000, max_tokens=5))]
+            tasks += [begin(big, make_request(5000, max_tokens=5, choice=i)) for i in range(1, 128)]
+            small = [rig.visit() for _ in range(4)]
+            tasks += [rig.start(visit) for visit in small]
+            order = await order_of(rig, tasks)
+            assert set(order[:4]) == {128, 129, 130, 131}
+            for visit in small:
+                visit.close()
+
+    case(rig, body)
+
+
+# --- a tenant's limits ------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_has_so_many_requests_and_streams_at_a_time() -> None:
+    rig = Rig(num_slots=9)
+    tenant = rig.tenant("team", max_requests=2, max_streams=1)
+    with rig.visit(tenant, stream=True):
+        with rig.admission.arrive(tenant) as second:
+            with pytest.raises(TooManyRequests, match="the key 'team' may have at most 1 streams at a time"):
+                second.hold([5], 1, 5, stream=True)
+            with pytest.raises(TooManyRequests, match="the key 'team' may have at most 2 requests at a time"):
+                rig.admission.arrive(tenant)
+        rig.visit(tenant).close()
+    assert (tenant.num_requests, tenant.num_streams, tenant.num_refused) == (0, 0, 2)
+    rig.check_rest()
+
+
+def test_tokens_a_minute_are_counted_by_what_was_used_and_come_back_with_time() -> None:
+    rig = Rig(num_slots=9)
+    tenant = rig.tenant("team", tokens_per_minute=600)
+    with rig.visit(tenant, lengths=(495,)) as visit:
+        visit.used(300)  # it ended early
+    with rig.visit(tenant, lengths=(295,)) as visit:
+        visit.used(300)
+    with pytest.raises(TooManyRequests, match=r"at most 600 tokens a minute: try again in 5 s") as refused:
+        rig.visit(tenant, lengths=(45,))
+    assert refused.value.retry_after_s == 5.0
+    rig.now += 5.0
+    with rig.visit(tenant, lengths=(45,)) as visit:
+        visit.used(50)
+    assert tenant.num_tokens == 650
+
+
+def test_a_request_of_more_than_a_minute_s_tokens_goes_when_the_minute_is_full_and_leaves_a_debt() -> None:
+    rig = Rig(num_slots=9)
+    tenant = rig.tenant("team", tokens_per_minute=60)
+    with rig.visit(tenant, lengths=(595,)) as visit:
+        visit.used(600)
+    rig.now += 60.0
+    with pytest.raises(TooManyRequests):
+        rig.visit(tenant, lengths=(1,))
+    rig.now += 541.0
+    with rig.visit(tenant, lengths=(1,)) as visit:
+        visit.used(1)
+
+
+def test_a_priority_is_capped_by_the_grant() -> None:
+    rig = Rig()
+    with pytest.raises(InvalidRequest, match=r"priority must be at least 0 \(lower is more urgent\), got -2147483648"):
+        rig.admission.anonymous.check_priority(-(2**31))
+    rig.tenant(best_priority=-3).check_priority(-3)
+
+
+def test_random_histories_leave_nothing_behind() -> None:
+    """Starts, ends, aborts, deadlines and cancellations in any order."""
+    import random
+
+    rng = random.Random(3)
+    rig = Rig(num_slots=3, max_queued_requests=64)
+
+    async def body() -> None:
+        visits: list[Visit] = []
+        tasks: list[asyncio.Task[FakeGeneration]] = []
+        for _ in range(600):
+            what = rng.random()
+            if what < 0.4:
+                try:
+                    visits.append(rig.visit(n=2, stream=rng.random() < 0.5))
+                except TooManyRequests:
+                    continue
+                timeout_s = rng.choice([60.0, 0.001])
+                tasks += [
+                    rig.start(visits[-1], choice=i, timeout_s=timeout_s, priority=rng.randrange(2)) for i in (0, 1)
+                ]
+            elif what < 0.6 and rig.dispatcher.generations:
+                rng.choice(rig.dispatcher.generations).abort()
+            elif what < 0.7 and visits:
+                rng.choice(visits).abort()
+            elif what < 0.8 and tasks:
+                rng.choice(tasks).cancel()
+            elif what < 0.9 and visits:
+                visits.pop(rng.randrange(len(visits))).close()
+            await asyncio.sleep(0)
+        for visit in visits:
+            visit.close()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            expected = FakeGeneration | RequestAborted | RequestTimeout | asyncio.CancelledError
+            assert isinstance(result, expected), result
+        for generation in rig.dispatcher.generations:
+            generation.abort()
+
+    case(rig, body)

@@ -1,0 +1,148 @@
+"""Who is next in the queue: priorities, shares of tenants, and requests of one tenant."""
+
+import random
+from collections import Counter
+from typing import Any
+
+from pdkv.router.admission.fair_queue import FairQueue, Turns
+
+
+def push(queue: FairQueue[Any], item: Any, *, tenant: str = "a", turns: Turns | None = None, **values: Any) -> Any:
+    return queue.push(item, tenant=tenant, turns=turns or Turns(), **({"priority": 0, "cost": 10} | values))
+
+
+def drain(queue: FairQueue[Any]) -> list[Any]:
+    return [queue.pop() for _ in range(len(queue))]
+
+
+def test_equals_are_taken_in_the_order_in_which_they_came() -> None:
+    queue: FairQueue[int] = FairQueue()
+    for i in range(50):
+        push(queue, i)
+    assert drain(queue) == list(range(50))
+    assert not queue
+
+
+def test_a_lower_priority_number_goes_first_whatever_its_tenant_had() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name, priority in (("late", 5), ("normal", 0), ("urgent", -3), ("urgent too", -3)):
+        push(queue, name, priority=priority)
+    assert queue.best_priority == -3
+    assert drain(queue) == ["urgent", "urgent too", "normal", "late"]
+    assert queue.best_priority is None
+
+
+def test_tenants_that_always_wait_get_tokens_by_their_weights() -> None:
+    """Whatever their requests cost and however many of them wait."""
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    weights, costs = {"a": 1.0, "b": 2.0, "c": 5.0}, {"a": 10, "b": 1000, "c": 200}
+    rng, served = random.Random(0), Counter[str]()
+    for tenant, weight in weights.items():
+        for _ in range(3 if tenant == "b" else 40):
+            push(queue, (tenant, costs[tenant]), tenant=tenant, cost=costs[tenant], weight=weight)
+    for _ in range(20_000):
+        tenant, cost = queue.pop()
+        served[tenant] += cost
+        costs[tenant] = rng.choice([cost, costs[tenant]])
+        push(queue, (tenant, costs[tenant]), tenant=tenant, cost=costs[tenant], weight=weights[tenant])
+    shares = {tenant: served[tenant] / weight for tenant, weight in weights.items()}
+    assert max(shares.values()) <= 1.01 * min(shares.values())
+
+
+def test_who_was_idle_has_saved_nothing_up() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(100):
+        push(queue, "a", tenant="a")
+    for _ in range(50):
+        queue.pop()
+    for _ in range(50):
+        push(queue, "b", tenant="b")
+    first = Counter(queue.pop() for _ in range(20))
+    assert abs(first["a"] - first["b"]) <= 2
+
+
+def test_many_choices_of_one_request_do_not_hold_up_the_requests_behind_it() -> None:
+    queue: FairQueue[str] = FairQueue()
+    big = Turns()
+    for _ in range(128):
+        push(queue, "big", turns=big, cost=1000)
+    for i in range(8):
+        push(queue, f"small {i}", cost=100)
+    order = drain(queue)
+    assert {f"small {i}" for i in range(8)} == set(order[:8])
+
+
+def test_many_choices_get_their_share_of_an_unending_stream_of_small_requests() -> None:
+    queue: FairQueue[str] = FairQueue()
+    big = Turns()
+    for _ in range(10):
+        push(queue, "big", turns=big, cost=1000)
+    taken = Counter[str]()
+    for _ in range(400):  # one comes for each that is taken: 40,000 tokens
+        push(queue, "small", cost=100)
+        taken[queue.pop()] += 1
+        if taken["big"] == 10:
+            break
+    assert taken["big"] == 10
+
+
+def test_a_long_request_neither_holds_short_ones_up_nor_waits_for_ever_for_them() -> None:
+    queue: FairQueue[str] = FairQueue()
+    push(queue, "long", cost=5000)
+    num_short = 0
+    for _ in range(1000):
+        push(queue, "short", cost=100)
+        if queue.pop() == "long":
+            break
+        num_short += 1
+    assert 45 <= num_short <= 51  # its own cost's worth
+
+
+def test_a_low_priority_that_waited_long_owes_newcomers_nothing_and_is_owed_nothing() -> None:
+    """Virtual times are those of one priority: what passed it while others were more urgent is forgotten."""
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(20):
+        push(queue, "patient", tenant="patient", priority=9)
+    for _ in range(500):
+        push(queue, "urgent", tenant="urgent", priority=0, cost=10_000)
+        assert queue.pop() == "urgent"
+    for _ in range(20):
+        push(queue, "urgent", tenant="urgent", priority=9)
+    first = Counter(queue.pop() for _ in range(20))
+    assert abs(first["patient"] - first["urgent"]) <= 2
+
+
+def test_what_leaves_is_gone_at_once_and_does_not_pile_up() -> None:
+    queue: FairQueue[object] = FairQueue()
+    kept = [push(queue, "kept") for _ in range(3)]
+    for _ in range(10_000):
+        waiting = push(queue, object())
+        queue.remove(waiting)
+        queue.remove(waiting)
+        assert waiting.item is None
+    assert len(queue) == 3
+    assert len(kept[0].flow.heap) < 50
+    assert drain(queue) == ["kept"] * 3
+    queue.remove(kept[0])
+    assert len(queue) == 0
+
+
+def test_random_histories_lose_nothing_and_keep_count() -> None:
+    rng = random.Random(1)
+    queue: FairQueue[int] = FairQueue()
+    waiting: dict[int, Any] = {}
+    for number in range(5000):
+        what = rng.random()
+        if what < 0.5 or not waiting:
+            waiting[number] = push(
+                queue, number, tenant=rng.choice("abc"), priority=rng.randrange(3), cost=rng.randrange(1, 5000)
+            )
+        elif what < 0.8:
+            best = queue.best_priority
+            taken = queue.pop()
+            assert waiting.pop(taken).priority == best
+        else:
+            queue.remove(waiting.pop(rng.choice(list(waiting))))
+        assert len(queue) == len(waiting)
+    assert sorted(drain(queue)) == sorted(waiting)
+    assert queue._classes == {}

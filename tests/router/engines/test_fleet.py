@@ -1,0 +1,251 @@
+"""Engines as the router sees them: loads, breakers, marks, compatibility, legal orders."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_engine import make_card
+
+from pdkv.errors import IncompatiblePeers
+from pdkv.router.engines.books import Books, Entry
+from pdkv.router.engines.breakers import CRASHES, MIN_EVENTS, OPEN_S
+from pdkv.router.engines.fleet import ORDERS, Fleet
+from pdkv.router.generations.request import Route
+from pdkv.router.routing.policies import Side
+from pdkv.wire.messages import Beat, BlockCounts, KVLayout, LoadReport
+from pdkv.wire.refusal_note import RefusalNote
+
+BLOCKS = BlockCounts(total=10, free=4, cached=3, active=2, leased=1, quarantined=0)
+
+
+def make_fleet(kind: str = "pull") -> Fleet:
+    fleet = Fleet()
+    for role in ("prefill", "decode"):
+        for i in range(2):
+            fleet.add(f"{role}-{i}", role)
+            fleet.came_up(f"{role}-{i}", make_card(f"{role}-{i}", role, kind))
+    return fleet
+
+
+def names(fleet: Fleet, side: Side, now: float = 0.0, **options: Any) -> list[str]:
+    return [e.name for e in fleet.candidates(side, now, **options)]
+
+
+def test_load_is_tokens_to_compute_for_prefill_and_tokens_of_kv_for_decode() -> None:
+    fleet = make_fleet()
+    for name, role in (("prefill-0", "prefill"), ("decode-0", "decode"), ("any-0", "any")):
+        engine = fleet.engines.get(name) or fleet.add(name, role)
+        Entry(engine.books, prefill_tokens=3000, kv_tokens=500).enter()
+    assert fleet.engines["prefill-0"].view("prefill").load == 3000
+    assert fleet.engines["decode-0"].view("decode").load == 500
+    assert fleet.engines["any-0"].view("prefill").load == fleet.engines["any-0"].view("decode").load == 3500
+
+
+def test_an_engine_that_comes_back_begins_with_empty_books() -> None:
+    """And what is struck from those of its predecessor later does not touch them."""
+    fleet = make_fleet()
+    entry = Entry(fleet.engines["prefill-0"].books, prefill_tokens=100, kv_tokens=0)
+    entry.enter()
+    fleet.went_down("prefill-0", 0.0)
+    fleet.came_up("prefill-0", make_card("prefill-0", "prefill", epoch="e1"))
+    entry.strike()
+    assert fleet.engines["prefill-0"].books == Books()
+
+
+def test_description_is_the_topology_entry() -> None:
+    fleet = make_fleet()
+    engine = fleet.engines["decode-0"]
+    assert engine.describe(0.0)["blocks"] == {
+        "total": 100, "free": 100, "cached": 0, "active": 0, "leased": 0, "quarantined": 0,
+    }  # fmt: skip
+    engine.load = LoadReport(waiting=1, running=2, blocks=BLOCKS)
+    assert engine.describe(0.0) == {
+        "name": "decode-0",
+        "role": "decode",
+        "pid": 1,
+        "ranks": [],
+        "state": "ready",
+        "reason": None,
+        "suspect": False,
+        "suspicion": None,
+        "breaker": "closed",
+        "last_probe": None,
+        "draining": False,
+        "drained": False,
+        "requests": 0,
+        "silent_for_s": 0.0,
+        "busy_s": 0.0,
+        "predicted_s": 0.0,
+        "waiting": 1,
+        "running": 2,
+        "blocks": {"total": 10, "free": 4, "cached": 3, "active": 2, "leased": 1, "quarantined": 0},
+        "connector_problem": None,
+    }
+    fleet.went_down("decode-0", 0.0)
+    assert (engine.describe(0.0)["state"], engine.describe(0.0)["pid"], engine.load) == ("dead", None, None)
+
+
+def test_dead_engine_is_no_candidate_until_it_is_back() -> None:
+    fleet = make_fleet()
+    fleet.went_down("decode-0", 0.0)
+    assert names(fleet, "decode") == ["decode-1"]
+    assert [card.engine for card in fleet.cards()] == ["prefill-0", "prefill-1", "decode-1"]
+    fleet.came_up("decode-0", make_card("decode-0", "decode", epoch="e1"))
+    assert names(fleet, "decode") == ["decode-0", "decode-1"]
+
+
+def opened(fleet: Fleet, *engines: str, now: float = 0.0) -> None:
+    for name in engines:
+        for _ in range(MIN_EVENTS):
+            fleet.engines[name].breaker.failed(now)
+
+
+def test_an_engine_whose_breaker_is_open_comes_last_and_gets_one_trial_then() -> None:
+    fleet = make_fleet()
+    opened(fleet, "prefill-0")
+    assert names(fleet, "prefill") == ["prefill-1"]
+    assert names(fleet, "prefill", now=OPEN_S) == ["prefill-0", "prefill-1"]
+    fleet.begin_trial("prefill-0", Route("prefill-0", "decode-0"), OPEN_S)
+    assert names(fleet, "prefill", now=OPEN_S) == ["prefill-1"]
+    fleet.engines["prefill-0"].succeeded(OPEN_S)
+    assert names(fleet, "prefill", now=OPEN_S) == ["prefill-0", "prefill-1"]
+
+
+def test_breakers_fail_open_when_all_are_open() -> None:
+    fleet = make_fleet()
+    opened(fleet, "prefill-0", "prefill-1")
+    assert names(fleet, "prefill") == ["prefill-0", "prefill-1"]
+
+
+def test_a_breaker_outlives_its_engine() -> None:
+    """Router 20: an engine came up with a clean record, so that a crash loop never ended it."""
+    fleet = make_fleet()
+    opened(fleet, "decode-0")
+    fleet.went_down("decode-0", 1.0)
+    fleet.came_up("decode-0", make_card("decode-0", "decode", epoch="e1"))
+    assert names(fleet, "decode", now=1.0) == ["decode-1"]
+    assert fleet.engines["decode-0"].describe(1.0)["breaker"] == "open"
+    for death in range(CRASHES):
+        fleet.went_down("decode-1", 20.0 + death)
+        fleet.came_up("decode-1", make_card("decode-1", "decode", epoch=f"e{death}"))
+    assert names(fleet, "decode", now=22.0) == ["decode-0"]
+
+
+def test_suspects_come_behind_open_breakers() -> None:
+    fleet = make_fleet()
+    opened(fleet, "prefill-0")
+    fleet.engines["prefill-1"].health.beat(Beat("e0", 1.0, 0.01))
+    assert names(fleet, "prefill") == ["prefill-0"]
+    assert "should take 0.01 s" in fleet.engines["prefill-1"].describe(0.0)["suspicion"]
+
+
+def test_unwanted_engines_are_left_out_if_others_are_left() -> None:
+    fleet = make_fleet()
+    assert names(fleet, "prefill", without=("prefill-0",)) == ["prefill-1"]
+    assert names(fleet, "prefill", without=("prefill-0", "prefill-1")) == ["prefill-0", "prefill-1"]
+
+
+def test_a_bad_decode_engine_marks_no_healthy_prefill() -> None:
+    """Router 20. A pair that fails is passed over as a pair; what several have in common, too, comes last."""
+    fleet = make_fleet()
+    fleet.pairs.loaded("prefill-0", "decode-0", False, 0.0)
+    assert names(fleet, "prefill") == ["prefill-0", "prefill-1"]
+    assert names(fleet, "decode") == ["decode-0", "decode-1"]
+    fleet.pairs.loaded("prefill-1", "decode-0", False, 0.0)
+    assert names(fleet, "prefill") == ["prefill-0", "prefill-1"]
+    assert names(fleet, "decode") == ["decode-1"]
+    fleet.pairs.loaded("prefill-0", "decode-1", False, 0.0)
+    assert names(fleet, "prefill") == ["prefill-1"]
+    fleet.pairs.loaded("prefill-1", "decode-1", False, 0.0)
+    assert names(fleet, "prefill") == ["prefill-0", "prefill-1"], "nothing else is left"
+    assert fleet.pairs.avoided(OPEN_S) == frozenset()
+
+
+def test_an_engine_without_another_partner_comes_last_when_its_pair_fails() -> None:
+    fleet = make_fleet()
+    fleet.went_down("decode-1", 0.0)
+    fleet.pairs.loaded("prefill-0", "decode-0", False, 0.0)
+    assert names(fleet, "prefill") == ["prefill-1"]
+
+
+def test_complete_once_stays_true() -> None:
+    fleet = Fleet()
+    fleet.add("prefill-0", "prefill")
+    fleet.add("decode-0", "decode")
+    fleet.came_up("prefill-0", make_card("prefill-0", "prefill"))
+    assert not fleet.complete_once
+    fleet.came_up("decode-0", make_card("decode-0", "decode"))
+    fleet.went_down("decode-0", 0.0)
+    assert fleet.complete_once
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": "other"}, "prefill-0 has model m, decode-0 has other"),
+        ({"hash_block_size": 32}, "prefill-0 has hash block size 16, decode-0 has 32"),
+        ({"connector": "tcp"}, "prefill-0 has connector pull, decode-0 has tcp"),
+        ({"layout": KVLayout(2, 1, 8, 16, "float32", 4)}, "has KV layout layers=1.*has layers=2"),
+    ],
+)
+def test_incompatible_engine_stays_out_with_both_values_said(changes: dict[str, Any], says: str) -> None:
+    fleet = Fleet()
+    fleet.add("prefill-0", "prefill")
+    fleet.add("decode-0", "decode")
+    fleet.came_up("prefill-0", make_card("prefill-0", "prefill"))
+    with pytest.raises(IncompatiblePeers, match=says):
+        fleet.came_up("decode-0", make_card("decode-0", "decode", **changes))
+    assert not fleet.is_ready("decode-0")
+
+
+def test_another_model_stays_out_even_when_no_engine_of_the_first_one_is_left() -> None:
+    """And a router that starts later is told which one that was."""
+    fleet = make_fleet()
+    for name in fleet.engines:
+        fleet.went_down(name, 0.0)
+    later = Fleet(identity="m")
+    later.add("decode-0", "decode")
+    for refusing in (fleet, later):
+        with pytest.raises(
+            IncompatiblePeers, match="decode-0 has model other, but the deployment started with model m"
+        ):
+            refusing.came_up("decode-0", make_card("decode-0", "decode", model="other"))
+        engine = refusing.engines["decode-0"].describe(0.0)
+        assert (engine["state"], engine["pid"]) == ("refused", None)
+        assert engine["reason"] == "decode-0 has model other, but the deployment started with model m"
+        assert refusing.candidates("decode", 0.0) == []
+        refusing.came_up("decode-0", make_card("decode-0", "decode"))
+        engine = refusing.engines["decode-0"].describe(0.0)
+        assert (engine["state"], engine["reason"]) == ("ready", None)
+
+
+def test_what_the_launcher_says_about_an_engine_is_shown_while_it_is_not_ready(tmp_path: Path) -> None:
+    note = RefusalNote(tmp_path / "decode-0.refused")
+    fleet = Fleet()
+    engine = fleet.add("decode-0", "decode", note)
+    assert (engine.describe(0.0)["state"], engine.describe(0.0)["reason"]) == ("starting", None)
+    note.write("x" * 5000)
+    assert (engine.describe(0.0)["state"], engine.describe(0.0)["reason"]) == ("refused", "x" * 4096)
+    fleet.came_up("decode-0", make_card("decode-0", "decode"))
+    assert engine.describe(0.0)["state"] == "ready"
+    fleet.went_down("decode-0", 0.0)
+    note.clear()
+    assert (engine.describe(0.0)["state"], engine.describe(0.0)["reason"]) == ("dead", None)
+
+
+def test_unequal_block_sizes_are_compatible() -> None:
+    fleet = make_fleet()
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_size=8, block_size=32, dtype="float32", dtype_bytes=4)
+    fleet.came_up("decode-0", make_card("decode-0", "decode", layout=layout))
+    assert fleet.is_ready("decode-0")
+
+
+@pytest.mark.parametrize(("kind", "order"), [("pull", "prefill_first"), ("push", "needs_peer_first")])
+def test_order_is_the_first_preferred_one_that_both_cards_allow(kind: str, order: str) -> None:
+    assert make_fleet(kind).order("prefill-0", "decode-0", ORDERS) == order
+    assert make_fleet(kind).order("prefill-0", "decode-0", ("decode_first",)) == "decode_first"
+
+
+def test_illegal_order_is_refused() -> None:
+    with pytest.raises(IncompatiblePeers, match=r"prefill-0 allows .*the router takes one of \['concurrent'\]"):
+        make_fleet("pull").order("prefill-0", "decode-0", ("concurrent",))

@@ -1,0 +1,178 @@
+"""Requests leave suspects: a few at a time, the nearest deadline first, only to where there is room."""
+
+import asyncio
+import logging
+
+import pytest
+from dispatch_rig import System, collect, run
+from scripted_engine import expected_output, make_request
+
+from pdkv.router.engines.health import SILENT_TICKS
+from pdkv.router.engines.moves import MIN_MOVES_PER_S
+from pdkv.wire.messages import Abort, Beat, BlockCounts, Finished, LoadReport, SourceCounts, Submit, Tokens
+
+
+def start_with_beats(system: System) -> None:
+    system.dispatcher.connect()
+    for name, backend in system.backends.items():
+        backend.start(system.card(name, beats="ipc:///beats"))
+
+
+async def settle() -> None:
+    for _ in range(40):
+        await asyncio.sleep(0)
+
+
+def tick(system: System, *silent: str, ticks: int = SILENT_TICKS) -> None:
+    """Time passes in which only the others speak."""
+    for _ in range(ticks):
+        for name, backend in system.backends.items():
+            if name not in silent and backend.up:
+                backend.say(Beat("e0", 0.0))
+        system.dispatcher.look_after_engines()
+
+
+@pytest.mark.parametrize("kind", ["pull", "push"])
+@pytest.mark.parametrize("stopped", ["prefill-0", "decode-0"])
+def test_requests_of_a_stopped_engine_go_on_on_another(kind: str, stopped: str) -> None:
+    """Router 2: nothing moved them, so that each missed its deadline."""
+
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        system.backends[stopped].held = True
+        requests = [make_request(20 + i) for i in range(6)]
+        generations = [system.dispatcher.start(request) for request in requests]
+        await settle()
+        tick(system, stopped)
+        for generation, request in zip(generations, requests, strict=True):
+            assert (await collect(generation))[0] == expected_output(request)
+        assert system.dispatcher.health().num_moved >= 2
+        assert [e["breaker"] for e in system.dispatcher.topology()["engines"]] == ["closed"] * 4
+        system.backends[stopped].release()
+        await settle()
+
+    run(System(2, 2, kind=kind), body, start=False)
+
+
+def test_what_a_revived_engine_still_says_is_dropped() -> None:
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        stopped = system.backends["any-0"]
+        stopped.held = True
+        request = make_request(20)
+        generation = system.dispatcher.start(request)
+        await settle()
+        tick(system, "any-0")
+        assert (await collect(generation))[0] == expected_output(request)
+        assert [type(m) for m in stopped.engine.received[-2:]] == [Submit, Abort], "it will stop when it goes on"
+        before = system.dispatcher.counters.dropped_messages
+        key = (generation.request_id, 0)
+        stopped.say(Tokens(*key, 0, [1, 2]), Finished(*key, "stop", SourceCounts()))
+        assert system.dispatcher.counters.dropped_messages == before + 2
+        stopped.release()
+        await settle()
+
+    run(System(0, 2), body, start=False)
+
+
+def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        stopped = system.backends["any-0"]
+        stopped.held = True
+        generation = system.dispatcher.start(make_request(20))
+        tick(system, "any-0")
+        await collect(generation)
+        tick(system, "any-0", ticks=1)
+        assert system.dispatcher.topology()["engines"][0]["suspicion"] == "has been silent for 0.9 s"
+        for _ in range(4):
+            await collect(system.dispatcher.start(make_request(30)))
+        assert len(stopped.heard(Submit)) == 1
+        stopped.release()
+        await settle()
+        tick(system, ticks=1)
+
+    with caplog.at_level(logging.INFO, logger="pdkv.router.engines.health"):
+        run(System(0, 2), body, start=False)
+    texts = [record.getMessage() for record in caplog.records if record.name == "pdkv.router.engines.health"]
+    assert texts == ["any-0 is a suspect: it has been silent for 0.8 s", "any-0 is no suspect any more"]
+
+
+def test_only_so_many_move_in_a_second_and_the_nearest_deadlines_first() -> None:
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        stopped, num = system.backends["any-0"], int(3 * MIN_MOVES_PER_S)
+        for backend in system.backends.values():
+            backend.held = True
+        system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+        generations = [system.dispatcher.start(make_request(timeout_s=100.0 - i)) for i in range(num)]
+        assert len(stopped.heard(Submit)) == num
+        tick(system, "any-0")
+        first = int(MIN_MOVES_PER_S)
+        moved = [submit.request_id for submit in system.backends["any-1"].heard(Submit)]
+        assert moved == [g.request_id for g in generations[::-1][:first]], "those that have the least time left"
+        tick(system, "any-0", ticks=5)
+        assert 4 <= len(system.backends["any-1"].heard(Submit)) - first <= 6, "a tenth of a second's in each tick"
+        for backend in system.backends.values():
+            backend.release()
+        for generation in generations:
+            await collect(generation)
+
+    run(System(0, 2), body, start=False)
+
+
+def test_nothing_moves_to_an_engine_without_free_blocks_nor_to_another_suspect() -> None:
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        for backend in system.backends.values():
+            backend.held = True
+        system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+        generation = system.dispatcher.start(make_request(20))
+        full = BlockCounts(total=100, free=1, cached=1, active=98, leased=0, quarantined=0)
+        system.backends["any-1"].say(LoadReport(waiting=0, running=3, blocks=full))
+        tick(system, "any-0")
+        assert not system.backends["any-1"].heard(Submit)
+        free = BlockCounts(total=100, free=2, cached=1, active=97, leased=0, quarantined=0)
+        system.backends["any-1"].say(LoadReport(waiting=0, running=3, blocks=free), Beat("e0", 9.0, 0.1))
+        system.dispatcher.look_after_engines()
+        assert not system.backends["any-1"].heard(Submit), "it is at a step that does not end"
+        tick(system, "any-0", ticks=1)
+        assert len(system.backends["any-1"].heard(Submit)) == 1
+        for backend in system.backends.values():
+            backend.release()
+        await collect(generation)
+
+    run(System(0, 2), body, start=False)
+
+
+def test_requests_wait_for_a_sole_engine_that_is_stopped_instead_of_being_sent_into_the_void() -> None:
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        stopped = system.backends["decode-0"]
+        stopped.held = True
+        tick(system, "decode-0", ticks=4 * SILENT_TICKS)
+        request = make_request(20)
+        generation = system.dispatcher.start(request)
+        await settle()
+        assert system.dispatcher.num_parked == 1
+        assert not stopped.heard(Submit)
+        stopped.held = False
+        tick(system, ticks=1)
+        assert (await collect(generation))[0] == expected_output(request)
+        assert system.dispatcher.num_parked == 0
+
+    run(System(1, 1), body, start=False)
+
+
+def test_a_sole_engine_that_is_late_gets_its_requests_all_the_same() -> None:
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        backend = system.backends["any-0"]
+        backend.say(Beat("e0", 9.0, 0.1))
+        request = make_request(20)
+        generation = system.dispatcher.start(request)
+        system.dispatcher.look_after_engines()
+        assert (await collect(generation))[0] == expected_output(request)
+        assert system.dispatcher.health().num_moved == 0
+
+    run(System(0, 1), body, start=False)

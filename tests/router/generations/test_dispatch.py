@@ -1,0 +1,537 @@
+"""Dispatch over scripted engines: every order, death, retry, abort, deadline, stale messages and the books."""
+
+import asyncio
+
+import pytest
+from dispatch_rig import System, check_right, collect, run
+from scripted_engine import ORDERS_OF, expected_output, make_request, token_at
+
+from pdkv.block_keys import extend_keys, root_key
+from pdkv.errors import (
+    ConfigError,
+    EngineUnavailable,
+    IncompatiblePeers,
+    RequestAborted,
+    RequestFailed,
+    RequestTimeout,
+)
+from pdkv.router.generations.dispatch import Delta, Dispatcher
+from pdkv.wire.messages import (
+    Abort,
+    BlockCounts,
+    BlockStored,
+    CacheCleared,
+    Failed,
+    Finished,
+    KVEvents,
+    KVTicket,
+    Loaded,
+    LoadReport,
+    Order,
+    Peers,
+    Release,
+    Resync,
+    SourceCounts,
+    Submit,
+    Tokens,
+)
+
+LEGAL: list[tuple[str, Order]] = [(kind, order) for kind, orders in ORDERS_OF.items() for order in orders]
+BLOCKS = BlockCounts(total=100, free=100, cached=0, active=0, leased=0, quarantined=0)
+
+
+@pytest.mark.parametrize(("kind", "order"), LEGAL)
+def test_every_legal_order_gives_the_right_tokens(kind: str, order: Order) -> None:
+    async def body(system: System) -> None:
+        requests = [make_request(20 + i, max_tokens=1 + i % 6) for i in range(24)]
+        generations = await asyncio.gather(*[check_right(system, request) for request in requests])
+        for generation, request in zip(generations, requests, strict=True):
+            assert generation.sources == SourceCounts(computed=len(request.prompt_token_ids))
+            assert generation.num_cached_tokens == 0
+            assert generation.prefill_engine.startswith("prefill-")
+            handed_off = bool(generation.flow.route.decode)  # else the first token was the last
+            assert generation.decode_engine.startswith("decode-" if handed_off else "prefill-")
+        assert {g.prefill_engine for g in generations} == {"prefill-0", "prefill-1"}
+        assert len({g.decode_engine for g in generations} - {"prefill-0", "prefill-1"}) == 4
+        assert system.dispatcher.counters.finished == 24
+
+    run(System(2, 4, kind=kind, orders=[order]), body)
+
+
+def test_aggregated_engines_do_it_alone() -> None:
+    async def body(system: System) -> None:
+        generation = await check_right(system, make_request())
+        assert generation.prefill_engine == generation.decode_engine == "any-0"
+        (submit,) = system.backends["any-0"].heard(Submit)
+        assert (submit.kv, submit.until) == ("local", "end")
+        assert not system.backends["any-0"].heard(Release)
+
+    run(System(0, 2), body)
+
+
+def test_first_token_is_streamed_before_decode_answers() -> None:
+    async def body(system: System) -> None:
+        system.backends["decode-0"].held = True
+        request = make_request()
+        generation = system.dispatcher.start(request)
+        delta = await anext(generation)
+        assert delta.token_ids == expected_output(request)[:1]
+        assert delta.finish_reason is None
+        system.backends["decode-0"].release()
+        assert (await collect(generation))[0] == expected_output(request)[1:]
+
+    run(System(1, 1), body)
+
+
+def test_deltas_that_pile_up_are_merged() -> None:
+    async def body(system: System) -> None:
+        request = make_request()
+        generation = system.dispatcher.start(request)
+        while not generation.flow.ended:
+            await asyncio.sleep(0)
+        deltas = [delta async for delta in generation]
+        assert [d.token_ids for d in deltas] == [expected_output(request)]
+        assert deltas[0].finish_reason == "length"
+
+    run(System(1, 1), body)
+
+
+def test_abort_reaches_both_engines_releases_and_wakes_the_reader() -> None:
+    async def body(system: System) -> None:
+        for backend in system.backends.values():
+            backend.held = True
+        generation = system.dispatcher.start(make_request())
+        reader = asyncio.ensure_future(anext(generation))
+        await asyncio.sleep(0)
+        generation.abort()
+        generation.abort()
+        with pytest.raises(RequestAborted):
+            await reader
+        assert system.dispatcher.counters.aborted == 1
+        for name, kinds in (("prefill-0", [Submit, Abort, Release]), ("decode-0", [Submit, Abort])):
+            received = [m for m in system.backends[name].engine.received if not isinstance(m, Peers)]
+            assert [type(m) for m in received] == kinds
+
+    run(System(1, 1, kind="push", orders=["concurrent"]), body)
+
+
+@pytest.mark.parametrize("telling", [True, False])
+def test_deadline_ends_the_request_everywhere_and_blames_the_engine_if_it_was_long(
+    telling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if telling:
+        monkeypatch.setattr("pdkv.router.generations.dispatch.TELLING_TIMEOUT_S", 0.0)
+
+    async def body(system: System) -> None:
+        system.backends["prefill-0"].held = True
+        for _ in range(5):
+            with pytest.raises(RequestTimeout, match=r"longer than 0\.01 s"):
+                await collect(system.dispatcher.start(make_request(timeout_s=0.01)))
+        assert system.dispatcher.counters.failed == {"timeout": 5}
+        for _ in range(2):
+            generation = system.dispatcher.start(make_request())
+            assert generation.prefill_engine == ("prefill-1" if telling else "prefill-0")
+            generation.abort()
+        system.backends["prefill-0"].release()
+        system.backends["prefill-1"].release()
+
+    system = System(2, 1, policy="round_robin")
+    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    run(system, body)
+
+
+def test_unknown_and_stale_messages_are_counted_and_dropped() -> None:
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(make_request())
+        flow, backend = generation.flow, system.backends["prefill-0"]
+        backend.say(Tokens("nobody", 0, 0, [1]), Tokens(flow.request_id, 7, 0, [1]), Release("nothing", 0), Resync())
+        assert system.dispatcher.counters.dropped_messages == 4
+        assert (await collect(generation))[0] == expected_output(generation.flow.request)
+        backend.say(Tokens(flow.request_id, 0, 0, [1]), Failed(flow.request_id, 0, "x", "y", retryable=True))
+        assert system.dispatcher.counters.dropped_messages == 6
+
+    run(System(1, 1), body)
+
+
+def test_death_before_the_first_token_is_retried_elsewhere() -> None:
+    async def body(system: System) -> None:
+        system.backends["prefill-0"].held = True
+        request = make_request()
+        generation = system.dispatcher.start(request)
+        assert generation.prefill_engine == "prefill-0"
+        system.backends["prefill-0"].die()
+        assert (await collect(generation))[0] == expected_output(request)
+        assert generation.prefill_engine == "prefill-1"
+        assert [m.attempt for m in system.backends["prefill-1"].heard(Submit)] == [1]
+        assert system.dispatcher.counters.retried == 1
+
+    run(System(2, 1), body)
+
+
+def test_death_of_decode_after_the_first_token_touches_no_other_request() -> None:
+    async def body(system: System) -> None:
+        system.backends["decode-0"].held = True
+        mine, other = make_request(20), make_request(21)
+        moving, untouched = system.dispatcher.start(mine), system.dispatcher.start(other)
+        assert (await anext(moving)).token_ids == expected_output(mine)[:1]
+        assert moving.decode_engine == "decode-0"
+        await asyncio.sleep(0)
+        system.backends["decode-0"].die()
+        assert (await collect(moving))[0] == expected_output(mine)[1:]
+        assert (await collect(untouched))[0] == expected_output(other)
+        assert (moving.flow.attempt, untouched.flow.attempt) == (1, 0)
+
+    run(System(1, 2), body)
+
+
+def test_death_of_decode_before_its_part_begins_goes_unnoticed() -> None:
+    async def body(system: System) -> None:
+        system.backends["prefill-0"].held = True
+        request = make_request()
+        generation = system.dispatcher.start(request)
+        system.backends["decode-0"].die()
+        system.backends["prefill-0"].release()
+        assert (await collect(generation))[0] == expected_output(request)
+        assert generation.decode_engine == "decode-1"
+        assert system.dispatcher.counters.retried == 0
+
+    run(System(1, 2), body)
+
+
+def test_retryable_failure_goes_elsewhere_and_a_final_one_does_not() -> None:
+    async def body(system: System) -> None:
+        for retryable in (True, False):
+            system.backends["prefill-0"].held = True
+            generation = system.dispatcher.start(make_request())
+            submit = system.backends["prefill-0"].heard(Submit)[-1]
+            system.backends["prefill-0"].engine.tasks.clear()
+            system.backends["prefill-0"].say(Failed(submit.request_id, 0, "overloaded", "no room", retryable))
+            if retryable:
+                assert (await collect(generation))[0] == expected_output(generation.flow.request)
+            else:
+                with pytest.raises(RequestFailed, match="no room") as info:
+                    await collect(generation)
+                assert info.value.code == "overloaded"
+
+    system = System(2, 1)
+    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    run(system, body)
+
+
+def test_restarted_engine_serves_again_under_its_new_epoch() -> None:
+    async def body(system: System) -> None:
+        assert system.dispatcher.ready
+        system.backends["decode-0"].die()
+        assert not system.dispatcher.ready
+        assert system.backends["prefill-0"].heard(Peers)[-1].cards == [system.card("prefill-0")]
+        system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))
+        assert system.dispatcher.ready
+        for backend in system.backends.values():
+            assert [c.epoch for c in backend.heard(Peers)[-1].cards] == ["e0", "e1"]
+        await check_right(system, make_request())
+
+    run(System(1, 1), body)
+
+
+def test_not_ready_before_every_engine_has_been_up() -> None:
+    async def body(system: System) -> None:
+        dispatcher = system.dispatcher
+        dispatcher.connect()
+        assert dispatcher.max_model_len is None
+        system.backends["prefill-0"].start(system.card("prefill-0", max_model_len=300))
+        with pytest.raises(EngineUnavailable, match="no decode engine is ready"):
+            dispatcher.start(make_request())
+        system.backends["decode-0"].start(system.card("decode-0", max_model_len=200))
+        assert not dispatcher.ready
+        waiting = asyncio.ensure_future(dispatcher.wait_ready())
+        assert await asyncio.wait([waiting], timeout=0) == (set(), {waiting})
+        system.backends["decode-1"].start(system.card("decode-1"))
+        assert dispatcher.ready
+        await waiting
+        assert dispatcher.max_model_len == 200
+
+    run(System(1, 2), body, start=False)
+
+
+def test_a_restarted_router_does_not_wait_for_an_engine_that_cannot_start() -> None:
+    async def body(system: System) -> None:
+        system.dispatcher.connect()
+        assert not system.dispatcher.ready
+        system.backends["prefill-0"].start(system.card("prefill-0"))
+        waiting = asyncio.ensure_future(system.dispatcher.wait_ready())
+        assert await asyncio.wait([waiting], timeout=0) == (set(), {waiting})
+        system.backends["decode-1"].start(system.card("decode-1"))
+        await waiting
+        assert system.dispatcher.ready
+
+    run(System(1, 2, await_all=False), body, start=False)
+
+
+def test_incompatible_engine_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(system: System) -> None:
+        system.dispatcher.connect()
+        system.backends["prefill-0"].start(system.card("prefill-0"))
+        system.backends["decode-0"].start(system.card("decode-0", model="another"))
+        assert "decode-0 stays out: prefill-0 has model m, decode-0 has another" in caplog.text
+        with pytest.raises(IncompatiblePeers, match="decode-0 has another"):
+            await system.dispatcher.wait_ready()
+        with pytest.raises(EngineUnavailable):
+            system.dispatcher.start(make_request())
+        system.backends["decode-0"].say(LoadReport(1, 1, BLOCKS))
+        system.backends["decode-0"].die()
+        assert system.backends["decode-0"].engine.received == []
+
+    run(System(1, 1), body, start=False)
+
+
+def test_no_common_order_is_unavailable_and_says_why() -> None:
+    async def body(system: System) -> None:
+        with pytest.raises(EngineUnavailable, match="the router takes one of"):
+            system.dispatcher.start(make_request())
+
+    run(System(1, 1, kind="pull", orders=["concurrent"]), body)
+
+
+def test_prefix_aware_routing_follows_the_engines_events_and_resyncs_after_a_gap() -> None:
+    async def body(system: System) -> None:
+        request = make_request(40)
+        card = system.card("prefill-0")
+        keys: list[bytes] = []
+        extend_keys(keys, root_key(model=card.model, layout=card.layout.identity), request.prompt_token_ids)
+        cached = system.backends["prefill-1"]
+        cached.say(KVEvents(3, [CacheCleared(), BlockStored(keys, None)]))
+        assert {(await check_right(system, request)).prefill_engine for _ in range(3)} == {"prefill-1"}
+        salted = make_request(40, cache_salt="mine")
+        assert {(await check_right(system, salted)).prefill_engine for _ in range(2)} == {"prefill-0", "prefill-1"}
+        cached.say(KVEvents(5, []))
+        assert len(cached.heard(Resync)) == 1
+        assert {(await check_right(system, request)).prefill_engine for _ in range(2)} == {"prefill-0", "prefill-1"}
+
+    run(System(2, 1, policy="prefix_aware"), body)
+
+
+def test_failed_load_marks_the_pair() -> None:
+    async def body(system: System) -> None:
+        for backend in system.backends.values():
+            backend.held = True
+        generation = system.dispatcher.start(make_request())
+        first = system.backends["decode-0"]
+        assert generation.decode_engine == "decode-0"
+        first.say(Loaded(generation.request_id, 0, ok=False, code="stale_generation"))
+        assert system.dispatcher.counters.load_failures == 1
+        generation.abort()
+        for backend in system.backends.values():
+            backend.release()
+        assert {(await check_right(system, make_request())).decode_engine for _ in range(4)} == {"decode-1"}
+
+    run(System(1, 2, kind="push"), body)
+
+
+def test_load_balances_over_engines_by_what_is_in_flight() -> None:
+    async def body(system: System) -> None:
+        for backend in system.backends.values():
+            backend.held = True
+        generations = [system.dispatcher.start(make_request()) for _ in range(8)]
+        assert [e.in_flight for e in system.dispatcher.engines()] == [4, 4, 0, 0, 0, 0]
+        for backend in system.backends.values():
+            backend.release()
+        for generation in generations:
+            await collect(generation)
+
+    run(System(2, 4, policy="least_loaded"), body)
+
+
+def test_books_are_kept_in_tokens_from_the_start_of_a_request_to_its_end() -> None:
+    """Prefill: what it has to compute, until the prompt is run; then decode: what its request's KV comes to."""
+
+    async def body(system: System) -> None:
+        prefill, decode = (system.dispatcher.fleet.engines[name].books for name in ("prefill-0", "decode-0"))
+        system.backends["prefill-0"].held = system.backends["decode-0"].held = True
+        generations = [system.dispatcher.start(make_request(num, max_tokens=5)) for num in (100, 40)]
+        assert (prefill.requests, prefill.prefill_tokens, decode.requests, decode.kv_tokens) == (2, 140, 0, 0)
+        generations[1].abort()
+        assert (prefill.requests, prefill.prefill_tokens, decode.requests, decode.kv_tokens) == (1, 100, 0, 0)
+        system.backends["prefill-0"].release()
+        while prefill.requests:
+            await asyncio.sleep(0)
+        assert (prefill.prefill_tokens, decode.requests, decode.kv_tokens) == (0, 1, 105)
+        system.backends["decode-0"].release()
+        await collect(generations[0])
+
+    run(System(1, 1), body)
+
+
+def test_an_aggregated_engine_has_no_prompt_to_compute_once_the_first_token_is_out() -> None:
+    async def body(system: System) -> None:
+        books = system.dispatcher.fleet.engines["any-0"].books
+        generation = system.dispatcher.start(make_request(100, max_tokens=5))
+        assert (books.requests, books.prefill_tokens, books.kv_tokens) == (1, 100, 105)
+        await anext(generation)
+        assert (books.requests, books.prefill_tokens, books.kv_tokens) == (1, 0, 105)
+        await collect(generation)
+
+    run(System(0, 1), body)
+
+
+def test_topology_and_snapshots_show_what_engines_said_last() -> None:
+    async def body(system: System) -> None:
+        system.backends["decode-0"].say(LoadReport(1, 2, BlockCounts(100, 60, 10, 20, 5, 5)))
+        shown = system.dispatcher.topology()["engines"][1]
+        assert {name: shown.pop(name) for name in ("connector", "kind", "orders", "model", "epoch", "kv_layout")} == {
+            "connector": "pull",
+            "kind": "pull",
+            "orders": ["prefill_first", "decode_first"],
+            "model": "m",
+            "epoch": "e0",
+            "kv_layout": {
+                "layers": 1,
+                "kv_heads": 1,
+                "head_size": 8,
+                "dtype": "float32",
+                "block_size": 16,
+                "block_bytes": 1024,
+                "windows": [0],
+                "hash_block_size": 16,
+            },
+        }
+        assert shown == {
+            "version": "",
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "tp": 1,
+            "connector_parts": [],
+            "content_addressed": False,
+            "name": "decode-0",
+            "role": "decode",
+            "pid": 1,
+            "ranks": [],
+            "state": "ready",
+            "reason": None,
+            "suspect": False,
+            "suspicion": None,
+            "draining": False,
+            "drained": False,
+            "requests": 0,
+            "breaker": "closed",
+            "last_probe": None,
+            "silent_for_s": 0.0,
+            "busy_s": 0.0,
+            "predicted_s": 0.0,
+            "waiting": 1,
+            "running": 2,
+            "blocks": {"total": 100, "free": 60, "cached": 10, "active": 20, "leased": 5, "quarantined": 5},
+            "connector_problem": None,
+        }
+        problem = "KV store: a lookup failed"
+        system.backends["decode-0"].say(LoadReport(1, 2, BlockCounts(100, 60, 10, 20, 5, 5), connector_problem=problem))
+        assert system.dispatcher.topology()["engines"][1]["connector_problem"] == problem
+        assert system.dispatcher.connector_problems == {"decode-0": problem}
+        system.backends["decode-0"].die()
+        assert [e["state"] for e in system.dispatcher.topology()["engines"]] == ["ready", "dead"]
+        snapshot = system.dispatcher.engines()[1]
+        assert (snapshot.pid, snapshot.load, snapshot.num_deaths) == (None, None, 1)
+        assert system.dispatcher.connector_problems == {}
+
+    run(System(1, 1), body)
+
+
+def test_closing_ends_every_generation_at_once() -> None:
+    async def body(system: System) -> None:
+        for backend in system.backends.values():
+            backend.held = True
+        generations = [system.dispatcher.start(make_request()) for _ in range(3)]
+        system.dispatcher.close()
+        for generation in generations:
+            with pytest.raises(EngineUnavailable, match="shutting down"):
+                await collect(generation)
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            system.dispatcher.start(make_request())
+
+    run(System(1, 1), body)
+
+
+def test_conditional_decode_that_declines_is_named_as_the_one_that_ran_the_prompt() -> None:
+    async def body(system: System) -> None:
+        system.backends["decode-0"].engine.draw = lambda n: 1 if n == 3 else 0
+        request = make_request()
+        generation = await check_right(system, request)
+        assert generation.prefill_engine == generation.decode_engine == "decode-0"
+        assert generation.sources == SourceCounts(computed=20)
+        assert not system.backends["prefill-0"].heard(Submit)
+        assert not system.backends["prefill-0"].heard(KVTicket)
+
+    run(System(1, 1, orders=["decode_first"]), body)
+
+
+def test_cached_tokens_are_those_that_nobody_computed() -> None:
+    async def body(system: System) -> None:
+        system.backends["any-0"].held = True
+        generation = system.dispatcher.start(make_request(20, max_tokens=1))
+        system.backends["any-0"].engine.tasks.clear()
+        sources = SourceCounts(computed=3, recomputed=1, local_hit=10, store=6)
+        token = token_at(range(20), 0)
+        system.backends["any-0"].say(
+            Tokens(generation.request_id, 0, 0, [token]), Finished(generation.request_id, 0, "length", sources)
+        )
+        assert await collect(generation) == ([token], Delta([token], None, None, "length", None))
+        assert generation.num_cached_tokens == 16
+
+    run(System(0, 1), body)
+
+
+def test_cached_tokens_are_known_with_the_first_token() -> None:
+    async def body(system: System) -> None:
+        system.backends["any-0"].held = True
+        generation = system.dispatcher.start(make_request(20))
+        token, sources = token_at(range(20), 0), SourceCounts(computed=4, local_hit=16)
+        system.backends["any-0"].say(Tokens(generation.request_id, 0, 0, [token], sources=sources))
+        await anext(generation)
+        generation.abort()  # as for a stop string
+        assert generation.num_cached_tokens == 16
+
+    run(System(0, 1), body)
+
+
+def test_unknown_policy_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="unknown policy"):
+        Dispatcher(policy="best")
+
+
+def test_when_tokens_came_is_kept_for_a_reader_that_comes_late() -> None:
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(make_request(max_tokens=6))
+        while not generation.flow.ended:
+            await asyncio.sleep(0)
+        delta = await anext(generation)
+        arrivals = generation.take_arrivals()
+        assert len(delta.token_ids) == 6
+        assert len(arrivals) == 6
+        assert arrivals == sorted(arrivals)
+        assert generation.take_arrivals() == []
+
+    run(System(1, 1), body)
+
+
+def test_what_the_index_puts_off_is_done_between_other_callbacks() -> None:
+    keys = [i.to_bytes(16) for i in range(6000)]
+
+    async def body(system: System) -> None:
+        system.dispatcher.connect()
+        for name, backend in system.backends.items():
+            backend.start(system.card(name, num_blocks=6000))
+        index = system.dispatcher.index
+        system.backends["prefill-0"].say(KVEvents(0, [CacheCleared(), BlockStored(keys, None)]))
+        assert index.num_keys_of("prefill-0") == 0
+        held = []
+        while index.has_work:
+            await asyncio.sleep(0)
+            held.append(index.num_keys_of("prefill-0"))
+        assert held[-1] == 6000
+        assert held[0] < 3000
+        system.backends["prefill-0"].die()
+        assert index.num_keys == 6000
+        while index.has_work:
+            await asyncio.sleep(0)
+        assert index.num_keys == 0
+
+    run(System(1, 1), body, start=False)

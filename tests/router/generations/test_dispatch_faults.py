@@ -1,0 +1,282 @@
+"""Engines that lie, that an own request ends, or that fall silent: what it costs, and what health says."""
+
+import asyncio
+import logging
+
+import pytest
+from dispatch_rig import InProcessBackend, System, check_right, collect, run
+from scripted_engine import make_request
+
+from pdkv.errors import InvalidRequest, KillsEngines, RequestFailed, RequestTimeout, UnsendableMessage
+from pdkv.router.engines.breakers import MIN_EVENTS
+from pdkv.router.engines.health import IDLE_SILENT_TICKS, MUTE_TICKS, TICK_S
+from pdkv.wire.messages import (
+    Beat,
+    EngineToRouter,
+    Failed,
+    Finished,
+    Loaded,
+    LoadReport,
+    SourceCounts,
+    Submit,
+    TokenLogprob,
+    Tokens,
+)
+
+
+def held_system(num: int) -> System:
+    system = System(0, num)
+    for backend in system.backends.values():
+        backend.held = True
+    return system
+
+
+def test_a_request_that_two_engines_were_taking_in_when_they_ended_is_not_sent_to_a_third() -> None:
+    """Finding 3: the retry ended the second engine, and with it every other request."""
+
+    async def body(system: System) -> None:
+        poison, innocent = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
+        first, second = system.backends["any-0"], system.backends["any-1"]
+        first.die({(poison.request_id, 0)})
+        assert {m.request_id for m in second.heard(Submit)} == {innocent.request_id, poison.request_id}
+        second.die({(poison.request_id, 1)})
+        with pytest.raises(KillsEngines, match="2 engines died while they ran this request alone") as raised:
+            await collect(poison)
+        assert not raised.value.retryable
+        third = system.backends["any-2"]
+        assert {m.request_id for m in third.heard(Submit)} == {innocent.request_id}
+        third.release()
+        await collect(innocent)
+        assert system.dispatcher.counters.retried == 2
+
+    run(held_system(3), body)
+
+
+@pytest.mark.parametrize(
+    ("forged", "text"),
+    [
+        ({"position": 3}, "sent token 3 before 0"),
+        ({"token_ids": [1] * 50}, "sent token 50 of at most 5"),
+        ({"logprobs": [TokenLogprob(1, -1.0, 1)] * 3}, "sent 3 logprobs for 1 tokens"),
+        ({"prompt_logprobs": [None]}, "sent 1 prompt logprobs for 20 tokens"),
+    ],
+)
+def test_tokens_that_cannot_be_fail_their_request_only(forged: dict[str, object], text: str) -> None:
+    async def body(system: System) -> None:
+        victim = system.dispatcher.start(make_request())
+        values = {"position": 0, "token_ids": [1]} | forged
+        system.backends["any-0"].say(Tokens(victim.request_id, 0, **values))  # type: ignore[arg-type]
+        with pytest.raises(RequestFailed, match=text):
+            await collect(victim)
+        system.backends["any-0"].release()
+        await check_right(system, make_request(num_prompt=33))
+
+    run(held_system(1), body)
+
+
+def test_messages_of_an_engine_that_has_no_part_in_a_request_are_dropped() -> None:
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(make_request())
+        foreign: list[EngineToRouter] = [
+            Tokens(generation.request_id, 0, 0, [9]),
+            Failed(generation.request_id, 0, "internal_error", "forged", retryable=False),
+            Finished(generation.request_id, 0, "stop", SourceCounts()),
+        ]
+        system.backends["any-1"].say(*foreign)
+        assert system.dispatcher.counters.dropped_messages == 3
+        system.backends["any-0"].release()
+        tokens, _ = await collect(generation)
+        assert len(tokens) == 5
+
+    run(held_system(2), body)
+
+
+def test_an_error_in_a_message_s_handling_costs_that_request_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(system: System) -> None:
+        victim, other = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
+
+        def broken(*_: object) -> None:
+            raise IndexError("a defect")
+
+        monkeypatch.setattr(victim.flow, "_on_tokens", broken)
+        backend = system.backends["any-0"]
+        with caplog.at_level(logging.CRITICAL):
+            backend.say(Tokens(victim.request_id, 0, 0, [1]), Tokens(other.request_id, 0, 0, [1]))
+        with pytest.raises(RequestFailed, match="caused an error in the router: IndexError"):
+            await collect(victim)
+        assert other.flow.output_token_ids == [1]
+        other.abort()
+
+    run(held_system(1), body)
+
+
+def test_what_no_frame_can_carry_is_the_client_s_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(system: System) -> None:
+        send = InProcessBackend.send
+
+        def picky(self: InProcessBackend, message: object) -> None:
+            if isinstance(message, Submit) and len(message.prompt_token_ids) == 99:
+                raise UnsendableMessage("Submit has 99 bytes; at most 98 can be sent")
+            send(self, message)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(InProcessBackend, "send", picky)
+        with pytest.raises(InvalidRequest, match="at most 98"):
+            await collect(system.dispatcher.start(make_request(num_prompt=99)))
+        await check_right(system, make_request())
+
+    run(System(1, 1), body)
+
+
+def test_an_engine_s_refusal_names_the_field() -> None:
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(make_request())
+        refusal = Failed(generation.request_id, 0, InvalidRequest.code, "top_k must be less", False, "top_k")
+        system.backends["any-0"].say(refusal)
+        with pytest.raises(InvalidRequest) as raised:
+            await collect(generation)
+        assert (raised.value.param, raised.value.status) == ("top_k", 400)
+        system.backends["any-0"].engine.tasks.clear()  # which has refused nothing
+
+    run(held_system(1), body)
+
+
+# --- silence ------------------------------------------------------------------------------------------------------
+
+
+def start_with_beats(system: System) -> None:
+    for name, backend in system.backends.items():
+        backend.start(system.card(name, beats="ipc:///beats"))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_is_silent_is_a_suspect_until_it_speaks(role: str) -> None:
+    async def body(system: System) -> None:
+        dispatcher, silent = system.dispatcher, f"{role}-0"
+        assert "still waiting for engines" in dispatcher.fault
+        dispatcher.connect()
+        start_with_beats(system)
+        assert dispatcher.fault == ""
+        for tick in range(1, IDLE_SILENT_TICKS + 1):
+            assert dispatcher.fault == ""
+            dispatcher.fleet.tick()
+            for name, backend in system.backends.items():
+                if name != silent:
+                    backend.say(Beat("e0", 0.0))
+            assert dispatcher.topology()["engines"][role == "decode"]["silent_for_s"] == round(tick * TICK_S, 3)
+        assert dispatcher.fault == f"no {role} engine is live: {silent} has been silent for 3.0 s"
+        suspects = {e["name"]: e["suspect"] for e in dispatcher.topology()["engines"]}
+        assert [name for name, suspect in suspects.items() if suspect] == [silent]
+        system.backends[silent].say(LoadReport(0, 0, system.dispatcher.fleet.engines[silent].blocks))
+        assert dispatcher.fault == ""
+
+    run(System(1, 1), body, start=False)
+
+
+def test_a_long_step_is_no_silence_and_one_that_is_too_long_is_a_fault() -> None:
+    async def body(system: System) -> None:
+        dispatcher, backend = system.dispatcher, system.backends["any-0"]
+        dispatcher.connect()
+        start_with_beats(system)
+        for tick in range(4 * IDLE_SILENT_TICKS):
+            dispatcher.fleet.tick()
+            backend.say(Beat("e0", tick * TICK_S, 3.0))
+            assert dispatcher.fault == ""
+        backend.say(Beat("e0", 15.1, 3.0))
+        reason = "any-0 has been at one step for 15.1 s, which should take 3 s"
+        assert dispatcher.fault == f"no prefill engine is live: {reason}"
+        backend.say(Beat("e0", 0.0))
+        assert dispatcher.fault == ""
+
+    run(System(0, 1), body, start=False)
+
+
+def test_suspects_get_requests_only_where_nobody_else_is() -> None:
+    async def body(system: System) -> None:
+        dispatcher = system.dispatcher
+        dispatcher.connect()
+        start_with_beats(system)
+        system.backends["any-0"].say(Beat("e0", 9.0, 0.1))
+        for n in range(4):
+            await check_right(system, make_request(num_prompt=20 + n))
+        assert not system.backends["any-0"].heard(Submit)
+        system.backends["any-1"].say(Beat("e0", 9.0, 0.1))
+        await check_right(system, make_request())  # all are suspects: better one of them than nobody
+
+    run(System(0, 2), body, start=False)
+
+
+def test_engines_without_beats_are_never_silent() -> None:
+    async def body(system: System) -> None:
+        for _ in range(10 * IDLE_SILENT_TICKS):
+            system.dispatcher.fleet.tick()
+        assert system.dispatcher.fault == ""
+
+    run(System(1, 1), body)
+
+
+# --- who is to blame ----------------------------------------------------------------------------------------------
+
+
+async def time_out(system: System, num: int, timeout_s: float) -> None:
+    for _ in range(num):
+        with pytest.raises(RequestTimeout):
+            await collect(system.dispatcher.start(make_request(timeout_s=timeout_s)))
+
+
+@pytest.mark.parametrize("evidence", [True, False])
+def test_short_deadlines_open_a_breaker_only_where_the_engine_does_nothing(evidence: bool) -> None:
+    """Router 2: a hanging engine was the least loaded one for ever, as no short deadline ever told against it."""
+
+    async def body(system: System) -> None:
+        hanging = system.backends["any-0"]
+        hanging.held = True
+        system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+        if evidence:
+            for _ in range(MUTE_TICKS):
+                system.dispatcher.fleet.tick()
+        else:
+            hanging.say(Beat("e0", 0.5, 2.0))  # at a long step
+        await time_out(system, MIN_EVENTS, 0.01)
+        generation = system.dispatcher.start(make_request())
+        assert generation.prefill_engine == ("any-1" if evidence else "any-0")
+        assert system.dispatcher.topology()["engines"][0]["breaker"] == ("open" if evidence else "closed")
+        generation.abort()
+        hanging.release()
+        system.backends["any-1"].release()
+
+    run(System(0, 2), body)
+
+
+def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_the_pair() -> None:
+    async def body(system: System) -> None:
+        system.backends["decode-0"].held = True
+        await time_out(system, 1, 0.05)
+        assert system.dispatcher.topology()["pairs"] == [
+            {"prefill": "prefill-0", "decode": "decode-0", "breaker": "open"}
+        ]
+        assert {e["breaker"] for e in system.dispatcher.topology()["engines"]} == {"closed"}
+        system.backends["decode-0"].release()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pdkv.router.generations.dispatch.TELLING_TIMEOUT_S", 0.0)
+        run(System(1, 1), body)
+
+
+def test_a_load_that_fails_because_its_prefill_engine_died_tells_nothing_of_the_pair() -> None:
+    async def body(system: System) -> None:
+        decode = system.backends["decode-0"]
+        decode.held = True
+        generation = system.dispatcher.start(make_request())
+        await anext(generation)
+        while not generation.flow.awaits_kv:
+            await asyncio.sleep(0)
+        system.backends["prefill-0"].die()
+        decode.say(Loaded(generation.request_id, 0, ok=False, code="peer_gone"))
+        assert system.dispatcher.counters.load_failures == 1
+        assert system.dispatcher.topology()["pairs"] == []
+        decode.release()
+        await collect(generation)
+
+    run(System(1, 1), body)

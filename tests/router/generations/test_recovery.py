@@ -1,0 +1,505 @@
+"""Requests whose engines die, fail or are left: they go on elsewhere, wait for an engine, or are given up."""
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+from dispatch_rig import PoisonedBackend, System, check_right, collect, run
+from scripted_engine import ORDERS_OF, STOP, Task, expected_output, make_request
+
+from pdkv.config import RecoveryConfig
+from pdkv.errors import ConfigError, EngineDied, EngineUnavailable, KillsEngines, RequestFailed, RequestTimeout
+from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.request import GenerateRequest
+from pdkv.wire.messages import Abort, Failed, Loaded, Order, Release, SourceCounts, Submit
+
+LEGAL: list[tuple[str, Order]] = [(kind, order) for kind, orders in ORDERS_OF.items() for order in orders]
+
+
+def long_request(num_tokens: int = 8, **changes: object) -> GenerateRequest:
+    """A request that no stop token ends early."""
+    sizes = range(20, 400)
+    size = next(n for n in sizes if STOP not in expected_output(make_request(n, num_tokens)))
+    return make_request(size, num_tokens, **changes)
+
+
+def num_failures(system: System, engine: str) -> int:
+    """What the breaker of an engine has counted against it."""
+    return sum(failures for _, _, failures in system.dispatcher.fleet.engines[engine].breaker._counts)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the engines go on until it holds."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def stop_where(system: System, stops: Callable[[Task], bool]) -> Callable[[], None]:
+    """Engines that decode do nothing for tasks of which this holds, until the returned function is called."""
+    gated = [backend for name, backend in system.backends.items() if not name.startswith("prefill")]
+    for backend in gated:
+        can_step = backend.engine._can_step
+        backend.engine._can_step = lambda task, can_step=can_step: can_step(task) and not stops(task)  # type: ignore
+
+    def go_on() -> None:
+        for backend in gated:
+            vars(backend.engine).pop("_can_step", None)
+            backend.pump()
+
+    return go_on
+
+
+async def kill_at(system: System, generation: Generation, num_tokens: int) -> str:
+    """Kill the engine that decodes when so many tokens are out, and not one more; returns its name."""
+    go_on = stop_where(system, lambda task: len(task.output) >= num_tokens)
+    await until(lambda: len(generation.flow.output_token_ids) == num_tokens and generation.decode_engine != "")
+    victim = generation.decode_engine
+    system.backends[victim].die()
+    go_on()
+    return victim
+
+
+def submits(system: System, request_id: str, kv: str) -> list[Submit]:
+    """All Submits of a request that engines now alive have got."""
+    return [m for b in system.backends.values() for m in b.heard(Submit) if (m.request_id, m.kv) == (request_id, kv)]
+
+
+# --- before the first token -------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_tried_on_each_engine_once() -> None:
+    async def body(system: System) -> None:
+        for backend in system.backends.values():
+            backend.held = True
+        generation = system.dispatcher.start(make_request())
+        asked = []
+        for attempt in range(3):
+            name = generation.flow.route.prefill
+            asked.append(name)
+            system.backends[name].engine.tasks.clear()
+            system.backends[name].say(Failed(generation.request_id, attempt, "overloaded", f"no room on {name}", True))
+        assert sorted(asked) == ["prefill-0", "prefill-1", "prefill-2"]
+        with pytest.raises(RequestFailed, match=f"no room on {asked[-1]}"):
+            await collect(generation)
+        assert system.dispatcher.counters.retried == 3  # the last of them found no engine
+
+    run(System(3, 1), body)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_no_request_is_tried_again_more_often_than_its_limit(limit: int) -> None:
+    async def body(system: System) -> None:
+        for backend in system.backends.values():
+            backend.held = True
+        generation = system.dispatcher.start(make_request())
+        for attempt in range(limit + 1):
+            assert not generation.flow.ended
+            backend = system.backends[generation.flow.route.prefill]
+            backend.engine.tasks.clear()
+            backend.say(Failed(generation.request_id, attempt, "overloaded", "no room", retryable=True))
+            assert system.dispatcher.counters.retried == min(attempt + 1, limit)
+        with pytest.raises(RequestFailed, match="no room"):
+            await collect(generation)
+
+    run(System(5, 1, recovery=RecoveryConfig(retry_limit=limit)), body)
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(ConfigError, match="migration_limit must be 0 or more, got -1"):
+        RecoveryConfig(migration_limit=-1)
+
+
+# --- behind it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "order"), LEGAL)
+@pytest.mark.parametrize("num_tokens", [1, 4, 7])
+def test_a_stream_goes_on_behind_its_tokens_when_decode_dies(kind: str, order: Order, num_tokens: int) -> None:
+    async def body(system: System) -> None:
+        request = long_request(8)
+        generation = system.dispatcher.start(request)
+        victim = await kill_at(system, generation, num_tokens)
+        tokens, last = await collect(generation)
+        assert tokens == expected_output(request)
+        assert last.finish_reason == "length"
+        assert generation.decode_engine != victim
+        assert system.dispatcher.counters.migrated == 1
+        assert system.dispatcher.counters.retried == 0
+        assert generation.sources == SourceCounts(computed=len(request.prompt_token_ids))
+
+    run(System(2, 2, kind=kind, orders=[order]), body)
+
+
+def test_an_aggregated_engine_s_streams_go_on_on_another_one() -> None:
+    async def body(system: System) -> None:
+        requests = [long_request(8) for _ in range(4)]
+        generations = [system.dispatcher.start(request) for request in requests]
+        await until(lambda: len(generations[0].flow.output_token_ids) >= 3)
+        system.backends[generations[0].decode_engine].die()
+        for generation, request in zip(generations, requests, strict=True):
+            assert (await collect(generation))[0] == expected_output(request)
+        assert system.dispatcher.counters.failed == {}
+
+    run(System(0, 2), body)
+
+
+def test_without_migrations_a_stream_fails_at_once() -> None:
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(long_request())
+        victim = await kill_at(system, generation, 3)
+        with pytest.raises(EngineDied, match=f"engine {victim} died"):
+            await collect(generation)
+        assert system.dispatcher.counters.migrated == 0
+
+    run(System(1, 2, recovery=RecoveryConfig(migration_limit=0)), body)
+
+
+@pytest.mark.parametrize(("kind", "order"), LEGAL)
+def test_a_prompt_that_was_handed_off_is_run_once_although_decode_dies_before_its_load(kind: str, order: Order) -> None:
+    async def body(system: System) -> None:
+        request = long_request()
+        go_on = stop_where(system, lambda task: task.stage == "loading")
+        generation = system.dispatcher.start(request)
+        flow = generation.flow
+        await until(lambda: flow._handoff is not None)
+        assert flow.load is None  # it has not been loaded yet
+        victim = generation.decode_engine
+        system.backends[victim].die()
+        go_on()
+        assert (await collect(generation))[0] == expected_output(request)
+        assert len(submits(system, generation.request_id, "handoff")) == 1
+        (heir,) = {"decode-0", "decode-1"} - {victim}
+        readers = [m for m in system.backends[heir].heard(Submit) if m.request_id == generation.request_id]
+        assert [(m.attempt, m.kv) for m in readers] == [(1, "await_peer")]
+        assert readers[0].handoff is not None
+        assert readers[0].handoff.attempt == 0
+
+    run(System(1, 2, kind=kind, orders=[order]), body)
+
+
+def test_a_load_that_decode_gives_up_is_tried_on_another_one_from_the_same_hand_off() -> None:
+    """Load failure policy "fail"."""
+
+    async def body(system: System) -> None:
+        for name in ("decode-0", "decode-1"):
+            system.backends[name].held = True
+        request = long_request()
+        generation = system.dispatcher.start(request)
+        await until(lambda: generation.decode_engine != "")
+        first = system.backends[generation.decode_engine]
+        first.engine.tasks.clear()
+        first.say(
+            Loaded(generation.request_id, 0, ok=False, code="transfer_timeout"),
+            Failed(generation.request_id, 0, "transfer_timeout", "the KV of the prompt could not be loaded", True),
+        )
+        assert generation.decode_engine not in ("", first.name)
+        for name in ("decode-0", "decode-1"):
+            system.backends[name].release()
+        assert (await collect(generation))[0] == expected_output(request)
+        assert len(submits(system, generation.request_id, "handoff")) == 1
+        assert [type(m) for m in system.backends["prefill-0"].heard(Release)] == [Release]
+
+    run(System(1, 2), body)
+
+
+def test_a_bad_decode_engine_costs_prefill_nothing() -> None:
+    """Its failures are its own: neither the breaker nor a mark keeps requests from the prefill engine."""
+
+    async def body(system: System) -> None:
+        bad = system.backends["decode-0"]
+        bad.held = True
+        for _ in range(10):
+            generation = system.dispatcher.start(long_request())
+            await until(lambda: generation.decode_engine != "")  # noqa: B023
+            if generation.decode_engine == "decode-0":
+                bad.engine.tasks.clear()
+                bad.say(
+                    Loaded(generation.request_id, 0, ok=False, code="kv_not_found"),
+                    Failed(generation.request_id, 0, "kv_not_found", "nothing is there", True),
+                )
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+        assert num_failures(system, "prefill-0") == 0
+        assert num_failures(system, "decode-0") > 0
+        assert {generation.flow.prompt_engine for _ in "x"} == {"prefill-0"}
+
+    run(System(1, 2), body)
+
+
+# --- decode is bound late ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pull", "store"])
+def test_prompts_that_are_still_being_run_are_no_load_of_decode(kind: str) -> None:
+    async def body(system: System) -> None:
+        system.backends["prefill-0"].held = True
+        generations = [system.dispatcher.start(make_request()) for _ in range(6)]
+        in_flight = {e.name: e.in_flight for e in system.dispatcher.engines()}
+        assert in_flight == {"prefill-0": 6, "decode-0": 0, "decode-1": 0}
+        assert {g.decode_engine for g in generations} == {""}
+        system.backends["decode-0"].die()
+        system.backends["prefill-0"].release()
+        for generation in generations:
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+            assert generation.decode_engine == "decode-1"
+        assert (system.dispatcher.counters.retried, system.dispatcher.counters.migrated) == (0, 0)
+
+    run(System(1, 2, kind=kind), body)
+
+
+# --- engines that are left --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "order"), LEGAL)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_generation_moves_away_from_an_engine_that_hangs(kind: str, order: Order, side: str) -> None:
+    async def body(system: System) -> None:
+        request = long_request()
+        held = [backend for name, backend in system.backends.items() if name.startswith(side)]
+        for backend in held:
+            backend.held = True
+        generation = system.dispatcher.start(request)
+        if side == "decode" and order == "prefill_first":
+            await until(lambda: generation.decode_engine != "")
+        flow = generation.flow
+        hanging = flow.route.prefill if side == "prefill" and flow.runs_on(flow.route.prefill) else flow.route.decode
+        if side == "prefill" and hanging == flow.route.decode:
+            await until(lambda: flow.runs_on(flow.route.prefill))
+            hanging = flow.route.prefill
+        assert system.dispatcher.move(generation, "silent for 3 s", away_from=hanging)
+        assert hanging not in flow.route[:2]
+        for backend in held:
+            if backend.name != hanging:
+                backend.release()
+        assert (await collect(generation))[0] == expected_output(request)
+        assert len(system.backends[hanging].heard(Abort)) == 1
+        assert num_failures(system, hanging) == 0  # whose fault it is, health knows
+        system.backends[hanging].release()  # what it still says is dropped
+
+    run(System(2, 2, kind=kind, orders=[order]), body)
+
+
+def test_nobody_moves_where_there_is_no_other_engine_or_behind_the_end() -> None:
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(long_request())
+        assert not system.dispatcher.move(generation, "slow")
+        await until(lambda: generation.decode_engine != "")
+        assert not system.dispatcher.move(generation, "slow", away_from="decode-0")
+        assert (await collect(generation))[0] == expected_output(generation.flow.request)
+        assert not system.dispatcher.move(generation, "slow")
+        assert system.dispatcher.counters.migrated == 0
+
+    run(System(1, 1), body)
+
+
+# --- nothing there ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "order"), LEGAL)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_requests_wait_for_a_role_that_is_gone(kind: str, order: Order, role: str) -> None:
+    async def body(system: System) -> None:
+        running = [system.dispatcher.start(long_request()) for _ in range(4)]
+        await until(lambda: len(running[0].flow.output_token_ids) >= 2)
+        gone = [name for name in system.backends if name.startswith(role)]
+        for name in gone:
+            system.backends[name].die()
+        waiting = [system.dispatcher.start(long_request()) for _ in range(4)]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert all(not generation.flow.ended for generation in waiting)
+        assert system.dispatcher.num_parked >= 4
+        for name in gone:
+            system.backends[name].start(system.card(name, epoch="e1"))
+        for generation in running + waiting:
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+        assert system.dispatcher.counters.failed == {}
+
+    run(System(2, 2, kind=kind, orders=[order]), body)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_only_engine_is_asked_again_when_its_connection_was_cut(role: str) -> None:
+    """It is the same incarnation, and has failed nobody."""
+
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(long_request())
+        if role == "decode":
+            await until(lambda: len(generation.flow.output_token_ids) >= 3)
+        system.backends[f"{role}-0"].die()
+        system.backends[f"{role}-0"].start(system.card(f"{role}-0"))
+        assert (await collect(generation))[0] == expected_output(generation.flow.request)
+
+    run(System(1, 1), body)
+
+
+def test_a_hand_off_waits_for_a_decode_engine_and_is_not_run_again() -> None:
+    async def body(system: System) -> None:
+        system.backends["prefill-0"].held = True
+        generation = system.dispatcher.start(long_request())
+        system.backends["decode-0"].die()
+        system.backends["prefill-0"].release()
+        await until(lambda: generation.flow.awaits_decode)
+        assert system.dispatcher.num_parked == 1
+        assert {e.name: e.in_flight for e in system.dispatcher.engines()} == {"prefill-0": 0, "decode-0": 0}
+        system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))
+        assert (await collect(generation))[0] == expected_output(generation.flow.request)
+        assert len(submits(system, generation.request_id, "handoff")) == 1
+
+    run(System(1, 1), body)
+
+
+def test_who_waits_is_bounded_by_its_deadline_and_may_be_aborted() -> None:
+    async def body(system: System) -> None:
+        system.backends["decode-0"].die()
+        late, aborted = (system.dispatcher.start(make_request(timeout_s=t)) for t in (0.01, 60.0))
+        with pytest.raises(RequestTimeout, match=r"longer than 0\.01 s; at last it waited for an engine that was gone"):
+            await collect(late)
+        aborted.abort()
+        assert system.dispatcher.num_parked == 0
+
+    run(System(1, 1), body)
+
+
+def test_nobody_waits_for_what_cannot_come() -> None:
+    """An engine that failed the request and lives is not coming back."""
+
+    async def body(system: System) -> None:
+        system.backends["any-0"].held = True
+        generation = system.dispatcher.start(make_request())
+        system.backends["any-0"].engine.tasks.clear()
+        system.backends["any-0"].say(Failed(generation.request_id, 0, "overloaded", "no room", retryable=True))
+        with pytest.raises(RequestFailed, match="no room"):
+            await collect(generation)
+
+    run(System(0, 1), body)
+
+
+def test_a_fleet_that_was_never_ready_is_unavailable() -> None:
+    async def body(system: System) -> None:
+        system.dispatcher.connect()
+        with pytest.raises(EngineUnavailable, match="no prefill engine is ready"):
+            system.dispatcher.start(make_request())
+
+    run(System(1, 1), body, start=False)
+
+
+@pytest.mark.parametrize("gone", ["prefill", "decode"])
+def test_engines_of_the_other_role_take_over_where_that_is_asked_for(gone: str) -> None:
+    async def body(system: System) -> None:
+        running = system.dispatcher.start(long_request())
+        await until(lambda: len(running.flow.output_token_ids) >= 2)
+        system.backends[f"{gone}-0"].die()
+        generation = await check_right(system, long_request())
+        assert gone not in generation.decode_engine
+        assert generation.prefill_engine == generation.decode_engine
+        assert (await collect(running))[0] == expected_output(running.flow.request)
+
+    run(System(1, 1, recovery=RecoveryConfig(take_over=True)), body)
+
+
+def test_a_prefill_engine_decodes_what_it_has_handed_off_where_it_takes_over() -> None:
+    async def body(system: System) -> None:
+        system.backends["prefill-0"].held = True
+        generation = system.dispatcher.start(long_request())
+        system.backends["decode-0"].die()
+        system.dispatcher.fleet.engines["decode-0"].num_deaths = 1
+        system.backends["prefill-0"].release()
+        assert (await collect(generation))[0] == expected_output(generation.flow.request)
+        assert generation.decode_engine == "prefill-0"
+        assert len(system.backends["prefill-0"].heard(Release)) == 1
+
+    run(System(1, 1, recovery=RecoveryConfig(take_over=True)), body)
+
+
+# --- requests that kill engines ---------------------------------------------------------------------------------------
+
+POISON = 41
+"""Length of a prompt that ends the engine that computes it."""
+
+
+def poisoned(num_prefill: int, num_decode: int, is_poison: Callable[[Submit], bool]) -> System:
+    system = System(num_prefill, num_decode, backend=PoisonedBackend)
+    for backend in system.backends.values():
+        cast(PoisonedBackend, backend).is_poison = is_poison
+    return system
+
+
+def deaths(system: System) -> dict[str, int]:
+    return {name: cast(PoisonedBackend, b).num_deaths for name, b in system.backends.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode"), [(0, 2), (0, 3), (2, 2), (1, 1)], ids=["2 alike", "3 alike", "2P2D", "1P1D"]
+)
+def test_of_a_poison_prompt_and_50_innocents_it_alone_fails(num_prefill: int, num_decode: int) -> None:
+    async def body(system: System) -> None:
+        innocents = [system.dispatcher.start(make_request(50 + i, 12)) for i in range(25)]
+        await asyncio.sleep(0)
+        poison = system.dispatcher.start(make_request(POISON, 4))
+        innocents += [system.dispatcher.start(make_request(80 + i, 12)) for i in range(25)]
+        results = await asyncio.gather(*[collect(g) for g in innocents], return_exceptions=True)
+        for generation, result in zip(innocents, results, strict=True):
+            assert not isinstance(result, BaseException), result
+            assert result[0] == expected_output(generation.flow.request)
+        with pytest.raises(KillsEngines, match="2 engines died while they ran this request alone"):
+            await collect(poison)
+        assert system.dispatcher.counters.failed == {"kills_engines": 1}
+        assert sum(deaths(system).values()) == 3  # once among others, twice alone
+
+    run(poisoned(num_prefill, num_decode, lambda submit: len(submit.prompt_token_ids) == POISON), body)
+
+
+def test_a_request_that_kills_engines_at_some_token_is_found_too() -> None:
+    """It has brought tokens before, as all the others; none of them is taken for it."""
+
+    def is_poison(submit: Submit) -> bool:
+        system_task = len(submit.prompt_token_ids) == POISON
+        return system_task and len(submit.output_token_ids) >= 1
+
+    async def body(system: System) -> None:
+        poison = system.dispatcher.start(make_request(POISON, 12))
+        others = [system.dispatcher.start(make_request(50 + i, 12)) for i in range(10)]
+        for generation in others:
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+        with pytest.raises(KillsEngines):
+            await collect(poison)
+
+    run(poisoned(2, 2, is_poison), body)
+
+
+def test_engines_that_die_by_themselves_cost_no_request() -> None:
+    """Twice in a row, the one to which its requests have just moved, too: chance, and no request is to blame."""
+
+    async def body(system: System) -> None:
+        generations = [system.dispatcher.start(make_request(50 + i, 12)) for i in range(12)]
+        await until(lambda: sum(len(g.flow.output_token_ids) for g in generations) >= 20)
+        for name in ("any-0", "any-1"):
+            system.backends[name].die()
+        for name in ("any-0", "any-1"):
+            system.backends[name].start(system.card(name, epoch="e1"))
+        for generation in generations:
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+
+    run(System(0, 2, backend=PoisonedBackend), body)
+
+
+def test_suspects_run_one_per_engine_at_a_time() -> None:
+    async def body(system: System) -> None:
+        first = [system.dispatcher.start(make_request(50 + i, 12)) for i in range(8)]
+        most = 0
+        system.backends["any-0"].die()
+        system.backends["any-0"].start(system.card("any-0", epoch="e1"))
+        while not all(g.flow.ended for g in first):
+            for backend in system.backends.values():
+                suspects = [
+                    g for g in first
+                    if g.trouble is not None and g.trouble.clear_at and g.flow.runs_on(backend.name)
+                ]  # fmt: skip
+                most = max(most, len(suspects))
+            await asyncio.sleep(0)
+        assert most == 1
+        for generation in first:
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+
+    run(System(0, 2), body)

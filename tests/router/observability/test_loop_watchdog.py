@@ -1,0 +1,76 @@
+"""What holds the event loop is counted and named, on the router's kind of loop; what does not, is not."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import uvloop
+
+from pdkv.router.observability.loop_watchdog import MAX_PLACES, LoopWatchdog
+
+
+def watched(hold: Callable[[LoopWatchdog], None], factory: Callable[[], asyncio.AbstractEventLoop]) -> LoopWatchdog:
+    """A watchdog of 20 ms, after `hold` was one callback of its loop."""
+    watchdog = LoopWatchdog(0.02)
+
+    async def main() -> None:
+        watchdog.start()
+        before = watchdog.lag.count
+        asyncio.get_running_loop().call_soon(hold, watchdog)
+        async with asyncio.timeout(30):
+            while watchdog.lag.count < before + 2:
+                await asyncio.sleep(0.001)
+        watchdog.close()
+        watchdog.close()
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(main())
+    return watchdog
+
+
+def compute(watchdog: LoopWatchdog) -> None:
+    """Until the watchdog's thread has seen it, and its threshold of CPU is used up."""
+    began, cpu = time.monotonic(), time.thread_time()
+    while time.monotonic() < began + 20:
+        used = time.thread_time() - cpu > 2 * watchdog.threshold_s
+        if used and watchdog._samples and time.monotonic() > began + 0.1:
+            return
+
+
+def wait(watchdog: LoopWatchdog) -> None:
+    """A lock that nobody gives up, as a blocking call has it, until the watchdog's thread has seen it."""
+    lock = threading.Lock()
+    lock.acquire()
+    for _ in range(100):
+        lock.acquire(timeout=0.1)
+        if watchdog._samples:
+            return
+
+
+@pytest.mark.parametrize("factory", [uvloop.new_event_loop, asyncio.new_event_loop])
+@pytest.mark.parametrize(("hold", "kind"), [(compute, "busy"), (wait, "waiting")])
+def test_a_callback_that_holds_the_loop_is_named(
+    hold: Callable[[LoopWatchdog], None], kind: str, factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    watchdog = watched(hold, factory)
+    found = [(place, k) for place, k in watchdog.stalls if place.endswith(hold.__name__)]
+    assert found == [(hold.__qualname__, kind)]
+    assert watchdog.longest_s >= watchdog.threshold_s
+
+
+def test_places_are_bounded() -> None:
+    watchdog = LoopWatchdog(0.02)
+    for number in range(MAX_PLACES + 10):
+        watchdog._samples = [(f"place-{number}", 1)]
+        watchdog._count(0.03, 0.03)
+    assert len(watchdog.stalls) == MAX_PLACES + 1
+    assert watchdog.stalls["other", "busy"] == 10
+
+
+def test_many_callbacks_in_a_row_are_a_crowd() -> None:
+    watchdog = LoopWatchdog(0.02)
+    watchdog._samples = [("a", 1), ("b", 2), ("a", 3)]
+    watchdog._count(0.03, 0.03)
+    assert watchdog.stalls == {("a", "crowd"): 1}

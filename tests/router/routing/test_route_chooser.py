@@ -1,0 +1,129 @@
+"""Each side of a request is chosen by itself, and a choice after the first goes where its prompt was run."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from scripted_engine import make_card, make_request
+
+from pdkv.block_keys import extend_keys, root_key
+from pdkv.errors import EngineUnavailable
+from pdkv.router.engines.books import Entry
+from pdkv.router.engines.fleet import ORDERS, Fleet
+from pdkv.router.generations.request import Route
+from pdkv.router.routing.policies import POLICIES
+from pdkv.router.routing.prefix_index import PrefixIndex
+from pdkv.router.routing.route_chooser import AFFINITY_TOKENS, RouteChooser
+from pdkv.wire.messages import BlockStored, CacheCleared, KVEvents
+
+
+def make_chooser(num_prefill: int, num_decode: int, policy: str = "round_robin", role: str = "") -> RouteChooser:
+    fleet, index = Fleet(), PrefixIndex()
+    for kind, num in (("prefill", num_prefill), (role or "decode", num_decode)):
+        for i in range(num):
+            fleet.add(f"{kind}-{i}", kind)
+            fleet.came_up(f"{kind}-{i}", make_card(f"{kind}-{i}", kind))
+            index.add_engine(f"{kind}-{i}")
+    chooser = RouteChooser(fleet, index, policy=policy, orders=ORDERS, rng=random.Random(0))
+    chooser.fleet, chooser.index = fleet, index  # type: ignore[attr-defined]  # for the tests
+    return chooser
+
+
+def store(chooser: Any, engine: str, num_tokens: int, request: Any) -> None:
+    """The engine says that it has the beginning of the prompt."""
+    card = chooser.fleet.engines[engine].card
+    keys: list[bytes] = []
+    root = root_key(model=card.model, layout=card.layout.identity)
+    extend_keys(keys, root, request.prompt_token_ids[:num_tokens])
+    assert chooser.index.apply(engine, KVEvents(0, [CacheCleared(), BlockStored(keys, None)]))
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 2), (2, 4), (4, 2), (3, 3), (2, 3)])
+def test_round_robin_uses_every_pair_equally(num_prefill: int, num_decode: int) -> None:
+    chooser = make_chooser(num_prefill, num_decode)
+    pairs: Counter[tuple[str, str]] = Counter()
+    for _ in range(2 * num_prefill * num_decode):
+        route = chooser.choose(make_request(), 0.0)
+        assert (route.decode, route.order) == ("", "prefill_first")  # bound when the prompt is handed off
+        pairs[route.prefill, chooser.choose_decode(make_request(), route.prefill, 0.0)] += 1
+    assert len(pairs) == num_prefill * num_decode
+    assert set(pairs.values()) == {2}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_aggregated_engines_do_both(policy: str) -> None:
+    chooser = make_chooser(0, 3, policy, role="any")
+    routes = [chooser.choose(make_request(), 0.0) for _ in range(9)]
+    assert all(route == Route(route.prefill, route.prefill) for route in routes)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pair_whose_transfers_failed_is_avoided_while_there_is_another(policy: str) -> None:
+    chooser: Any = make_chooser(1, 2, policy)
+    chooser.fleet.pairs.loaded("prefill-0", "decode-0", False, 0.0)
+    Entry(chooser.fleet.engines["decode-1"].books, 0, 10_000).enter()
+    assert {chooser.choose_decode(make_request(), "prefill-0", 1.0) for _ in range(8)} == {"decode-1"}
+    chooser.fleet.pairs.loaded("prefill-0", "decode-1", False, 0.0)
+    assert {chooser.choose_decode(make_request(), "prefill-0", 1.0) for _ in range(20)} & {"decode-0"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_choice_after_the_first_goes_where_its_prompt_was_run(policy: str) -> None:
+    chooser: Any = make_chooser(3, 1, policy)
+    Entry(chooser.fleet.engines["prefill-1"].books, 5000, 0).enter()
+    assert {chooser.choose_prefill(make_request(near="prefill-1"), 0.0) for _ in range(5)} == {"prefill-1"}
+    assert "prefill-1" not in {
+        chooser.choose_prefill(make_request(near="prefill-1"), 0.0, without=("prefill-1",)) for _ in range(5)
+    }
+    chooser.fleet.went_down("prefill-1", 0.0)
+    assert chooser.choose_prefill(make_request(near="prefill-1"), 0.0) in ("prefill-0", "prefill-2")
+
+
+def test_what_is_computed_is_the_prompt_less_what_the_engine_has_and_a_block_at_least() -> None:
+    chooser, request = make_chooser(2, 1), make_request(100)
+    assert chooser.uncached_tokens(request, "prefill-0") == 100
+    store(chooser, "prefill-0", 64, request)
+    assert chooser.uncached_tokens(request, "prefill-0") == 36
+    assert chooser.uncached_tokens(request, "prefill-1") == 100
+    store(chooser, "prefill-1", 96, request)
+    assert chooser.uncached_tokens(request, "prefill-1") == 16
+
+
+def test_a_prompt_is_hashed_once_for_all_choices_and_attempts() -> None:
+    request = make_request(64)
+    sibling = make_request(64, keys=request.keys)
+    keys = request.keys.of(b"root", request.prompt_token_ids)
+    assert sibling.keys.of(b"root", sibling.prompt_token_ids) is keys
+    assert request.keys.of(b"other", request.prompt_token_ids) != keys
+
+
+def test_a_side_without_engines_is_named() -> None:
+    chooser: Any = make_chooser(1, 1)
+    chooser.fleet.went_down("decode-0", 0.0)
+    assert chooser.choose_prefill(make_request(), 0.0) == "prefill-0"
+    with pytest.raises(EngineUnavailable, match="no decode engine is ready"):
+        chooser.choose(make_request(), 0.0)
+    chooser.fleet.went_down("prefill-0", 0.0)
+    with pytest.raises(EngineUnavailable, match="no prefill engine is ready"):
+        chooser.choose(make_request(), 0.0)
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware"])
+def test_requests_of_one_key_go_to_one_engine_while_its_load_allows_it(policy: str) -> None:
+    chooser: Any = make_chooser(4, 1, policy)
+
+    def engines_of(key: str) -> set[str]:
+        return {chooser.choose_prefill(make_request(affinity=key), 0.0) for _ in range(8)}
+
+    owners = {key: engines_of(key) for key in "abcdefghijklmnop"}
+    assert all(len(engines) == 1 for engines in owners.values())
+    assert len(set().union(*owners.values())) == 4
+    [owner] = owners["a"]
+    books = Entry(chooser.fleet.engines[owner].books, AFFINITY_TOKENS - 1, 0)
+    books.enter()
+    assert engines_of("a") == {owner}
+    Entry(chooser.fleet.engines[owner].books, 2, 0).enter()
+    assert owner not in engines_of("a")
+    chooser.fleet.went_down(owner, 0.0)
+    assert all(engines_of(key) == engines for key, engines in owners.items() if engines != {owner})
