@@ -12,6 +12,7 @@ from pdkv.errors import InvalidRequest
 from pdkv.limits import (
     MAX_AFFINITY_BYTES,
     MAX_PROMPT_LOGPROBS,
+    MAX_SHOWN_PROMPT_TOKENS,
     MAX_TOTAL_PROMPT_TOKENS,
     check_cache_salt,
     utf8_bytes,
@@ -99,6 +100,8 @@ def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Canc
     _check_total(num_tokens, params.n, "prompt")
     _check_prompt_logprobs(num_tokens, body.prompt_logprobs, params.n, "prompt_logprobs")
     _check_prompt_logprobs(num_tokens, body.logprobs if echo else None, params.n, "logprobs")
+    _check_shown(num_tokens, params.n, body.return_token_ids or False, "return_token_ids")
+    _check_shown(num_tokens, params.n, echo, "echo")
     return _job(body, prompts, params, chat=False, echo=echo, prompt_only=prompt_only)
 
 
@@ -127,6 +130,7 @@ def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lamb
     check_length(num_tokens, max_tokens, model, "messages")
     _check_total(num_tokens, params.n, "messages")
     _check_prompt_logprobs(num_tokens, body.prompt_logprobs, 1, "prompt_logprobs")
+    _check_shown(num_tokens, params.n, body.return_token_ids or False, "return_token_ids")
     return _job(body, [prompt], params, chat=True)
 
 
@@ -246,6 +250,15 @@ def _check_total(num_tokens: int, n: int, param: str) -> None:
     if num_tokens * n > MAX_TOTAL_PROMPT_TOKENS:
         raise InvalidRequest(
             f"prompt tokens times n must be at most {MAX_TOTAL_PROMPT_TOKENS}, got {num_tokens} * {n}", param=param
+        )
+
+
+def _check_shown(num_tokens: int, n: int, shown: bool, param: str) -> None:
+    """Each choice of the reply shows its prompt."""
+    if shown and num_tokens * n > MAX_SHOWN_PROMPT_TOKENS:
+        raise InvalidRequest(
+            f"{param}: the reply would show more than {MAX_SHOWN_PROMPT_TOKENS} prompt tokens: {num_tokens} * {n}",
+            param=param,
         )
 
 

@@ -53,6 +53,9 @@ MAX_TOTAL_PROMPT_TOKENS = 2**24
 MAX_PROMPT_LOGPROBS = 2**20
 """Logprobs of prompt tokens in one reply: tokens times n times those per token. Each is some 30 bytes of JSON."""
 
+MAX_SHOWN_PROMPT_TOKENS = 2**21
+"""Prompt tokens times n in one reply, as ids or as text: encoding them takes some 10 ms, and 15 MB."""
+
 MAX_ADAPTER_BYTES = 256
 """UTF-8 of an adapter's name."""
 

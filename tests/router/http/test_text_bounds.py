@@ -78,6 +78,16 @@ def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
             ),
             "800 tokens, 20 + 1 of each, 128 times",
         ),
+        *(
+            (
+                COMPLETIONS,
+                completion(
+                    b"[" + b",".join([b"[5" + b",5" * 126 + b"]"] * 8) + b"]", b', "n": 128, "%s": true' % shown
+                ),
+                f"{shown.decode()}: the reply would show more than 100000 prompt tokens: 1016 * 128",
+            )
+            for shown in (b"return_token_ids", b"echo")
+        ),
         (COMPLETIONS, completion(b'"x"', b', "stop": ' + many(b'"a"')), "texts"),
         (COMPLETIONS, completion(b'"x"', b', "stop": ["' + b"a" * (3 << 20) + b'"]'), "at most 4096 bytes"),
         (COMPLETIONS, completion(b'"x"', b', "stop_token_ids": ' + many(b"12345")), "at most 256 entries"),
@@ -108,7 +118,10 @@ def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_too_much_is_refused_before_it_is_worked_on(path: str, body: bytes, words: str) -> None:
+def test_too_much_is_refused_before_it_is_worked_on(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: bytes, words: str
+) -> None:
+    monkeypatch.setattr(openai, "MAX_SHOWN_PROMPT_TOKENS", 100_000)
     assert words in refuse(path, body)["message"]
 
 
