@@ -158,10 +158,11 @@ def run_router(
         operations=operations,
         instruments=instruments,
     )
-    server = _Server(server_config(app, limits, bodies, max_connections))
+    room = Connections(max_connections)
+    server = _Server(server_config(app, limits, bodies, room))
     admin_app = create_admin_app(dispatcher, operations)
     admin = AdminServer(admin_app, admin_socket) if admin_socket is not None else None
-    stopping = _Stopping(server, dispatcher, drain, drain_s)
+    stopping = _Stopping(server, dispatcher, drain, room, drain_s)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again
     try:
@@ -173,9 +174,9 @@ def run_router(
     return 0
 
 
-def server_config(app: ASGIApp, limits: HttpLimits, bodies: ByteBudget, max_connections: int) -> uvicorn.Config:
-    """uvicorn with our bounds; `bodies` is the application's budget."""
-    protocol = functools.partial(LimitedProtocol, limits=limits, room=Connections(max_connections), bodies=bodies)
+def server_config(app: ASGIApp, limits: HttpLimits, bodies: ByteBudget, room: Connections) -> uvicorn.Config:
+    """uvicorn with our bounds; `bodies` is the application's budget, `room` has the connections."""
+    protocol = functools.partial(LimitedProtocol, limits=limits, room=room, bodies=bodies)
     return uvicorn.Config(
         app,
         http=cast(type[asyncio.Protocol], protocol),
@@ -214,12 +215,15 @@ class AdminServer:
 
 
 class _Stopping:
-    """How the router comes to its end: at once, or when what has begun is answered."""
+    """How the router comes to its end: at once, or when what has begun is answered and the answers are sent."""
 
-    def __init__(self, server: _Server, dispatcher: Dispatcher, drain: Drain, drain_s: float) -> None:
+    def __init__(
+        self, server: uvicorn.Server, dispatcher: Dispatcher, drain: Drain, room: Connections, drain_s: float
+    ) -> None:
         self._server = server
         self._dispatcher = dispatcher
         self._drain = drain
+        self._room = room
         self._drain_s = drain_s
         self._task: asyncio.Task[None] | None = None
 
@@ -232,11 +236,15 @@ class _Stopping:
             self._task = asyncio.create_task(self._wait())
 
     async def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._drain_s
         num_requests = self._drain.num_requests
         if num_requests:
             logger.info("stopping: %d requests still run, at most %g s", num_requests, self._drain_s)
         if not await self._drain.wait_idle(self._drain_s):
             logger.warning("%d requests did not end within %g s and are cut", self._drain.num_requests, self._drain_s)
+        elif num_unsent := await self._room.send_rest(max(deadline - loop.time(), 0.0)):
+            logger.warning("%d clients did not read their answers within %g s: cut", num_unsent, self._drain_s)
         self.now()
 
     def now(self) -> None:

@@ -1,8 +1,13 @@
 """How many connections the HTTP server may have, and which of them go when there are too many."""
 
+import logging
 import os
 import time
 from typing import Protocol
+
+from pdkv.router.generations.changes import Changes
+
+logger = logging.getLogger(__name__)
 
 _EVICTABLE_S = 1.0
 """A connection that has been idle for so long makes room for a new one."""
@@ -16,8 +21,15 @@ _RESERVED = 32
 _RESERVED_PER_ENGINE = 2
 
 
-class Evictable(Protocol):
+class Connection(Protocol):
     """A connection that may have to go."""
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes of answers that are still to be written, because the client has not read what is before them."""
+
+    def shutdown(self) -> None:
+        """End when what was written, and the answer under way, are out."""
 
     def evict(self) -> None:
         """Close now; nothing is answered."""
@@ -32,9 +44,34 @@ class Connections:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._spare = max(4, limit // 16)
-        self._idle: dict[Evictable, float] = {}  # without a request in progress, and since when; the oldest first
-        self._receiving: dict[Evictable, float] = {}  # its headers are here, its body is not; the oldest first
-        self._ending: dict[Evictable, None] = {}  # answered for the last time; the oldest first
+        self._idle: dict[Connection, float] = {}  # without a request in progress, and since when; the oldest first
+        self._receiving: dict[Connection, float] = {}  # its headers are here, its body is not; the oldest first
+        self._ending: dict[Connection, None] = {}  # answered for the last time; the oldest first
+        self._open: set[Connection] = set()
+        self._changes = Changes()
+
+    def opened(self, connection: Connection) -> None:
+        """There is one more, admitted or not."""
+        self._open.add(connection)
+
+    def lost(self, connection: Connection) -> None:
+        """It is gone."""
+        self.leave(connection)
+        self._open.discard(connection)
+        self._changes.notify()
+
+    async def send_rest(self, timeout_s: float) -> int:
+        """End all connections; return how many had not sent what was written to them within `timeout_s`.
+
+        Those who do not read at all are evicted by their own timer before that.
+        """
+        for connection in list(self._open):
+            connection.shutdown()
+        unsent = {connection for connection in self._open if connection.num_unsent}
+        if unsent:
+            logger.info("stopping: %d clients still read their answers, at most %.1f s", len(unsent), timeout_s)
+        await self._changes.wait_for(lambda: not unsent & self._open, timeout_s)
+        return sum(connection.num_unsent > 0 for connection in unsent & self._open)
 
     def admit(self, count: int) -> bool:
         """Whether connection number `count` may stay; may evict an idle one."""
@@ -47,16 +84,16 @@ class Connections:
         oldest.evict()
         return True
 
-    def idle(self, connection: Evictable) -> None:
+    def idle(self, connection: Connection) -> None:
         """It waits for a request."""
         self._idle.setdefault(connection, time.monotonic())
 
-    def receiving(self, connection: Evictable) -> None:
+    def receiving(self, connection: Connection) -> None:
         """Its next request has begun, and a body may follow."""
         self.leave(connection)
         self._receiving[connection] = time.monotonic()
 
-    def ending(self, connection: Evictable) -> None:
+    def ending(self, connection: Connection) -> None:
         """It has its last answer, and is open only to be read; may evict the one that has been so for longest."""
         self._ending[connection] = None
         if len(self._ending) > self._spare:
@@ -64,14 +101,14 @@ class Connections:
             self.leave(oldest)
             oldest.evict()
 
-    def leave(self, connection: Evictable) -> None:
+    def leave(self, connection: Connection) -> None:
         """It is served, or gone."""
         self._idle.pop(connection, None)
         self._receiving.pop(connection, None)
         self._ending.pop(connection, None)
 
 
-def _older(since: dict[Evictable, float], age_s: float) -> Evictable | None:
+def _older(since: dict[Connection, float], age_s: float) -> Connection | None:
     """The first of what is oldest first, where it is that old."""
     oldest = next(iter(since), None)
     return None if oldest is None or time.monotonic() - since[oldest] < age_s else oldest

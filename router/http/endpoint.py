@@ -143,7 +143,7 @@ class GenerateEndpoint:
         finally:
             gone.cancel()
             fanout.abort()
-            visit.used(fanout.num_prompt_tokens + fanout.num_completion_tokens)
+            visit.used(fanout.num_begun_tokens + fanout.num_completion_tokens)
         metrics.served(
             num_prompt_tokens=fanout.num_prompt_tokens,
             num_cached_tokens=fanout.num_cached_tokens,

@@ -74,6 +74,12 @@ class Fanout:
         return sum(len(prompt.token_ids) for prompt in self.job.prompts)
 
     @property
+    def num_begun_tokens(self) -> int:
+        """Of the prompts that an engine was given, each once."""
+        prompts, n = self.job.prompts, self.job.n
+        return sum(len(prompts[index // n].token_ids) for index in self._generations if index % n == 0)
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the first choice of each prompt did not have to compute."""
         return sum(g.num_cached_tokens for index, g in self._generations.items() if index % self.job.n == 0)

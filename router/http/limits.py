@@ -108,6 +108,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Admit it, or say that there are too many."""
         self._connection = transport
         super().connection_made(_Transport(transport, self))
+        self._room.opened(self)
         if self._room.admit(len(self.connections)):
             self._room.idle(self)
             self._start_header_timer()
@@ -116,12 +117,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answer(503, "too many connections: try again", "server_busy")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._room.leave(self)
+        self._room.lost(self)
         self._stop_timers()
         self._drop_rest()
         if isinstance(self.transport, _Transport):
             self.transport.closed = True
         super().connection_lost(exc)
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that were written and that the kernel has not taken yet, since the client does not read so fast."""
+        return self._connection.get_write_buffer_size()
 
     def evict(self) -> None:
         """Close now; nothing is answered."""
@@ -144,8 +150,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._connection.resume_reading()
 
     def shutdown(self) -> None:
-        """The server ends."""
-        if self.transport.is_closing():
+        """The server ends: a connection that has all it is to get need not wait for its client."""
+        if self.transport.is_closing() and not self.num_unsent:
             self._connection.abort()
         super().shutdown()
 

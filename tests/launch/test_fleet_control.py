@@ -1,7 +1,9 @@
 """What is refused before an engine is started or ended, and the shares of engines that are added."""
 
 import asyncio
+import dataclasses
 import os
+import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from pdkv.launch.config import Deployment, LaunchConfig
 from pdkv.launch.control import ControlServer, Restart, Scale, give_order
 from pdkv.launch.fleet_control import SPIN_VARIABLE, FleetControl
 from pdkv.launch.plan import plan_fleet
-from pdkv.launch.router_admin import RouterAdmin
+from pdkv.launch.router_admin import Refused, RouterAdmin
 from pdkv.launch.run_dir import ADMIN_SOCKET, CONTROL_SOCKET, RunDirectory, running_launches
 from pdkv.launch.supervisor import Supervisor
 
@@ -193,6 +195,113 @@ def test_a_router_that_says_no_is_not_asked_again_and_one_that_says_nothing_is(
             await RouterAdmin(run_dir.path, patience_s=0.05).resume("decode-0")
 
     run(control, silent, answer=b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("verb", ["drain", "wait_ready"])
+def test_a_router_that_is_asked_again_is_to_wait_for_what_is_left(run_dir: RunDirectory, verb: str) -> None:
+    """One that has taken more time than there is in all is not one that does not answer."""
+    asked: list[float] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        target = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(target).query)
+        asked.append(float(query["wait_s"][0]))
+        if len(asked) == 2:  # the first one died
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def main() -> None:
+        router = RouterAdmin(run_dir.path)
+        async with asyncio.timeout(30), await asyncio.start_unix_server(serve, str(run_dir.path / ADMIN_SOCKET)):
+            await (router.drain("decode-0", 20.0) if verb == "drain" else router.wait_ready("decode-0", 1, 20.0))
+
+    asyncio.run(main())
+    first, second = asked
+    assert second < first <= 20.0
+
+
+class Router(RouterAdmin):
+    """Engines that are all ready; what is asked of it is noted, and the test may refuse it."""
+
+    def __init__(self, roles: dict[str, str]) -> None:
+        super().__init__(Path("/nowhere"))
+        self.all = {
+            name: {"name": name, "role": role, "state": "ready", "draining": False, "drained": True}
+            | {"requests": 0, "waiting": 0, "running": 0, "reason": ""}
+            for name, role in roles.items()
+        }
+        self.calls: list[str] = []
+        self.refused: set[str] = set()
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def engines(self) -> list[dict[str, Any]]:
+        return list(self.all.values())
+
+    async def _call(
+        self, method: str, path: str, body: object = None, *, wait_s: float | None = None
+    ) -> dict[str, Any]:
+        name, verb = [*path.partition("?")[0].split("/"), method][1:3]
+        self.calls.append(f"{verb} {name}")
+        if f"{verb} {name}" in self.refused:
+            raise Refused(f"{verb} {name}: no")
+        if verb == "drain":
+            await self.go.wait()
+        return self.all[name]
+
+
+def make_fleet(run_dir: RunDirectory, router: Router, launch: LaunchConfig) -> FleetControl:
+    control = dataclasses.replace(make_control(run_dir, launch), router=router)
+
+    async def remove_engine(name: str) -> None:
+        router.calls.append(f"end {name}")
+
+    control.supervisor.remove_engine = remove_engine  # type: ignore[method-assign]
+    control.supervisor.hide_engine = lambda name: None  # type: ignore[method-assign]
+    return control
+
+
+def test_a_refused_removal_does_not_leave_the_others_to_themselves(run_dir: RunDirectory) -> None:
+    async def main() -> None:
+        router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode", "decode-2": "decode"})
+        router.refused, router.go = {"drain decode-2"}, asyncio.Event()
+        control = make_fleet(run_dir, router, LaunchConfig(decode=3))
+        order = asyncio.create_task(control.scale({"decode": 1}, 1.0, lambda _: None))
+        while "drain decode-1" not in router.calls:
+            await asyncio.sleep(0)
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not order.done(), "decode-1 is being removed"
+        router.go.set()
+        with pytest.raises(Refused, match="drain decode-2: no"):
+            await order
+        assert router.calls[-1] == "end decode-1"
+
+    asyncio.run(main())
+
+
+def test_who_would_be_the_last_of_a_role_is_known_before_anybody_is_drained(run_dir: RunDirectory) -> None:
+    async def main() -> None:
+        router = Router({"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"})
+        router.all["decode-0"]["state"] = "starting"
+        control = make_fleet(run_dir, router, LaunchConfig(prefill=2, decode=2))
+        with pytest.raises(ConfigError, match="without prefill-1, decode-1 there would be no engine that can decode"):
+            await control.scale({"prefill": 1, "decode": 1}, 1.0, lambda _: None)
+        assert router.calls == []
+
+    asyncio.run(main())
+
+
+def test_a_stand_in_gets_its_role_back_though_the_router_refuses_to_resume(run_dir: RunDirectory) -> None:
+    async def main() -> None:
+        router = Router({"prefill-0": "prefill", "decode-0": "decode"})
+        router.refused = {"drain prefill-0", "resume prefill-0"}
+        control = make_fleet(run_dir, router, LaunchConfig())
+        with pytest.raises(Refused, match="resume prefill-0: no"):
+            await control.restart(1.0, lambda _: None)
+        assert router.calls == ["role decode-0", "drain prefill-0", "resume prefill-0", "role decode-0"]
+
+    asyncio.run(main())
 
 
 def test_a_launch_is_found_by_its_port_pid_and_directory(run_dir: RunDirectory) -> None:

@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 from pdkv.config import HttpLimits
 from pdkv.router.http.app import body_budget
 from pdkv.router.http.budget import ByteBudget
+from pdkv.router.http.connections import Connections
 from pdkv.router.process import server_config
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class Serving(NamedTuple):
     port: int
     state: ServerState
     bodies: ByteBudget
+    room: Connections
 
 
 @contextlib.asynccontextmanager
@@ -46,14 +48,15 @@ async def serving(
     """Serve `app` until the end of the block; `bodies` is the budget that it was made with."""
     limits = limits or HttpLimits()
     bodies = bodies or body_budget(limits)
-    config = server_config(app, limits, bodies, max_connections)
+    room = Connections(max_connections)
+    config = server_config(app, limits, bodies, room)
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
     protocol = functools.partial(config.http_protocol_class, config, state, {}, loop)
     server = await loop.create_server(protocol, "127.0.0.1", 0)
     try:
-        yield Serving(server.sockets[0].getsockname()[1], state, bodies)
+        yield Serving(server.sockets[0].getsockname()[1], state, bodies, room)
     finally:
         server.close()
         for connection in list(state.connections):

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from pdkv.errors import ConfigError, PdkvError
@@ -40,8 +40,9 @@ class FleetControl:
         """Have so many engines of these roles; returns what there is then.
 
         Raises:
-            ConfigError: there cannot be so many; nothing was changed.
-            PdkvError: an engine did not start; those that had been started before it stay.
+            ConfigError: there cannot be so many, or those that would be left could not serve; nothing was changed.
+            PdkvError: an engine did not start; those that had been started before it stay. Or one could not be
+                drained; the others that were to go are gone.
         """
         kinds = self._kinds(counts)
         present = await self._by_kind()
@@ -49,12 +50,17 @@ class FleetControl:
             if count < 1:
                 raise ConfigError(f"{kind} must be at least 1, got {count}: stop the launch to have none")
         more = {kind: count - len(present[kind]) for kind, count in kinds.items()}
+        leaving = {kind: present[kind][number:][::-1] for kind, number in more.items() if number < 0}
+        _check_rest(
+            [name for names in leaving.values() for name in names],
+            await self.router.engines(),
+            added={kind for kind, number in more.items() if number > 0},
+        )
         specs = self.plan(more)
         for spec in specs:
             await self._add(spec, say)
-        for kind, number in more.items():
-            leaving = present[kind][number:] if number < 0 else []
-            await asyncio.gather(*(self._remove(name, drain_s, say) for name in reversed(leaving)))
+        for names in leaving.values():
+            await _all_of(self._remove(name, drain_s, say) for name in names)
         after = await self._by_kind()
         nouns = {"prefill": "prefill", "decode": "decode", "engine": "aggregated"}
         shape = ", ".join(f"{len(names)} {nouns[kind]}" for kind, names in after.items() if names)
@@ -89,10 +95,12 @@ class FleetControl:
             await self.supervisor.restart_engine(self._planned_anew(name))
             await self._await_ready(name)
         finally:
-            if in_service:  # else it was drained by somebody who may want it to be so
-                await self.router.resume(name)
-            if stand_in is not None:
-                await self._give_back(*stand_in)
+            try:
+                if in_service:  # else it was drained by somebody who may want it to be so
+                    await self.router.resume(name)
+            finally:
+                if stand_in is not None:
+                    await self._give_back(*stand_in)
 
     async def _give_back(self, name: str, role: str) -> None:
         """The stand-in's own role, unless whom it stands in for did not come back."""
@@ -192,6 +200,30 @@ class FleetControl:
 
     def _num_ranks(self) -> int:
         return sum(spec.config.tp for spec in self.supervisor.engines.values())
+
+
+async def _all_of(removals: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Return when the last one has ended; then raise what the first one that failed did, if one did."""
+    results = await asyncio.gather(*removals, return_exceptions=True)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    for failure in failures[1:]:
+        logger.error("%s", failure)
+    if failures:
+        raise failures[0]
+
+
+def _check_rest(leaving: Collection[str], engines: Sequence[Mapping[str, Any]], added: Collection[Kind]) -> None:
+    """Refuse what the router would refuse when some have gone already: that nobody is left for a role.
+
+    Raises:
+        ConfigError: of those that serve now, none would be left that can do the work of one of them.
+    """
+    serving = [e for e in engines if e["state"] == "ready" and not e["draining"]] if leaving else []
+    left = {e["role"] for e in serving if e["name"] not in leaving} | {"any" if k == "engine" else k for k in added}
+    for role in ("prefill", "decode"):
+        if not left & {role, "any"} and any(e["role"] in (role, "any") for e in serving):
+            names = ", ".join(leaving)
+            raise ConfigError(f"without {names} there would be no engine that can {role} now: wait until one is ready")
 
 
 def _stand_in_for(name: str, engines: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:

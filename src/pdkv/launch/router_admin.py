@@ -40,8 +40,8 @@ class RouterAdmin:
 
         `move`: what it still has then goes on elsewhere.
         """
-        moved = "&move=true" if move else ""
-        return await self._call("POST", f"/{_quote(name)}/drain?wait_s={wait_s:g}{moved}", wait_s=wait_s)
+        path = f"/{_quote(name)}/drain?move={'true' if move else 'false'}"
+        return await self._call("POST", path, wait_s=wait_s)
 
     async def resume(self, name: str) -> dict[str, Any]:
         """Give an engine requests again."""
@@ -54,7 +54,7 @@ class RouterAdmin:
     async def wait_ready(self, name: str, pid: int | None, wait_s: float) -> dict[str, Any]:
         """The engine once its incarnation `pid` is ready, or after `wait_s`."""
         which = f"&pid={pid}" if pid is not None else ""
-        return await self._call("GET", f"/{_quote(name)}?until=ready&wait_s={wait_s:g}{which}", wait_s=wait_s)
+        return await self._call("GET", f"/{_quote(name)}?until=ready{which}", wait_s=wait_s)
 
     async def add(self, address: EngineAddress) -> None:
         """Make one more engine known."""
@@ -66,19 +66,27 @@ class RouterAdmin:
         """Forget an engine; requests that it still has end or go elsewhere."""
         await self._call("DELETE", f"/{_quote(name)}?force=true")
 
-    async def _call(self, method: str, path: str, body: object = None, *, wait_s: float = 0.0) -> dict[str, Any]:
+    async def _call(
+        self, method: str, path: str, body: object = None, *, wait_s: float | None = None
+    ) -> dict[str, Any]:
         """The answer of the first router that gives one.
+
+        `wait_s`: how long it may wait before it answers, which `path`, that has a query, does not say yet. Each one
+        that is asked gets what is left of it.
 
         Raises:
             Refused: it says no.
             StartupError: there was none within a bound.
         """
         pause_s = _FIRST_PAUSE_S
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + (wait_s or 0.0)
         try:
-            async with asyncio.timeout(wait_s + self._patience_s):
+            async with asyncio.timeout_at(deadline + self._patience_s):
                 while True:
+                    wait = f"&wait_s={max(deadline - loop.time(), 0.0):g}" if wait_s is not None else ""
                     try:
-                        return _checked(*await self._ask(method, path, body))
+                        return _checked(*await self._ask(method, path + wait, body))
                     except (OSError, EOFError):  # nobody listens, or it died before it had answered
                         await asyncio.sleep(pause_s)
                         pause_s = min(2 * pause_s, _MAX_PAUSE_S)

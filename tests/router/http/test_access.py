@@ -191,6 +191,32 @@ def test_a_key_has_its_tokens_a_minute(tmp_path: Path) -> None:
         assert f"pdkv_key_{line}" in lines
 
 
+def test_a_prompt_that_never_ran_costs_its_key_nothing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, limits="tokens_per_minute = 30\n")  # a request has 20
+
+    async def main() -> None:
+        rig.dispatcher.num_slots = 0
+        hurried = rig.headers("a") | {"x-pd-timeout-s": "0.01"}
+        assert (await call(rig.app, "POST", "/v1/completions", BODY, hurried)).status == 504
+        leaver, task = rig.begin("a")
+        while not rig.admission.num_waiting:
+            await asyncio.sleep(0)
+        leaver.disconnect()
+        await task
+        rig.dispatcher.give_room(1)
+        rig.dispatcher.available = False
+        assert (await rig.post("a")).status == 503
+        rig.dispatcher.available = True
+        served, task = rig.begin("a")
+        (await rig.dispatcher.next_generation(0)).put(tokens(*ids("ok"), end="stop"))
+        await task
+        assert served.status == 200
+        lines = (await call(rig.app, "GET", "/metrics")).body.decode().splitlines()
+        assert 'pdkv_key_tokens_total{key="a"} 20.0' in lines
+
+    run(main())
+
+
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 

@@ -1,22 +1,31 @@
 """What a connection may cost: headers, URLs, time, connections, and what comes unasked. Errors in OpenAI's shape."""
 
 import asyncio
+import contextlib
 import logging
 import socket
+from collections.abc import AsyncIterator
+from typing import cast
+from unittest import mock
 
 import pytest
+import uvicorn
 from fake_dispatcher import FakeDispatcher, say, tokens
-from http_server import Reply, connected, get, post, run, serving
+from http_server import Client, Reply, Serving, connected, get, post, run, serving
 from small_app import MODEL, ids, make_app
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from pdkv.config import HttpLimits
 from pdkv.errors import ConfigError, ServerBusy
+from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http import connections as http_connections
 from pdkv.router.http.app import body_budget
 from pdkv.router.http.budget import ByteBudget, Share
 from pdkv.router.http.connections import connection_limit
+from pdkv.router.http.drain import Drain
+from pdkv.router.process import _Stopping
 
 COMPLETIONS = "/v1/completions"
 PROMPT = b'{"model": "%s", "prompt": "x"}' % MODEL.encode()
@@ -375,6 +384,79 @@ def test_a_body_that_does_not_come_makes_room(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_served_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connections, "_SLOW_BODY_S", 0.0)
     test_too_many_connections_are_told_so()
+
+
+LARGE = bytes(16 << 20)
+"""More than the kernel takes of a client that does not read."""
+
+
+@contextlib.asynccontextmanager
+async def unread(request: bytes, drain: Drain | None = None) -> AsyncIterator[tuple[Serving, Client]]:
+    """A server that has written a large answer to a client that has not read it."""
+    written = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % len(LARGE))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": LARGE})
+        written.set()
+
+    async with serving(drain.counted(app) if drain else app) as server, connected(server.port) as client:
+        await client.send(request)
+        await written.wait()
+        yield server, client
+
+
+WAYS = pytest.mark.parametrize(
+    "request_bytes",
+    [get("/"), get("/", "connection: close"), b"GET / HTTP/1.0\r\n\r\n"],
+    ids=["keep-alive", "close", "HTTP/1.0"],
+)
+
+
+@WAYS
+def test_a_stop_does_not_cut_an_answer_that_is_still_read(request_bytes: bytes) -> None:
+    async def main() -> None:
+        async with unread(request_bytes) as (server, client):
+            for connection in list(server.state.connections):
+                connection.shutdown()
+            assert len((await client.reply()).body) == len(LARGE)
+            assert await client.at_end()
+
+    run(main())
+
+
+@WAYS
+def test_a_drain_waits_until_answers_are_read(request_bytes: bytes) -> None:
+    """uvicorn would cut the connection a second after it was told to end."""
+
+    async def main() -> None:
+        drain = Drain(Admission(cast(Dispatcher, FakeDispatcher())))
+        async with unread(request_bytes, drain) as (server, client):
+            assert await drain.wait_idle(0.0)
+            uvicorn_server = uvicorn.Server(uvicorn.Config(make_app(FakeDispatcher())))
+            dispatcher = mock.Mock(spec=Dispatcher)
+            stopping = _Stopping(uvicorn_server, dispatcher, drain, server.room, 20.0)
+            stopping.on_signal()
+            await client.reader.readexactly(1 << 20)
+            assert not uvicorn_server.should_exit
+            assert not dispatcher.close.called
+            assert len(await client.reader.read()) > len(LARGE) - (1 << 20)
+            while not uvicorn_server.should_exit:
+                await asyncio.sleep(0)
+
+    run(main())
+
+
+def test_a_drain_waits_no_longer_than_it_may_for_a_client_that_does_not_read() -> None:
+    async def main() -> None:
+        async with unread(get("/")) as (server, _), connected(server.port) as idle:
+            while len(server.state.connections) < 2:
+                await asyncio.sleep(0)
+            assert await server.room.send_rest(0.01) == 1
+            assert await idle.at_end()
+
+    run(main())
 
 
 def test_there_is_room_for_what_is_no_connection() -> None:
