@@ -60,10 +60,14 @@ class _Class:
 
 
 class FairQueue(Generic[T]):
-    """A queue of items. `push` and `pop` cost O(log waiting + tenants that wait), `remove` O(1), amortized."""
+    """A queue of items. `push` and `pop` cost O(log waiting + tenants that wait), `remove` O(1), amortized.
+
+    The last one of a priority costs O(log priorities) more.
+    """
 
     def __init__(self) -> None:
         self._classes: dict[int, _Class] = {}
+        self._priorities: list[int] = []  # a heap of theirs, and of some that are gone; the first one is not
         self._numbers = itertools.count()
         self._num_waiting = 0
 
@@ -73,7 +77,7 @@ class FairQueue(Generic[T]):
     @property
     def best_priority(self) -> int | None:
         """The most urgent priority that anybody waits with; lower is more urgent."""
-        return min(self._classes, default=None)
+        return self._priorities[0] if self._priorities else None
 
     def push(
         self, item: T, *, tenant: str, turns: Turns, priority: int, cost: float, weight: float = 1.0
@@ -83,6 +87,7 @@ class FairQueue(Generic[T]):
         level = self._classes.get(priority)
         if level is None:
             level = self._classes[priority] = _Class()
+            heapq.heappush(self._priorities, priority)
         flow = level.flows.get(tenant)
         if flow is None:
             flow = level.flows[tenant] = Flow(level.virtual)
@@ -99,7 +104,7 @@ class FairQueue(Generic[T]):
 
     def pop(self) -> T:
         """Take the next item; the queue must not be empty."""
-        level = self._classes[min(self._classes)]
+        level = self._classes[self._priorities[0]]
         flow = min((f for f in level.flows.values() if f.num_waiting), key=lambda f: f.virtual)
         while True:
             _, _, waiting = heapq.heappop(flow.heap)
@@ -129,7 +134,14 @@ class FairQueue(Generic[T]):
         level.num_waiting -= 1
         self._num_waiting -= 1
         if not level.num_waiting:
-            del self._classes[waiting.priority]
+            self._drop_class(waiting.priority)
         elif len(flow.heap) > 2 * flow.num_waiting + 16:  # those that were removed must not pile up
             flow.heap = [entry for entry in flow.heap if entry[2].item is not None]
             heapq.heapify(flow.heap)
+
+    def _drop_class(self, priority: int) -> None:
+        del self._classes[priority]
+        if len(self._priorities) > 2 * len(self._classes) + 16:  # clients choose them: they must not pile up
+            self._priorities = sorted(self._classes)
+        while self._priorities and self._priorities[0] not in self._classes:
+            heapq.heappop(self._priorities)

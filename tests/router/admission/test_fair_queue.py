@@ -146,3 +146,43 @@ def test_random_histories_lose_nothing_and_keep_count() -> None:
         assert len(queue) == len(waiting)
     assert sorted(drain(queue)) == sorted(waiting)
     assert queue._classes == {}
+
+
+class Counted(int):
+    """A priority that counts how often it is compared."""
+
+    num_compared = 0
+
+    def __lt__(self, other: int) -> bool:
+        Counted.num_compared += 1
+        return int(self) < int(other)
+
+    __hash__ = int.__hash__
+
+
+def test_priorities_that_nobody_else_has_cost_their_logarithm() -> None:
+    """Clients choose them: 10,000 that wait must not be looked through for each that begins."""
+    Counted.num_compared = 0
+    queue: FairQueue[int] = FairQueue()
+    priorities = random.Random(0).sample(range(1_000_000), 3000)
+    for priority in priorities:
+        push(queue, priority, priority=Counted(priority))
+        assert queue.best_priority is not None
+    taken = []
+    while queue:
+        assert queue.best_priority is not None
+        taken.append(queue.pop())
+    assert taken == sorted(priorities)
+    assert Counted.num_compared < 3000 * 50
+
+
+def test_priorities_that_come_and_go_behind_another_do_not_pile_up() -> None:
+    queue: FairQueue[int] = FairQueue()
+    push(queue, 0, priority=0)
+    for priority in range(1, 10_000):
+        queue.remove(push(queue, priority, priority=priority))
+        queue.remove(push(queue, priority, priority=7))
+    assert len(queue._priorities) < 50
+    push(queue, 7, priority=7)
+    assert drain(queue) == [0, 7]
+    assert (queue.best_priority, queue._priorities) == (None, [])
