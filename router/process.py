@@ -185,6 +185,7 @@ def server_config(app: ASGIApp, limits: HttpLimits, bodies: ByteBudget, room: Co
         log_config=None,
         log_level="warning",
         server_header=False,
+        proxy_headers=False,  # X-Forwarded-For is whatever a client says
         timeout_keep_alive=cast(int, limits.idle_timeout_s),  # seconds for loop.call_later: fractions are fine
         timeout_graceful_shutdown=SHUTDOWN_S,
         backlog=LISTEN_BACKLOG,  # uvicorn listens anew
@@ -199,7 +200,7 @@ class AdminServer:
         self._server = _Server(
             uvicorn.Config(
                 app, uds=str(path), ws="none", lifespan="off", access_log=False, log_config=None, log_level="warning",
-                server_header=False, timeout_graceful_shutdown=SHUTDOWN_S,
+                server_header=False, proxy_headers=False, timeout_graceful_shutdown=SHUTDOWN_S,
             )
         )  # fmt: skip
 

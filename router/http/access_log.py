@@ -25,6 +25,9 @@ CLIENT_GONE = 499
 QUIET_PATHS = frozenset({"/health", "/metrics", "/ping", "/load"})
 """What monitors ask for every few seconds: logged only where it fails."""
 
+_MAX_CLIENT = 64
+"""Characters of an address and its port, as shown; an IPv6 address has 45 at most."""
+
 _WRITTEN = "pdkv.access_line_written"
 
 _WORD = re.compile(r"[!#-<>-~]+")  # what stands in a text line as it is: no space, no quote, no "="
@@ -43,7 +46,7 @@ class AccessLine(LogFields):
             "path": clip(scope["path"]),
             "status": status,
             "outcome": outcome,
-            "client": f"{client[0]}:{client[1]}" if client else None,
+            "client": clip(f"{client[0]}:{client[1]}", _MAX_CLIENT) if client else None,
             **fields,
             "duration_s": round(duration_s, 6),
         }

@@ -239,3 +239,11 @@ def test_nothing_is_made_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) 
         assert (await call(app, "POST", "/v1/completions", {"model": MODEL, "prompt": [5]})).status == 200
 
     run(main())
+
+
+def test_a_line_shows_no_more_of_a_client_than_an_address_has() -> None:
+    scope = {"method": "GET", "path": "/", "client": ("a" * 30_000, 1)}
+    assert len(str(AccessLine(scope, status=200, outcome="ok", duration_s=1.0))) < 200
+    address = ("2001:db8:1234:5678:9abc:def0:1234:5678", 65535)
+    line = AccessLine({**scope, "client": address}, status=200, outcome="ok", duration_s=1.0)
+    assert line.log_fields()["client"] == "2001:db8:1234:5678:9abc:def0:1234:5678:65535"

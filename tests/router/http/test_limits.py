@@ -511,3 +511,20 @@ def test_a_budget_lets_one_pass_that_is_larger_than_itself() -> None:
 def test_limits_that_cannot_be_are_refused(fields: dict, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         HttpLimits(**fields)
+
+
+def test_a_client_has_the_address_that_it_has_and_not_the_one_that_it_says() -> None:
+    seen = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append((scope["client"][0], scope["scheme"]))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def main() -> None:
+        async with serving(app) as server, connected(server.port) as client:
+            await client.send(get("/", f"x-forwarded-for: {'192.0.2.1' * 999}", "x-forwarded-proto: https"))
+            assert (await client.reply()).status == 200
+
+    run(main())
+    assert seen == [("127.0.0.1", "http")]
