@@ -4,6 +4,7 @@ It is served on a unix socket in the launch's private directory: who may connect
 0700). Where clients need API keys, all but adding and removing is served beside the API, too, to keys with `admin`.
 """
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from pdkv.errors import InvalidRequest
+from pdkv.limits import clip
 from pdkv.router.engines.operations import Operations, Until
+from pdkv.router.http.access_log import CLIENT_GONE
 from pdkv.router.http.request_state import request_route
 from pdkv.router.http.responses import describe_error
 
@@ -31,6 +34,11 @@ _MOVE_S = 5.0
 """How long it may take until nothing holds on to an engine from which everything was moved."""
 
 _MAX_BODY_BYTES = 64 << 10
+
+_BODY_S = 10.0
+"""How long a body may take."""
+
+_MAX_PID_DIGITS = 10
 
 _Body = TypeVar("_Body")
 
@@ -132,19 +140,25 @@ def _checked(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
         except InvalidRequest as error:
             status, body = describe_error(error)
             return _json(body, status=status)
+        except ClientDisconnect:  # nobody reads this: it is for the access line
+            return Response(status_code=CLIENT_GONE)
 
     return checked
 
 
 async def _body(request: Request, kind: type[_Body]) -> _Body:
     data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > _MAX_BODY_BYTES:
-            raise InvalidRequest(f"the body must have at most {_MAX_BODY_BYTES} bytes", status=413)
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > _MAX_BODY_BYTES:
+                    raise InvalidRequest(f"the body must have at most {_MAX_BODY_BYTES} bytes", status=413)
+    except TimeoutError:
+        raise InvalidRequest(f"the body did not arrive within {_BODY_S:g} s", status=408) from None
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is no {kind.__name__}: {error}") from None
 
 
@@ -155,7 +169,7 @@ def _force(request: Request) -> bool:
 def _flag(request: Request, name: str) -> bool:
     text = request.query_params.get(name, "false")
     if text not in ("true", "false"):
-        raise InvalidRequest(f"{name} must be true or false, got {text!r}", param=name)
+        raise InvalidRequest(f"{name} must be true or false, got {clip(text)!r}", param=name)
     return text == "true"
 
 
@@ -166,21 +180,25 @@ def _wait_s(request: Request) -> float:
     except ValueError:
         wait_s = math.nan
     if not 0 <= wait_s <= MAX_WAIT_S:
-        raise InvalidRequest(f"wait_s must be a number of seconds up to {MAX_WAIT_S:g}, got {text!r}", param="wait_s")
+        raise InvalidRequest(
+            f"wait_s must be a number of seconds up to {MAX_WAIT_S:g}, got {clip(text)!r}", param="wait_s"
+        )
     return wait_s
 
 
 def _pid(request: Request) -> int | None:
     text = request.query_params.get("pid")
-    if text is not None and not text.isdecimal():
-        raise InvalidRequest(f"pid must be a whole number, got {text!r}", param="pid")
+    if text is not None and not (text.isdecimal() and len(text) <= _MAX_PID_DIGITS):
+        raise InvalidRequest(
+            f"pid must be a whole number of at most {_MAX_PID_DIGITS} digits, got {clip(text)!r}", param="pid"
+        )
     return None if text is None else int(text)
 
 
 def _until(text: str) -> Until:
     if text in ("ready", "drained"):
         return cast(Until, text)
-    raise InvalidRequest(f"until must be ready or drained, got {text!r}", param="until")
+    raise InvalidRequest(f"until must be ready or drained, got {clip(text)!r}", param="until")
 
 
 def _json(body: Any, status: int = 200) -> Response:

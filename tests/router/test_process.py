@@ -314,7 +314,13 @@ def test_operators_are_served_on_their_socket_only(router: RouterProcess, engine
             ("POST", "/decode-0/role", {"rôle": "any"}, 400, "the body is no RoleBody"),
             ("POST", "/decode-0/drain?wait_s=nan", None, 400, "wait_s must be a number of seconds"),
             ("GET", "/decode-0?until=done", None, 400, "until must be ready or drained, got 'done'"),
-            ("GET", "/decode-0?until=ready&pid=-1", None, 400, "pid must be a whole number, got '-1'"),
+            (
+                "GET",
+                "/decode-0?until=ready&pid=-1",
+                None,
+                400,
+                "pid must be a whole number of at most 10 digits, got '-1'",
+            ),
             ("DELETE", "/decode-0?force=yes", None, 400, "force must be true or false, got 'yes'"),
             ("PUT", "/decode-0", {"role": "any"}, 400, "the body is no EngineBody"),
         ):

@@ -4,7 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from asgi_client import call
+import pytest
+from asgi_client import Exchange, call
 from dispatch_rig import System, run
 from small_app import make_app
 
@@ -12,6 +13,8 @@ from pdkv.config import AccessConfig
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.operations import Operations
+from pdkv.router.http import admin
+from pdkv.router.http.admin import create_admin_app
 
 
 def never(name: str, endpoint: str) -> Backend:
@@ -49,3 +52,43 @@ def test_an_admins_key_opens_all_but_what_is_the_launchers(tmp_path: Path) -> No
         await asyncio.sleep(0)
 
     run(System(1, 2), body)
+
+
+def ask_launchers(exchange: Exchange) -> None:
+    """One request to the application on the unix socket."""
+
+    async def body(system: System) -> None:
+        app = create_admin_app(system.dispatcher, Operations(system.dispatcher, never))
+        await app(exchange.scope, exchange.receive, exchange.send)  # type: ignore[arg-type]
+
+    run(System(1, 1), body)
+
+
+@pytest.mark.parametrize("data", [b'{"role": "\xff"}', b"\xff", b'{"role": "\xed\xa0\x80"}'])
+def test_a_body_that_is_no_utf_8_is_400(data: bytes) -> None:
+    exchange = Exchange("POST", "/admin/engines/decode-0/role", data, {})
+    ask_launchers(exchange)
+    assert exchange.status == 400
+    assert "RoleBody" in exchange.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("pid", ["1" * 5000, "1" * 11, "-1", "x" * 5000])
+def test_a_pid_is_a_number_of_a_few_digits(pid: str) -> None:
+    exchange = Exchange("GET", "/admin/engines/decode-0", b"", {})
+    exchange.scope["query_string"] = f"until=ready&pid={pid}".encode()
+    ask_launchers(exchange)
+    assert (exchange.status, exchange.json()["error"]["param"]) == (400, "pid")
+    assert len(exchange.body) < 500
+
+
+def test_a_body_that_does_not_come_is_408_and_a_client_that_leaves_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = Exchange("POST", "/admin/engines/decode-0/role", b"", {})
+    silent._to_send.clear()
+    monkeypatch.setattr(admin, "_BODY_S", 0.01, raising=False)
+    ask_launchers(silent)
+    assert (silent.status, silent.json()["error"]["message"]) == (408, "the body did not arrive within 0.01 s")
+    leaver = Exchange("POST", "/admin/engines/decode-0/role", b"", {})
+    leaver._to_send.clear()
+    leaver.disconnect()
+    ask_launchers(leaver)
+    assert leaver.status == 499
