@@ -26,7 +26,7 @@ from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.engines.operations import Operations
 from pdkv.router.http.access_log import AccessLogged
 from pdkv.router.http.admin import admin_routes
-from pdkv.router.http.auth import Authenticate
+from pdkv.router.http.auth import Authenticate, PlainPaths
 from pdkv.router.http.budget import ByteBudget
 from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.docs_page import docs_routes
@@ -159,7 +159,8 @@ def create_app(
         "pool": pool,
         "tracer": instruments.tracer,
     }
-    of_texts: dict[str, Any] = {"model": model, "intake": common["intake"], "limits": limits, "api": api}
+    shared = {name: common[name] for name in ("admission", "model", "intake")}
+    of_texts: dict[str, Any] = {**shared, "limits": limits, "api": api}
 
     def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
         return prepare_completion(COMPLETION.decode(body, ignore_unknown=api.ignores_unknown), model, cancelled)
@@ -212,7 +213,7 @@ class _App(FastAPI):
 
 def _middleware(keys: KeyRing | None, access: AccessConfig) -> list[Middleware]:
     """The outermost first: a browser asks about its origin without a key."""
-    found: list[Middleware] = []
+    found = [Middleware(PlainPaths)]
     if access.cors_origins:
         found.append(
             Middleware(

@@ -1,12 +1,14 @@
 """Who may ask for what: an API key for every path that is not open to all, an admin's for some."""
 
+import re
 from collections.abc import Collection
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdkv.errors import Unauthorized
+from pdkv.errors import InvalidRequest, PdkvError, Unauthorized
+from pdkv.limits import clip
 from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.responses import describe_error
@@ -16,6 +18,27 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/docs", "/openapi.json"
 
 OBSERVED_PATHS = frozenset({"/metrics", "/topology"})
 """What needs none either, unless --protect-metrics is given: then an admin's."""
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+class PlainPaths:
+    """ASGI middleware: 404 for a path with a control character, before anybody compares it.
+
+    Routes are regular expressions, whose `$` also matches before a line end: `/metrics%0A` would be served as
+    `/metrics`, and is no path that `Authenticate` knows.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _CONTROL.search(scope["path"]):
+            text = f"{clip(ascii(scope['path']))}: a path has no control characters"
+            await _refuse(InvalidRequest(text, status=404), send)
+            return
+        await self._app(scope, receive, send)
 
 
 class Authenticate:
@@ -49,7 +72,7 @@ def _needs_admin(path: str) -> bool:
     return path == "/admin" or path.startswith("/admin/") or path in OBSERVED_PATHS
 
 
-async def _refuse(error: Unauthorized, send: Send) -> None:
+async def _refuse(error: PdkvError, send: Send) -> None:
     status, body = describe_error(error)
     data = msgspec.json.encode(body)
     headers = [

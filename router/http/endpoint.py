@@ -24,6 +24,7 @@ from pdkv.router.admission.admission_queue import Admission, Visit
 from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.access_log import log_access, wants_access_lines
 from pdkv.router.http.choice import ChoiceDelta
+from pdkv.router.http.deadline import Deadline
 from pdkv.router.http.fanout import Fanout
 from pdkv.router.http.intake import Intake
 from pdkv.router.http.metrics import Endpoint, Metrics, RequestMetrics
@@ -113,9 +114,9 @@ class GenerateEndpoint:
     ) -> str:
         """Serve one request and say how it ended."""
         exchange.check_label()
-        timeout_s = min(_client_timeout(headers), self._request_timeout_s)
+        deadline = Deadline(min(_client_timeout(headers), self._request_timeout_s))
         model = self._model()
-        job, gone = await self._receive_job(headers, receive, exchange, model, timeout_s)
+        job, gone = await self._receive_job(headers, receive, exchange, model, deadline)
         try:
             job = self._admit(job, visit)
         except BaseException:
@@ -127,7 +128,7 @@ class GenerateEndpoint:
             model,
             visit,
             metrics,
-            timeout_s=timeout_s,
+            deadline=deadline,
             label=exchange.request_id,
             traceparent=exchange.trace.traceparent,
         )
@@ -168,7 +169,7 @@ class GenerateEndpoint:
         return job if salt == job.cache_salt else msgspec.structs.replace(job, cache_salt=salt)
 
     async def _receive_job(
-        self, headers: Headers, receive: Receive, exchange: "_Exchange", model: ServedModel, timeout_s: float
+        self, headers: Headers, receive: Receive, exchange: "_Exchange", model: ServedModel, deadline: Deadline
     ) -> tuple[Job, "asyncio.Task[None]"]:
         """The checked request, and the task that ends when the client goes away."""
 
@@ -179,7 +180,7 @@ class GenerateEndpoint:
             exchange.body_is_here = True
 
         return await self._intake.read(
-            headers, receive, prepare, timeout_s=timeout_s, request_id=exchange.request_id, on_body=on_body
+            headers, receive, prepare, deadline, request_id=exchange.request_id, on_body=on_body
         )
 
 

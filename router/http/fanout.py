@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pdkv.errors import RequestAborted, RequestFailed
 from pdkv.router.generations.request import Delta
 from pdkv.router.http.choice import Choice, ChoiceDelta
+from pdkv.router.http.deadline import Deadline
 from pdkv.router.http.metrics import RequestMetrics
 from pdkv.router.http.openai import Job
 from pdkv.router.http.served_model import ServedModel
@@ -38,7 +39,7 @@ class Fanout:
         visit: "Visit",
         metrics: RequestMetrics,
         *,
-        timeout_s: float,
+        deadline: Deadline,
         label: str,
         traceparent: str = "",
     ) -> None:
@@ -47,8 +48,7 @@ class Fanout:
         self.choices = list(_make_choices(job, model))
         self._visit = visit
         self._metrics = metrics
-        self._timeout_s = timeout_s
-        self._began = time.monotonic()
+        self._deadline = deadline
         self._label = label
         self._traceparent = traceparent
         self._generations: dict[int, Generation] = {}  # by choice index
@@ -148,8 +148,7 @@ class Fanout:
         """Begin a choice, at once or when it is its turn; the deadline is the request's."""
         if self._aborted:
             raise RequestAborted("the client went away", request_id=self._label)
-        elapsed_s = time.monotonic() - self._began if choice.index % self.job.n else 0.0  # the first ones begin with it
-        timeout_s = max(self._timeout_s - elapsed_s, 0.001)
+        timeout_s = max(self._deadline.left_s, 0.001)
         first = self._generations.get(choice.index - choice.index % self.job.n)
         near = first.prefill_engine if first is not None else ""
         request = choice.request(timeout_s=timeout_s, label=self._label, traceparent=self._traceparent, near=near)

@@ -1,5 +1,7 @@
 """POST /tokenize and /detokenize in vLLM's shapes, with the bounds that prompts have."""
 
+import contextlib
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,7 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from pdkv.config import HttpApi, HttpLimits
 from pdkv.errors import InvalidRequest, PdkvError
+from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.chat import read_conversation
+from pdkv.router.http.deadline import Deadline
 from pdkv.router.http.decoding import DETOKENIZE, TOKENIZE_CHAT, TOKENIZE_TEXT, has_field
 from pdkv.router.http.intake import Intake
 from pdkv.router.http.prompts import encode
@@ -74,12 +79,20 @@ def detokenize(body: bytes | bytearray, model: ServedModel, api: HttpApi, cancel
 
 
 class TextEndpoint:
-    """An endpoint that the router answers by itself, without an engine."""
+    """An endpoint that the router answers by itself, without an engine; it is a request of its key while it runs."""
 
     def __init__(
-        self, answer: Answer, *, model: Callable[[], ServedModel], intake: Intake, limits: HttpLimits, api: HttpApi
+        self,
+        answer: Answer,
+        *,
+        admission: Admission,
+        model: Callable[[], ServedModel],
+        intake: Intake,
+        limits: HttpLimits,
+        api: HttpApi,
     ) -> None:
         self._answer = answer
+        self._admission = admission
         self._model = model
         self._intake = intake
         self._timeout_s = limits.body_timeout_s
@@ -95,20 +108,22 @@ class TextEndpoint:
             nonlocal body_is_here
             body_is_here = True
 
-        try:
-            data, gone = await self._intake.read(
-                Headers(scope=scope), receive, work, timeout_s=self._timeout_s, request_id="", on_body=on_body
-            )
-            gone.cancel()
-            status = 200
-        except Disconnected:
-            return
-        except PdkvError as error:
-            status, reply = describe_error(error)
-            data = msgspec.json.encode(reply)
-            if status == 503:
-                headers["retry-after"] = "1"
-            if not body_is_here:
-                headers["connection"] = "close"
-        response = Response(data, status_code=status, headers=headers, media_type="application/json")
-        await response(scope, receive, send)
+        with contextlib.ExitStack() as stay:
+            try:
+                stay.enter_context(self._admission.arrive(scope.get(TENANT, self._admission.anonymous)))
+                data, gone = await self._intake.read(
+                    Headers(scope=scope), receive, work, Deadline(self._timeout_s), request_id="", on_body=on_body
+                )
+                gone.cancel()
+                status = 200
+            except Disconnected:
+                return
+            except PdkvError as error:
+                status, reply = describe_error(error)
+                data = msgspec.json.encode(reply)
+                if status in (429, 503):
+                    headers["retry-after"] = str(math.ceil(getattr(error, "retry_after_s", 1.0)))
+                if not body_is_here:
+                    headers["connection"] = "close"
+            response = Response(data, status_code=status, headers=headers, media_type="application/json")
+            await response(scope, receive, send)

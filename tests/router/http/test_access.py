@@ -1,8 +1,10 @@
 """Keys over the real application: who gets in, whose cache it is, and what a tenant may have."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import unquote
 
 import pytest
 from asgi_client import Exchange, begin, call, run
@@ -75,6 +77,59 @@ def test_metrics_and_topology_are_open_or_an_admins(tmp_path: Path) -> None:
         assert run(call(rig.app, "GET", path)).status == 401
         assert run(call(rig.app, "GET", path, None, rig.headers("a"))).status == 403
         assert run(call(rig.app, "GET", path, None, rig.headers("root"))).status == 200
+
+
+PROTECTED = ("/metrics", "/topology", "/load", "/admin/engines", "/admin/requests/x", "/v1/models", "/v1/completions")
+
+
+@pytest.mark.parametrize("path", PROTECTED)
+@pytest.mark.parametrize("end", ["%0A", "%0a?x=1", "%00", "%0D", "%C2%85", "%7F"])
+def test_a_path_with_a_control_character_is_none(path: str, end: str, tmp_path: Path) -> None:
+    """A route's regular expression takes /metrics%0A for /metrics, and the list of what needs an admin does not."""
+    raw_path, _, query = (path + end).partition("?")
+    rig = Rig(tmp_path, protect_metrics=True)
+    for app in (rig.app, make_app(FakeDispatcher())):
+        for headers in ({}, rig.headers("a"), rig.headers("root")):
+            exchange = Exchange("POST" if "completions" in path else "GET", unquote(raw_path), b"", headers)
+            exchange.scope["query_string"] = query.encode()
+            run(app(exchange.scope, exchange.receive, exchange.send))  # type: ignore[arg-type]
+            assert (exchange.status, exchange.json()["error"]["type"]) == (404, "invalid_request_error")
+            assert "no control characters" in exchange.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_texts_without_a_generation_are_requests_of_their_key_too(path: str, tmp_path: Path) -> None:
+    rig = Rig(tmp_path, limits="max_requests = 1\n")
+    body = {"prompt": "x"} if path == "/tokenize" else {"tokens": [5]}
+
+    async def main() -> None:
+        waiting = Exchange("POST", path, b"", rig.headers("a"))
+        reading, came = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> Any:
+            if came.is_set():
+                return await asyncio.Event().wait()  # the client stays
+            reading.set()
+            await came.wait()
+            return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+        task = asyncio.create_task(rig.app(waiting.scope, slow, waiting.send))  # type: ignore[arg-type]
+        await reading.wait()
+        refused = await call(rig.app, "POST", path, body, rig.headers("a"))
+        assert (refused.status, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+        assert (await rig.post("a")).status == 429
+        assert (await call(rig.app, "POST", path, body, rig.headers("b"))).status == 200
+        came.set()
+        await task
+        assert waiting.status == 200
+        assert (await call(rig.app, "POST", path, body, rig.headers("a"))).status == 200
+        rig.admission.drain()
+        stopping = await call(rig.app, "POST", path, body, rig.headers("b"))
+        assert (stopping.status, stopping.json()["error"]["code"]) == (503, "draining")
+        assert {tenant.num_requests for tenant in rig.ring.tenants} == {0}
+
+    run(main())
 
 
 def test_no_page_and_no_error_shows_a_key_a_hash_or_a_salt(tmp_path: Path) -> None:

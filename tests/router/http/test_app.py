@@ -1,13 +1,15 @@
 """Everything around generation: health, models, topology, statuses of failures, clients that go away."""
 
 import asyncio
+import json
 import subprocess
 import sys
 
 import pytest
-from asgi_client import begin, call, run
+from asgi_client import Exchange, begin, call, run
 from fake_dispatcher import FakeDispatcher, say, tokens
 from small_app import MAX_MODEL_LEN, MODEL, ids, make_app
+from starlette.types import Message
 
 from pdkv.errors import (
     EngineDied,
@@ -18,6 +20,8 @@ from pdkv.errors import (
     RequestFailed,
     RequestTimeout,
 )
+from pdkv.router.http.text_pool import INLINE_BYTES
+from pdkv.text import Tokenizer
 
 
 def get(dispatcher: FakeDispatcher, path: str, method: str = "GET") -> tuple[int, dict]:
@@ -178,7 +182,37 @@ def test_a_client_may_shorten_its_deadline() -> None:
     body = {"model": MODEL, "prompt": "a"}
     for headers in ({}, {"x-pd-timeout-s": "0.5"}, {"x-pd-timeout-s": "900"}):
         run(call(app, "POST", "/v1/completions", body, headers))
-    assert [request.timeout_s for request in dispatcher.requests] == [60.0, 0.5, 60.0]
+    for request, asked_s in zip(dispatcher.requests, (60.0, 0.5, 60.0), strict=True):
+        assert 0 < request.timeout_s < asked_s  # the rest of it went by in the router
+
+
+@pytest.mark.parametrize("size", [0, INLINE_BYTES + 1], ids=["inline", "thread"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_body_the_tokenizer_and_the_engines_share_one_deadline(
+    size: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("pdkv.router.http.deadline.monotonic", lambda: now)
+    dispatcher = FakeDispatcher(say(ids("ab")))
+    app = make_app(dispatcher)
+    exchange = Exchange("POST", "/v1/completions", b"", {"x-pd-timeout-s": "10"})
+    exchange._to_send[0]["body"] = json.dumps({"model": MODEL, "prompt": "a", "n": n}).encode().ljust(size)
+    encode = Tokenizer.encode
+
+    async def receive() -> Message:
+        nonlocal now
+        now += 4.0 if exchange._to_send else 0.0
+        return await exchange.receive()
+
+    def slow(self: Tokenizer, text: str, **options: bool) -> list[int]:
+        nonlocal now
+        now += 3.0
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    run(app(exchange.scope, receive, exchange.send))  # type: ignore[arg-type]
+    assert exchange.status == 200
+    assert [request.timeout_s for request in dispatcher.requests] == [3.0] * n
 
 
 def test_all_choices_share_the_deadline_of_their_request() -> None:
