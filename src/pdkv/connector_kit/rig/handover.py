@@ -282,11 +282,13 @@ class Handover:
     def bring_ticket(self) -> None:
         """The ticket reaches the producer: before its prefill, meanwhile, or after its end.
 
-        A connector that has found the content elsewhere (`multi`, in another child) gives none; its load then ends by
-        itself.
+        A connector that has found the content elsewhere (`multi`, in another child) gives none. Nobody keeps that
+        content for it, so its load ends before the producer goes on.
         """
         self.sender.ticket = self._ticket
         if self._ticket is None:
+            if self.num_external:
+                self.wait()
             return
         if self.key in self.producer.leases:
             self.producer.late_ticket(self.sender, self.leased_tables)
