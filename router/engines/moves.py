@@ -1,18 +1,24 @@
 """Takes requests off engines that are suspects: a few at a time, and only where there is room. No clock, no socket."""
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from pdkv.router.engines.fleet import EngineState, Fleet
 from pdkv.router.engines.health import TICK_S
 from pdkv.router.generations.generation import Generation
+from pdkv.router.routing.policies import Side
 
 MOVED_SHARE, MIN_MOVES_PER_S = 0.1, 10.0
 """Share of all running requests that may be moved in a second, and how many may be moved where those are few."""
 
+SIDES: tuple[Side, ...] = ("prefill", "decode")
+
 MAX_TRIES = 64
 """Requests that are looked at closely in one tick."""
+
+STAY_TICKS = 30
+"""How long a request that could not be moved is left where it is, unless other engines can take requests before."""
 
 
 class Move(Protocol):
@@ -30,7 +36,9 @@ class Mover:
         self._fleet = fleet
         self._move = move
         self._allowance = MIN_MOVES_PER_S
-        self._staying: set[str] = set()  # requests that could not be moved off these suspects
+        self._num_ticks = 0
+        self._staying: dict[str, int] = {}  # requests that could not be moved -> the tick in which they are tried again
+        self._takers: frozenset[tuple[str, str, str]] = frozenset()  # which engines could not take them
 
     def tick(self, suspects: Mapping[str, str], generations: Collection[Generation]) -> None:
         """TICK_S have passed. Of the requests that depend on suspects those go first whose deadlines are nearest.
@@ -39,35 +47,73 @@ class Mover:
         """
         rate = max(MOVED_SHARE * len(generations), MIN_MOVES_PER_S)
         self._allowance = min(self._allowance + rate * TICK_S, rate)
+        self._num_ticks += 1
         if not suspects:
             self._staying.clear()
             return
-        takers = [e for e in self._fleet.engines.values() if e.life == "ready" and not e.draining]
-        rooms = [_Room(e) for e in takers if e.name not in suspects]
+        engines = self._fleet.engines.values()
+        takers = [e for e in engines if e.life == "ready" and not e.draining and e.name not in suspects]
+        self._review_staying(takers, generations)
+        rooms = [_Room(e) for e in takers]
         if rooms and self._allowance >= 1.0:
-            stuck = (s for g in generations if (s := _find_stuck(g, suspects)) and g.request_id not in self._staying)
-            for item in heapq.nsmallest(MAX_TRIES, stuck):
+            for item in heapq.nsmallest(MAX_TRIES, self._find_movable(suspects, generations, rooms)):
                 self._try(item, suspects[item.engine], rooms)
 
+    def _review_staying(self, takers: Iterable[EngineState], generations: Collection[Generation]) -> None:
+        """Where other engines can take requests than before, all may be moved; those that ended are forgotten."""
+        known = frozenset((e.name, e.role, e.card.epoch) for e in takers if e.card is not None)
+        if known != self._takers:
+            self._takers = known
+            self._staying.clear()
+        elif self._staying and self._num_ticks % STAY_TICKS == 0:
+            live = {g.request_id for g in generations}
+            self._staying = {request_id: tick for request_id, tick in self._staying.items() if request_id in live}
+
+    def _find_movable(
+        self, suspects: Collection[str], generations: Iterable[Generation], rooms: Sequence["_Room"]
+    ) -> Iterator["_Stuck"]:
+        """Those for which there is room. One that could not be moved before does not hold up the others."""
+        most = {side: max((r.num_tokens for r in rooms if r.role in (side, "any")), default=0) for side in SIDES}
+        for generation in generations:
+            stuck = _find_stuck(generation, suspects)
+            if stuck is None or any(most[side] < stuck.num_tokens for side in stuck.sides):
+                continue
+            next_try = self._staying.get(stuck.request_id)
+            if next_try is None:
+                yield stuck
+            elif next_try <= self._num_ticks:
+                yield stuck._replace(stayed=True)
+
     def _try(self, stuck: "_Stuck", reason: str, rooms: Iterable["_Room"]) -> None:
-        room = _find_room(rooms, self._fleet.engines[stuck.engine].role, stuck.generation)
-        if room is None or self._allowance < 1.0:
+        if self._allowance < 1.0:
+            return
+        found = [_find_room(rooms, side, stuck.num_tokens) for side in stuck.sides]
+        if None in found:
             return
         if self._move(stuck.generation, reason, away_from=stuck.engine):
-            room.take(stuck.generation)
+            for room in {id(room): room for room in found if room is not None}.values():
+                room.take(stuck.num_tokens)
             self._allowance -= 1.0
             self.num_moved += 1
         else:
-            self._staying.add(stuck.request_id)
+            self._staying[stuck.request_id] = self._num_ticks + STAY_TICKS
 
 
 class _Stuck(NamedTuple):
     """A request that cannot go on without a suspect; the nearest deadline is the smallest."""
 
+    stayed: bool  # it could not be moved before
     deadline: float
     request_id: str
     engine: str
+    sides: tuple[Side, ...]  # what the engine is to it, whatever role that has by now
     generation: Generation
+
+    @property
+    def num_tokens(self) -> int:
+        """What is to be computed, or sent, again."""
+        flow = self.generation.flow
+        return len(flow.request.prompt_token_ids) + len(flow.output_token_ids)
 
 
 def _find_stuck(generation: Generation, suspects: Collection[str]) -> _Stuck | None:
@@ -75,7 +121,9 @@ def _find_stuck(generation: Generation, suspects: Collection[str]) -> _Stuck | N
     flow = generation.flow
     for name in (flow.route.decode, flow.route.prefill):
         if name in suspects and flow.depends_on(name) and not flow.request.probe:
-            return _Stuck(flow.deadline, generation.request_id, name, generation)
+            side: Side = "decode" if name == flow.route.decode else "prefill"
+            sides = SIDES if flow.route.aggregated else (side,)
+            return _Stuck(False, flow.deadline, generation.request_id, name, sides, generation)
     return None
 
 
@@ -87,17 +135,17 @@ class _Room:
         self.block_size = engine.card.layout.block_size if engine.card is not None else 1
         self.num_free = engine.blocks.free + engine.blocks.cached
 
-    def needs(self, generation: Generation) -> int:
-        """Blocks for what the request has, and one to go on in."""
-        flow = generation.flow
-        return (len(flow.request.prompt_token_ids) + len(flow.output_token_ids)) // self.block_size + 2
+    @property
+    def num_tokens(self) -> int:
+        """How many a request may have that comes here: it gets a block more to go on in."""
+        return (self.num_free - 1) * self.block_size - 1
 
-    def take(self, generation: Generation) -> None:
-        """The request may come here."""
-        self.num_free -= self.needs(generation)
+    def take(self, num_tokens: int) -> None:
+        """A request of so many tokens may come here."""
+        self.num_free -= num_tokens // self.block_size + 2
 
 
-def _find_room(rooms: Iterable[_Room], role: str, generation: Generation) -> _Room | None:
-    """The engine of that role with most room, if it is enough for the request."""
-    fitting = [room for room in rooms if room.role in (role, "any") and room.num_free >= room.needs(generation)]
+def _find_room(rooms: Iterable[_Room], side: Side, num_tokens: int) -> _Room | None:
+    """The engine for that side with most room, if it is enough for the request."""
+    fitting = [room for room in rooms if room.role in (side, "any") and room.num_tokens >= num_tokens]
     return max(fitting, key=lambda room: room.num_free, default=None)
