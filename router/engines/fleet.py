@@ -1,7 +1,7 @@
 """The engines as the router sees them: card, life, load, health, breakers."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -40,6 +40,7 @@ class EngineState:
     health: EngineHealth = field(default_factory=EngineHealth)  # of the last incarnation
     breaker: Breaker = field(default_factory=Breaker)  # of all incarnations
     refusal: str | None = None  # why the incarnation that came last stays out
+    refused_card: EngineCard | None = None  # of that incarnation, while it is connected
     draining: bool = False  # an operator wants it to be given nothing more; outlives its incarnations
     assigned: str | None = None  # the role that an operator gave it; outlives its incarnations, too
     note: RefusalNote | None = None  # where a launcher says why it keeps the engine out
@@ -199,21 +200,41 @@ class Fleet:
         """
         state = self.engines[name]
         try:
-            for other in self.cards():
-                check_compatible(other, card)
-            if self._identity and card.model != self._identity:
-                raise IncompatiblePeers(
-                    f"{name} has model {card.model}, but the deployment started with model {self._identity}"
-                )
+            self._check(name, card)
         except IncompatiblePeers as error:
-            state.refusal = str(error)
+            state.refusal, state.refused_card = str(error), card
             raise
         self._identity = card.model
-        state.refusal = None
+        state.refusal = state.refused_card = None
         state.life, state.card, state.load, state.books = "ready", card, None, Books()
         state.role, state.health = state.assigned or card.role, EngineHealth(bool(card.beats))
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
         return state
+
+    def _check(self, name: str, card: EngineCard) -> None:
+        """Raise IncompatiblePeers if it cannot work with the engines that are ready, or has another model."""
+        for other in self.cards():
+            check_compatible(other, card)
+        if self._identity and card.model != self._identity:
+            raise IncompatiblePeers(
+                f"{name} has model {card.model}, but the deployment started with model {self._identity}"
+            )
+
+    def no_longer_refused(self) -> Iterator[EngineCard]:
+        """Cards of engines that were refused, are still connected, and may come up now, one after the other."""
+        for engine in list(self.engines.values()):
+            if engine.refused_card is not None:
+                try:
+                    self._check(engine.name, engine.refused_card)
+                except IncompatiblePeers as error:
+                    engine.refusal = str(error)
+                    continue
+                yield engine.refused_card
+
+    def left(self, name: str) -> None:
+        """The connection to an engine has ended: if it was refused, it cannot come up any more."""
+        if name in self.engines:
+            self.engines[name].refused_card = None
 
     def went_down(self, name: str, now: float) -> None:
         """The incarnation that was ready is gone."""

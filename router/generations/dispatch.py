@@ -7,6 +7,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class Dispatcher:
         self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
         self._clock = clock
         self._mover = Mover(self.fleet, self.move)
-        self._suspects: frozenset[str] = frozenset()
+        self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and so no candidate
         self.shared_marks: SharedMarks | None = None
         self.recovery = Recovery(recovery, self.fleet, self.counters)
         self._routes = RouteChooser(
@@ -163,7 +164,8 @@ class Dispatcher:
         if self._ticker is not None:
             self._ticker.cancel()
         for generation in list(self._generations.values()):
-            self._apply(generation, generation.flow.fail(EngineUnavailable("the router is shutting down")))
+            end = partial(generation.flow.fail, EngineUnavailable("the router is shutting down"))
+            self._advance(generation, end, "the shutdown")
         for backend in self._backends.values():
             backend.close()
         self.on_room()  # who waits is told by `start`
@@ -192,8 +194,14 @@ class Dispatcher:
 
     def _tick(self) -> None:
         """Once per TICK_S of this loop: while it is held up, nobody grows older."""
-        self.look_after_engines()
-        self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        try:
+            self.look_after_engines()
+        except Exception:
+            if self._log_limit.passes():
+                logger.exception("an error while looking after the engines; the next look is in %g s", TICK_S)
+        finally:
+            if not self._closed:
+                self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _work_on_index_soon(self) -> None:
         asyncio.get_running_loop().call_soon(self._work_on_index)
@@ -208,9 +216,10 @@ class Dispatcher:
         self.fleet.tick()
         suspects = self.fleet.suspects
         self._mover.tick(suspects, self._generations.values())
-        if suspects.keys() != self._suspects:
+        silent = {name: self.fleet.engines[name].is_silent for name in suspects}
+        if silent != self._suspects:
             log_suspects(self._suspects, suspects)
-            self._suspects = frozenset(suspects)
+            self._suspects = silent
             self._place_parked_soon()
             self.on_room()
         now = self._clock()
@@ -371,7 +380,7 @@ class Dispatcher:
         if spared:
             self.recovery.spare(generation)
         error = EngineGivenUp(f"{engine} was given up: {reason}", request_id=flow.request_id, retryable=True)
-        self._apply(generation, flow.fail(error, retryable=True, engine=engine))
+        self._advance(generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move off {engine}")
         return True
 
     @property
@@ -415,18 +424,24 @@ class Dispatcher:
 
         One of the `suspects` may have ended it.
         """
+        self.fleet.left(name)
         if not self.fleet.is_ready(name):
             return
         logger.warning("%s is gone: %s", name, reason)
         self.fleet.went_down(name, self._clock())
         self.index.remove_engine(name)
         victims = [g for g in self._generations.values() if name in g.flow.route[:2]]
-        self.recovery.engine_died(name, victims, suspects)
+        try:
+            self.recovery.engine_died(name, victims, suspects)
+        except Exception:
+            logger.exception("an error while finding out who ended %s; its requests go on elsewhere", name)
         for generation in victims:
-            self._apply(generation, generation.flow.engine_died(name))
+            self._advance(generation, partial(generation.flow.engine_died, name), f"the end of {name}")
         self._send_peers()
         self.changes.notify()
         self._place_parked_soon()
+        for card in self.fleet.no_longer_refused():
+            self.engine_up(card.engine, card)
 
     def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
         """One frame of an engine that is up."""
@@ -472,8 +487,33 @@ class Dispatcher:
             kind, whose = type(message).__name__, generation.flow.name if generation is not None else "no request"
             logger.error("dropped a %s from %s about %s after an error", kind, name, whose, exc_info=error)
         if generation is not None:
-            text = f"a {type(message).__name__} of {name} caused an error in the router: {type(error).__name__}"
-            self._apply(generation, generation.flow.fail(RequestFailed(text, request_id=generation.request_id)))
+            self._fail_by_error(generation, f"a {type(message).__name__} of {name}", error)
+
+    def _advance(self, generation: Generation, step: Callable[[], Sends], cause: str) -> None:
+        """Make a step of one of several generations: an error in it costs that generation and nothing else."""
+        try:
+            self._apply(generation, step())
+        except Exception as error:
+            if self._log_limit.passes():
+                logger.exception("request %s ends: %s caused an error", generation.flow.name, cause)
+            self._fail_by_error(generation, cause, error)
+
+    def _fail_by_error(self, generation: Generation, cause: str, error: Exception) -> None:
+        """End a generation that this code could not handle, even if it cannot end it in order."""
+        flow = generation.flow
+        text = f"{cause} caused an error in the router: {type(error).__name__}"
+        failure = RequestFailed(text, request_id=flow.request_id)
+        try:
+            sends = flow.fail(failure)
+            if flow.failure is not None and flow.retryable:  # the error came while it was to go on elsewhere
+                flow.failure, flow.retryable = failure, False
+                sends = flow.give_up()
+            self._apply(generation, sends)
+        except Exception:
+            if self._log_limit.passes():
+                logger.exception("request %s could not be ended in order", flow.name)
+            generation.wake()
+            self._forget(generation)
 
     def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
         """Advance one generation. Tokens are the hot path: nothing else changes with them."""
@@ -549,7 +589,7 @@ class Dispatcher:
         for generation in self.recovery.parked():
             kind = self.recovery.kind_of(generation)
             if kind not in in_vain and not generation.flow.ended:
-                self._apply(generation, ())
+                self._advance(generation, tuple, "placing it")
                 if self.recovery.is_parked(generation):
                     in_vain.add(kind)
 

@@ -7,9 +7,10 @@ import pytest
 from dispatch_rig import System, collect, run
 from scripted_engine import expected_output, make_request
 
-from pdkv.router.engines.health import SILENT_TICKS
-from pdkv.router.engines.moves import MIN_MOVES_PER_S
-from pdkv.wire.messages import Abort, Beat, BlockCounts, Finished, LoadReport, SourceCounts, Submit, Tokens
+from pdkv.router.engines.health import IDLE_SILENT_TICKS, SILENT_TICKS, ProbeResult
+from pdkv.router.engines.moves import MAX_TRIES, MIN_MOVES_PER_S, STAY_TICKS
+from pdkv.router.generations.generation import Generation
+from pdkv.wire.messages import Abort, Beat, BlockCounts, Failed, Finished, LoadReport, SourceCounts, Submit, Tokens
 
 
 def start_with_beats(system: System) -> None:
@@ -176,3 +177,128 @@ def test_a_sole_engine_that_is_late_gets_its_requests_all_the_same() -> None:
         assert system.dispatcher.health().num_moved == 0
 
     run(System(0, 1), body, start=False)
+
+
+def test_requests_for_which_there_is_no_room_do_not_hold_up_the_others() -> None:
+    """More than are looked at in a tick wait for the only prefill engine, and their deadlines are nearer."""
+
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        prefill, sides = system.backends["prefill-0"], [system.backends["decode-0"], system.backends["decode-1"]]
+        for backend in sides:
+            backend.held = True
+        streams = [system.dispatcher.start(make_request(20 + i, timeout_s=600.0)) for i in range(6)]
+        await settle()
+        prefill.held = True
+        waiting = [system.dispatcher.start(make_request(20, timeout_s=60.0)) for _ in range(MAX_TRIES + 6)]
+        tick(system, "prefill-0", "decode-0")
+        assert {g.flow.route.decode for g in streams} == {"decode-1"}
+        assert system.dispatcher.health().num_moved == 3
+        for backend in (prefill, *sides):
+            backend.release()
+        for generation in (*streams, *waiting):
+            await collect(generation)
+
+    run(System(1, 2), body, start=False)
+
+
+def test_a_stream_leaves_an_engine_that_was_given_another_role() -> None:
+    """What counts is what the engine is to the stream: there is room to decode, although prefill has none."""
+
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        for name in ("decode-0", "decode-1"):
+            system.backends[name].held = True
+        generation = system.dispatcher.start(request := make_request(20, timeout_s=600.0))
+        await settle()
+        first = generation.flow.route.decode
+        system.dispatcher.fleet.engines[first].role = "prefill"
+        system.dispatcher.engines_changed()
+        full = BlockCounts(total=100, free=0, cached=0, active=100, leased=0, quarantined=0)
+        system.backends["prefill-0"].say(LoadReport(waiting=0, running=3, blocks=full))
+        tick(system, first)
+        await settle()
+        assert generation.flow.route.decode not in ("", first)
+        for name in ("decode-0", "decode-1"):
+            system.backends[name].release()
+        assert (await collect(generation))[0] == expected_output(request)
+
+    run(System(1, 2), body, start=False)
+
+
+async def start_on_the_last_engine(system: System) -> Generation:
+    """A request that decode-0 has failed, on decode-1; decode-2 is not up."""
+    system.dispatcher.connect()
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        system.backends[name].start(system.card(name, beats="ipc:///beats"))
+    system.backends["decode-0"].held = system.backends["decode-1"].held = True
+    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    generation = system.dispatcher.start(make_request(20, timeout_s=600.0))
+    await settle()
+    first = system.backends["decode-0"]
+    first.engine.tasks.clear()
+    first.say(Failed(generation.request_id, generation.flow.attempt, "overloaded", "full", True))
+    await settle()
+    assert generation.flow.route.decode == "decode-1"
+    return generation
+
+
+def test_a_request_that_could_not_be_moved_is_moved_when_another_engine_comes() -> None:
+    async def body(system: System) -> None:
+        generation = await start_on_the_last_engine(system)
+        tick(system, "decode-1", ticks=2 * SILENT_TICKS)
+        assert generation.flow.route.decode == "decode-1", "nobody else may have it"
+        system.backends["decode-2"].start(system.card("decode-2", beats="ipc:///beats"))
+        tick(system, "decode-1", ticks=1)
+        assert (await collect(generation))[0] == expected_output(generation.flow.request)
+        assert generation.flow.route.decode == "decode-2"
+        system.backends["decode-0"].release()
+        system.backends["decode-1"].release()
+        await settle()
+
+    run(System(1, 3, await_all=False), body, start=False)
+
+
+def test_a_request_that_could_not_be_moved_is_tried_again_after_a_while() -> None:
+    async def body(system: System) -> None:
+        generation = await start_on_the_last_engine(system)
+        tick(system, "decode-1", ticks=2 * SILENT_TICKS)
+        assert generation.trouble is not None
+        generation.trouble.failed.clear()  # which nobody tells
+        tick(system, "decode-1", ticks=STAY_TICKS)
+        assert generation.flow.route.decode == "decode-0"
+        system.backends["decode-0"].release()
+        system.backends["decode-1"].release()
+        await collect(generation)
+
+    run(System(1, 3, await_all=False), body, start=False)
+
+
+def test_requests_that_could_not_be_moved_are_forgotten_when_they_have_ended() -> None:
+    async def body(system: System) -> None:
+        generation = await start_on_the_last_engine(system)
+        tick(system, "decode-1", ticks=2 * SILENT_TICKS)
+        assert set(system.dispatcher._mover._staying) == {generation.request_id}
+        generation.abort()
+        tick(system, "decode-1", ticks=STAY_TICKS)
+        assert not system.dispatcher._mover._staying, "although decode-1 is silent as before"
+        system.backends["decode-1"].release()
+        await settle()
+
+    run(System(1, 3, await_all=False), body, start=False)
+
+
+def test_requests_that_wait_for_a_silent_engine_begin_when_it_speaks_though_it_stays_a_suspect() -> None:
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        system.dispatcher.fleet.engines["prefill-0"].health.last_probe = ProbeResult(0.0, 5.0, "no answer within 5 s")
+        tick(system, "prefill-0", ticks=IDLE_SILENT_TICKS)
+        generation = system.dispatcher.start(request := make_request(20))
+        await settle()
+        assert system.dispatcher.num_parked == 1
+        tick(system, ticks=1)
+        await settle()
+        assert system.dispatcher.num_parked == 0
+        assert (await collect(generation))[0] == expected_output(request)
+
+    run(System(1, 1), body, start=False)

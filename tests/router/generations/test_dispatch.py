@@ -284,6 +284,43 @@ def test_incompatible_engine_is_never_asked(caplog: pytest.LogCaptureFixture) ->
     run(System(1, 1), body, start=False)
 
 
+def test_refused_engines_come_in_when_those_that_they_could_not_work_with_have_gone() -> None:
+    """They stay connected, and nobody would have looked at them again."""
+
+    async def body(system: System) -> None:
+        system.dispatcher.connect()
+        for name in ("prefill-0", "decode-0"):
+            system.backends[name].start(system.card(name))
+        size = 2 * system.card("prefill-0").hash_block_size
+        for name in ("prefill-1", "decode-1"):
+            system.backends[name].start(system.card(name, hash_block_size=size))
+        system.dispatcher.remove_backend("prefill-0")
+        assert not system.dispatcher.ready, "decode-0 is still there"
+        system.backends["decode-0"].die()
+        assert system.dispatcher.ready
+        assert {e["name"] for e in system.dispatcher.topology()["engines"] if e["reason"]} == set()
+        await check_right(system, make_request())
+
+    run(System(2, 2, await_all=False), body, start=False)
+
+
+def test_a_refused_engine_that_has_gone_or_has_the_wrong_model_does_not_come_in_later() -> None:
+    async def body(system: System) -> None:
+        system.dispatcher.connect()
+        for name in ("prefill-0", "decode-0"):
+            system.backends[name].start(system.card(name))
+        size = 2 * system.card("prefill-0").hash_block_size
+        system.backends["prefill-1"].start(system.card("prefill-1", hash_block_size=size))
+        system.backends["decode-1"].start(system.card("decode-1", model="another"))
+        system.backends["prefill-1"].die()
+        for name in ("prefill-0", "decode-0"):
+            system.backends[name].die()
+        states = {e["name"]: e["state"] for e in system.dispatcher.topology()["engines"]}
+        assert states == {"prefill-0": "dead", "decode-0": "dead", "prefill-1": "refused", "decode-1": "refused"}
+
+    run(System(2, 2, await_all=False), body, start=False)
+
+
 def test_no_common_order_is_unavailable_and_says_why() -> None:
     async def body(system: System) -> None:
         with pytest.raises(EngineUnavailable, match="the router takes one of"):

@@ -7,9 +7,20 @@ import pytest
 from dispatch_rig import InProcessBackend, System, check_right, collect, run
 from scripted_engine import make_request
 
-from pdkv.errors import InvalidRequest, KillsEngines, RequestFailed, RequestTimeout, UnsendableMessage
+from pdkv.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    KillsEngines,
+    RequestFailed,
+    RequestTimeout,
+    UnsendableMessage,
+)
 from pdkv.router.engines.breakers import MIN_EVENTS
 from pdkv.router.engines.health import IDLE_SILENT_TICKS, MUTE_TICKS, TICK_S
+from pdkv.router.generations.flow import RequestFlow
+from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.placement import Placement
+from pdkv.router.generations.recovery import Recovery
 from pdkv.wire.messages import (
     Beat,
     EngineToRouter,
@@ -280,3 +291,94 @@ def test_a_load_that_fails_because_its_prefill_engine_died_tells_nothing_of_the_
         await collect(generation)
 
     run(System(1, 1), body)
+
+
+def test_engines_are_looked_after_though_an_error_occurs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(system: System) -> None:
+        looked_again = asyncio.Event()
+        looks = iter([RuntimeError("a bug"), None])
+
+        def look() -> None:
+            if (error := next(looks, None)) is not None:
+                raise error
+            looked_again.set()
+
+        monkeypatch.setattr(system.dispatcher, "look_after_engines", look)
+        await looked_again.wait()
+
+    run(System(1, 1), body)
+
+
+def break_for(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, bad: Generation) -> None:
+    """The method raises when it is about this generation."""
+    original = getattr(owner, method)
+
+    def broken(self: object, *args: object, **kwargs: object) -> object:
+        if bad in args or bad.flow is self:
+            raise RuntimeError("a bug")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, method, broken)
+
+
+@pytest.mark.parametrize(("owner", "method"), [(RequestFlow, "engine_died"), (Recovery, "after_failure")])
+def test_an_error_over_one_request_of_a_dead_engine_costs_no_other(
+    owner: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(system: System) -> None:
+        first, second = system.backends["any-0"], system.backends["any-1"]
+        bad, good = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
+        break_for(monkeypatch, owner, method, bad)
+        first.die()
+        with pytest.raises(RequestFailed, match="the end of any-0 caused an error in the router: RuntimeError"):
+            await collect(bad)
+        second.release()
+        await collect(good)
+
+    system = held_system(2)
+    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    run(system, body)
+
+
+def test_who_ended_an_engine_may_stay_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(system: System) -> None:
+        generation = system.dispatcher.start(make_request())
+        monkeypatch.setattr(system.dispatcher.recovery, "engine_died", lambda *args: next(iter(())))
+        system.backends["any-0"].die()
+        system.backends["any-1"].release()
+        await collect(generation)
+
+    system = held_system(2)
+    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    run(system, body)
+
+
+def test_an_error_over_one_request_that_waits_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(system: System) -> None:
+        backend = system.backends["any-0"]
+        backend.die()
+        bad, good = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
+        assert system.dispatcher.num_parked == 2
+        break_for(monkeypatch, Placement, "place", bad)
+        backend.held = False
+        backend.start(system.card("any-0", epoch="e1"))
+        await collect(good)
+        with pytest.raises(RequestFailed, match="placing it caused an error in the router: RuntimeError"):
+            await collect(bad)
+
+    run(held_system(1), body)
+
+
+def test_an_error_over_one_request_does_not_keep_the_router_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(system: System) -> None:
+        bad, good = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
+        break_for(monkeypatch, Recovery, "track", bad)
+        system.dispatcher.close()
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await collect(good)
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await collect(bad)
+        for backend in system.backends.values():
+            assert backend.listener is None
+
+    run(held_system(1), body)
