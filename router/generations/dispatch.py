@@ -380,7 +380,8 @@ class Dispatcher:
         if spared:
             self.recovery.spare(generation)
         error = EngineGivenUp(f"{engine} was given up: {reason}", request_id=flow.request_id, retryable=True)
-        self._advance(generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move off {engine}")
+        with self.recovery.leaving(generation, engine):
+            self._advance(generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move off {engine}")
         return True
 
     @property

@@ -13,6 +13,8 @@ class FailureRecord:
     """Of a generation that some engine failed; others have none."""
 
     failed: dict[str, str] = field(default_factory=dict)  # engine -> epoch of the incarnation that failed it last
+    left: dict[str, str] = field(default_factory=dict)  # the same of those that it was moved off
+    leaving: str = ""  # the engine that it is being moved off
     num_retries: int = 0
     num_migrations: int = 0
     num_deaths: int = 0  # engines that died while they ran it, among others

@@ -36,11 +36,11 @@ class Placement:
         without = self._recovery.excluded(generation)
         if flow.awaits_decode:
             prefill = flow.route.prefill
-            if not self._recovery.config.take_over or self._routes.has_engine("decode", now, {*without, prefill}):
+            if self._routes.has_engine("decode", now, {*without, prefill}):
                 engine = self._routes.choose_decode(flow.request, prefill, now, without=without)
                 return flow.bind_decode(engine, now)
         route = self._routes.choose(flow.request, now, without=without)
         generation.num_uncached = self._routes.uncached_tokens(flow.request, route.prefill)
-        if flow.awaits_decode:  # one engine does it all: what it has handed off is in its own cache
+        if flow.awaits_decode:  # only the engine that ran it could decode it
             return [*flow.reset(), *flow.begin(route, now)]
         return flow.begin(route, now)

@@ -5,9 +5,10 @@ docs/failures.md is the table behind it.
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from pdkv.config import RecoveryConfig
-from pdkv.errors import EngineDied, KillsEngines, PdkvError
+from pdkv.errors import EngineDied, EngineGivenUp, KillsEngines, PdkvError
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.generations.failure_record import FailureRecord
 from pdkv.router.generations.flow import Sends
@@ -46,6 +47,16 @@ class Recovery:
         """Its next loss counts for no limit."""
         self._trouble_of(generation).spared = True
 
+    @contextmanager
+    def leaving(self, generation: Generation, engine: str) -> Iterator[None]:
+        """It is moved off an engine: it does not go back there now, nor while that is a suspect or draining."""
+        trouble = self._trouble_of(generation)
+        trouble.leaving, trouble.left[engine] = engine, self._epoch(engine)
+        try:
+            yield
+        finally:
+            trouble.leaving = ""
+
     def after_failure(self, generation: Generation) -> Sends:
         """Keep what can be kept and let the flow await other engines, or give it up."""
         flow = generation.flow
@@ -78,7 +89,8 @@ class Recovery:
         trouble.spared = False
         trouble.error = flow.failure
         epoch = self._epoch(flow.failed_engine or "")
-        if flow.failed_engine and epoch and not isinstance(flow.failure, EngineDied):  # it may be back unharmed
+        # An engine that died may be back unharmed; one that was left may get well.
+        if flow.failed_engine and epoch and not isinstance(flow.failure, EngineDied | EngineGivenUp):
             trouble.failed[flow.failed_engine] = epoch
         self._counters.migrated += migrates
         self._counters.retried += not migrates
@@ -88,11 +100,16 @@ class Recovery:
         return None
 
     def excluded(self, generation: Generation) -> Collection[str]:
-        """Engines that it must not be sent to: those that failed it, and for a suspect those that run another one."""
+        """Engines that it must not be sent to: those that failed it, those that it left and that are not well yet, and
+        for a suspect those that run another one.
+        """
         trouble = generation.trouble
         if trouble is None:
             return ()
         names = {name for name, epoch in trouble.failed.items() if self._epoch(name) == epoch}
+        names |= {name for name, epoch in trouble.left.items() if self._epoch(name) == epoch and self._is_left(name)}
+        if trouble.leaving:
+            names.add(trouble.leaving)
         if trouble.clear_at:
             names |= {name for name, other in self._trials.items() if other is not generation}
         return names
@@ -102,20 +119,24 @@ class Recovery:
     def engine_died(self, engine: str, victims: Sequence[Generation], handling: Collection[RequestKey]) -> None:
         """Find out who may have ended an engine. `handling`: whose messages it was taking in.
 
-        A suspect that was on trial there has. Else it may have been any request of which the engine had yet to compute
-        a token, or one that has been in a dying engine before: each of them is tried alone.
+        If one suspect was on trial there, it is taken to be the one; others that were new there become suspects, too,
+        for an engine may have run two such requests. Else it may have been any request of which the engine had yet to
+        compute a token, or one that has been in a dying engine before: each of them is tried alone.
         """
         running = [g for g in victims if g.flow.runs_on(engine)]
-        culprit = self._trials.pop(engine, None)
-        if culprit in running:
-            trouble = self._trouble_of(culprit)
-            trouble.num_deaths_alone += 1
-            trouble.suspect(len(culprit.flow.output_token_ids))
-            for generation in running:
-                if generation is not culprit:
-                    self._trouble_of(generation).spared = True
-            return
         accused = [g for g in running if (g.request_id, g.flow.attempt_on(engine)) in handling]
+        culprit = self._trials.pop(engine, None)
+        on_trial = [g for g in running if g is culprit or (g.trouble is not None and g.trouble.clear_at)]
+        if on_trial == [culprit]:
+            for generation in running:
+                trouble = self._trouble_of(generation)
+                if generation is culprit:
+                    trouble.num_deaths_alone += 1
+                else:
+                    trouble.spared = True
+                if generation is culprit or generation in accused or generation.flow.is_new_on(engine):
+                    trouble.suspect(len(generation.flow.output_token_ids))
+            return
         for generation in running:
             trouble = self._trouble_of(generation)
             trouble.num_deaths += 1
@@ -181,15 +202,20 @@ class Recovery:
 
     def kind_of(self, generation: Generation) -> object:
         """Equal for generations for which the same engines are out of the question."""
-        trouble = generation.trouble
+        trouble, flow = generation.trouble, generation.flow
         if trouble is None:
-            return generation.flow.awaits_decode
-        failed = tuple(sorted(trouble.failed.items()))
-        return generation.flow.awaits_decode, generation.flow.route.prefill, bool(trouble.clear_at), failed
+            return flow.awaits_decode, flow.route.prefill
+        failed, left = (tuple(sorted(names.items())) for names in (trouble.failed, trouble.left))
+        return flow.awaits_decode, flow.route.prefill, bool(trouble.clear_at), failed, left
 
     def parked(self) -> list[Generation]:
         """Those that wait, in order."""
         return list(self._parked.values())
+
+    def _is_left(self, engine: str) -> bool:
+        """Whether requests that were moved off this engine had better stay away."""
+        state = self._fleet.engines.get(engine)
+        return state is not None and (state.draining or bool(state.suspicion))
 
     def _epoch(self, engine: str) -> str:
         """Of the engine's last incarnation; empty: it has none, or was removed."""

@@ -12,7 +12,7 @@ from pdkv.config import RecoveryConfig
 from pdkv.errors import ConfigError, EngineDied, EngineUnavailable, KillsEngines, RequestFailed, RequestTimeout
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.request import GenerateRequest
-from pdkv.wire.messages import Abort, Failed, Loaded, Order, Release, SourceCounts, Submit
+from pdkv.wire.messages import Abort, Beat, Failed, Loaded, Order, Release, SourceCounts, Submit
 
 LEGAL: list[tuple[str, Order]] = [(kind, order) for kind, orders in ORDERS_OF.items() for order in orders]
 
@@ -292,6 +292,35 @@ def test_nobody_moves_where_there_is_no_other_engine_or_behind_the_end() -> None
     run(System(1, 1), body)
 
 
+@pytest.mark.parametrize("why", ["draining", "stuck"])
+def test_an_engine_that_was_left_may_be_asked_again_when_it_is_well(why: str) -> None:
+    async def body(system: System) -> None:
+        dispatcher = system.dispatcher
+        go_on = stop_where(system, lambda task: len(task.output) >= 3)
+        generation = dispatcher.start(long_request())
+        await until(lambda: len(generation.flow.output_token_ids) == 3)
+        left = generation.decode_engine
+        (heir,) = {"decode-0", "decode-1"} - {left}
+        engine = dispatcher.fleet.engines[left]
+        if why == "draining":
+            engine.draining = True
+        else:
+            engine.health.beat(Beat("e0", busy_s=1000.0, predicted_s=0.01))
+            assert left in dispatcher.fleet.suspects
+        assert dispatcher.move(generation, why, away_from=left, spared=why == "draining")
+        await until(lambda: generation.decode_engine == heir)
+        system.backends[heir].die()
+        await until(lambda: dispatcher.num_parked == 1)  # nothing is well
+        engine.draining = False
+        engine.health.beat(Beat("e0", 0.0))
+        dispatcher.engines_changed()
+        await until(lambda: generation.decode_engine == left)
+        go_on()
+        assert (await collect(generation))[0] == expected_output(generation.flow.request)
+
+    run(System(1, 2), body)
+
+
 # --- nothing there ----------------------------------------------------------------------------------------------------
 
 
@@ -412,6 +441,49 @@ def test_a_prefill_engine_decodes_what_it_has_handed_off_where_it_takes_over() -
     run(System(1, 1, recovery=RecoveryConfig(take_over=True)), body)
 
 
+async def hand_off_to_nobody(system: System) -> tuple[list[Generation], list[Generation]]:
+    """Four prompts in a fleet whose only decode engine is gone; returns those of prefill-0 and those of prefill-1."""
+    generations = [system.dispatcher.start(long_request()) for _ in range(4)]
+    system.backends["decode-0"].die()
+    await until(lambda: all(g.flow.awaits_decode for g in generations))
+    by_engine = [[g for g in generations if g.flow.route.prefill == name] for name in ("prefill-0", "prefill-1")]
+    assert [len(found) for found in by_engine] == [2, 2]
+    return by_engine[0], by_engine[1]
+
+
+def test_a_hand_off_of_an_engine_that_now_decodes_alone_is_run_elsewhere() -> None:
+    async def body(system: System) -> None:
+        own, others = await hand_off_to_nobody(system)
+        flipped = system.dispatcher.fleet.engines["prefill-0"]
+        flipped.role = flipped.assigned = "decode"
+        system.dispatcher.engines_changed()
+        for generation in own + others:
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+            assert generation.decode_engine == "prefill-0"
+        assert len(submits(system, others[0].request_id, "handoff")) == 1
+        assert len(submits(system, own[0].request_id, "handoff")) == 2
+
+    run(System(2, 1), body)
+
+
+def test_who_can_run_does_not_wait_behind_one_who_cannot() -> None:
+    async def body(system: System) -> None:
+        own, others = await hand_off_to_nobody(system)
+        engines = system.dispatcher.fleet.engines
+        engines["prefill-0"].role = engines["prefill-0"].assigned = "decode"
+        engines["prefill-1"].draining = True  # and so nobody runs the prompts of prefill-0 once more
+        system.dispatcher.engines_changed()
+        for generation in others:
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+        assert system.dispatcher.num_parked == len(own)
+        engines["prefill-1"].draining = False
+        system.dispatcher.engines_changed()
+        for generation in own:
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+
+    run(System(2, 1), body)
+
+
 # --- requests that kill engines ---------------------------------------------------------------------------------------
 
 POISON = 41
@@ -448,6 +520,46 @@ def test_of_a_poison_prompt_and_50_innocents_it_alone_fails(num_prefill: int, nu
         assert sum(deaths(system).values()) == 3  # once among others, twice alone
 
     run(poisoned(num_prefill, num_decode, lambda submit: len(submit.prompt_token_ids) == POISON), body)
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 3])
+@pytest.mark.parametrize("num_poisons", [2, 4])
+def test_of_several_poison_prompts_and_30_innocents_they_alone_fail(num_poisons: int, num_turns: int) -> None:
+    """An engine that dies with a suspect on trial may have been killed by another prompt that was new there."""
+
+    async def body(system: System) -> None:
+        innocents = [system.dispatcher.start(make_request(50 + i, 4)) for i in range(30)]
+        poisons = []
+        for _ in range(num_poisons):
+            poisons.append(system.dispatcher.start(make_request(POISON, 4)))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+        for generation in innocents:
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+        for generation in poisons:
+            with pytest.raises(KillsEngines):
+                await collect(generation)
+
+    run(poisoned(2, 2, lambda submit: len(submit.prompt_token_ids) == POISON), body)
+
+
+def test_of_several_suspects_on_one_engine_none_is_taken_for_the_one_that_killed_it() -> None:
+    """Pushes whose decode engine dies are suspects, and their prompts go on together on one prefill engine."""
+
+    async def body(system: System) -> None:
+        system.backends["prefill-0"].held = True
+        generations = [system.dispatcher.start(make_request(50 + i, 4)) for i in range(3)]
+        await until(lambda: all(g.flow.runs_on("prefill-0") for g in generations))
+        for name in ("decode-0", "prefill-0"):
+            system.backends[name].die()
+        assert [g.trouble and (g.trouble.num_deaths, g.trouble.num_deaths_alone) for g in generations] == [(2, 0)] * 3
+        for name in ("decode-0", "prefill-0"):
+            system.backends[name].held = False
+            system.backends[name].start(system.card(name, epoch="e1"))
+        for generation in generations:
+            assert (await collect(generation))[0] == expected_output(generation.flow.request)
+
+    run(System(1, 1, kind="push", orders=["needs_peer_first"]), body)
 
 
 def test_a_request_that_kills_engines_at_some_token_is_found_too() -> None:
