@@ -27,12 +27,12 @@ from pdkv.log_limit import LogLimit
 from pdkv.router.admission.capacity import Capacity
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.books import kv_tokens
-from pdkv.router.engines.card_summary import describe_card
 from pdkv.router.engines.fleet import ORDERS, Counters, EngineSnapshot, Fleet
-from pdkv.router.engines.health import TICK_S, EngineVerdict, HealthSnapshot, log_suspects
+from pdkv.router.engines.health import TICK_S, HealthSnapshot, log_suspects
 from pdkv.router.engines.moves import Mover
 from pdkv.router.engines.probes import Prober, probe_request
 from pdkv.router.engines.shared_marks import SharedMarks, own_marks
+from pdkv.router.engines.views import describe_engine, describe_fleet, snapshot_engines, snapshot_health
 from pdkv.router.generations.changes import Changes
 from pdkv.router.generations.flow import FlowMessage, RequestFlow, Sends
 from pdkv.router.generations.generation import Generation
@@ -245,21 +245,7 @@ class Dispatcher:
 
     def engines(self) -> list[EngineSnapshot]:
         """The engines as they are now."""
-        return [
-            EngineSnapshot(
-                name=e.name,
-                role=e.role,
-                state=e.life,
-                pid=e.pid,
-                load=e.load,
-                in_flight=e.books.requests,
-                num_deaths=e.num_deaths,
-                busy_s=e.health.busy_s if e.life == "ready" else 0.0,
-                num_indexed_keys=self.index.num_keys_of(e.name),
-                num_malformed=self._backends[e.name].num_dropped,
-            )
-            for e in self.fleet.engines.values()
-        ]
+        return snapshot_engines(self.fleet, self.index, self._backends)
 
     @property
     def connector_problems(self) -> dict[str, str]:
@@ -268,24 +254,14 @@ class Dispatcher:
         return {e.name: e.connector_problem for e in engines if e.connector_problem is not None}
 
     def topology(self) -> dict[str, Any]:
-        """JSON-ready: {"engines": [EngineState.describe() and describe_card() of each],
-        "pairs": [those whose breaker is not closed], "router": {…}}.
-        """
-        now = self._clock()
-        pairs = [
-            {"prefill": p, "decode": d, "breaker": state} for (p, d), state in self.fleet.pairs.states(now).items()
-        ]
+        """JSON-ready: what `describe_fleet` says, and "router": {…}."""
         num_requests = Counter(name for g in self._generations.values() for name in g.flow.engines)
-        engines = [
-            e.describe(now, num_requests[e.name]) | describe_card(e.card, e.load) for e in self.fleet.engines.values()
-        ]
         router = self._described | {"indexed_keys": self.index.num_keys}
-        return {"engines": engines, "pairs": pairs, "router": router}
+        return describe_fleet(self.fleet, num_requests, self._clock()) | {"router": router}
 
     def describe_engine(self, name: str) -> dict[str, Any]:
         """One engine, as in `topology`."""
-        engine = self.fleet.engines[name]
-        return engine.describe(self._clock(), self.num_requests_on(name)) | describe_card(engine.card, engine.load)
+        return describe_engine(self.fleet.engines[name], self.num_requests_on(name), self._clock())
 
     def generations_on(self, name: str) -> list[Generation]:
         """Those for which the engine has work, will have some, or holds KV."""
@@ -301,17 +277,7 @@ class Dispatcher:
 
     def health(self) -> HealthSnapshot:
         """What the router thinks of its engines now."""
-        now = self._clock()
-        return HealthSnapshot(
-            [
-                EngineVerdict(e.name, e.role, bool(e.suspicion), e.breaker.state(now) != "closed")
-                for e in self.fleet.engines.values()
-            ],
-            num_pairs_open=len(self.fleet.pairs.states(now)),
-            probes_ok=self.prober.num_ok,
-            probes_failed=self.prober.num_failed,
-            num_moved=self._mover.num_moved,
-        )
+        return snapshot_health(self.fleet, self.prober, self._mover.num_moved, self._clock())
 
     @property
     def num_generations(self) -> int:
