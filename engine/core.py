@@ -312,8 +312,8 @@ class EngineCore:
             case Continue(token_ids=token_ids):
                 if not request.output_token_ids and not request.in_worker:  # else it draws the token itself
                     self._continue(request, token_ids)
-            case KVTicket(ticket=ticket) if request.submit.kv == "handoff":
-                request.ticket = ticket
+            case KVTicket(ticket=ticket, number=number) if request.submit.kv == "handoff":
+                request.ticket, request.ticket_number = ticket, number
                 self.external.report_confirmed(request, again=True)
             case KVHandoff() if message.transfer_id == request.submit.transfer_id:
                 if request.kv == "await_peer":

@@ -48,6 +48,7 @@ class Request:
         "started",
         "submit",
         "ticket",
+        "ticket_number",
         "transfer_key",
     )
 
@@ -67,6 +68,7 @@ class Request:
         self.kv = submit.kv  # becomes "local" with `compute_here`
         self.handoff = submit.handoff
         self.ticket = submit.ticket
+        self.ticket_number = 0
         self.kv_ready: bool | None = None
         self.hash_root = hash_root
         self.hash_keys = list(hash_keys)  # one per full hash block of prompt + output

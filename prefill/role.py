@@ -88,7 +88,8 @@ class PrefillRole(PrefillHooks):
         if not ok:
             name = lease.request.name
             logger.warning("KV of request %s (transfer %s) was not delivered: %s", name, key[0], outcome.code)
-        self._send(lease.request.router_id, KVReady(submit.request_id, submit.attempt, ok, outcome.code))
+        message = KVReady(submit.request_id, submit.attempt, ok, outcome.code, lease.request.ticket_number)
+        self._send(lease.request.router_id, message)
         # A store has its own copy, whose tail goes with the Release; what was pushed may be wanted once more.
         if not lease.until_release and (lease.block_ids or not ok):
             self.leases.end(key)
@@ -100,8 +101,8 @@ class PrefillRole(PrefillHooks):
         match message:
             case Release(transfer_id=transfer_id, attempt=attempt):
                 return self._release(router_id, (transfer_id, attempt))
-            case KVTicket(request_id=request_id, attempt=attempt, ticket=ticket):
-                return self._late_ticket(router_id, request_id, attempt, ticket)
+            case KVTicket():
+                return self._late_ticket(router_id, message)
         return False
 
     def holds(self, key: TransferKey) -> bool:
@@ -143,14 +144,15 @@ class PrefillRole(PrefillHooks):
             self._external.aborted(key, cancel_sending=True)
         return True
 
-    def _late_ticket(self, router_id: str, request_id: str, attempt: int, ticket: bytes) -> bool:
+    def _late_ticket(self, router_id: str, ticket: KVTicket) -> bool:
         """Send leased KV (again) to who gave the ticket. One who comes too late must not wait for its deadline."""
-        lease = self.leases.of_request(request_id, attempt)
+        lease = self.leases.of_request(ticket.request_id, ticket.attempt)
         if lease is None:
-            self._send(router_id, KVReady(request_id, attempt, ok=False, code=KVNotFound.code))
+            lost = KVReady(ticket.request_id, ticket.attempt, ok=False, code=KVNotFound.code, ticket=ticket.number)
+            self._send(router_id, lost)
             return False
         if lease.request.router_id != router_id:
             return False
-        lease.request.ticket = ticket
+        lease.request.ticket, lease.request.ticket_number = ticket.ticket, ticket.number
         self._external.report_leased(lease.request, lease.block_tables)
         return True

@@ -79,6 +79,7 @@ class RequestFlow:
         self._prefill_gone = False
         self._pushes = False  # an earlier decode part gave a ticket
         self._ticket: bytes | None = None
+        self._ticket_number = 0  # of the ticket that came, or will come, last
         self._handoff: KVHandoff | None = None
         self._kv_ready: KVReady | None = None
 
@@ -232,6 +233,7 @@ class RequestFlow:
         self.route = self.route._replace(decode="")
         if self._ticket is not None:
             self._ticket, self._kv_ready, self._pushes = None, None, True
+            self._ticket_number += 1
         if self.prefill == "running":
             self._released = False  # what was said before there was a lease
         return sends
@@ -391,11 +393,12 @@ class RequestFlow:
         if message.ticket is not None:
             if self._prefill_gone:
                 return self._never()
-            return [(self.route.prefill, KVTicket(self.request_id, self.prefill_attempt, message.ticket))]
+            ticket = KVTicket(self.request_id, self.prefill_attempt, message.ticket, self._ticket_number)
+            return [(self.route.prefill, ticket)]
         return _NOTHING
 
     def _on_kv_ready(self, message: KVReady) -> Sends:
-        if self._pushes and self._ticket is None:
+        if (self._pushes and self._ticket is None) or message.ticket not in (None, self._ticket_number):
             return _NOTHING  # about a ticket of a decode engine that has no part any more
         self._kv_ready = message
         if self.decode == "running" and not self.declined:

@@ -207,7 +207,7 @@ def test_push_starts_decoding_when_both_the_kv_and_the_token_are_in(push: Pair) 
     push.deliver_all()
     messages = push.run(push.decode)
     assert output_of(messages, "a") == []
-    assert KVReady("a", 0, ok=True) in push.run(push.prefill)
+    assert KVReady("a", 0, ok=True, ticket=0) in push.run(push.prefill)
     push.decode.handle("r", Continue("a", 0, first), push.now)
     messages += push.run(push.decode)
     assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
@@ -310,7 +310,7 @@ def bring_ticket(pair: Pair, messages: list[EngineToRouter]) -> None:
     """As the router does: a ticket goes to the lease, by the attempt that it was granted to."""
     for message in messages:
         if isinstance(message, Allocated) and message.ticket is not None:
-            pair.prefill.handle("r", KVTicket("a", 0, message.ticket), pair.now)
+            pair.prefill.handle("r", KVTicket("a", 0, message.ticket, 1), pair.now)
             pair.run(pair.prefill)
 
 
@@ -387,13 +387,13 @@ def test_a_push_that_failed_is_sent_again_for_the_next_ticket(push: Pair) -> Non
     push.prefill.handle("r", KVTicket("a", 0, msgspec.msgpack.encode(lost)), push.now)
     push.run(push.prefill)
     push.deliver_all()
-    assert of_type(push.run(push.prefill), KVReady) == [KVReady("a", 0, False, "peer_gone")]
+    assert of_type(push.run(push.prefill), KVReady) == [KVReady("a", 0, False, "peer_gone", 0)]
     assert not at_rest(push.prefill)
     messages = await_peer(push, PROMPT, attempt=2, output_token_ids=first, handoff=handoff)
     bring_ticket(push, messages)
     bring_ticket(push, messages)
     push.deliver_all()
-    assert of_type(push.run(push.prefill), KVReady) == [KVReady("a", 0, True)]
+    assert of_type(push.run(push.prefill), KVReady) == [KVReady("a", 0, True, ticket=1)]
     bring_ticket(push, messages)
     push.deliver_all()
     assert of_type(push.run(push.prefill), KVReady) == []

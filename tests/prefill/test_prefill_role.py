@@ -55,7 +55,7 @@ def test_a_ticket_for_a_lease_that_is_over_is_answered_at_once() -> None:
     run(core)
     core.handle("r", Release("t-a", 0), 0.0)
     core.handle("r", KVTicket("a", 0, b"where"), 0.0)
-    assert of_type(run(core), KVReady) == [KVReady("a", 0, ok=False, code="kv_not_found")]
+    assert of_type(run(core), KVReady) == [KVReady("a", 0, ok=False, code="kv_not_found", ticket=0)]
     assert at_rest(core)
 
 
@@ -135,7 +135,7 @@ def test_a_store_drops_the_tail_with_the_release_and_not_before() -> None:
     store = MemoryFabric.named("lease-10").store
     core = make_core(options={"fabric": "lease-10", "mode": "store"})
     core.handle("r", hand_off(PROMPT), 0.0)
-    assert KVReady("a", 0, ok=True) in run(core)
+    assert KVReady("a", 0, ok=True, ticket=0) in run(core)
     assert ("t-a", 0) in store
     core.handle("r", Release("t-a", 0), 0.0)
     run(core)

@@ -249,6 +249,7 @@ class KVTicket(Message, frozen=True):
     request_id: Id
     attempt: Attempt
     ticket: Blob
+    number: Count = 0  # of tickets before it, for the same attempt
 
 
 class Continue(Message, frozen=True):
@@ -279,6 +280,7 @@ class KVReady(Message, frozen=True):
     attempt: Attempt
     ok: bool
     code: Id = ""
+    ticket: Count | None = None  # number of the ticket that it is about; None: an older engine does not say
 
 
 class Release(Message, frozen=True):

@@ -477,8 +477,10 @@ def test_a_push_is_sent_again_on_the_ticket_of_the_next_reader() -> None:
     ((_, submit),) = flow.bind_decode("d2", NOW)
     assert isinstance(submit, Submit)
     assert submit.output_token_ids == [3]
-    assert flow.handle("d2", Allocated("q", 1, 0, 20, b"second"), NOW) == [("p", KVTicket("q", 0, b"second"))]
-    assert flow.handle("p", KVReady("q", 0, ok=True), NOW) == [("d2", KVReady("q", 1, ok=True))]
+    assert flow.handle("d2", Allocated("q", 1, 0, 20, b"second"), NOW) == [("p", KVTicket("q", 0, b"second", 1))]
+    assert list(flow.handle("p", KVReady("q", 0, ok=False, code="peer_gone", ticket=0), NOW)) == []  # it crossed ours
+    assert flow.handle("p", KVReady("q", 0, True, ticket=1), NOW) == [("d2", KVReady("q", 1, True, ticket=1))]
+    assert flow.handle("p", KVReady("q", 0, True), NOW) == [("d2", KVReady("q", 1, True))]  # of an older engine
 
 
 @pytest.mark.parametrize("order", ["concurrent", "needs_peer_first", "decode_first"])
