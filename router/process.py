@@ -11,26 +11,19 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import uvicorn
 import zmq
 from starlette.types import ASGIApp
 
-from pdkv.config import (
-    AccessConfig,
-    AdmissionConfig,
-    HealthConfig,
-    HttpApi,
-    HttpLimits,
-    ObservabilityConfig,
-    RecoveryConfig,
-)
+from pdkv.config import HttpLimits, RouterConfig
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import Source, log_sampling_defaults, read_sampling_defaults
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.engines.address import EngineAddress
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.engines.fleet import ORDERS
 from pdkv.router.engines.operations import Operations
@@ -55,15 +48,6 @@ SHUTDOWN_S = 1
 are cut. The launcher kills a router 2 s after that."""
 
 
-class EngineEndpoint(NamedTuple):
-    """Where an engine listens."""
-
-    name: str  # unique, such as "prefill-0"
-    role: str  # "prefill", "decode" or "any"
-    endpoint: str  # ipc:// or tcp://
-    refusal: Path | None = None  # where a launcher says why it keeps the engine out (RefusalNote)
-
-
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: they end the process with the signal instead of an exit code."""
 
@@ -76,21 +60,15 @@ def run_router(
     *,
     router_id: str,
     listen_fd: int,
-    engines: Sequence[EngineEndpoint],
+    engines: Sequence[EngineAddress],
     model: Path,
     served_model_name: str,
     policy: str = DEFAULT_POLICY,
     orders: Sequence[Order] = ORDERS,
     await_all: bool = True,
-    limits: HttpLimits | None = None,
-    api: HttpApi | None = None,
-    admission: AdmissionConfig | None = None,
-    access: AccessConfig | None = None,
-    health: HealthConfig | None = None,
-    recovery: RecoveryConfig | None = None,
+    config: RouterConfig | None = None,
     generation_config: Source = "auto",
     identity: str = "",
-    observability: ObservabilityConfig | None = None,
     lifeline_fd: int | None = None,
     admin_socket: Path | None = None,
     marks_file: Path | None = None,
@@ -112,16 +90,17 @@ def run_router(
     Raises:
         ConfigError: an unknown policy, a model directory that is broken, or engines that cannot work together.
     """
+    config = config or RouterConfig()
     dispatcher = Dispatcher(
         policy=policy,
         orders=orders,
-        recovery=recovery,
-        health=health or HealthConfig(),
+        recovery=config.recovery,
+        health=config.health,
         await_all=await_all,
         identity=identity,
     )
-    if health is not None and health.redis:
-        url = read_option(health.redis, "--redis")
+    if config.health.redis:
+        url = read_option(config.health.redis, "--redis")
         dispatcher.shared_marks = SharedMarks(url, router_id, dispatcher.fleet.hearsay.hear)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
@@ -130,29 +109,29 @@ def run_router(
 
     for engine in engines:
         dispatcher.add_backend(make_client(engine.name, engine.endpoint), engine.role, engine.refusal)
-    config = load_model_config(model)
+    model_config = load_model_config(model)
     sampling_defaults = read_sampling_defaults(model, generation_config)
     log_sampling_defaults(model, sampling_defaults)
-    limits = limits or HttpLimits()
+    limits = config.http
     max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(engines))
     bodies = body_budget(limits)
-    access = access or AccessConfig()
-    keys = KeyRing(access.api_key_file) if access.api_key_file is not None else None
-    queue = Admission(dispatcher, admission)
+    key_file = config.access.api_key_file
+    keys = KeyRing(key_file) if key_file is not None else None
+    queue = Admission(dispatcher, config.admission)
     drain = Drain(queue)
     operations = Operations(dispatcher, make_client, marks_file)
-    instruments = make_instruments(observability or ObservabilityConfig())
+    instruments = make_instruments(config.observability)
     app = create_app(
         dispatcher,
         Tokenizer.from_dir(model),
-        config,
+        model_config,
         served_model_name,
         limits=limits,
-        api=api,
+        api=config.api,
         bodies=bodies,
         admission=queue,
         keys=keys,
-        access=access,
+        access=config.access,
         sampling_defaults=sampling_defaults,
         drain=drain,
         operations=operations,

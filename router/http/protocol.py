@@ -187,16 +187,21 @@ class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     web_search_options: None = None
 
 
-class TokenizeTextBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize of a text."""
+class _TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both forms of POST /tokenize have."""
 
-    prompt: str
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
-class TokenizeChatBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenizeTextBody(_TokenizeBody, frozen=True, kw_only=True):
+    """POST /tokenize of a text."""
+
+    prompt: str
+
+
+class TokenizeChatBody(_TokenizeBody, frozen=True, kw_only=True):
     """POST /tokenize of a conversation."""
 
     messages: Sequence[Message]
@@ -208,9 +213,6 @@ class TokenizeChatBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     documents: Empty | None = None
     media_io_kwargs: None = None
     mm_processor_kwargs: None = None
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -253,6 +253,19 @@ class ObservabilityConfig:
             _check_collector(self.otlp_endpoint)
         if not 0 <= self.loop_watchdog_ms < math.inf:
             raise ConfigError(f"loop_watchdog_ms must be 0 or more, got {self.loop_watchdog_ms}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """The router, a dataclass per concern."""
+
+    http: HttpLimits = field(default_factory=HttpLimits)
+    api: HttpApi = field(default_factory=HttpApi)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
 
 def _check_collector(url: str) -> None:

@@ -16,8 +16,9 @@ from pdkv.host.memory_limits import num_oom_kills
 from pdkv.launch import supervisor as module
 from pdkv.launch.children import Child
 from pdkv.launch.keeper import backoff_s
-from pdkv.launch.specs import EngineAddress, EngineSpec, RouterSpec
+from pdkv.launch.specs import EngineSpec, RouterSpec
 from pdkv.launch.supervisor import Fleet, Supervisor
+from pdkv.router.engines.address import EngineAddress
 
 FakeChild = Callable[[str, int, str], Child]
 

@@ -23,7 +23,8 @@ TIMEOUT_S = 60.0
 PROGRAM = """
 import os, resource, sys
 from pathlib import Path
-from pdkv.router.process import EngineEndpoint, run_router
+from pdkv.router.engines.address import EngineAddress
+from pdkv.router.process import run_router
 
 listen_fd, lifeline_fd, ready_fd, model, run_dir, open_files, drain_s = sys.argv[1:8]
 if int(open_files):
@@ -31,7 +32,7 @@ if int(open_files):
 code = run_router(
     router_id="r",
     listen_fd=int(listen_fd),
-    engines=[EngineEndpoint(n, n.partition("-")[0], f"ipc://{run_dir}/{n}") for n in ("prefill-0", "decode-0")],
+    engines=[EngineAddress(n, n.partition("-")[0], f"ipc://{run_dir}/{n}") for n in ("prefill-0", "decode-0")],
     model=Path(model),
     served_model_name="small",
     lifeline_fd=int(lifeline_fd),

@@ -17,6 +17,7 @@ from pdkv.config import (
     HttpLimits,
     ObservabilityConfig,
     RecoveryConfig,
+    RouterConfig,
 )
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
@@ -101,13 +102,15 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     return Deployment(
         launch=launch,
         handoff=build(HandoffConfig, values),
-        http=build(HttpLimits, values),
-        api=build(HttpApi, values),
-        admission=build(AdmissionConfig, values),
-        access=build(AccessConfig, values),
-        health=build(HealthConfig, values),
-        recovery=build(RecoveryConfig, values),
-        observability=build(ObservabilityConfig, values),
+        router=RouterConfig(
+            http=build(HttpLimits, values),
+            api=build(HttpApi, values),
+            admission=build(AdmissionConfig, values),
+            access=build(AccessConfig, values),
+            health=build(HealthConfig, values),
+            recovery=build(RecoveryConfig, values),
+            observability=build(ObservabilityConfig, values),
+        ),
         prefill=build(EngineConfig, values, role="prefill"),
         decode=build(EngineConfig, values, role="decode"),
     )
@@ -134,6 +137,6 @@ def run(arguments: argparse.Namespace) -> int:
     from pdkv.launch.launcher import launch
     from pdkv.launch.logs import configure_logging
 
-    configure_logging("launcher", deployment.launch.log_level, deployment.observability.log_format)
+    configure_logging("launcher", deployment.launch.log_level, deployment.router.observability.log_format)
     warn_of_secrets(arguments.connector_config or ())
     return launch(deployment)

@@ -4,17 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdkv.config import (
-    AccessConfig,
-    AdmissionConfig,
-    EngineConfig,
-    HandoffConfig,
-    HealthConfig,
-    HttpApi,
-    HttpLimits,
-    ObservabilityConfig,
-    RecoveryConfig,
-)
+from pdkv.config import EngineConfig, HandoffConfig, RouterConfig
 from pdkv.errors import ConfigError
 from pdkv.options import option
 from pdkv.wire.messages import Order
@@ -75,13 +65,7 @@ class Deployment:
     handoff: HandoffConfig
     prefill: EngineConfig
     decode: EngineConfig
-    http: HttpLimits = field(default_factory=HttpLimits)
-    api: HttpApi = field(default_factory=HttpApi)
-    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    access: AccessConfig = field(default_factory=AccessConfig)
-    health: HealthConfig = field(default_factory=HealthConfig)
-    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
 
     @property
     def num_ranks(self) -> int:

@@ -67,12 +67,12 @@ def check_deployment(deployment: Deployment) -> None:
     """Refuse what can be seen to be wrong without a process. Raises ConfigError."""
     connector_target(deployment.handoff.connector)
     find_policy(deployment.launch.policy)
-    if deployment.observability.otlp_endpoint is not None:
+    if deployment.router.observability.otlp_endpoint is not None:
         check_tracing()
     check_models(deployment)
     check_pools(deployment.prefill, deployment.launch.prefill, deployment.decode, deployment.launch.decode)
-    if deployment.access.api_key_file is not None:
-        read_key_file(deployment.access.api_key_file)
+    if deployment.router.access.api_key_file is not None:
+        read_key_file(deployment.router.access.api_key_file)
 
 
 def check_models(deployment: Deployment) -> None:
@@ -120,7 +120,7 @@ async def _serve(
     on_ready = _ReadyLog(len(fleet.engines) + 1)
     supervisor = Supervisor(fleet, listen_fd=listener.fileno(), lifeline_fd=lifeline_fd, on_ready=on_ready)
     control = _make_control(deployment, run_dir, supervisor)
-    signals = _StopSignals(supervisor, reloads_keys=deployment.access.api_key_file is not None)
+    signals = _StopSignals(supervisor, reloads_keys=deployment.router.access.api_key_file is not None)
     url = _url(listener)
     logger.info("starting %s with %s on %s", deployment.shape, deployment.prefill.model, url)
     start = asyncio.create_task(supervisor.start())

@@ -11,8 +11,9 @@ from pdkv.host.memory_limits import check_host_memory, format_bytes
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import default_threads, split_cpu_bind
 from pdkv.launch.run_dir import RunDirectory
-from pdkv.launch.specs import EngineAddress, EngineSpec, Role, RouterSpec
+from pdkv.launch.specs import EngineSpec, RouterSpec
 from pdkv.launch.supervisor import Fleet
+from pdkv.router.engines.address import EngineAddress, Role
 
 _DEFAULT_NAME = "pdkv-default"  # of the embedded model in the API
 
@@ -47,13 +48,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         run_dir=run_dir.path,
         orders=launch.orders,
         log_level=launch.log_level,
-        observability=deployment.observability,
-        limits=deployment.http,
-        api=deployment.api,
-        admission=deployment.admission,
-        access=deployment.access,
-        health=deployment.health,
-        recovery=deployment.recovery,
+        config=deployment.router,
         drain_s=launch.drain_s,
     )
     return Fleet(
@@ -87,7 +82,7 @@ def plan_engine(
         num_engines=num_engines,
         run_dir=run_dir.path,
         log_level=deployment.launch.log_level,
-        log_format=deployment.observability.log_format,
+        log_format=deployment.router.observability.log_format,
         cpus=sorted(cpus) if cpus else None,
         kv_shards=deployment.kv_shards,
         store=run_dir.path / f"{name}.ranks" if config.tp > 1 else None,

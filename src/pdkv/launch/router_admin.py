@@ -8,7 +8,7 @@ from typing import Any
 
 from pdkv.errors import ConfigError, StartupError
 from pdkv.launch.run_dir import ADMIN_SOCKET
-from pdkv.launch.specs import EngineAddress
+from pdkv.router.engines.address import EngineAddress
 
 PATIENCE_S = 30.0
 """How long a router that does not answer is asked again: one that was killed is back within a second or two."""

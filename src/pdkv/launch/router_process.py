@@ -11,7 +11,7 @@ from pdkv.launch.logs import configure_logging
 from pdkv.launch.run_dir import ADMIN_SOCKET, MARKS_FILE
 from pdkv.launch.specs import RouterSpec, decode_router_spec, take_spec
 from pdkv.router.engines.fleet import ORDERS
-from pdkv.router.process import EngineEndpoint, run_router
+from pdkv.router.process import run_router
 
 _LIFELINE_GRACE_S = 3.0  # above what connections have to end after a stop
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int:
     """Run the router in this process; returns its exit status. It is ready when every engine has answered it."""
-    seen = spec.observability
+    seen = spec.config.observability
     configure_logging("router", spec.log_level, seen.log_format, access_log=seen.access_log)
     set_process_name("pd router")
     _bound_heap()
@@ -32,23 +32,15 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
         return run_router(
             router_id=spec.router_id,
             listen_fd=listen_fd,
-            engines=[
-                EngineEndpoint(engine.name, engine.role, engine.endpoint, engine.refusal) for engine in spec.engines
-            ],
+            engines=spec.engines,
             model=spec.model,
             served_model_name=spec.served_model_name,
             policy=spec.policy,
             orders=spec.orders or ORDERS,
             await_all=spec.await_all,
-            limits=spec.limits,
-            api=spec.api,
-            admission=spec.admission,
-            access=spec.access,
-            health=spec.health,
-            recovery=spec.recovery,
+            config=spec.config,
             generation_config=spec.generation_config,
             identity=spec.identity,
-            observability=seen,
             lifeline_fd=lifeline_fd,
             admin_socket=spec.run_dir / ADMIN_SOCKET if spec.run_dir is not None else None,
             marks_file=spec.run_dir / MARKS_FILE if spec.run_dir is not None else None,

@@ -7,21 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdkv.config import (
-    AccessConfig,
-    AdmissionConfig,
-    EngineConfig,
-    HandoffConfig,
-    HealthConfig,
-    HttpApi,
-    HttpLimits,
-    ObservabilityConfig,
-    RecoveryConfig,
-)
+from pdkv.config import EngineConfig, HandoffConfig, RouterConfig
+from pdkv.router.engines.address import EngineAddress, Role
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import Order
-
-Role = Literal["prefill", "decode", "any"]
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,15 +38,6 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name}.{self.rank}" if self.rank else self.name
 
 
-class EngineAddress(msgspec.Struct, frozen=True):
-    """Where the router finds an engine."""
-
-    name: str
-    role: Role
-    endpoint: str
-    refusal: Path | None = None  # RefusalNote of the launcher
-
-
 class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The router process."""
 
@@ -71,13 +51,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     identity: str = ""  # of the model that engines must have; empty: the first engine's
     await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
     log_level: str = "info"
-    observability: ObservabilityConfig = ObservabilityConfig()
-    limits: HttpLimits = HttpLimits()
-    api: HttpApi = HttpApi()
-    admission: AdmissionConfig = AdmissionConfig()
-    access: AccessConfig = AccessConfig()
-    health: HealthConfig = HealthConfig()
-    recovery: RecoveryConfig = RecoveryConfig()
+    config: RouterConfig = RouterConfig()
     generation_config: Literal["auto", "none"] = "auto"
     drain_s: float = 0.0  # how long requests may go on after SIGTERM
 

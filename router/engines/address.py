@@ -1,0 +1,17 @@
+"""Where engines listen: what a launcher tells the router, at the start and later."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+Role = Literal["prefill", "decode", "any"]
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Where the router finds an engine."""
+
+    name: str  # unique, such as "prefill-0"
+    role: Role
+    endpoint: str  # ipc:// or tcp://
+    refusal: Path | None = None  # where a launcher says why it keeps the engine out (RefusalNote)
