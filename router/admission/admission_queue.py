@@ -42,14 +42,13 @@ Deliver = Callable[["Generation"], None]
 class _Waiter:
     """A generation that has not begun."""
 
-    __slots__ = ("began", "deadline", "deliver", "future", "request", "visit")
+    __slots__ = ("began", "deliver", "future", "request", "visit")
 
     def __init__(self, visit: "Visit", request: GenerateRequest, deliver: Deliver, now: float) -> None:
         self.visit = visit
         self.request = request
         self.deliver = deliver
         self.began = now
-        self.deadline = now + request.timeout_s
         self.future: asyncio.Future[Generation | PdkvError] = asyncio.get_running_loop().create_future()
 
     def end(self, result: "Generation | PdkvError") -> None:
@@ -196,7 +195,7 @@ class Admission:
             cost=cost_of(request),
             weight=tenant.grant.weight,
         )
-        timer = asyncio.get_running_loop().call_later(request.timeout_s, _expire, waiter)
+        timer = asyncio.get_running_loop().call_later(request.patience_s, _expire, waiter)
         visit.waiters[waiter] = waiting
         try:
             result = await waiter.future
@@ -235,10 +234,10 @@ class Admission:
     def _begin_waiter(self, waiter: _Waiter) -> None:
         if waiter.future.done():
             return
-        now = self._clock()
-        self.observe_wait(now - waiter.began)
+        waited_s = self._clock() - waiter.began
+        self.observe_wait(waited_s)
         try:
-            request = msgspec.structs.replace(waiter.request, timeout_s=max(waiter.deadline - now, 0.001))
+            request = msgspec.structs.replace(waiter.request, timeout_s=max(waiter.request.timeout_s - waited_s, 0.001))
             waiter.end(self.begin(request, waiter.deliver))
         except PdkvError as error:
             waiter.end(error)
@@ -351,5 +350,5 @@ def cost_of(request: GenerateRequest) -> int:
 
 
 def _expire(waiter: _Waiter) -> None:
-    text = f"no engine had room for the request within {waiter.request.timeout_s:g} s"
+    text = f"no engine had room for the request within {waiter.request.patience_s:g} s"
     waiter.end(RequestTimeout(text, request_id=waiter.request.label))

@@ -123,7 +123,7 @@ def _find_stuck(generation: Generation, suspects: Collection[str]) -> _Stuck | N
         if name in suspects and flow.depends_on(name) and not flow.request.probe:
             side: Side = "decode" if name == flow.route.decode else "prefill"
             sides = SIDES if flow.route.aggregated else (side,)
-            return _Stuck(False, flow.deadline, generation.request_id, name, sides, generation)
+            return _Stuck(False, generation.expires_at, generation.request_id, name, sides, generation)
     return None
 
 

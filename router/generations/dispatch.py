@@ -75,6 +75,9 @@ logger = logging.getLogger(__name__)
 
 NO_PROBES = HealthConfig(probe_interval_s=0.0)
 
+TIMER_SLACK_S = 0.01
+"""By so much may the event loop's clock be ahead of the dispatcher's."""
+
 TELLING_TIMEOUT_S = 5.0
 """A deadline below this that passes says more about the client than about the engine, if nothing else is against it."""
 
@@ -317,7 +320,7 @@ class Dispatcher:
         if route is not NOWHERE:
             generation.num_uncached = self._routes.uncached_tokens(request, route.prefill)
         loop = asyncio.get_running_loop()
-        generation.timer = loop.call_later(request.timeout_s, self._expire, generation)
+        generation.timer = loop.call_later(request.patience_s, self._expire, generation)
         self._generations[flow.request_id] = generation
         self._transfers[flow.transfer_id] = generation
         self.room.enter(kv_tokens(request))
@@ -361,7 +364,13 @@ class Dispatcher:
             self._apply(generation, generation.flow.abort())
 
     def _expire(self, generation: Generation) -> None:
-        self._apply(generation, generation.flow.expire())
+        """Its time is up, unless tokens came meanwhile."""
+        now = self._clock()
+        left_s = generation.expires_at - now
+        if left_s > TIMER_SLACK_S and not generation.flow.ended:
+            generation.timer = asyncio.get_running_loop().call_later(left_s, self._expire, generation)
+        else:
+            self._apply(generation, generation.flow.expire(now))
 
     # --- what engines say (EngineListener) ------------------------------------------------------------------------
 
@@ -568,7 +577,7 @@ class Dispatcher:
         engine = self.fleet.engines[name]
         if isinstance(flow.failure, RequestTimeout):
             evident = engine.health.explains_timeout()
-            if flow.request.timeout_s < TELLING_TIMEOUT_S and not evident:
+            if flow.request.patience_s < TELLING_TIMEOUT_S and not evident:
                 return
             if flow.awaits_kv and not evident:  # which of the two was too slow?
                 self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)

@@ -306,9 +306,11 @@ class RequestFlow:
         """The client gave up, or has all it wants. Idempotent."""
         return self.fail(RequestAborted("the request was aborted", request_id=self.request_id))
 
-    def expire(self) -> Sends:
-        """The deadline is over. Idempotent."""
+    def expire(self, now: float) -> Sends:
+        """The time is up: its own, or no token has come for too long. Idempotent."""
         message = f"the request took longer than {self.request.timeout_s:g} s"
+        if now < self.deadline:
+            message = f"no token came for {self.request.stall_timeout_s:g} s"
         if self.awaits_route or self.awaits_decode:
             message += "; at last it waited for an engine that was gone"
         # The engine that had the word is the one that was too slow.

@@ -27,6 +27,7 @@ class Generation:
         self._on_abort = on_abort
         self._waiter: asyncio.Future[None] | None = None
         self._arrivals: list[float] = []
+        self._last_token_at = began
 
     @property
     def request_id(self) -> str:
@@ -59,6 +60,11 @@ class Generation:
         """Prompt tokens that were not computed for this request."""
         sources = self.sources
         return sources.local_hit + sources.store + sources.remote
+
+    @property
+    def expires_at(self) -> float:
+        """When its time is up, if no token comes before, by the dispatcher's clock."""
+        return min(self.flow.deadline, self._last_token_at + self.flow.request.stall_timeout_s)
 
     def enter(self, fleet: Fleet) -> None:
         """Enter it in the books of the engines that it is under way on, and of no other."""
@@ -106,6 +112,7 @@ class Generation:
     def arrived(self, now: float) -> None:
         """Tokens have come from an engine."""
         self._arrivals.append(now)
+        self._last_token_at = now
 
     def take_arrivals(self) -> list[float]:
         """When tokens came since the last call, whenever the reader takes them."""

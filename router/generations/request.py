@@ -1,5 +1,6 @@
 """What goes into a generation and what comes out of it: the types between the HTTP front and dispatch."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,12 +37,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     priority: int = 0
     affinity: str = ""  # requests that share it like to run where the others ran; empty: none
-    timeout_s: float
+    timeout_s: float  # until its last token; infinite: as long as it gets on
+    stall_timeout_s: float = math.inf  # for its turn, for its first token and for each further one; not both infinite
     probe: bool = False  # the router's own, to see whether an engine works: it is tried there and nowhere else
     label: str = ""  # the client's own name of the request, for logs only
     traceparent: str = ""  # W3C, of the span above what is done for it; likewise
     near: str = ""  # the engine that ran this prompt for an earlier choice, and so has it in its cache
     keys: PromptKeys = msgspec.field(default_factory=PromptKeys)
+
+    @property
+    def patience_s(self) -> float:
+        """How long it may be at most until something has to happen."""
+        return min(self.timeout_s, self.stall_timeout_s)
 
 
 class Delta(NamedTuple):

@@ -65,7 +65,8 @@ def _state(generation: Generation) -> dict[str, Any]:
         "max_tokens": request.params.max_tokens,
         "output_tokens": len(flow.output_token_ids),
         "sources": msgspec.structs.asdict(generation.sources),
-        "timeout_s": request.timeout_s,
+        "timeout_s": request.timeout_s,  # null: none
+        "stall_timeout_s": request.stall_timeout_s,
     }
 
 

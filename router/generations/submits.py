@@ -6,7 +6,7 @@ import msgspec
 
 from pdkv.errors import EngineDied, InvalidRequest, PdkvError, RequestAborted, RequestFailed, RequestTimeout
 from pdkv.router.generations.request import GenerateRequest
-from pdkv.wire.messages import Failed, KVHandoff, Submit
+from pdkv.wire.messages import MAX_TIMEOUT_S, Failed, KVHandoff, Submit
 
 _FAILURES: dict[str, type[RequestFailed]] = {e.code: e for e in (RequestTimeout, RequestAborted, EngineDied)}
 
@@ -26,7 +26,7 @@ def make_submit(
     handoff: KVHandoff | None = None,
     ticket: bytes | None = None,
 ) -> Submit:
-    """A request that begins, or goes on behind its output; `timeout_s` is what is left of its deadline."""
+    """A request that begins, or goes on behind its output; `timeout_s`: what is left for it, or infinite."""
     params = request.params
     if not wants_prompt_logprobs and params.prompt_logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -40,7 +40,7 @@ def make_submit(
         params=params,
         cache_salt=request.cache_salt,
         priority=request.priority,
-        timeout_s=max(timeout_s, 0.001),
+        timeout_s=min(max(timeout_s, 0.001), MAX_TIMEOUT_S),
         until=until,
         kv=kv,
         conditional=conditional,

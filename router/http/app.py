@@ -55,7 +55,6 @@ def create_app(
     served_model_name: str,
     max_model_len: int | None = None,
     *,
-    request_timeout_s: float = 600.0,
     limits: HttpLimits | None = None,
     api: HttpApi | None = None,
     bodies: ByteBudget | None = None,
@@ -71,8 +70,7 @@ def create_app(
 
     Args:
         max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
-        request_timeout_s: deadline of every request; a client may shorten its own by the header x-pd-timeout-s.
-        limits: bounds of bodies (default: the options').
+        limits: bounds of bodies and of waits (default: the options').
         api: how requests are read (default: the options').
         sampling_defaults: fields of SamplingParams that requests get where they say nothing (`read_sampling_defaults`).
         instruments: what else looks on; started and closed by the caller.
@@ -154,7 +152,7 @@ def create_app(
         "admission": admission,
         "model": model,
         "metrics": metrics,
-        "request_timeout_s": request_timeout_s,
+        "limits": limits,
         "intake": Intake(limits, bodies, pool),
         "pool": pool,
         "tracer": instruments.tracer,

@@ -78,7 +78,9 @@ class Choice:
             stop_token_ids=ends,
         )
 
-    def request(self, *, timeout_s: float, label: str, traceparent: str = "", near: str = "") -> GenerateRequest:
+    def request(
+        self, *, timeout_s: float, stall_timeout_s: float, label: str, traceparent: str = "", near: str = ""
+    ) -> GenerateRequest:
         """What to generate. `near`: the engine that ran the prompt for its sibling."""
         return GenerateRequest(
             prompt_token_ids=self.prompt.token_ids,
@@ -88,6 +90,7 @@ class Choice:
             priority=self._job.priority,
             affinity=self._job.affinity,
             timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
             label=label,
             traceparent=traceparent,
             near=near,

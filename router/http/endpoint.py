@@ -17,6 +17,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from pdkv.config import HttpLimits
 from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
 from pdkv.limits import clip
 from pdkv.log_fields import RequestName
@@ -65,7 +66,7 @@ class GenerateEndpoint:
         admission: Admission,
         model: Callable[[], ServedModel],
         metrics: Metrics,
-        request_timeout_s: float,
+        limits: HttpLimits,
         intake: Intake,
         pool: TextPool,
         tracer: Tracer | None = None,
@@ -76,7 +77,7 @@ class GenerateEndpoint:
         self._admission = admission
         self._model = model
         self._metrics = metrics
-        self._request_timeout_s = request_timeout_s
+        self._request_timeout_s = limits.request_timeout_s
         self._intake = intake
         self._pool = pool
         self._tracer = tracer
@@ -114,7 +115,7 @@ class GenerateEndpoint:
     ) -> str:
         """Serve one request and say how it ended."""
         exchange.check_label()
-        deadline = Deadline(min(_client_timeout(headers), self._request_timeout_s))
+        deadline = Deadline(_client_timeout(headers), self._request_timeout_s)
         model = self._model()
         job, gone = await self._receive_job(headers, receive, exchange, model, deadline)
         try:

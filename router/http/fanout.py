@@ -148,10 +148,15 @@ class Fanout:
         """Begin a choice, at once or when it is its turn; the deadline is the request's."""
         if self._aborted:
             raise RequestAborted("the client went away", request_id=self._label)
-        timeout_s = max(self._deadline.left_s, 0.001)
         first = self._generations.get(choice.index - choice.index % self.job.n)
         near = first.prefill_engine if first is not None else ""
-        request = choice.request(timeout_s=timeout_s, label=self._label, traceparent=self._traceparent, near=near)
+        request = choice.request(
+            timeout_s=max(self._deadline.whole_left_s, 0.001),
+            stall_timeout_s=self._deadline.stall_timeout_s,
+            label=self._label,
+            traceparent=self._traceparent,
+            near=near,
+        )
         generation = await self._visit.start(request, functools.partial(self._generations.__setitem__, choice.index))
         self._metrics.dispatched()
         return generation

@@ -159,6 +159,11 @@ class HttpLimits:
     )
     body_timeout_s: float = option(60.0, "how long a request's body may take")
     idle_timeout_s: float = option(75.0, "how long a connection may stay open between requests")
+    request_timeout_s: float = option(
+        600.0,
+        "how long a request may wait for its turn, for its first token, and for each further one; a client bounds the "
+        "whole by the header x-pd-timeout-s",
+    )
     send_timeout_s: float = option(
         30.0, "how long a client may read nothing of what is there for it: it is dropped, and what it asked for ends"
     )

@@ -48,6 +48,9 @@ MAX_CONNECTOR_PARTS = 64
 MAX_LAYERS = 4096
 """Of a model, and so of its KV groups."""
 
+MAX_TIMEOUT_S = 1e9
+"""Of a request; who has none gets this one."""
+
 PROBE_SALT = "\0probe"
 """Cache salt of the router's probes; no client can have it. Engines do not count their prompts."""
 
@@ -226,7 +229,7 @@ class Submit(Message, frozen=True, kw_only=True):
     cache_salt: str = ""
     adapter: str = ""
     priority: int = 0
-    timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] = 600.0
+    timeout_s: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] = 600.0
     until: Literal["first_token", "end"] = "end"
     kv: Literal["local", "handoff", "await_peer"] = "local"
     conditional: bool = False  # await_peer only: the engine may decline and prefill by itself

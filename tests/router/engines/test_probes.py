@@ -49,6 +49,7 @@ class Rig(System):
     def expire_probe(self) -> None:
         (generation,) = self.dispatcher._generations.values()
         assert generation.flow.request.probe
+        self.now = generation.expires_at
         self.dispatcher._expire(generation)
 
 

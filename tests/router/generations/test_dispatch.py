@@ -1,9 +1,12 @@
 """Dispatch over scripted engines: every order, death, retry, abort, deadline, stale messages and the books."""
 
 import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from dispatch_rig import System, check_right, collect, run
+from dispatch_rig import InProcessBackend, System, check_right, collect, run
 from scripted_engine import ORDERS_OF, expected_output, make_request, token_at
 
 from pdkv.block_keys import extend_keys, root_key
@@ -138,6 +141,91 @@ def test_deadline_ends_the_request_everywhere_and_blames_the_engine_if_it_was_lo
     system = System(2, 1, policy="round_robin")
     system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
     run(system, body)
+
+
+class Timers:
+    """The timers of generations, by a clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self._monkeypatch = monkeypatch
+        self._set: dict[asyncio.TimerHandle, tuple[float, Callable[..., None], tuple[Any, ...]]] = {}
+
+    def watch(self, dispatcher: Dispatcher) -> None:
+        """Take over those that are set in the running event loop from now on."""
+        loop = asyncio.get_running_loop()
+        call_later = loop.call_later
+
+        def record(delay: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
+            handle = call_later(1e6, callback, *args)
+            if callback == dispatcher._expire:
+                self._set[handle] = (self.now + delay, callback, args)
+            return handle
+
+        self._monkeypatch.setattr(loop, "call_later", record)
+
+    def move(self, seconds: float) -> None:
+        """So much time passes, and what is due happens."""
+        self.now += seconds
+        for handle, (when, callback, args) in list(self._set.items()):
+            if when <= self.now:
+                del self._set[handle]
+                if not handle.cancelled():
+                    callback(*args)
+
+
+def say_a_token(backend: InProcessBackend, submit: Submit) -> None:
+    """Of this request alone, from an engine that is held."""
+    while not backend.engine.outbox:
+        backend.engine.step((submit.request_id, submit.attempt))
+    said, backend.engine.outbox = backend.engine.outbox, []
+    backend.say(*said)
+
+
+def test_no_deadline_of_the_server_ends_what_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Router 1: streams were cut at 600 s, however many tokens still came."""
+    timers = Timers(monkeypatch)
+
+    async def body(system: System) -> None:
+        timers.watch(system.dispatcher)
+        backend = system.backends["any-0"]
+        backend.held = True
+        request = make_request(max_tokens=5, timeout_s=math.inf, stall_timeout_s=600.0)
+        steady, stuck = (system.dispatcher.start(request) for _ in range(2))
+        [submit, _] = backend.heard(Submit)
+        for number in range(5):  # 2,500 s
+            timers.move(500.0)
+            assert not steady.flow.ended
+            say_a_token(backend, submit)
+            assert stuck.flow.ended == (number > 0)
+        assert (await collect(steady))[0] == expected_output(request)
+        with pytest.raises(RequestTimeout, match=r"^no token came for 600 s$"):
+            await collect(stuck)
+        backend.release()
+
+    run(System(0, 1, clock=lambda: timers.now), body)
+
+
+def test_a_clients_deadline_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers = Timers(monkeypatch)
+
+    async def body(system: System) -> None:
+        timers.watch(system.dispatcher)
+        backend = system.backends["any-0"]
+        backend.held = True
+        generation = system.dispatcher.start(make_request(timeout_s=900.0, stall_timeout_s=600.0))
+        [submit] = backend.heard(Submit)
+        assert submit.timeout_s == 900.0
+        timers.move(500.0)
+        say_a_token(backend, submit)
+        timers.move(100.0)
+        assert not generation.flow.ended
+        timers.move(300.0)
+        with pytest.raises(RequestTimeout, match=r"^the request took longer than 900 s$"):
+            await collect(generation)
+        backend.release()
+
+    run(System(0, 1, clock=lambda: timers.now), body)
 
 
 def test_unknown_and_stale_messages_are_counted_and_dropped() -> None:

@@ -132,7 +132,7 @@ class World:
             case 57:
                 self.send(self.flow.abort())
             case 58:
-                self.send(self.flow.expire())
+                self.send(self.flow.expire(self.flow.deadline))
             case 56 | 59 if len(self.engines) > 1:
                 self.kill(list(self.engines)[self.draw(len(self.engines))])
             case _:
@@ -391,7 +391,7 @@ def test_codes_of_failures_become_types(code: str, kind: type[Exception]) -> Non
 def test_expiry_names_the_engine_that_had_the_word() -> None:
     flow = make_flow()
     flow.start(NOW)
-    assert flow.expire() == [("p", Abort("q", 0)), ("p", Release("t", 0))]
+    assert flow.expire(flow.deadline) == [("p", Abort("q", 0)), ("p", Release("t", 0))]
     assert isinstance(flow.failure, RequestTimeout)
     assert flow.failed_engine == "p"
 

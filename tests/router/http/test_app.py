@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from fake_dispatcher import FakeDispatcher, say, tokens
 from small_app import MAX_MODEL_LEN, MODEL, ids, make_app
 from starlette.types import Message
 
+from pdkv.config import HttpLimits
 from pdkv.errors import (
     EngineDied,
     EngineUnavailable,
@@ -176,14 +178,18 @@ def test_a_finished_request_leaves_no_task_behind() -> None:
     run(main())
 
 
-def test_a_client_may_shorten_its_deadline() -> None:
+def test_a_client_bounds_the_whole_of_its_request_and_the_server_each_wait_for_a_token() -> None:
+    """Router 1: the server's bound was one of the whole, was no option, and cut streams at 600 s."""
     dispatcher = FakeDispatcher(say(ids("ab")))
-    app = make_app(dispatcher, request_timeout_s=60.0)
+    app = make_app(dispatcher, limits=HttpLimits(request_timeout_s=60.0))
     body = {"model": MODEL, "prompt": "a"}
     for headers in ({}, {"x-pd-timeout-s": "0.5"}, {"x-pd-timeout-s": "900"}):
         run(call(app, "POST", "/v1/completions", body, headers))
-    for request, asked_s in zip(dispatcher.requests, (60.0, 0.5, 60.0), strict=True):
-        assert 0 < request.timeout_s < asked_s  # the rest of it went by in the router
+    assert [request.stall_timeout_s for request in dispatcher.requests] == [60.0] * 3
+    unbounded, short, long = (request.timeout_s for request in dispatcher.requests)
+    assert unbounded == math.inf
+    assert 0 < short < 0.5  # the rest of it went by in the router
+    assert 60 < long < 900
 
 
 @pytest.mark.parametrize("size", [0, INLINE_BYTES + 1], ids=["inline", "thread"])
@@ -217,7 +223,8 @@ def test_the_body_the_tokenizer_and_the_engines_share_one_deadline(
 
 def test_all_choices_share_the_deadline_of_their_request() -> None:
     dispatcher = FakeDispatcher(say(ids("ab")))
-    run(call(make_app(dispatcher), "POST", "/v1/completions", {"model": MODEL, "prompt": "a", "n": 2}))
+    body = {"model": MODEL, "prompt": "a", "n": 2}
+    run(call(make_app(dispatcher), "POST", "/v1/completions", body, {"x-pd-timeout-s": "60"}))
     first, second = dispatcher.requests
     assert second.timeout_s < first.timeout_s
 
