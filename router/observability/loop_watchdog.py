@@ -1,7 +1,8 @@
 """Counts and names what holds the event loop. Off by default: it costs two hundred wake-ups a second.
 
 The loop beats four times per threshold. A beat that is late by the threshold counts as a stall, and a thread that looks
-at the loop's stack while a beat is overdue gives it a name.
+at the loop's stack while a beat is overdue gives it a name. Where another thread of the process kept the interpreter to
+itself, that thread cannot look either: then the late beat looks at what the other threads are at.
 """
 
 import asyncio
@@ -30,8 +31,9 @@ logger = logging.getLogger(__name__)
 class LoopWatchdog:
     """Of one event loop. `stalls` counts by (place, kind).
 
-    A place is the innermost function of pdkv that ran. Kinds: "busy": one callback that computed; "waiting": one that
-    waited for something else than the loop, or a thread that got no processor; "crowd": many callbacks in a row.
+    A place is the innermost function of pdkv that ran. Kinds: "busy": one callback that computed; "crowd": many
+    callbacks in a row; "threads": other threads of this process computed instead, and the place is one of theirs;
+    "waiting": a callback waited for something else than the loop, or nobody here got a processor.
     """
 
     def __init__(self, threshold_s: float) -> None:
@@ -41,7 +43,7 @@ class LoopWatchdog:
         self.longest_s = 0.0
         self._period_s = threshold_s / 4
         self._due = 0.0
-        self._cpu = 0.0
+        self._cpu = self._process_cpu = 0.0
         self._samples: list[tuple[str, int]] = []  # since the last beat: place, and which callback it was
         self._loop_thread = 0
         self._stop = threading.Event()
@@ -68,7 +70,7 @@ class LoopWatchdog:
 
     def _beat_again(self) -> None:
         self._samples.clear()
-        self._cpu = time.thread_time()
+        self._cpu, self._process_cpu = time.thread_time(), time.process_time()
         self._due = time.monotonic() + self._period_s
         self._handle = self._loop.call_later(self._period_s, self._beat)
 
@@ -76,17 +78,21 @@ class LoopWatchdog:
         late_s = time.monotonic() - self._due
         self.lag.observe(max(late_s, 0.0))
         if late_s >= self.threshold_s:
-            self._count(late_s, time.thread_time() - self._cpu)
+            cpu_s = time.thread_time() - self._cpu
+            self._count(late_s, cpu_s, time.process_time() - self._process_cpu - cpu_s)
         self._beat_again()
 
-    def _count(self, late_s: float, cpu_s: float) -> None:
+    def _count(self, late_s: float, cpu_s: float, others_cpu_s: float = 0.0) -> None:
+        """A stall, in which the loop's thread and the other threads computed for so long."""
         samples = list(self._samples)
         places = Counter(place for place, _ in samples)
         place = places.most_common(1)[0][0] if places else "unknown"
-        if len({callback for _, callback in samples}) > 1:
-            kind = "crowd"
+        if cpu_s >= self.threshold_s:
+            kind = "crowd" if len({callback for _, callback in samples}) > 1 else "busy"
+        elif others_cpu_s >= self.threshold_s:
+            kind, place = "threads", self._other_place()
         else:
-            kind = "busy" if cpu_s >= self.threshold_s else "waiting"
+            kind = "waiting"
         if (place, kind) not in self.stalls and len(self.stalls) >= MAX_PLACES:
             place = "other"
         self.stalls[place, kind] += 1
@@ -94,6 +100,12 @@ class LoopWatchdog:
         if self._log_limit.passes():
             text = "the event loop was held up for %.0f ms (%.0f ms of CPU) in %s: %s"
             logger.warning(text, late_s * 1e3, cpu_s * 1e3, place, kind)
+
+    def _other_place(self) -> str:
+        """Where a thread is that is neither the loop's nor this watchdog's."""
+        own = (self._loop_thread, self._thread.ident if self._thread is not None else None)
+        places = (_own_place(frame) for ident, frame in sys._current_frames().items() if ident not in own)
+        return next(filter(None, places), "unknown")
 
     def _watch(self) -> None:
         while not self._stop.wait(self._period_s):
@@ -108,14 +120,20 @@ def _place_of(innermost: FrameType) -> tuple[str, int] | None:
     """The innermost function of pdkv on a stack, and what tells its callback from others; None: the loop waits."""
     if _module(innermost) in _LOOP_MODULES:
         return None
-    frame, place = innermost, None
-    while True:
-        module = _module(frame)
-        if place is None and module.split(".")[0] == "pdkv":
-            place = f"{module.removeprefix('pdkv.')}.{frame.f_code.co_qualname}"
-        if frame.f_back is None or _module(frame.f_back) in _LOOP_MODULES:
-            return place or innermost.f_code.co_qualname, id(frame)
+    outermost = innermost
+    while outermost.f_back is not None and _module(outermost.f_back) not in _LOOP_MODULES:
+        outermost = outermost.f_back
+    return _own_place(innermost) or innermost.f_code.co_qualname, id(outermost)
+
+
+def _own_place(innermost: FrameType) -> str | None:
+    """The innermost function of pdkv between a frame and the loop's own; None: there is none."""
+    frame: FrameType | None = innermost
+    while frame is not None and (module := _module(frame)) not in _LOOP_MODULES:
+        if module.split(".")[0] == "pdkv":
+            return f"{module.removeprefix('pdkv.')}.{frame.f_code.co_qualname}"
         frame = frame.f_back
+    return None
 
 
 def _module(frame: FrameType) -> str:

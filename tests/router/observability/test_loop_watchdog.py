@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import uvloop
@@ -47,6 +48,44 @@ def wait(watchdog: LoopWatchdog) -> None:
         lock.acquire(timeout=0.1)
         if watchdog._samples:
             return
+
+
+class Keeper(threading.Thread):
+    """Computes until it is told to stop; where it is, is known to the watchdog as pdkv's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stop = threading.Event()
+        code = "def keep(stop):\n    while not stop():\n        sum(range(1000))\n"
+        self._globals: dict[str, Any] = {"__name__": "pdkv.keeper"}
+        exec(code, self._globals)
+
+    def run(self) -> None:
+        self._globals["keep"](self.stop.is_set)
+
+
+def test_a_thread_that_keeps_the_interpreter_is_named() -> None:
+    keeper = Keeper()
+
+    def wait_for_keeper(watchdog: LoopWatchdog) -> None:
+        keeper.start()
+        used = time.process_time()
+        while time.process_time() - used < 4 * watchdog.threshold_s:
+            time.sleep(0.005)  # costs no CPU: the other thread's counts alone
+
+    try:
+        watchdog = watched(wait_for_keeper, uvloop.new_event_loop)
+        assert watchdog.stalls["keeper.keep", "threads"]
+    finally:
+        keeper.stop.set()
+        keeper.join()
+
+
+def test_a_stall_in_which_nobody_here_computed_is_no_thread_s() -> None:
+    watchdog = LoopWatchdog(0.02)
+    watchdog._samples = [("a", 1), ("b", 2)]
+    watchdog._count(0.03, 0.001, 0.002)
+    assert watchdog.stalls == {("a", "waiting"): 1}
 
 
 @pytest.mark.parametrize("factory", [uvloop.new_event_loop, asyncio.new_event_loop])

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from matrix_rows import BACKENDS, Choice
 
+from soak.stalls import WATCHDOG
+
 REQUEST_TIMEOUT_S = 10.0
 STORE_MIB = 48
 
 DEADLINES = ("--kv-load-timeout-s", "2", "--lease-timeout-s", "4", "--rank-timeout-s", "2")
-
-WATCHDOG = ("--loop-watchdog-ms", "20")
 
 _STORE = ("lookup_timeout_s=0.5", "transfer_timeout_s=1.5", "layer_timeout_s=0.5")
 _SERVER = (*_STORE, "operation_timeout_s=1", "connect_timeout_s=1")

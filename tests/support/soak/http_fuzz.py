@@ -23,6 +23,7 @@ from small_models import make_hf_model
 
 from soak.http_requests import Exchange, draw, named_attacks
 from soak.report import RESULTS
+from soak.stalls import WATCHDOG, counted, own
 
 CLIENTS = 6
 ANSWER_BOUND_S = 60.0
@@ -43,6 +44,7 @@ class Result(msgspec.Struct, kw_only=True):
     statuses: dict[str, int] = {}  # by status, or how the connection ended
     kinds: dict[str, int] = {}
     health: dict[str, float | int] = {}
+    stalls: dict[str, int] = {}  # of the event loop, by what held it and how
     violations: list[str] = []  # of what must always hold
     slow: list[str] = []  # of what must hold on an otherwise idle machine
 
@@ -147,6 +149,7 @@ def fuzz(deployment: Running, num_requests: int, seed: int) -> Result:
     tracebacks = sum("Traceback" in line for line in deployment.lines)
     if tracebacks:
         result.violations.append(f"{tracebacks} tracebacks in the log")
+    result.stalls = counted(deployment.get("/metrics").text)
     _judge(result)
     return result
 
@@ -164,6 +167,8 @@ def _judge(result: Result) -> None:
         result.violations.append(f"the router's memory grew by {result.resident_more() >> 20} MiB")
     if result.health["worst_ms"] > MAX_HEALTH_MS:
         result.slow.append(f"/health took {result.health['worst_ms']} ms")
+    if held := own(result.stalls):
+        result.slow.append(f"the event loop was held for more than 20 ms by {', '.join(held)}")
 
 
 def summary(result: Result) -> str:
@@ -179,6 +184,7 @@ def summary(result: Result) -> str:
             f"{int(health['resident_before']) >> 20} MiB, {int(health['resident_worst']) >> 20} at worst, "
             f"{int(health['resident_after']) >> 20} afterwards"
         )
+    lines.append("  the loop was held by " + (", ".join(f"{n} {c}" for n, c in result.stalls.items()) or "nobody"))
     return "\n".join([*lines, *(f"  VIOLATION {text[:600]}" for text in [*result.violations, *result.slow])])
 
 
@@ -202,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = Path(folder)
         model = serve_directory(make_hf_model(work / "model", "llama", "float32", initializer_range=0.2), work)
         with launches(model) as launch:
-            result = fuzz(launch("--prefill", "1", "--decode", "1"), options.requests, options.seed)
+            result = fuzz(launch("--prefill", "1", "--decode", "1", *WATCHDOG), options.requests, options.seed)
     save(result, options.out)
     print(summary(result), flush=True)
     return 1 if result.violations or result.slow else 0
