@@ -43,6 +43,10 @@ from pdkv.wire.messages import Order
 
 logger = logging.getLogger(__name__)
 
+SWITCH_S = 0.0005
+"""For how long a thread that computes keeps the interpreter when the event loop wants it (Python's default: 5 ms). The
+loop asks for it anew after each system call, so beside one busy thread it would make 200 of them a second."""
+
 SHUTDOWN_S = 1
 """How long connections may take to end after a stop, when nothing is left to be answered, or no time for it; then they
 are cut. The launcher kills a router 2 s after that."""
@@ -142,6 +146,7 @@ def run_router(
     admin_app = create_admin_app(dispatcher, operations)
     admin = AdminServer(admin_app, admin_socket) if admin_socket is not None else None
     stopping = _Stopping(server, dispatcher, drain, room, drain_s)
+    sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again
     try:

@@ -8,7 +8,7 @@ import msgspec
 
 from pdkv.errors import InvalidRequest
 from pdkv.limits import MAX_MESSAGES
-from pdkv.router.http.decoding import check_size
+from pdkv.router.http.body_size import check_size
 from pdkv.router.http.prompts import Prompt, Truncation, check_chars, encode
 from pdkv.router.http.protocol import ChatBody, Message, TokenizeChatBody, ToolCall
 from pdkv.router.http.served_model import Cancelled, ServedModel

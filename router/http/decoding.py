@@ -8,7 +8,9 @@ import msgspec
 from msgspec import inspect
 
 from pdkv.errors import InvalidRequest
-from pdkv.limits import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOPS, clip
+from pdkv.limits import clip
+from pdkv.router.http.body_size import MAX_VALUES_AT_ONCE, check_size, too_many_values
+from pdkv.router.http.long_bodies import LongBodies
 from pdkv.router.http.protocol import (
     TRANSFER_FIELDS,
     ChatBody,
@@ -23,15 +25,6 @@ from pdkv.router.http.protocol import (
     TokenizeTextBody,
 )
 
-_MAX_CONTAINERS = 2 * MAX_MESSAGES + MAX_CHOICES + 64
-"""Lists and objects of one body: those of messages and their parts, or of prompts, and the few of other fields."""
-
-_MAX_STRINGS = 8 * MAX_MESSAGES + MAX_CHOICES + MAX_LOGIT_BIAS + MAX_STOPS + 256
-"""Strings of one body, names of fields included: four pairs per message or part."""
-
-_MAX_VALUES = 2**20
-"""Values of one body, as counted by commas: token ids for the most part."""
-
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>[^`]*)`")
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`")
@@ -44,9 +37,10 @@ T = TypeVar("T")
 class BodyDecoder(Generic[T]):
     """Decodes one kind of body."""
 
-    def __init__(self, strict: type[T], lenient: type[T]) -> None:
-        """`lenient` takes unknown fields, and drops them."""
+    def __init__(self, strict: type[T], lenient: type[T], *, tokens: str = "") -> None:
+        """`lenient` takes unknown fields, and drops them. `tokens`: the field that may hold a great many token ids."""
         self._strict, self._lenient = msgspec.json.Decoder(strict), msgspec.json.Decoder(lenient)
+        self._long = LongBodies(strict, lenient, tokens) if tokens else None
         self._type = inspect.type_info(strict)
         self._only = list(_only_values(self._type))
 
@@ -56,10 +50,15 @@ class BodyDecoder(Generic[T]):
         Raises:
             InvalidRequest: malformed JSON, an unknown, missing or unsupported field, or a wrong type; names the field.
         """
-        check_size(body)
+        num_values = check_size(body)
         decoder = self._lenient if ignore_unknown else self._strict
         try:
-            value = decoder.decode(body)
+            if num_values <= MAX_VALUES_AT_ONCE:
+                value = decoder.decode(body)
+            elif self._long is not None:
+                value = self._long.decode(body, num_values, ignore_unknown=ignore_unknown)
+            else:
+                raise too_many_values(MAX_VALUES_AT_ONCE)
         except msgspec.ValidationError as error:
             raise _invalid_field(str(error), self._type) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -99,25 +98,6 @@ def _only_values(type_: inspect.Type, path: tuple[str, ...] = ()) -> Iterator[tu
 
 def _options(type_: inspect.Type) -> Sequence[inspect.Type]:
     return type_.types if isinstance(type_, inspect.UnionType) else [type_]
-
-
-def check_size(body: bytes | bytearray) -> None:
-    """Raise InvalidRequest for what would become a million small objects: 4 MiB of `[5],` take half a second to decode.
-
-    Counting is a hundred times cheaper. A text with many brackets is counted again without its strings.
-    """
-    num_containers = body.count(b"[") + body.count(b"{")
-    many_values = body.count(b",") > _MAX_VALUES
-    if num_containers <= _MAX_CONTAINERS and body.count(b'"') <= 2 * _MAX_STRINGS and not many_values:
-        return
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
-    if plain.count(b'"') > 2 * _MAX_STRINGS:
-        raise InvalidRequest(f"the body is not a request: it has more than {_MAX_STRINGS} texts and names of fields")
-    outside = b"".join(plain.split(b'"')[::2])
-    if outside.count(b"[") + outside.count(b"{") > _MAX_CONTAINERS:
-        raise InvalidRequest(f"the body is not a request: it has more than {_MAX_CONTAINERS} lists and objects")
-    if outside.count(b",") > _MAX_VALUES:
-        raise InvalidRequest(f"the body is not a request: it has more than {_MAX_VALUES} values")
 
 
 def _invalid_field(text: str, type_: inspect.Type) -> InvalidRequest:
@@ -171,8 +151,8 @@ def _listed(values: Sequence[object]) -> str:
     return ", ".join("true" if value is True else "false" if value is False else repr(value) for value in values)
 
 
-COMPLETION = BodyDecoder[CompletionBody](CompletionBody, LenientCompletionBody)
+COMPLETION = BodyDecoder[CompletionBody](CompletionBody, LenientCompletionBody, tokens="prompt")
 CHAT = BodyDecoder[ChatBody](ChatBody, LenientChatBody)
 TOKENIZE_TEXT = BodyDecoder[TokenizeTextBody](TokenizeTextBody, LenientTokenizeTextBody)
 TOKENIZE_CHAT = BodyDecoder[TokenizeChatBody](TokenizeChatBody, LenientTokenizeChatBody)
-DETOKENIZE = BodyDecoder[DetokenizeBody](DetokenizeBody, LenientDetokenizeBody)
+DETOKENIZE = BodyDecoder[DetokenizeBody](DetokenizeBody, LenientDetokenizeBody, tokens="tokens")

@@ -82,7 +82,7 @@ def read_prompts(
             check_length(len(parts), None, model, "prompt")
     elif len(parts) * n > MAX_CHOICES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_CHOICES}, got {len(parts)} * {n}", param="prompt")
-    kinds = set(map(type, parts))
+    kinds = {type(part) for part in parts}  # no set(map(…)): of a million parts, that keeps other threads waiting
     if len(kinds) > 1:
         raise InvalidRequest("prompt must be of one kind: texts, token ids, or lists of token ids", param="prompt")
     if kinds == {str}:

@@ -42,6 +42,7 @@ code = run_router(
     on_ready=lambda: os.write(int(ready_fd), b"1"),
 )
 assert "torch" not in sys.modules
+assert sys.getswitchinterval() < 0.001  # no thread keeps the interpreter from the event loop for longer
 sys.exit(code)
 """
 

@@ -1,6 +1,8 @@
 """Loading a tokenizer from a model directory, and the same ids and text as transformers."""
 
 import json
+import threading
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -36,6 +38,38 @@ def test_ids_and_text_are_those_of_transformers(model_dir: Path) -> None:
             assert ids == theirs.encode(text, add_special_tokens=special)
             for skip in (True, False):
                 assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_worked_on(way: str, byte_level: tokenizers.Tokenizer) -> None:
+    """The event loop's is one of them. A call that kept the interpreter would let none run before its end."""
+    tokenizer = Tokenizer(byte_level)
+    text = "the cats one two " * 20_000
+    ids = tokenizer.encode(text)
+    begun, stop, ran = threading.Event(), threading.Event(), []
+
+    def run() -> None:
+        begun.set()
+        while not stop.wait(0.001):
+            ran.append(time.perf_counter())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait(10)
+    deadline = time.monotonic() + 30
+    try:
+        inside = 0
+        while inside < 3 and time.monotonic() < deadline:
+            began = time.perf_counter()
+            result = tokenizer.encode(text) if way == "encode" else tokenizer.decode(ids)
+            ended = time.perf_counter()
+            margin = 0.2 * (ended - began)
+            inside = sum(began + margin < at < ended - margin for at in ran)
+    finally:
+        stop.set()
+        thread.join(10)
+    assert inside >= 3
+    assert result == (ids if way == "encode" else text)
 
 
 def test_a_conversation_is_rendered_as_by_transformers(model_dir: Path) -> None:

@@ -15,6 +15,9 @@ from pdkv.text.chat_template import ChatTemplate
 from pdkv.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SHORT = 1024
+"""So many tokens are decoded within a hundred microseconds."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -94,8 +97,11 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a whole sequence."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        """Text of a whole sequence. While it is a long one, other Python threads run, as they do in `encode`."""
+        if len(token_ids) <= _SHORT:
+            return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt of a conversation, special tokens included; `options` are those of `ChatTemplate.render`.
