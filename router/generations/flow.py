@@ -191,7 +191,7 @@ class RequestFlow:
         return (self.route.decode,) if over else (self.route.prefill, self.route.decode)
 
     def take_delta(self) -> Delta | None:
-        """All that piled up since the last call; None where nothing did. The end comes once, with or without tokens."""
+        """What piled up since the last call (`Output.take`)."""
         return self.output.take(self.finish_reason, self.stop_token_id)
 
     # --- what happens ---------------------------------------------------------------------------------------------

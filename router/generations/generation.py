@@ -89,7 +89,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Delta:
-        """The next delta; what piled up since the last is in it.
+        """The next delta; what piled up since the last is in it, or as much of it as a delta may hold.
 
         Raises:
             RequestFailed: and its kinds; also InvalidRequest where an engine refuses the request.
@@ -98,6 +98,8 @@ class Generation:
         while True:
             delta = flow.take_delta()
             if delta is not None:
+                if flow.output.piles_up:
+                    await asyncio.sleep(0)  # between the parts of a long pile, others have their turn
                 return delta
             if flow.failure is not None:
                 raise flow.failure

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from pdkv.router.generations.request import Delta, GenerateRequest
 from pdkv.wire.messages import FinishReason, TokenLogprob, Tokens
 
+MAX_TAKEN = 512
+"""Tokens that a reader who was away gets at once: making text of them, with logprobs, takes some milliseconds."""
+
 
 class Output:
     """Tokens by position. `token_ids` are all so far; any engine can go on behind them."""
@@ -58,20 +61,37 @@ class Output:
         self.token_ids.extend(token_ids)
         self._pending.extend(token_ids)
         if logprobs is not None:
-            self._pending_logprobs = logprobs if self._pending_logprobs is None else self._pending_logprobs + logprobs
+            if self._pending_logprobs is None:
+                self._pending_logprobs = []
+            self._pending_logprobs += logprobs
         if message.prompt_logprobs is not None and not self.prompt_logprobs_known:
             self.prompt_logprobs_known = True
             self._pending_prompt_logprobs = message.prompt_logprobs
         return token_ids
 
     def take(self, reason: FinishReason | None, stop_token_id: int | None) -> Delta | None:
-        """All that piled up since the last call; None where nothing did. The end comes once, with or without tokens."""
+        """What piled up since the last call, at most MAX_TAKEN tokens; None where nothing did. The end comes once, with
+        the last tokens or behind them.
+        """
         if not self._pending and (reason is None or self._end_taken):
             return None
+        rest = rest_logprobs = None
+        if len(self._pending) > MAX_TAKEN:
+            reason = stop_token_id = None
+            rest = self._pending[MAX_TAKEN:]
+            del self._pending[MAX_TAKEN:]
+            if self._pending_logprobs is not None:
+                rest_logprobs = self._pending_logprobs[MAX_TAKEN:]
+                del self._pending_logprobs[MAX_TAKEN:]
         delta = Delta(self._pending, self._pending_logprobs, self._pending_prompt_logprobs, reason, stop_token_id)
-        self._pending, self._pending_logprobs, self._pending_prompt_logprobs = [], None, None
+        self._pending, self._pending_logprobs, self._pending_prompt_logprobs = rest or [], rest_logprobs, None
         self._end_taken = reason is not None
         return delta
+
+    @property
+    def piles_up(self) -> bool:
+        """Whether there is something left that a call of `take` will give."""
+        return bool(self._pending)
 
     def is_last(self, num_tokens: int) -> bool:
         """Whether no token may follow so many."""

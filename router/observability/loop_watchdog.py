@@ -44,7 +44,7 @@ class LoopWatchdog:
         self._period_s = threshold_s / 4
         self._due = 0.0
         self._cpu = self._process_cpu = 0.0
-        self._samples: list[tuple[str, int]] = []  # since the last beat: place, and which callback it was
+        self._samples: list[tuple[str, object]] = []  # since the last beat: place, and the callback's frame
         self._loop_thread = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -88,7 +88,7 @@ class LoopWatchdog:
         places = Counter(place for place, _ in samples)
         place = places.most_common(1)[0][0] if places else "unknown"
         if cpu_s >= self.threshold_s:
-            kind = "crowd" if len({callback for _, callback in samples}) > 1 else "busy"
+            kind = "crowd" if len({id(callback) for _, callback in samples}) > 1 else "busy"
         elif others_cpu_s >= self.threshold_s:
             kind, place = "threads", self._other_place()
         else:
@@ -116,14 +116,16 @@ class LoopWatchdog:
                     self._samples.append(sample)
 
 
-def _place_of(innermost: FrameType) -> tuple[str, int] | None:
-    """The innermost function of pdkv on a stack, and what tells its callback from others; None: the loop waits."""
+def _place_of(innermost: FrameType) -> tuple[str, FrameType] | None:
+    """The innermost function of pdkv on a stack, and the frame of its callback, which while it is kept is no other's;
+    None: the loop waits.
+    """
     if _module(innermost) in _LOOP_MODULES:
         return None
     outermost = innermost
     while outermost.f_back is not None and _module(outermost.f_back) not in _LOOP_MODULES:
         outermost = outermost.f_back
-    return _own_place(innermost) or innermost.f_code.co_qualname, id(outermost)
+    return _own_place(innermost) or innermost.f_code.co_qualname, outermost
 
 
 def _own_place(innermost: FrameType) -> str | None:

@@ -17,5 +17,7 @@ def counted(exposition: str) -> dict[str, int]:
 
 
 def own(stalls: dict[str, int]) -> list[str]:
-    """Those that are the router's own doing, not a machine's that has no processor for it."""
-    return [f"{name}: {count}" for name, count in stalls.items() if not name.endswith("(waiting)")]
+    """Those that are the doing of one callback or thread of the router; not those of many callbacks in a row, nor of a
+    machine that has no processor for it.
+    """
+    return [f"{name}: {count}" for name, count in stalls.items() if name.endswith(("(busy)", "(threads)"))]

@@ -1,0 +1,61 @@
+"""Tokens that pile up are given in parts: a reader that was away for long does not get them all in one callback."""
+
+import asyncio
+
+from pdkv.router.generations.flow import RequestFlow
+from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.output import MAX_TAKEN, Output
+from pdkv.router.generations.request import Delta, GenerateRequest
+from pdkv.router.routing.route_chooser import Route
+from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import TokenLogprob, Tokens
+
+
+def request(max_tokens: int) -> GenerateRequest:
+    return GenerateRequest(prompt_token_ids=[1, 2], params=SamplingParams(max_tokens=max_tokens), timeout_s=9.0)
+
+
+def tokens(position: int, count: int) -> Tokens:
+    token_ids = list(range(position, position + count))
+    logprobs = [TokenLogprob(token_id=i, logprob=-1.0, rank=1) for i in token_ids]
+    return Tokens(request_id="r", attempt=0, position=position, token_ids=token_ids, logprobs=logprobs)
+
+
+def test_a_long_pile_is_taken_in_parts_and_the_end_comes_with_the_last() -> None:
+    output = Output(request(3 * MAX_TAKEN))
+    for position in range(0, 2 * MAX_TAKEN + 8, 8):
+        output.add(tokens(position, 8))
+    deltas: list[Delta] = []
+    while (delta := output.take("length", 7)) is not None:
+        deltas.append(delta)
+        assert output.piles_up == (delta.finish_reason is None)
+    assert [len(delta.token_ids) for delta in deltas] == [MAX_TAKEN, MAX_TAKEN, 8]
+    assert [delta.finish_reason for delta in deltas] == [None, None, "length"]
+    assert [delta.stop_token_id for delta in deltas] == [None, None, 7]
+    assert [i for delta in deltas for i in delta.token_ids] == list(range(2 * MAX_TAKEN + 8))
+    assert [p.token_id for delta in deltas for p in delta.logprobs or ()] == list(range(2 * MAX_TAKEN + 8))
+
+
+def test_a_message_s_own_list_is_left_as_it_is() -> None:
+    output = Output(request(8))
+    first = tokens(0, 2)
+    output.add(first)
+    output.add(tokens(2, 2))
+    assert first.logprobs is not None
+    assert len(first.logprobs) == 2
+
+
+def test_others_have_their_turn_between_two_parts() -> None:
+    async def main() -> list[str]:
+        flow = RequestFlow(request(10 * MAX_TAKEN), Route("d", "d"), request_id="r", transfer_id="t", now=0.0)
+        flow.output.add(tokens(0, 3 * MAX_TAKEN))
+        generation = Generation(flow, on_abort=lambda _: None)
+        seen: list[str] = []
+        loop = asyncio.get_running_loop()
+        for number in range(3):
+            loop.call_soon(seen.append, f"before {number}")
+            await anext(generation)
+            seen.append(f"part {number}")
+        return list(seen)
+
+    assert asyncio.run(main()) == ["before 0", "part 0", "before 1", "part 1", "part 2"]
