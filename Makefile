@@ -9,6 +9,7 @@ BACKENDS ?=
 SEED ?= 0
 DAMAGE ?= 10000
 REQUESTS ?= 100000
+CLIENTS ?= 40
 FRAMES ?= 100000
 CELL ?= 100
 RATE ?= 15
@@ -48,12 +49,13 @@ matrix: install
 	$(BIN)/python tests/support/matrix_table.py .bench/matrix.txt
 	$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/connector_kit/test_check.py
 
-# So many damaged values in stores of every kind (make soak DAMAGE=10000), so many bad HTTP requests (REQUESTS=100000), so
-# many hostile frames on the engines of each connector (FRAMES=100000), then chaos under load for so many minutes per
-# backend: make soak MINUTES=5 BACKENDS="shared_memory store_redis"
+# So many damaged values in stores of every kind (make soak DAMAGE=10000), so many bad HTTP requests (REQUESTS=100000),
+# rude clients beside running streams for so many seconds (CLIENTS=40), so many hostile frames on the engines of each
+# connector (FRAMES=100000), then chaos under load for so many minutes per backend: make soak MINUTES=5 BACKENDS="shared_memory store_redis"
 soak: install
 	cd tests/support && $(abspath $(BIN))/python -m soak.damage --mutations $(DAMAGE) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak.http_fuzz --requests $(REQUESTS) --seed $(SEED)
+	cd tests/support && $(abspath $(BIN))/python -m soak.clients --seconds $(CLIENTS)
 	cd tests/support && $(abspath $(BIN))/python -m soak --frames $(FRAMES) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(MINUTES) --seed $(SEED) --backends $(BACKENDS)
 

@@ -123,7 +123,7 @@ def create_app(
         return _json_response(_model_card(model(), created))
 
     async def render_metrics(request: Request) -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def show_version(request: Request) -> Response:
         return _json_response({"version": __version__})

@@ -1,6 +1,6 @@
 """One choice of a reply: engine deltas in, text, tokens and logprobs to be shown out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -11,6 +11,9 @@ from pdkv.router.http.prompts import Prompt
 from pdkv.router.http.served_model import ServedModel
 from pdkv.text import TextStream
 from pdkv.wire.messages import TokenLogprob
+
+_INLINE_ECHO = 256
+"""Prompts of so many tokens are made the beginning of a reply on the event loop: a quarter of a millisecond."""
 
 
 class ShownLogprob(NamedTuple):
@@ -157,6 +160,17 @@ class Choice:
         text, shown = (self._sibling or self).shown_prompt()
         self._num_echoed = len(text)
         return text, [*shown]
+
+    def echo_work(self, delta: Delta) -> Callable[[], object] | None:
+        """What makes the echo of a long prompt, for a thread, before the first delta is pushed; None: push alone does.
+
+        Its siblings begin behind that delta, and find it made.
+        """
+        if not self._echo_pending or self._sibling is not None or len(self.prompt.token_ids) <= _INLINE_ECHO:
+            return None
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
+        return self.shown_prompt if self._shown_prompt is None else None
 
     def shown_prompt(self) -> tuple[str, list[ShownLogprob]]:
         """The prompt as an echo shows it; made once, and not to be changed."""

@@ -132,6 +132,7 @@ class GenerateEndpoint:
             deadline=deadline,
             label=exchange.request_id,
             traceparent=exchange.trace.traceparent,
+            pool=self._pool,
         )
         gone.add_done_callback(lambda _: fanout.abort())
         try:

@@ -14,6 +14,7 @@ from pdkv.router.http.deadline import Deadline
 from pdkv.router.http.metrics import RequestMetrics
 from pdkv.router.http.openai import Job
 from pdkv.router.http.served_model import ServedModel
+from pdkv.router.http.text_pool import TextPool
 from pdkv.wire.messages import SourceCounts
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ class Fanout:
         deadline: Deadline,
         label: str,
         traceparent: str = "",
+        pool: TextPool,
     ) -> None:
-        """`label`, `traceparent`: the request's names in all processes' logs."""
+        """`label`, `traceparent`: the request's names in all processes' logs. `pool` makes what takes long."""
         self.job = job
         self.choices = list(_make_choices(job, model))
         self._visit = visit
@@ -51,6 +53,7 @@ class Fanout:
         self._deadline = deadline
         self._label = label
         self._traceparent = traceparent
+        self._pool = pool
         self._generations: dict[int, Generation] = {}  # by choice index
         self._aborted = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -124,7 +127,7 @@ class Fanout:
             [choice] = self.choices
             generation = await self._start(choice)
             async for delta in generation:
-                yield [self._show(choice, generation, delta)]
+                yield [await self._show(choice, generation, delta)]
                 if choice.finished:
                     return
             raise self._ended_early()
@@ -166,8 +169,10 @@ class Fanout:
         if index % _STARTS_IN_A_ROW == _STARTS_IN_A_ROW - 1:
             await asyncio.sleep(0)
 
-    def _show(self, choice: Choice, generation: "Generation", delta: Delta) -> ChoiceDelta:
+    async def _show(self, choice: Choice, generation: "Generation", delta: Delta) -> ChoiceDelta:
         """What a delta of an engine shows to the client."""
+        if (work := choice.echo_work(delta)) is not None:
+            await self._pool.encode(work)
         arrivals = generation.take_arrivals()
         for at in arrivals:
             if choice.last_token_at:
@@ -198,7 +203,8 @@ class Fanout:
         try:
             generation = await self._start(choice)
             async for delta in generation:
-                self._arrived.append(self._show(choice, generation, delta))
+                shown = await self._show(choice, generation, delta)
+                self._arrived.append(shown)
                 self._wake.set()
                 for index in siblings:
                     self._pump(self.choices[index])

@@ -3,10 +3,11 @@
 `engine_metrics.py` has those of its engines; `docs/observability.md` has the table.
 """
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -27,6 +28,9 @@ Endpoint = Literal["completions", "chat_completions"]
 
 MAX_OUTCOMES = 64
 """Different ends of requests that are counted apart: an engine may name any error."""
+
+_TURN_BYTES = 8 * 1024
+"""Of the exposition text; so many take half a millisecond."""
 
 _STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -80,9 +84,20 @@ class Metrics(Collector):
         """Show what this one has, too."""
         self._registry.register(collector)
 
-    def render(self) -> bytes:
-        """The exposition text, version 0.0.4."""
-        return generate_latest(self._registry)
+    async def render(self) -> bytes:
+        """The exposition text, version 0.0.4; made family by family, between which others have their turn: with 1,024
+        keys it takes 24 ms.
+        """
+        texts: list[bytes] = []
+        num_since = 0
+        for family in self._registry.collect():
+            text = generate_latest(cast(CollectorRegistry, _Only(family)))
+            texts.append(text)
+            num_since += len(text)
+            if num_since > _TURN_BYTES:
+                await asyncio.sleep(0)
+                num_since = 0
+        return b"".join(texts)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing, so that registering does not scrape."""
@@ -198,6 +213,16 @@ class Metrics(Collector):
             Exposed(f"vllm:{name}", of + text, histogram, bounds, self._labels)
             for name, text, histogram, bounds in table
         ]
+
+
+class _Only(NamedTuple):
+    """A registry of one family."""
+
+    family: Metric
+
+    def collect(self) -> Iterable[Metric]:
+        """It."""
+        return (self.family,)
 
 
 class RequestMetrics:

@@ -1,17 +1,22 @@
 """What /metrics says."""
 
+import asyncio
 import itertools
 import time
 
 import pytest
 from asgi_client import begin, call, run
 from fake_dispatcher import FakeDispatcher, say, tokens
+from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.parser import text_string_to_metric_families
 from small_app import MODEL, ids, make_app
 from starlette.types import ASGIApp
 
 from pdkv.errors import EngineDied, RequestFailed
-from pdkv.router.http.metrics import MAX_OUTCOMES
+from pdkv.router.admission.tenants import Grant, Tenant
+from pdkv.router.http import metrics as metrics_module
+from pdkv.router.http.key_metrics import KeyCollector
+from pdkv.router.http.metrics import MAX_OUTCOMES, Metrics
 from pdkv.wire.messages import ConnectorStats
 
 Samples = dict[tuple[str, ...], float]
@@ -230,3 +235,41 @@ def test_latencies_are_those_of_the_engines_and_a_clients_stall_is_counted_apart
         assert 5.0 <= samples[("pdkv_client_stall_seconds_sum",)] < 35.0
 
     run(main())
+
+
+def test_others_have_their_turn_while_a_thousand_keys_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No piece of text between two turns is longer than a family of the keys, and the whole is what it always was."""
+    tenants = [Tenant(f"key-{number}", Grant(), time.monotonic) for number in range(1000)]
+    metrics = Metrics(FakeDispatcher())
+    metrics.register(KeyCollector(lambda: tenants))
+    sizes = []
+
+    async def main() -> bytes:
+        generate = exposition.generate_latest
+        made = 0
+
+        def counted(registry: CollectorRegistry) -> bytes:
+            nonlocal made
+            text = generate(registry)
+            made += len(text)
+            return text
+
+        monkeypatch.setattr(metrics_module, "generate_latest", counted)
+
+        def turn() -> None:
+            nonlocal handle, made
+            sizes.append(made)
+            made = 0
+            handle = asyncio.get_running_loop().call_soon(turn)
+
+        handle = asyncio.get_running_loop().call_soon(turn)
+        text = await metrics.render()
+        handle.cancel()
+        return text
+
+    text = asyncio.run(main())
+    assert len(sizes) >= 6
+    assert max(sizes) < len(text) / 3
+    assert text.count(b"\npdkv_key_tokens_total{") == 1000
+    at_once = exposition.generate_latest(metrics._registry)
+    assert [line.split()[0] for line in text.splitlines()] == [line.split()[0] for line in at_once.splitlines()]

@@ -1,6 +1,9 @@
 """Logprobs by the thousand: the prompt's are computed once, and large replies are encoded beside the event loop."""
 
+import json
+import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +12,7 @@ from asgi_client import call, run
 from fake_dispatcher import FakeDispatcher, say
 from small_app import MODEL, ids, make_app
 
+from pdkv.router.http import choice as choice_module
 from pdkv.router.http import endpoint, responses, sse
 
 PROMPTS = [[5, 6, 7], [8, 9]]
@@ -80,3 +84,41 @@ def test_many_logprobs_do_not_hold_the_event_loop(
     shown = [sorted(str(c) for event in events for c in event["choices"]) for events in (plain, threaded)]
     assert shown[0] == shown[1]
     assert [event.get("prompt_logprobs") for event in threaded] == [event.get("prompt_logprobs") for event in plain]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"logprobs": 1, "max_tokens": 0}, {"n": 2, "logprobs": 0}])
+def test_the_echo_of_a_long_prompt_does_not_hold_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], stream: bool
+) -> None:
+    """It is made once per prompt, on another thread, and the reply is the same."""
+    threads: list[threading.Thread] = []
+    show = choice_module.Choice._show_prompt
+
+    def note(self: choice_module.Choice) -> Any:
+        threads.append(threading.current_thread())
+        return show(self)
+
+    monkeypatch.setattr(choice_module.Choice, "_show_prompt", note)
+    body = {"model": MODEL, "prompt": PROMPTS, "echo": True, "seed": 1, "stream": stream, **fields}
+
+    def reply() -> Any:
+        threads.clear()
+        got = run(call(make_app(FakeDispatcher(say(ids("ab")))), "POST", "/v1/completions", body))
+        assert got.status == 200
+        if not stream:
+            return [{**entry, "index": 0} for entry in got.json()["choices"]]
+        texts: dict[int, str] = defaultdict(str)
+        logprobs: dict[int, list[Any]] = defaultdict(list)
+        for line in re.findall(r"data: ({.*})", got.body.decode()):
+            for entry in json.loads(line)["choices"]:
+                texts[entry["index"]] += entry["text"]
+                logprobs[entry["index"]] += (entry["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+        return texts, logprobs
+
+    inline = reply()
+    assert threads == [threading.main_thread()] * len(PROMPTS)
+    monkeypatch.setattr(choice_module, "_INLINE_ECHO", 1)
+    assert reply() == inline
+    assert len(threads) == len(PROMPTS)
+    assert threading.main_thread() not in threads
