@@ -90,14 +90,14 @@ class GenerateEndpoint:
         if span is not None:
             trace = _context_of(span)
         exchange = _Exchange(send, headers.get("x-request-id"), trace or new_trace())
-        outcome = "internal_error"
+        outcome, param = "internal_error", None
         try:
             with self._admission.arrive(scope.get(TENANT, self._admission.anonymous)) as visit:
                 outcome = await self._serve(headers, receive, exchange, metrics, visit)
         except Disconnected:
             outcome = "disconnected"
         except PdkvError as error:
-            outcome = error.code
+            outcome, param = error.code, error.param if isinstance(error, InvalidRequest) else None
             if error_status(error) >= 500 and not isinstance(error, ServerBusy):  # a log line each would be work, too
                 logger.warning("request %s failed: %s: %s", exchange.name, error.code, error)
             await exchange.fail(error)
@@ -105,6 +105,8 @@ class GenerateEndpoint:
             metrics.ended(outcome)
             if span is not None or wants_access_lines():
                 names = {"request_id": exchange.request_id, "trace_id": exchange.trace.trace_id}
+                if param is not None:
+                    names["param"] = clip(param)
                 report = RequestReport(scope, names, exchange.status, outcome, metrics, exchange.fanout)
                 log_access(scope, report.access_line())
                 if self._tracer is not None and span is not None:

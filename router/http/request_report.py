@@ -32,7 +32,13 @@ class RequestReport:
         metrics: RequestMetrics,
         fanout: Fanout | None,
     ) -> None:
-        """`names`: request_id and trace_id; `status`: 0: the client had left; `fanout`: None: it came not so far."""
+        """What there is to tell.
+
+        Args:
+            names: request_id, trace_id, and param where a field is to blame.
+            status: 0: the client had left.
+            fanout: None: it came not so far.
+        """
         self._scope = scope
         self._status = status or CLIENT_GONE
         self._outcome = outcome

@@ -116,6 +116,30 @@ def test_every_end_has_its_line(lines: Lines) -> None:
     run(main())
 
 
+def test_a_refusal_names_its_field_and_not_what_was_in_it(lines: Lines) -> None:
+    """A newcomer's trial: requests that were refused left no trace of why."""
+
+    async def main() -> None:
+        app = make_app(FakeDispatcher())
+        good = {"model": MODEL, "prompt": "x"}
+        for fields, param in (
+            ({"temperature": -7.25}, "temperature"),
+            ({"stream_options": {"secret": 1}}, "stream_options.secret"),
+            ({"model": "secret"}, "model"),
+            ({"no\nline=1": 1}, "no\nline=1"),
+        ):
+            reply = await call(app, "POST", "/v1/completions", good | fields)
+            assert reply.json()["error"]["param"] == param
+            assert lines.fields[-1]["param"] == param
+            line = str(lines.records[-1].args[0])  # type: ignore[index]
+            assert "\n" not in line
+            assert "7.25" not in line
+        await call(app, "POST", "/v1/completions", good, {"x-pd-timeout-s": "soon"})
+        assert lines.fields[-1]["param"] == "x-pd-timeout-s"
+
+    run(main())
+
+
 def test_other_endpoints_have_lines_and_monitors_only_where_they_fail(lines: Lines) -> None:
     async def main() -> None:
         dispatcher = FakeDispatcher()

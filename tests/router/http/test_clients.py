@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +10,12 @@ import pytest
 from asgi_client import call
 from asgi_client import run as run_in_process
 from client_bodies import BODIES
+from client_programs import python_with, run_program
 from deployments import write_tokenizer
 from fake_dispatcher import FakeDispatcher, say
 from http_server import serving
 from small_app import MODEL, eos, ids, make_app
 from vllm_peers import vllm_python
-
-TIMEOUT_S = 120.0
 
 
 @pytest.mark.parametrize(
@@ -35,15 +31,6 @@ def test_what_clients_send_is_served(client: str, path: str, body: dict[str, Any
     assert dispatcher.requests
 
 
-def python_with(package: str) -> str:
-    """A Python that has the client."""
-    python = os.environ.get("CLIENTS_PYTHON") or sys.executable
-    found = subprocess.run([python, "-c", f"import {package}"], capture_output=True, cwd="/", timeout=TIMEOUT_S)
-    if found.returncode:
-        pytest.skip(f"needs {package}: set CLIENTS_PYTHON to a Python that has it")
-    return python
-
-
 def with_server(use: Callable[[int], Awaitable[Any]]) -> Any:
     """Run `use` with the port of a server that answers everything."""
 
@@ -53,26 +40,6 @@ def with_server(use: Callable[[int], Awaitable[Any]]) -> Any:
             return await use(server.port)
 
     return asyncio.run(main())
-
-
-async def run_program(*command: str, **variables: str) -> str:
-    """What a program prints; its errors are the test's."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd="/",
-        env={**os.environ, "OPENAI_API_KEY": "none", "PYTHONWARNINGS": "ignore", **variables},
-    )
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            out, errors = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        raise
-    assert process.returncode == 0, errors.decode()[-2000:]
-    return out.decode()
 
 
 LITELLM = """
