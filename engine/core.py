@@ -42,6 +42,7 @@ from pdkv.wire.messages import (
     SourceCounts,
     Submit,
     Tokens,
+    Trial,
 )
 from pdkv.wire.step_watch import StepWatch
 
@@ -165,7 +166,8 @@ class EngineCore:
     def next_deadline(self) -> float | None:
         """The earliest time at which `step` must be called although nothing else happens."""
         deadlines = [r.deadline for r in self.requests.values()]
-        deadlines += [d for d in (self.scheduler.loads.next_deadline(), self.prefill.next_deadline()) if d is not None]
+        others = self.scheduler.loads.next_deadline(), self.prefill.next_deadline(), self.scheduler.trials.deadline
+        deadlines += [d for d in others if d is not None]
         if not self.external.is_idle:
             deadlines.append(self._last_step + TRANSFER_POLL_S)
         return max(min(deadlines), self._next_expiry) if deadlines else None
@@ -223,6 +225,8 @@ class EngineCore:
             self._next_load = now + LOAD_INTERVAL_S
             self._report_load()
         self._told.clear()
+        for router_id, message in self.scheduler.trials.take_messages(now):
+            self._outbox(router_id, message)
         return self._outbox.take()
 
     def shutdown(self) -> None:
@@ -248,6 +252,7 @@ class EngineCore:
         for request in [r for r in self.requests.values() if r.router_id == router_id]:
             self._abort(request)
         self.prefill.router_left(router_id)
+        self.scheduler.trials.router_left(router_id)
         if self._cards.pop(router_id, None) is not None:
             self._update_peers()
         self._dirty = True
@@ -303,6 +308,8 @@ class EngineCore:
                     self._deliver(request, message)
                 elif not self.prefill.handle(router_id, message):
                     self.counters.dropped_messages += 1
+            case Trial():
+                self.counters.dropped_messages += not self.scheduler.trials.answered(router_id, message)
             case _:
                 self.counters.dropped_messages += 1
 
@@ -364,7 +371,7 @@ class EngineCore:
         self.requests[key] = request
         self._attempts[submit.request_id] = submit.attempt
         self._transfers[request.transfer_key] = key
-        self.scheduler.queues.add(request)
+        self.scheduler.add(request)
 
     def _check(self, router_id: str, submit: Submit, older: Request | None, prepared: Prepared | None) -> None:
         """Raises InvalidRequest for a Submit that can never work, or that would take what is another request's."""
@@ -492,6 +499,8 @@ class EngineCore:
         self.scheduler.loads.expire(now)
         self._fail_rejected()
         self.prefill.expire(now)
+        if self.scheduler.trials.expire(now):
+            logger.warning("a router did not say whether a request may run alone; it runs as others do")
 
     # --- reports --------------------------------------------------------------------------------------------------
 

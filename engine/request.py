@@ -50,6 +50,7 @@ class Request:
         "ticket",
         "ticket_number",
         "transfer_key",
+        "trial_tokens",
     )
 
     def __init__(
@@ -69,6 +70,7 @@ class Request:
         self.handoff = submit.handoff
         self.ticket = submit.ticket
         self.ticket_number = 0
+        self.trial_tokens = submit.trial_tokens  # new tokens that it has yet to get alone
         self.kv_ready: bool | None = None
         self.hash_root = hash_root
         self.hash_keys = list(hash_keys)  # one per full hash block of prompt + output

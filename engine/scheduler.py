@@ -18,6 +18,7 @@ from pdkv.engine.loads import Loads
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request
+from pdkv.engine.trials import Trials
 
 
 class SchedulerLimits(NamedTuple):
@@ -73,6 +74,7 @@ class Scheduler:
         self.queues = Queues(kv, limits.max_num_seqs)
         self.waiting, self.running = self.queues.waiting, self.queues.running
         self.loads = Loads(kv, external, decode, self.queues, timeout_s=limits.kv_load_timeout_s)
+        self.trials = Trials()
         self.num_preemptions = 0
         self.last_preempted: Request | None = None
         self._prefill = prefill
@@ -86,18 +88,29 @@ class Scheduler:
         """Plan the next step. Takes blocks, advances `num_computed`, may preempt; never blocks or raises."""
         step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
         self.loads.start_known()
+        if self.trials.active:
+            self.trials.advance(is_idle=not any(self._in_flight.values()))
         num_preempted = self.num_preemptions
         batch: list[tuple[Request, int]] = []
         budget = self._schedule_running(self.limits.max_num_batched_tokens, batch)
         if self.num_preemptions == num_preempted:
             self._schedule_waiting(budget, batch, step_id, now)
         ranges = self.external.show_scheduled(step_id, batch)
+        if self.trials.active:
+            self._look_after_trial(batch)
         new, scheduled = self._begin_shares(step_id, batch)
         waiting = list(islice(self.waiting, NUM_PREFETCH_REQUESTS))
         meta, cancels, freed = self.external.build_meta(step_id, ranges, waiting)
         if freed and (self.waiting or self.running):
             self.queues.needs_step = True
         return StepPlan(step_id, new, scheduled, self.queues.take_left(), meta, cancels)
+
+    def _look_after_trial(self, batch: Sequence[tuple[Request, int]]) -> None:
+        """After planning: a suspect could run now, or the one on trial cannot, and all others stand still for it."""
+        if self.trials.wants_step:
+            self.queues.needs_step = True
+        elif self.trials.is_open and not batch and not any(self._in_flight.values()):
+            self.trials.pause()
 
     def update(self, output: StepOutput) -> StepResult:
         """Confirm a step: transfers are settled, counters advance, full blocks enter the cache."""
@@ -121,6 +134,8 @@ class Scheduler:
                 sampled = output.sampled.get(request.key)
                 if sampled is not None:
                     request.output_token_ids += sampled.token_ids
+                    if request.trial_tokens:
+                        self.trials.drew(request, len(sampled.token_ids))
                     result.drawn.append(Drawn(request, sampled))
             if request.num_confirmed >= request.due_at:
                 request.due_at = min(self.kv.commit(request), self.external.report_confirmed(request))
@@ -128,9 +143,15 @@ class Scheduler:
             self.queues.needs_step = True
         return result
 
+    def add(self, request: Request) -> None:
+        """A new request comes."""
+        self.trials.add(request)
+        self.queues.add(request)
+
     def remove(self, request: Request) -> None:
         """The request ends here and gives everything back; what may still be written is quarantined."""
         self.loads.give_up(request)
+        self.trials.remove(request)
         self.queues.remove(request)
         request.restarts += 1
 
@@ -181,7 +202,7 @@ class Scheduler:
 
     def _num_schedulable(self, request: Request, budget: int) -> int:
         """Tokens of the request to compute in this step; 0 while its next token is in flight."""
-        if request.sampling_in_flight:
+        if request.sampling_in_flight or (self.trials.active and self.trials.holds(request)):
             return 0
         num_tokens = request.num_tokens - request.num_computed
         threshold = self.limits.long_prefill_token_threshold
@@ -263,6 +284,8 @@ class Scheduler:
         num_tokens = min(request.num_tokens - done, threshold or request.num_tokens, budget)
         if not self.kv.fits(request.num_tokens, hit, done):
             return "blocked", 0  # a prompt that begins and cannot end would only preempt others, or itself
+        if self.trials.active and self.trials.holds(request):
+            return "skipped", 0
         admitted = self.kv.admit(request, hit, done + num_tokens, done)
         assert admitted
         request.num_computed = request.num_confirmed = start

@@ -66,6 +66,7 @@ from pdkv.wire.messages import (
     RouterToEngine,
     Submit,
     Tokens,
+    Trial,
 )
 from pdkv.wire.refusal_note import RefusalNote
 
@@ -444,6 +445,9 @@ class Dispatcher:
                 self.fleet.engines[name].load = message
             case Beat():
                 self.fleet.engines[name].health.beat(message)
+            case Trial():
+                self.recovery.trials.hear(name, message)
+                self._send(name, message)
             case KVEvents():
                 if not self.index.apply(name, message):
                     self._send(name, Resync())
@@ -508,8 +512,8 @@ class Dispatcher:
         if isinstance(message, Tokens) and not flow.ended:
             for receiver, answer in sends:
                 self._send(receiver, answer)
-            trouble = generation.trouble
-            if trouble is not None and trouble.clear_at and self.recovery.track(generation):
+            failures = generation.failures
+            if failures is not None and failures.is_suspect and self.recovery.track(generation):
                 self._place_parked_soon()
             generation.wake()
             return

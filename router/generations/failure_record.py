@@ -18,15 +18,20 @@ class FailureRecord:
     num_retries: int = 0
     num_migrations: int = 0
     num_deaths: int = 0  # engines that died while they ran it, among others
-    num_deaths_alone: int = 0  # those that died while it was the only suspect there
+    num_deaths_alone: int = 0  # those that died while they ran nothing else
     clear_at: int = 0  # output tokens at which it is no suspect any more; 0: it is none
-    spared: bool = False  # another request is known to have killed the engine: the next loss does not count
+    spared: bool = False  # the next loss does not count: nothing is wrong with it, or what is wrong is yet to be found
     error: PdkvError | None = None  # what happened last
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may have ended an engine."""
+        return self.clear_at > 0
 
     def suspect(self, num_tokens: int) -> None:
         """Its engine died, and this request may be why. `num_tokens`: of its output so far."""
         self.clear_at = num_tokens + TOKENS_TO_CLEAR
 
     def clear(self) -> None:
-        """It got on where it was alone: it has killed nobody."""
+        """It got on: it has ended nobody."""
         self.clear_at = self.num_deaths = self.num_deaths_alone = 0

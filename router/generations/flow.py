@@ -63,6 +63,7 @@ class RequestFlow:
         self.sources: SourceCounts | None = None  # of that engine, as it said last
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
+        self.trial_tokens = 0  # new tokens that engines asked from now on let it get alone
         self._sources_known = False  # an earlier attempt brought tokens: the prompt's sources are what it said
         self._begin(route)
 
@@ -456,6 +457,7 @@ class RequestFlow:
             conditional=conditional,
             handoff=handoff,
             ticket=ticket,
+            trial_tokens=self.trial_tokens,
         )
 
     def _forwarded(self, message: KVReady) -> KVReady:

@@ -23,7 +23,7 @@ class Generation:
         self.num_uncached = 0  # prompt tokens that this attempt computes
         self.prompt_run_in = -1  # the last attempt in which the prompt was run
         self.timer: asyncio.TimerHandle | None = None
-        self.trouble: FailureRecord | None = None  # what has gone wrong so far
+        self.failures: FailureRecord | None = None  # what has gone wrong so far
         self._on_abort = on_abort
         self._waiter: asyncio.Future[None] | None = None
         self._arrivals: list[float] = []

@@ -25,8 +25,8 @@ class Placement:
             if isinstance(error, NoEngine) and self._recovery.may_wait(generation):
                 self._recovery.park(generation)
                 return ()
-            trouble = generation.trouble
-            sends = generation.flow.fail(error if trouble is None or trouble.error is None else trouble.error)
+            failures = generation.failures
+            sends = generation.flow.fail(error if failures is None or failures.error is None else failures.error)
         self._recovery.unpark(generation)
         return sends
 
@@ -34,6 +34,7 @@ class Placement:
         """Raises EngineUnavailable."""
         flow, now = generation.flow, self._clock()
         without = self._recovery.excluded(generation)
+        flow.trial_tokens = self._recovery.trial_tokens(generation)
         if flow.awaits_decode:
             prefill = flow.route.prefill
             if self._routes.has_engine("decode", now, {*without, prefill}):

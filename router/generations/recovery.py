@@ -13,13 +13,19 @@ from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.generations.failure_record import FailureRecord
 from pdkv.router.generations.flow import Sends
 from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.trials import Trials
 from pdkv.router.routing.policies import Side
 from pdkv.wire.messages import RequestKey
 
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS_ALONE = 2
-"""Engines that a request may kill as the only suspect there before it is given up."""
+"""Engines that may die while they run nothing but this request, before it is given up."""
+
+MAX_DEATHS = 6
+"""Engines that may die one after the other while they have a request that gets no further: an engine may also be ended
+before it can run the request alone, by its message or its KV.
+"""
 
 
 class Recovery:
@@ -30,32 +36,33 @@ class Recovery:
         self._fleet = fleet
         self._counters = counters
         self._parked: dict[str, Generation] = {}  # by request_id, in the order in which they came
-        self._trials: dict[str, Generation] = {}  # engine -> the suspect that it runs
+        self.trials = Trials()
 
     # --- may it go on -------------------------------------------------------------------------------------------------
 
     def may_go_on(self, generation: Generation) -> bool:
         """Whether its limits allow one more loss."""
-        trouble, config = generation.trouble or FailureRecord(), self.config
-        if trouble.spared:
-            return True
-        if generation.flow.output_token_ids:
-            return trouble.num_migrations < config.migration_limit
-        return trouble.num_retries < config.retry_limit
+        failures = generation.failures or FailureRecord()
+        num_lost = failures.num_migrations if generation.flow.output_token_ids else failures.num_retries
+        return failures.spared or num_lost < self._limit(generation)
+
+    def _limit(self, generation: Generation) -> int:
+        """How often a request that is as far as this one may be lost."""
+        return self.config.migration_limit if generation.flow.output_token_ids else self.config.retry_limit
 
     def spare(self, generation: Generation) -> None:
         """Its next loss counts for no limit."""
-        self._trouble_of(generation).spared = True
+        self._failures_of(generation).spared = True
 
     @contextmanager
     def leaving(self, generation: Generation, engine: str) -> Iterator[None]:
         """It is moved off an engine: it does not go back there now, nor while that is a suspect or draining."""
-        trouble = self._trouble_of(generation)
-        trouble.leaving, trouble.left[engine] = engine, self._epoch(engine)
+        failures = self._failures_of(generation)
+        failures.leaving, failures.left[engine] = engine, self._epoch(engine)
         try:
             yield
         finally:
-            trouble.leaving = ""
+            failures.leaving = ""
 
     def after_failure(self, generation: Generation) -> Sends:
         """Keep what can be kept and let the flow await other engines, or give it up."""
@@ -77,21 +84,25 @@ class Recovery:
         assert flow.failure is not None
         if not flow.retryable or flow.request.probe:
             return flow.failure
-        trouble = self._trouble_of(generation)
-        if trouble.num_deaths_alone >= MAX_DEATHS_ALONE:
-            text = f"{trouble.num_deaths_alone} engines died while they ran this request alone; it is given up"
-            return KillsEngines(text, request_id=flow.request_id)
+        failures = self._failures_of(generation)
+        for number, most, how in (
+            (failures.num_deaths_alone, MAX_DEATHS_ALONE, "alone"),
+            (failures.num_deaths, MAX_DEATHS, "before it got on"),
+        ):
+            if number >= most:
+                text = f"{number} engines died while they ran this request {how}; it is given up"
+                return KillsEngines(text, request_id=flow.request_id)
         if not self.may_go_on(generation):
             return flow.failure
-        migrates, spared = bool(flow.output_token_ids), trouble.spared
-        trouble.num_migrations += migrates and not spared
-        trouble.num_retries += not (migrates or spared)
-        trouble.spared = False
-        trouble.error = flow.failure
+        migrates, spared = bool(flow.output_token_ids), failures.spared
+        failures.num_migrations += migrates and not spared
+        failures.num_retries += not (migrates or spared)
+        failures.spared = False
+        failures.error = flow.failure
         epoch = self._epoch(flow.failed_engine or "")
         # An engine that died may be back unharmed; one that was left may get well.
         if flow.failed_engine and epoch and not isinstance(flow.failure, EngineDied | EngineGivenUp):
-            trouble.failed[flow.failed_engine] = epoch
+            failures.failed[flow.failed_engine] = epoch
         self._counters.migrated += migrates
         self._counters.retried += not migrates
         logger.info(
@@ -103,15 +114,15 @@ class Recovery:
         """Engines that it must not be sent to: those that failed it, those that it left and that are not well yet, and
         for a suspect those that run another one.
         """
-        trouble = generation.trouble
-        if trouble is None:
+        failures = generation.failures
+        if failures is None:
             return ()
-        names = {name for name, epoch in trouble.failed.items() if self._epoch(name) == epoch}
-        names |= {name for name, epoch in trouble.left.items() if self._epoch(name) == epoch and self._is_left(name)}
-        if trouble.leaving:
-            names.add(trouble.leaving)
-        if trouble.clear_at:
-            names |= {name for name, other in self._trials.items() if other is not generation}
+        names = {name for name, epoch in failures.failed.items() if self._epoch(name) == epoch}
+        names |= {name for name, epoch in failures.left.items() if self._epoch(name) == epoch and self._is_left(name)}
+        if failures.leaving:
+            names.add(failures.leaving)
+        if failures.is_suspect:
+            names |= self.trials.engines_with_others(generation)
         return names
 
     # --- requests that kill engines -----------------------------------------------------------------------------------
@@ -119,49 +130,41 @@ class Recovery:
     def engine_died(self, engine: str, victims: Sequence[Generation], handling: Collection[RequestKey]) -> None:
         """Find out who may have ended an engine. `handling`: whose messages it was taking in.
 
-        If one suspect was on trial there, it is taken to be the one; others that were new there become suspects, too,
-        for an engine may have run two such requests. Else it may have been any request of which the engine had yet to
-        compute a token, or one that has been in a dying engine before: each of them is tried alone.
+        If that was one request, or one ran there alone, that is the one. Else it may have been any request of which the
+        engine had yet to compute a token, or one that has been in a dying engine before: each of them is tried alone.
+        Where it had several, the loss counts against nobody's limits: it may be another's doing, and is found out.
         """
-        running = [g for g in victims if g.flow.runs_on(engine)]
-        accused = [g for g in running if (g.request_id, g.flow.attempt_on(engine)) in handling]
-        culprit = self._trials.pop(engine, None)
-        on_trial = [g for g in running if g is culprit or (g.trouble is not None and g.trouble.clear_at)]
-        if on_trial == [culprit]:
-            for generation in running:
-                trouble = self._trouble_of(generation)
-                if generation is culprit:
-                    trouble.num_deaths_alone += 1
-                else:
-                    trouble.spared = True
-                if generation is culprit or generation in accused or generation.flow.is_new_on(engine):
-                    trouble.suspect(len(generation.flow.output_token_ids))
-            return
-        for generation in running:
-            trouble = self._trouble_of(generation)
-            trouble.num_deaths += 1
-            trouble.num_deaths_alone += accused == [generation]
-            if generation in accused or generation.flow.is_new_on(engine) or trouble.num_deaths > 1:
-                trouble.suspect(len(generation.flow.output_token_ids))
+        alone = self.trials.engine_died(engine)
+        victims = [g for g in victims if g.flow.depends_on(engine)]  # a transfer from there is its work, too
+        keys = {g.request_id: (g.request_id, g.flow.attempt_on(engine)) for g in victims if g.flow.runs_on(engine)}
+        accused = [key for key in keys.values() if key in handling]
+        culprit = accused[0] if len(accused) == 1 else None if accused else alone
+        for generation in victims:
+            failures, flow = self._failures_of(generation), generation.flow
+            key = keys.get(flow.request_id)
+            if key is not None and key == culprit:
+                failures.num_deaths_alone += 1
+                failures.suspect(len(flow.output_token_ids))
+                continue
+            failures.spared = (alone is not None or len(victims) > 1) and self._limit(generation) > 0
+            if key is not None and alone is None:
+                failures.num_deaths += 1
+                if key in accused or flow.is_new_on(engine) or failures.num_deaths > 1:
+                    failures.suspect(len(flow.output_token_ids))
 
     def track(self, generation: Generation) -> bool:
         """Note where a suspect runs, or that it is none any more. True: an engine came free for another suspect."""
-        trouble, flow = generation.trouble, generation.flow
-        if trouble is None:
+        failures = generation.failures
+        if failures is None:
             return False
-        if trouble.clear_at and len(flow.output_token_ids) >= trouble.clear_at:
-            trouble.clear()
-        had = [name for name, other in self._trials.items() if other is generation]
-        if not (had or trouble.clear_at):
-            return False
-        on_trial = bool(trouble.clear_at) and not flow.ended
-        has = [name for name in set(flow.route[:2]) if on_trial and flow.runs_on(name)]
-        for name in had:
-            if name not in has:
-                del self._trials[name]
-        for name in has:
-            self._trials[name] = generation
-        return not set(had) <= set(has)
+        if failures.is_suspect and len(generation.flow.output_token_ids) >= failures.clear_at:
+            failures.clear()
+        return self.trials.track(generation)
+
+    def trial_tokens(self, generation: Generation) -> int:
+        """So many new tokens it gets alone; 0: it is no suspect."""
+        failures = generation.failures
+        return 0 if failures is None else max(failures.clear_at - len(generation.flow.output_token_ids), 0)
 
     # --- who waits ----------------------------------------------------------------------------------------------------
 
@@ -172,19 +175,19 @@ class Recovery:
 
     def may_wait(self, generation: Generation) -> bool:
         """Whether an engine that it needs may come: back, or free of another suspect."""
-        trouble = generation.trouble or FailureRecord()
+        failures = generation.failures or FailureRecord()
         sides: tuple[Side, ...] = ("decode",) if generation.flow.awaits_decode else ("prefill", "decode")
-        found = [any(self._may_come(side, trouble)) for side in sides]
+        found = [any(self._may_come(side, failures)) for side in sides]
         return any(found) if self.config.take_over else all(found)
 
-    def _may_come(self, side: Side, trouble: FailureRecord) -> Iterator[bool]:
+    def _may_come(self, side: Side, failures: FailureRecord) -> Iterator[bool]:
         for engine in self._fleet.engines.values():
             if engine.role not in (side, "any"):
                 continue
             if engine.life != "ready":
                 yield not engine.refused
             elif engine.card is not None:
-                yield trouble.failed.get(engine.name) != engine.card.epoch
+                yield failures.failed.get(engine.name) != engine.card.epoch
 
     def park(self, generation: Generation) -> None:
         """It waits until an engine comes, or for its deadline."""
@@ -202,11 +205,11 @@ class Recovery:
 
     def kind_of(self, generation: Generation) -> object:
         """Equal for generations for which the same engines are out of the question."""
-        trouble, flow = generation.trouble, generation.flow
-        if trouble is None:
+        failures, flow = generation.failures, generation.flow
+        if failures is None:
             return flow.awaits_decode, flow.route.prefill
-        failed, left = (tuple(sorted(names.items())) for names in (trouble.failed, trouble.left))
-        return flow.awaits_decode, flow.route.prefill, bool(trouble.clear_at), failed, left
+        failed, left = (tuple(sorted(names.items())) for names in (failures.failed, failures.left))
+        return flow.awaits_decode, flow.route.prefill, failures.is_suspect, failed, left
 
     def parked(self) -> list[Generation]:
         """Those that wait, in order."""
@@ -222,7 +225,7 @@ class Recovery:
         state = self._fleet.engines.get(engine)
         return state.card.epoch if state is not None and state.card is not None else ""
 
-    def _trouble_of(self, generation: Generation) -> FailureRecord:
-        if generation.trouble is None:
-            generation.trouble = FailureRecord()
-        return generation.trouble
+    def _failures_of(self, generation: Generation) -> FailureRecord:
+        if generation.failures is None:
+            generation.failures = FailureRecord()
+        return generation.failures

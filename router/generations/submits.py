@@ -25,6 +25,7 @@ def make_submit(
     conditional: bool = False,
     handoff: KVHandoff | None = None,
     ticket: bytes | None = None,
+    trial_tokens: int = 0,
 ) -> Submit:
     """A request that begins, or goes on behind its output; `timeout_s`: what is left for it, or infinite."""
     params = request.params
@@ -46,6 +47,7 @@ def make_submit(
         conditional=conditional,
         handoff=handoff,
         ticket=ticket,
+        trial_tokens=trial_tokens,
         label=request.label,
         traceparent=request.traceparent,
     )

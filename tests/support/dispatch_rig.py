@@ -5,12 +5,12 @@ import random
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
-from scripted_engine import ScriptedEngine, expected_output, make_card
+from scripted_engine import ScriptedEngine, Task, expected_output, make_card
 
 from pdkv.router.engines.books import Books
 from pdkv.router.engines.engine_client import EngineListener
 from pdkv.router.generations.dispatch import Delta, Dispatcher, GenerateRequest, Generation
-from pdkv.wire.messages import EngineCard, RequestKey, RouterToEngine, Submit
+from pdkv.wire.messages import EngineCard, EngineToRouter, RequestKey, RouterToEngine, Trial
 
 
 class InProcessBackend:
@@ -72,30 +72,70 @@ class InProcessBackend:
 class PoisonedBackend(InProcessBackend):
     """An engine that computes all of its tasks in each step, and dies in the step that has a poisonous one.
 
-    It comes back in a later turn of the event loop.
+    It runs suspects alone, as engines do (`engine/trials.py`), and comes back in a later turn of the event loop. What
+    it said last is lost with it.
     """
 
     def __init__(self, engine: ScriptedEngine) -> None:
         super().__init__(engine)
-        self.is_poison: Callable[[Submit], bool] = lambda submit: False
+        self.is_poison: Callable[[Task], bool] = lambda task: False
         self.num_deaths = 0
+        self._said: list[EngineToRouter] = []
+        self._on_trial: RequestKey | None = None
+        self._trial_is_open = False
+        self._tried: dict[RequestKey, int] = {}  # tokens that suspects got alone
+
+    def send(self, message: RouterToEngine) -> None:
+        if isinstance(message, Trial) and (message.request_id, message.attempt) == self._on_trial:
+            self._trial_is_open = message.begins
+            self._on_trial = self._on_trial if message.begins else None
+        super().send(message)
 
     def pump(self) -> None:
         if not self.up or self.held or self.listener is None:
             return
-        keys = self.engine.runnable()
-        if any(self.is_poison(self.engine.tasks[key].submit) for key in keys):
-            self.num_deaths += 1
-            self.die()
-            asyncio.get_running_loop().call_soon(self.come_back)
+        keys = self._choose()
+        tasks = [self.engine.tasks[key] for key in keys]
+        if any(self.is_poison(task) for task in tasks):
+            self._end()
             return
-        for key in keys:
+        said, self._said = self._said, []
+        for key, task in zip(keys, tasks, strict=True):
+            before = len(task.output)
             self.engine.step(key)
-        said, self.engine.outbox = self.engine.outbox, []
+            self._tried[key] = self._tried.get(key, 0) + len(task.output) - before
+        self._said, self.engine.outbox = self._said + self.engine.outbox, []
+        if self._trial_is_open and self._on_trial is not None and not self._is_suspect(self._on_trial):
+            self._trial_is_open = False
+            self._said.append(Trial(*self._on_trial, begins=False))
         if said:
             self.listener.engine_messages(self.name, said)
-        if self.engine.runnable():
+        if self._said or keys:
             asyncio.get_running_loop().call_soon(self.pump)
+
+    def _choose(self) -> list[RequestKey]:
+        """The tasks of the next step."""
+        keys = self.engine.runnable()
+        if self._on_trial is None:
+            self._on_trial = next((key for key in keys if self._is_suspect(key)), None)
+            if self._on_trial is None:
+                return keys
+            self._said.append(Trial(*self._on_trial, begins=True))
+        if self._on_trial not in self.engine.tasks and self._trial_is_open:  # it was aborted
+            self._trial_is_open = False
+            self._said.append(Trial(*self._on_trial, begins=False))
+        return [key for key in keys if key == self._on_trial and self._trial_is_open]
+
+    def _is_suspect(self, key: RequestKey) -> bool:
+        task = self.engine.tasks.get(key)
+        return task is not None and self._tried.get(key, 0) < task.submit.trial_tokens
+
+    def _end(self) -> None:
+        self.num_deaths += 1
+        self._said, self._on_trial, self._trial_is_open = [], None, False
+        self._tried.clear()
+        self.die()
+        asyncio.get_running_loop().call_soon(self.come_back)
 
     def come_back(self) -> None:
         if self.listener is not None:
@@ -138,7 +178,8 @@ class System:
         assert self.dispatcher.num_generations == 0
         assert self.dispatcher._transfers == {}
         assert self.dispatcher.num_parked == 0
-        assert self.dispatcher.recovery._trials == {}
+        assert self.dispatcher.recovery.trials.suspects == {}
+        assert self.dispatcher.recovery.trials._alone == {}
         assert {e.name: e.books for e in self.dispatcher.fleet.engines.values() if e.books != Books()} == {}
         for backend in self.backends.values():
             assert not backend.engine.tasks

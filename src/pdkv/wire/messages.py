@@ -235,6 +235,7 @@ class Submit(Message, frozen=True, kw_only=True):
     conditional: bool = False  # await_peer only: the engine may decline and prefill by itself
     handoff: KVHandoff | None = None  # await_peer, prefill first
     ticket: Blob | None = None  # handoff, needs peer first
+    trial_tokens: Count = 0  # so many new tokens it gets alone: it may have ended an engine (Trial)
     label: Id = ""  # the client's own name of the request: for logs only
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""  # W3C; likewise
 
@@ -291,6 +292,16 @@ class Release(Message, frozen=True):
 
     transfer_id: Id
     attempt: Attempt
+
+
+class Trial(Message, frozen=True):
+    """From now on a suspect runs alone, or does no longer. The engine stands still until its router has answered with the
+    same message.
+    """
+
+    request_id: Id
+    attempt: Attempt
+    begins: bool
 
 
 # --- engine -> router ---------------------------------------------------------------------------------------------
@@ -469,7 +480,7 @@ class Beat(Message, frozen=True):
     predicted_s: Seconds = 0.0  # how long that should take
 
 
-RouterToEngine = Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Peers | Resync
+RouterToEngine = Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Trial | Peers | Resync
 EngineToRouter = (
     Ready
     | Tokens
@@ -480,6 +491,7 @@ EngineToRouter = (
     | Loaded
     | KVReady
     | Release
+    | Trial
     | KVEvents
     | LoadReport
     | Disconnect

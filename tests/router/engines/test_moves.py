@@ -263,8 +263,8 @@ def test_a_request_that_could_not_be_moved_is_tried_again_after_a_while() -> Non
     async def body(system: System) -> None:
         generation = await start_on_the_last_engine(system)
         tick(system, "decode-1", ticks=2 * SILENT_TICKS)
-        assert generation.trouble is not None
-        generation.trouble.failed.clear()  # which nobody tells
+        assert generation.failures is not None
+        generation.failures.failed.clear()  # which nobody tells
         tick(system, "decode-1", ticks=STAY_TICKS)
         assert generation.flow.route.decode == "decode-0"
         system.backends["decode-0"].release()

@@ -1,0 +1,133 @@
+"""Suspects run alone: while one does, no step has another request in it, and its router knows (docs/failures.md).
+
+Either end of such a time is agreed on with the router. So what ends the engine meanwhile can be laid to that request,
+and what ends it before or after cannot, whichever of the last words of a dying process arrive.
+"""
+
+from typing import Literal
+
+from pdkv.engine.request import Request
+from pdkv.wire.messages import RequestKey, Trial
+
+ANSWER_TIMEOUT_S = 5.0
+"""How long an engine stands still for a router's answer; then it goes on without."""
+
+_State = Literal["none", "opening", "asked", "open", "over"]
+
+
+class Trials:
+    """At most one request is on trial at a time. Single-threaded; plain data in, plain data out.
+
+    none ─▶ opening (steps in flight end) ─▶ asked ─▶ open ─▶ over ─▶ none; `asked` and `over` wait for the router.
+    """
+
+    def __init__(self) -> None:
+        self.deadline: float | None = None  # of the router's answer
+        self._num_suspects = 0  # requests here that have yet to run alone
+        self._wanted: Request | None = None  # could run now
+        self._request: Request | None = None
+        self._state: _State = "none"
+        self._messages: list[tuple[str, Trial]] = []  # by router_id
+
+    @property
+    def active(self) -> bool:
+        """Whether anything but `add` need be called at all: there are suspects."""
+        return self._num_suspects > 0 or self._request is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one request may run, and only that."""
+        return self._state == "open"
+
+    def add(self, request: Request) -> None:
+        """A request came."""
+        self._num_suspects += request.trial_tokens > 0
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request that could run now must not."""
+        if self._request is not None:
+            return not (self._state == "open" and request is self._request)
+        if request.trial_tokens and self._wanted is None:
+            self._wanted = request
+        return request.trial_tokens > 0
+
+    def advance(self, *, is_idle: bool) -> None:
+        """The next step is about to be planned. `is_idle`: no step that has anybody in it is under way."""
+        if self._state == "none" and self._wanted is not None:
+            self._request, self._wanted, self._state = self._wanted, None, "opening"
+        if self._state == "opening" and is_idle:
+            self._ask(begins=True)
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the next plan would get on with it."""
+        return self._wanted is not None and self._state == "none"
+
+    def drew(self, request: Request, num_tokens: int) -> None:
+        """A suspect got tokens. After enough of them it is one like any other."""
+        request.trial_tokens = max(request.trial_tokens - num_tokens, 0)
+        if not request.trial_tokens:
+            self._num_suspects -= 1
+            self.end(request)
+
+    def remove(self, request: Request) -> None:
+        """The request is over."""
+        self._num_suspects -= request.trial_tokens > 0
+        request.trial_tokens = 0
+        if request is self._wanted:
+            self._wanted = None
+        self.end(request)
+
+    def end(self, request: Request) -> None:
+        """If this request is on trial, it is no longer; the others go on when its router knows."""
+        if request is self._request:
+            self.pause()
+
+    def pause(self) -> None:
+        """Whoever is on trial is no longer for now."""
+        if self._state == "opening":
+            self._clear()
+        elif self._state in ("asked", "open"):
+            self._ask(begins=False)
+
+    def answered(self, router_id: str, message: Trial) -> bool:
+        """A router has heard; returns whether that was waited for."""
+        state: _State = "asked" if message.begins else "over"
+        key: RequestKey = (message.request_id, message.attempt)
+        request = self._request
+        if request is None or (self._state, request.key, request.router_id) != (state, key, router_id):
+            return False
+        if message.begins:
+            self._state, self.deadline = "open", None
+        else:
+            self._clear()
+        return True
+
+    def router_left(self, router_id: str) -> None:
+        """Nobody is there to answer; its requests are removed already."""
+        if self._request is not None and self._request.router_id == router_id:
+            self._clear()
+
+    def expire(self, now: float) -> bool:
+        """Go on without an answer that is overdue: the request is then tried no more. Returns whether one was."""
+        if self.deadline is None or now < self.deadline or self._request is None:
+            return False
+        self._num_suspects -= self._request.trial_tokens > 0
+        self._request.trial_tokens = 0
+        self._clear()
+        return True
+
+    def take_messages(self, now: float) -> list[tuple[str, Trial]]:
+        """(router_id, message) since the last call; they leave now."""
+        messages, self._messages = self._messages, []
+        if messages:
+            self.deadline = now + ANSWER_TIMEOUT_S
+        return messages
+
+    def _ask(self, *, begins: bool) -> None:
+        assert self._request is not None
+        self._state = "asked" if begins else "over"
+        self._messages.append((self._request.router_id, Trial(*self._request.key, begins)))
+
+    def _clear(self) -> None:
+        self._request, self._state, self.deadline = None, "none", None
