@@ -13,6 +13,16 @@ _MAX_BEAT_BYTES = 64 * 1024
 _MAX_UNREAD_BEATS = 16
 
 
+def beats_endpoint(endpoint: str, told: str) -> str:
+    """Where an engine's beats are, for a router that finds the engine itself at `endpoint`.
+
+    What it has told of another host may be any address of that host's: only the port counts.
+    """
+    if not told.startswith("tcp://"):
+        return told
+    return f"{endpoint.rpartition(':')[0]}:{told.rpartition(':')[2]}"
+
+
 class BeatReader:
     """Hands over the Beats of one incarnation of an engine until `close`. Lives in one event loop."""
 

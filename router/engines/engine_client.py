@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdkv.errors import MalformedMessage
 from pdkv.log_limit import LogLimit
-from pdkv.router.engines.beats import BeatReader
+from pdkv.router.engines.beats import BeatReader, beats_endpoint
 from pdkv.wire.engine_server import configure_socket
 from pdkv.wire.frames import BadMessage, ReceivedFrame, decode_frame, encode_message, encode_raw_frame, key_of, split
 from pdkv.wire.messages import (
@@ -297,10 +297,11 @@ class EngineClient:
         """Hear the engine's beats, if it sends any."""
         if not card.beats or self._socket is None:
             return
+        endpoint = beats_endpoint(self.endpoint, card.beats)
         try:
-            self._beats = BeatReader(self._context, card.beats, card.epoch, self._beat)
+            self._beats = BeatReader(self._context, endpoint, card.epoch, self._beat)
         except zmq.ZMQError as error:
-            logger.error("%s: cannot subscribe to its heartbeat at %s: %s", self.name, card.beats, error)
+            logger.error("%s: cannot subscribe to its heartbeat at %s: %s", self.name, endpoint, error)
 
     def _beat(self, beat: Beat) -> None:
         if self._listener is not None:

@@ -207,7 +207,8 @@ class Fleet:
         self._identity = card.model
         state.refusal = state.refused_card = None
         state.life, state.card, state.load, state.books = "ready", card, None, Books()
-        state.role, state.health = state.assigned or card.role, EngineHealth(bool(card.beats))
+        state.role = state.assigned or card.role
+        state.health = EngineHealth(beats=card.beats.startswith("ipc://"))  # of others the port may be out of reach
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
         return state
 

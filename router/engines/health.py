@@ -68,7 +68,7 @@ class HealthSnapshot(NamedTuple):
 class EngineHealth:
     """One incarnation of an engine, by what it says."""
 
-    beats: bool = False  # whether it says that it lives while it has nothing else to say
+    beats: bool = False  # whether it is known to say that it lives while it has nothing else to say
     quiet_ticks: int = 0  # since it was heard last
     silent: bool = False  # its process seems to be stopped: what is sent there is answered by nobody
     mute_ticks: int = 0  # since it said anything but that it lives
@@ -84,6 +84,7 @@ class EngineHealth:
 
     def beat(self, beat: Beat) -> None:
         """It said that it lives, and what it is at."""
+        self.beats = True
         self.quiet_ticks, self.busy_s, self.predicted_s = 0, beat.busy_s, beat.predicted_s
         self.silent = False
 

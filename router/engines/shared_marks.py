@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 CHANNEL = "pdkv:marks"
 
 REPEAT_S = 1.0
-"""How often a mark is told while it holds; it is forgotten after MARK_TICKS (state.py) without."""
+"""How often a mark is told while it holds; it is forgotten after MARK_TICKS (fleet.py) without."""
 
 MAX_MARKS = 1024
 """Of one message."""

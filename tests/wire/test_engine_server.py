@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from traffic import stop_process
 from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive, tokens
 
 from pdkv.errors import StartupError
-from pdkv.router.engines import engine_client
+from pdkv.router.engines import engine_client, health
 from pdkv.router.engines.engine_client import EngineClient
+from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 from pdkv.wire.messages import (
     Abort,
@@ -330,3 +331,38 @@ def test_a_remote_engine_that_is_stopped_is_gone_after_its_heartbeat(
             await listener.until(lambda: len(listener.cards) > num_cards)
 
     asyncio.run(main())
+
+
+def test_a_remote_engine_that_is_stopped_is_a_suspect_long_before_it_is_gone(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "IDLE_SILENT_TICKS", health.SILENT_TICKS)
+    card = msgspec.msgpack.encode(make_card()).hex()
+
+    async def main() -> None:
+        dispatcher = Dispatcher()
+        arguments = [sys.executable, "-c", ENGINE_PROGRAM, "tcp://127.0.0.1:0", card]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as engine, ExitStack() as stack:
+            stack.callback(engine.kill)
+            stack.callback(dispatcher.close)
+            assert engine.stdout is not None
+            endpoint = (await asyncio.to_thread(engine.stdout.readline)).strip()
+            client = EngineClient("decode-0", endpoint, router_id="r", context=context)
+            dispatcher.add_backend(client, "decode")
+            dispatcher.connect()
+            state = dispatcher.fleet.engines["decode-0"]
+            await until(lambda: state.health.beats)  # the first one came
+            stop_process(engine.pid)
+            await until(lambda: state.is_silent)
+            assert state.life == "ready"
+            engine.send_signal(signal.SIGCONT)
+            await until(lambda: not state.suspicion)
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop go on until it holds."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -6,7 +6,7 @@ import logging
 import msgspec
 import pytest
 import zmq
-from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, raw_peer, receive, tokens
+from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive, tokens
 
 from pdkv.errors import InvalidRequest, MalformedMessage, UnsendableMessage
 from pdkv.router.engines.engine_client import EngineClient
@@ -220,7 +220,9 @@ def test_one_connection_is_one_router_and_their_number_is_bounded(
         socket.close()
 
 
-def test_beats_come_while_the_loop_is_at_a_long_step_and_say_how_long(server: EngineServer, context: Context) -> None:
+def check_beats(server: EngineServer, context: Context) -> None:
+    """They come while the loop is at a long step, and say for how long."""
+
     async def body(client: EngineClient, listener: Listener) -> None:
         server.poll(0.0)  # from now on the caller is busy
         await listener.until(lambda: any(beat.busy_s > 0 for beat in listener.beats))
@@ -232,3 +234,17 @@ def test_beats_come_while_the_loop_is_at_a_long_step_and_say_how_long(server: En
         assert all(beat.epoch == server.card.epoch for beat in listener.beats)
 
     connected(server, context, body)
+
+
+def test_beats_come_while_the_loop_is_at_a_long_step_and_say_how_long(server: EngineServer, context: Context) -> None:
+    check_beats(server, context)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_beats_of_an_engine_on_another_host_come_by_a_port_of_its_own(address: str, context: Context) -> None:
+    server = EngineServer(f"tcp://{address}:0", make_card())
+    try:
+        assert server.card.beats.startswith(f"tcp://{address}:")
+        check_beats(server, context)
+    finally:
+        server.close()

@@ -89,7 +89,8 @@ class EngineServer:
     """The engine's socket. Used by one thread; only `poll` blocks. Answers a Hello with Ready(card) by itself."""
 
     def __init__(self, endpoint: str, card: EngineCard, watch: StepWatch | None = None) -> None:
-        """Listen on `endpoint` (ipc:// or tcp://). An ipc:// endpoint has a second one, for the engine's beats.
+        """Listen on `endpoint` (ipc:// or tcp://), and on a second one for the engine's beats: another thread sends
+        them, and a ZeroMQ socket is one thread's. For tcp:// it is a free port of the same address.
 
         `watch`: the steps of the engine, for its beats.
 
@@ -114,9 +115,9 @@ class EngineServer:
         self._extra_fd: int | None = None
         try:
             self._socket.bind(endpoint)
-            if endpoint.startswith("ipc://"):  # between hosts ZeroMQ's own heartbeats see a process that is stopped
-                self.card = msgspec.structs.replace(card, beats=endpoint + ".beats")
-                self._heartbeat = Heartbeat(self._context, self.card.beats, card.epoch, self._watch)
+            second = endpoint + ".beats" if endpoint.startswith("ipc://") else endpoint.rpartition(":")[0] + ":0"
+            self._heartbeat = Heartbeat(self._context, second, card.epoch, self._watch)
+            self.card = msgspec.structs.replace(card, beats=self._heartbeat.endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise StartupError(f"{card.engine} cannot listen on {endpoint}: {error}") from error

@@ -5,6 +5,7 @@ A long step is silent on the wire, and so is a process that is stopped. Only the
 
 import threading
 import time
+from typing import cast
 
 import zmq
 
@@ -22,7 +23,7 @@ class Heartbeat:
     """Publishes Beats at an endpoint until `close`. A step costs nothing here: its begin and end are read, not told."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, epoch: str, watch: StepWatch) -> None:
-        """Raises zmq.ZMQError: the endpoint cannot be bound."""
+        """`endpoint`: ipc://, or tcp:// with port 0 for a free one. Raises zmq.ZMQError: it cannot be bound."""
         self._epoch = epoch
         self._watch = watch
         self._stop = threading.Event()
@@ -34,6 +35,7 @@ class Heartbeat:
         except zmq.ZMQError:
             self._socket.close(linger=0)
             raise
+        self.endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 

@@ -169,7 +169,7 @@ class EngineCard(Message, frozen=True):
     pp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     rank_blobs: Annotated[list[Blob], Meta(max_length=MAX_RANKS)] = []  # what each rank's connector needs to be reached
     rank_pids: Annotated[list[Natural], Meta(max_length=MAX_RANKS)] = []  # per rank; the first is `pid`
-    beats: Text = ""  # ZeroMQ endpoint of its Beats; "": it sends none
+    beats: Text = ""  # ZeroMQ endpoint of its Beats; of tcp:// only the port counts; "": it sends none
     max_num_batched_tokens: Natural = 0  # of its largest step; 0: not known
     version: Id = ""  # of pdkv there: for people
 
@@ -295,9 +295,7 @@ class Release(Message, frozen=True):
 
 
 class Trial(Message, frozen=True):
-    """From now on a suspect runs alone, or does no longer. The engine stands still until its router has answered with the
-    same message.
-    """
+    """A suspect is to run alone from now on, or no longer. Its engine stands still until the router sends this back."""
 
     request_id: Id
     attempt: Attempt
