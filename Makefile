@@ -42,7 +42,7 @@ check: lint
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow"
 
-# Every backend between engines of every shape, and the whole conformance kits. Takes 45 minutes on two cores.
+# Every backend between engines of every shape, and the whole conformance kits. Takes half an hour on two cores.
 matrix: install
 	mkdir -p .bench && rm -f .bench/matrix.txt
 	MATRIX_RESULTS=$(abspath .bench/matrix.txt) \

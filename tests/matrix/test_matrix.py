@@ -31,7 +31,8 @@ def windows(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 
 def check_row(row: Row, workload: Workload, directory: Path) -> None:
-    """First pass and replay."""
+    """First pass and replay; noted for the table."""
+    started = time.monotonic()
     with (
         BACKENDS[row.backend](directory=directory) as chosen,
         deployed(workload, *row.flags, *chosen.flags) as deployment,
@@ -40,10 +41,6 @@ def check_row(row: Row, workload: Workload, directory: Path) -> None:
     for books in (first, replay):
         check_decode_computed_nothing(books)
         check_undisturbed(books)
-
-
-def note_row(row: Row, started: float) -> None:
-    """For the table."""
     if results := os.environ.get(RESULTS):
         with open(results, "a") as file:
             file.write(f"{row}: passed in {time.monotonic() - started:.0f} s\n")
@@ -51,17 +48,13 @@ def note_row(row: Row, started: float) -> None:
 
 @pytest.mark.parametrize("row", cover(), ids=str)
 def test_cover(row: Row, workload: Workload, tmp_path: Path) -> None:
-    started = time.monotonic()
     check_row(row, workload, tmp_path)
-    note_row(row, started)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in all_rows() if row not in cover()], ids=str)
 def test_whole_matrix(row: Row, workload: Workload, tmp_path: Path) -> None:
-    started = time.monotonic()
     check_row(row, workload, tmp_path)
-    note_row(row, started)
 
 
 @pytest.mark.parametrize("row", window_cover(), ids=str)

@@ -13,6 +13,8 @@ TOPOLOGIES = ("1P1D", "2P2D")
 RANKS = ((1, 1), (1, 2), (2, 1), (2, 4), (4, 1))
 """(ranks of a prefill engine, of a decode engine)."""
 
+WINDOW_RANKS = ((1, 1), (1, 2), (2, 1), (2, 2))
+
 BLOCKS = ((16, 16), (16, 32), (32, 16))
 """(block size of prefill, of decode)."""
 
@@ -64,9 +66,12 @@ class Row(NamedTuple):
     topology: str
     ranks: tuple[int, int]
     blocks: tuple[int, int]
+    windows: bool = False
+    """A model with windows, so with several KV groups."""
 
     def __str__(self) -> str:
-        return f"{self.backend}, {self.topology}, TP {self.ranks}, blocks {self.blocks}"
+        model = ", windows" if self.windows else ""
+        return f"{self.backend}, {self.topology}, TP {self.ranks}, blocks {self.blocks}{model}"
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -99,8 +104,7 @@ def cover() -> list[Row]:
 
 def window_rows() -> list[Row]:
     """For a model with KV groups, whose blocks must be of one size."""
-    ranks = ((1, 1), (1, 2), (2, 1), (2, 2))
-    return [Row(backend, "1P1D", pair, BLOCKS[0]) for backend, pair in itertools.product(BACKENDS, ranks)]
+    return [Row(backend, "1P1D", pair, BLOCKS[0], True) for backend, pair in itertools.product(BACKENDS, WINDOW_RANKS)]
 
 
 def window_cover() -> list[Row]:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from matrix_rows import BACKENDS, BLOCKS, RANKS, TOPOLOGIES, Row, all_rows
+from matrix_rows import BACKENDS, BLOCKS, RANKS, TOPOLOGIES, WINDOW_RANKS, Row, all_rows, window_rows
 
 PASSED = ": passed in "
 CELL = len(TOPOLOGIES) * len(BLOCKS)
@@ -13,7 +13,7 @@ CELL = len(TOPOLOGIES) * len(BLOCKS)
 
 def passed_rows(lines: Iterable[str]) -> set[Row]:
     """Of a results file, which test_matrix.py appends to. Raises ValueError for a line that names no row."""
-    rows = {str(row): row for row in all_rows()}
+    rows = {str(row): row for row in (*all_rows(), *window_rows())}
     names = [line.partition(PASSED)[0] for line in lines if line.strip()]
     if unknown := [name for name in names if name not in rows]:
         raise ValueError(f"{unknown[0]!r} is no row of the matrix")
@@ -21,14 +21,17 @@ def passed_rows(lines: Iterable[str]) -> set[Row]:
 
 
 def table(passed: set[Row]) -> list[str]:
-    """A markdown line per backend, a column per pair of ranks: how many of its rows have passed."""
+    """A markdown line per backend, a column per pair of ranks and one of windows: how many of its rows have passed."""
     lines = [
-        "| backend | " + " | ".join(f"TP {prefill}, {decode}" for prefill, decode in RANKS) + " |",
-        "|---|" + "---|" * len(RANKS),
+        "| backend | " + " | ".join(f"TP {prefill}, {decode}" for prefill, decode in RANKS) + " | windows |",
+        "|---|" + "---|" * (len(RANKS) + 1),
     ]
     for backend in BACKENDS:
-        counts = [sum(row.backend == backend and row.ranks == ranks for row in passed) for ranks in RANKS]
-        lines.append(f"| `{backend}` | " + " | ".join(f"{count} of {CELL}" for count in counts) + " |")
+        of_backend = [row for row in passed if row.backend == backend]
+        counts = [sum(row.ranks == ranks and not row.windows for row in of_backend) for ranks in RANKS]
+        cells = [f"{count} of {CELL}" for count in counts]
+        cells.append(f"{sum(row.windows for row in of_backend)} of {len(WINDOW_RANKS)}")
+        lines.append(f"| `{backend}` | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -36,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table and what is missing."""
     passed = passed_rows(Path(arguments[0]).read_text().splitlines())
     print("\n".join(table(passed)))
-    missing = [row for row in all_rows() if row not in passed]
+    missing = [row for row in (*all_rows(), *window_rows()) if row not in passed]
     for row in missing:
         print(f"not passed: {row}")
     return 1 if missing else 0

@@ -1,7 +1,9 @@
 """Defects of `shared_memory`: between processes, on I/O threads."""
 
 import threading
+import uuid
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +28,7 @@ from pdkv.connectors.transfer.worker import Job, Task
 
 LEAKED_BYTES = 8 << 20
 LATE_POLLS = 4
+LEFT_BEHIND = "/dev/shm/broken-"
 BLOCKED_S = 0.3
 
 
@@ -137,6 +140,14 @@ class LeaksABufferOnAbort(_Broken):
     """A cancelled load's buffer is never given back."""
 
     worker_type = _LeakingWorker
+
+
+class LeavesSharedMemory(_Broken):
+    """A named file in /dev/shm outlives each connector."""
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        Path(f"{LEFT_BEHIND}{uuid.uuid4().hex}").touch()
 
 
 class _FirstPartOnly(SharedMemoryWorker):
