@@ -121,7 +121,7 @@ def test_decode_does_without_a_prefill_that_is_stopped_before_it_pushes(
 
 
 def test_requests_leave_an_engine_that_is_stopped_under_load(launch: Launch) -> None:
-    """Router 2: those that it had, and those that came before it was a suspect, all missed their deadlines."""
+    """F21. Router 2: those that it had, and those that came before it was a suspect, all missed their deadlines."""
     deployment = launch("--prefill", "2", "--decode", "2", "--policy", "round_robin")
     expected = tokens_of(ask(deployment))
     stop_at, num = 12, 36

@@ -90,7 +90,7 @@ def model(hf_model: Callable[..., Path]) -> Path:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_models_kv_is_never_taken(model: Path, tmp_path: Path, change: Change) -> None:
-    """Attack 1: 12 of 12 prompts were wrong."""
+    """F27. Attack 1: 12 of 12 prompts were wrong."""
     other = copy_with(model, tmp_path / "other", change)
     draw = random.Random(0)
     store = tmp_path / "kv"

@@ -135,7 +135,7 @@ def check_repaired(store: KnownStore, make: MakeEngine, engine: Engine, salt: st
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_damaged_value_is_a_counted_miss_and_is_replaced(store: KnownStore, make: MakeEngine, mutation: str) -> None:
-    """Attack 2, B9."""
+    """F26. Attack 2, B9."""
     rng = random.Random(mutation)
     kv = save(make(store), mutation)
     engine = make(store)

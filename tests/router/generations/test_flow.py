@@ -425,6 +425,7 @@ def test_decode_is_bound_when_the_prompt_is_handed_off() -> None:
 
 
 def test_another_decode_engine_reads_the_hand_off_of_one_that_died_and_the_lease_ends_once() -> None:
+    """F30."""
     flow = handed_off()
     assert list(flow.engine_died("d")) == []
     assert flow.can_resume

@@ -506,6 +506,8 @@ def deaths(system: System) -> dict[str, int]:
     ("num_prefill", "num_decode"), [(0, 2), (0, 3), (2, 2), (1, 1)], ids=["2 alike", "3 alike", "2P2D", "1P1D"]
 )
 def test_of_a_poison_prompt_and_50_innocents_it_alone_fails(num_prefill: int, num_decode: int) -> None:
+    """F28."""
+
     async def body(system: System) -> None:
         innocents = [system.dispatcher.start(make_request(50 + i, 12)) for i in range(25)]
         await asyncio.sleep(0)

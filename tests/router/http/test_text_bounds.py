@@ -126,6 +126,7 @@ def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_much_is_refused_before_it_is_worked_on(
     monkeypatch: pytest.MonkeyPatch, path: str, body: bytes, words: str
 ) -> None:
+    """F29."""
     monkeypatch.setattr(openai, "MAX_SHOWN_PROMPT_TOKENS", 100_000)
     assert words in refuse(path, body)["message"]
 

@@ -23,6 +23,7 @@ def choose(policy: str, *arguments: Any, **values: Any) -> str:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_spreads_equal_engines(name: str) -> None:
+    """F25."""
     rng = random.Random(0)
     counts = Counter(choose(name, [0, 0, 0], turn=turn, rng=rng) for turn in range(60))
     assert set(counts) == {"e0", "e1", "e2"}

@@ -195,6 +195,7 @@ def hold(index: PrefixIndex, engine: str, number: int = 1) -> None:
 
 
 def test_an_engine_that_dies_matches_nothing_at_once_and_is_cleared_in_slices() -> None:
+    """F21: what was in its cache draws no request any more."""
     index = synced("a", "b")
     hold(index, "a")
     index.apply("b", KVEvents(1, [BlockStored(MANY[:3], None)]))

@@ -41,6 +41,7 @@ def store(chooser: Any, engine: str, num_tokens: int, request: Any) -> None:
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 2), (2, 4), (4, 2), (3, 3), (2, 3)])
 def test_round_robin_uses_every_pair_equally(num_prefill: int, num_decode: int) -> None:
+    """F25."""
     chooser = make_chooser(num_prefill, num_decode)
     pairs: Counter[tuple[str, str]] = Counter()
     for _ in range(2 * num_prefill * num_decode):
