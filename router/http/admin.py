@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdkv.errors import InvalidRequest
-from pdkv.limits import clip
+from pdkv.limits import MAX_WAIT_S, clip
 from pdkv.router.engines.operations import Operations, Until
 from pdkv.router.http.access_log import CLIENT_GONE
 from pdkv.router.http.request_state import request_route
@@ -25,10 +25,6 @@ from pdkv.router.http.responses import describe_error
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
-
-MAX_WAIT_S = 24 * 3600.0
-"""Of one request; who wants to wait longer asks again."""
-
 
 _MOVE_S = 5.0
 """How long it may take until nothing holds on to an engine from which everything was moved."""

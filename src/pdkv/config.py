@@ -1,15 +1,14 @@
 """Configuration: frozen dataclasses layered by owner. A field's help text is the command line's and the docs'."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import has_cuda_device
-from pdkv.options import option
+from pdkv.options import check_bounds, option, seconds
 from pdkv.secret_options import without_secrets
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
@@ -31,27 +30,29 @@ class EngineConfig:
         "auto", "computation and KV dtype; auto: the model's; float32 for bfloat16 on a CPU that only emulates it"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: cuda where there is one")
-    block_size: int = option(16, "tokens per KV block, a multiple of 16")
+    block_size: int = option(16, "tokens per KV block, a multiple of 16", ge=16, multiple_of=16)
     kv_cache_memory: int | None = option(
         None,
         "KV pool of one engine, such as 512MiB (CPU default: 256MiB); must hold one request of max_model_len tokens",
         size=True,
+        ge=1,
     )
-    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use")
-    max_num_seqs: int = option(256, "most requests in one step")
-    max_num_batched_tokens: int | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)")
-    max_model_len: int | None = option(None, "longest prompt + output (default: the model's)")
-    long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound")
-    threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)")
+    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use", gt=0, le=1)
+    max_num_seqs: int = option(256, "most requests in one step", ge=1)
+    max_num_batched_tokens: int | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)", ge=1)
+    max_model_len: int | None = option(None, "longest prompt + output (default: the model's)", ge=1)
+    long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound", ge=0)
+    threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)", ge=1)
     tp: int = option(
         1,
         "ranks of one engine: processes that share its heads, neurons and vocabulary",
+        ge=1,
         aliases=("tensor_parallel_size",),
     )
     check_finite: bool = option(
         False, "check KV and logits for NaN and infinity, and fail only the requests that have them"
     )
-    rank_timeout_s: float = option(30.0, "how long a rank may keep the others waiting before the engine ends")
+    rank_timeout_s: float = seconds(30.0, "how long a rank may keep the others waiting before the engine ends")
     cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
 
     @property
@@ -65,18 +66,7 @@ class EngineConfig:
         return self.device == "cpu" or (self.device == "auto" and not has_cuda_device())
 
     def __post_init__(self) -> None:
-        if self.block_size < 16 or self.block_size % 16:
-            raise ConfigError(f"block_size must be a positive multiple of 16, got {self.block_size}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "threads", "tp"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.rank_timeout_s <= 0:
-            raise ConfigError(f"rank_timeout_s must be above 0, got {self.rank_timeout_s}")
-        if self.long_prefill_token_threshold < 0:
-            raise ConfigError(
-                f"long_prefill_token_threshold must be 0 or more, got {self.long_prefill_token_threshold}"
-            )
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +78,18 @@ class HandoffConfig:
         {}, "connector options; KEY=@FILE reads the value from a file", metavar="KEY=VALUE"
     )
     kv_load_failure_policy: Literal["recompute", "fail"] = option("recompute", "what decode does when a KV load fails")
-    kv_load_timeout_s: float = option(30.0, "deadline of a KV load, from its allocation on")
-    lease_timeout_s: float = option(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")
+    kv_load_timeout_s: float = seconds(30.0, "deadline of a KV load, from its allocation on")
+    lease_timeout_s: float = seconds(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")
     max_leased_fraction: float = option(
-        0.5, "share of the KV pool for leases and prompts in the making; above 1, prompts may preempt each other"
+        0.5, "share of the KV pool for leases and prompts in the making; above 1, prompts may preempt each other", gt=0
     )
 
     def __post_init__(self) -> None:
-        if self.kv_load_timeout_s <= 0:
-            raise ConfigError(f"kv_load_timeout_s must be above 0, got {self.kv_load_timeout_s}")
+        check_bounds(self)
         if self.lease_timeout_s <= self.kv_load_timeout_s:
             raise ConfigError(
                 f"lease_timeout_s ({self.lease_timeout_s}) must exceed kv_load_timeout_s ({self.kv_load_timeout_s})"
             )
-        if self.max_leased_fraction <= 0.0:
-            raise ConfigError(f"max_leased_fraction must be above 0, got {self.max_leased_fraction}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,56 +110,51 @@ class HttpApi:
 class RecoveryConfig:
     """What the router does for requests whose engines fail them (docs/failures.md)."""
 
-    retry_limit: int = option(3, "how often a request may begin again on other engines before its first token")
+    retry_limit: int = option(3, "how often a request may begin again on other engines before its first token", ge=0)
     migration_limit: int = option(
-        3, "how often a request may go on on another engine behind its first token; 0: it fails at once"
+        3, "how often a request may go on on another engine behind its first token; 0: it fails at once", ge=0
     )
     take_over: bool = option(
         False, "while no engine of one role is live, engines of the other do its work, too; else requests wait for one"
     )
 
     def __post_init__(self) -> None:
-        for name in ("retry_limit", "migration_limit"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
     """What one client, and all of them together, may cost the HTTP server."""
 
-    max_body_bytes: int = option(4 << 20, "size of a request body; larger ones get 413", size=True)
+    max_body_bytes: int = option(4 << 20, "size of a request body; larger ones get 413", size=True, ge=1)
     max_body_memory: int = option(
-        64 << 20, "request bodies held at once until they are tokenized; beyond it requests get 503", size=True
+        64 << 20, "request bodies held at once until they are tokenized; beyond it requests get 503", size=True, ge=1
     )
     max_queued_text: int = option(
-        16 << 20, "request bodies in the tokenizer or waiting for it; beyond it requests get 503", size=True
+        16 << 20, "request bodies in the tokenizer or waiting for it; beyond it requests get 503", size=True, ge=1
     )
-    max_header_bytes: int = option(32 << 10, "size of a request line and headers; larger ones get 431", size=True)
-    max_headers: int = option(100, "number of headers of a request; more get 431")
-    max_url_bytes: int = option(8 << 10, "length of a URL; longer ones get 414", size=True)
+    max_header_bytes: int = option(32 << 10, "size of a request line and headers; larger ones get 431", size=True, ge=1)
+    max_headers: int = option(100, "number of headers of a request; more get 431", ge=1)
+    max_url_bytes: int = option(8 << 10, "length of a URL; longer ones get 414", size=True, ge=1)
     max_connections: int = option(
-        8192, "open connections, fewer where the limit on open files is low; further ones get 503"
+        8192, "open connections, fewer where the limit on open files is low; further ones get 503", ge=1
     )
-    header_timeout_s: float = option(
+    header_timeout_s: float = seconds(
         10.0, "how long headers may take, from a request's first byte on; a connection's first ones: from connecting on"
     )
-    body_timeout_s: float = option(60.0, "how long a request's body may take")
-    idle_timeout_s: float = option(75.0, "how long a connection may stay open between requests")
-    request_timeout_s: float = option(
+    body_timeout_s: float = seconds(60.0, "how long a request's body may take")
+    idle_timeout_s: float = seconds(75.0, "how long a connection may stay open between requests")
+    request_timeout_s: float = seconds(
         600.0,
         "how long a request may wait for its turn, for its first token, and for each further one; a client bounds the "
         "whole by the header x-pd-timeout-s",
     )
-    send_timeout_s: float = option(
+    send_timeout_s: float = seconds(
         30.0, "how long a client may read nothing of what is there for it: it is dropped, and what it asked for ends"
     )
 
     def __post_init__(self) -> None:
-        for field_ in fields(self):
-            value = getattr(self, field_.name)
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{field_.name} must be above 0 and finite, got {value}")
+        check_bounds(self)
         if self.max_body_memory < self.max_body_bytes:
             raise ConfigError(
                 f"max_body_memory ({self.max_body_memory}) must be at least max_body_bytes ({self.max_body_bytes})"
@@ -197,6 +179,9 @@ class AdmissionConfig:
     require_cache_salt: bool = option(
         False, "refuse requests without cache_salt: nobody finds out by cached tokens what others asked"
     )
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +211,7 @@ class HealthConfig:
     """How the router finds out which engines work (docs/health.md)."""
 
     probe_interval_s: float = option(
-        10.0, "how long an engine may have nothing to do before the router has it generate a token; 0: never"
+        10.0, "how long an engine may have nothing to do before the router has it generate a token; 0: never", ge=0
     )
     redis: str = option(
         "",
@@ -236,8 +221,7 @@ class HealthConfig:
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.probe_interval_s < math.inf:
-            raise ConfigError(f"probe_interval_s must be 0 or more and finite, got {self.probe_interval_s}")
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,14 +234,15 @@ class ObservabilityConfig:
         None, "send spans of requests to this OpenTelemetry collector (OTLP over HTTP); needs pdkv[otel]", metavar="URL"
     )
     loop_watchdog_ms: float = option(
-        0.0, "count and name what holds the router's event loop for longer; a thread looks at it all the time; 0 = off"
+        0.0,
+        "count and name what holds the router's event loop for longer; a thread looks at it all the time; 0 = off",
+        ge=0,
     )
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if self.otlp_endpoint is not None:
             _check_collector(self.otlp_endpoint)
-        if not 0 <= self.loop_watchdog_ms < math.inf:
-            raise ConfigError(f"loop_watchdog_ms must be 0 or more, got {self.loop_watchdog_ms}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,9 @@ MAX_SHOWN_PROMPT_TOKENS = 2**21
 MAX_ADAPTER_BYTES = 256
 """UTF-8 of an adapter's name."""
 
+MAX_WAIT_S = 24 * 3600.0
+"""How long an operator's request may wait, and so every duration that is waited for by one."""
+
 MAX_ID_CHARS = 256
 """Of a request's, a transfer's, an engine's or a router's id."""
 

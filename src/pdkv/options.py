@@ -7,6 +7,7 @@ the command line's flags has the same fields (config.py).
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -165,9 +166,13 @@ class Option:
         except (ValueError, OverflowError, ConfigError) as error:
             words = f"{error}" if "convert" in self.details else self.expected
             raise ConfigError(f"{words} was expected, got {value!r}") from None
-        if not self._within_bounds(converted):
-            raise ConfigError(f"{self.expected} was expected, got {value!r}")
+        self.check(converted, shown=value)
         return converted
+
+    def check(self, value: Any, *, shown: Any = None) -> None:
+        """Raises ConfigError for a number out of bounds; it was typed as `shown`, where that is not None."""
+        if isinstance(value, int | float) and not self._within_bounds(value):
+            raise ConfigError(f"{self.expected} was expected, got {value if shown is None else shown!r}")
 
     def _convert(self, value: Any) -> Any:
         if "convert" in self.details:
@@ -188,7 +193,7 @@ class Option:
             raise ValueError
         return value
 
-    def _within_bounds(self, value: Any) -> bool:
+    def _within_bounds(self, value: float) -> bool:
         details = self.details
         if isinstance(value, float) and not math.isfinite(value):
             return False
@@ -219,13 +224,27 @@ _FROM_TEXT: Mapping[Any, Callable[[str], Any]] = {
 }
 
 
-def options_of(config: type) -> dict[str, Option]:
+@functools.cache
+def options_of(config: type) -> Mapping[str, Option]:
     """The options that are fields of a dataclass, by name."""
     hints = typing.get_type_hints(config)
     return {
         item.name: Option.of_hint(item.name, hints[item.name], item.default, item.metadata)
         for item in dataclasses.fields(config)
     }
+
+
+def check_bounds(config: Any) -> None:
+    """Refuse a configuration with a number out of its option's bounds: what a program says, like what a user types.
+
+    Raises:
+        ConfigError: the message names the field, its value and what was expected.
+    """
+    for name, item in options_of(type(config)).items():
+        try:
+            item.check(getattr(config, name))
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
 
 
 class OptionTexts(dict[str, str]):

@@ -1,10 +1,19 @@
 """Configuration values: sizes, and what the dataclasses refuse."""
 
+import math
 from typing import Any
 
 import pytest
 
-from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.config import (
+    AdmissionConfig,
+    EngineConfig,
+    HandoffConfig,
+    HealthConfig,
+    HttpLimits,
+    ObservabilityConfig,
+    RecoveryConfig,
+)
 from pdkv.errors import ConfigError
 from pdkv.launch.config import LaunchConfig
 from pdkv.options import parse_size
@@ -44,9 +53,20 @@ def test_what_is_no_size_is_named(text: str) -> None:
         (LaunchConfig, "decode", 0),
         (LaunchConfig, "port", 65536),
         (LaunchConfig, "start_timeout_s", 0.0),
+        (LaunchConfig, "start_timeout_s", 86401.0),
+        (LaunchConfig, "drain_s", 86401.0),
+        (LaunchConfig, "drain_s", math.inf),
         (LaunchConfig, "served_model_name", ""),
+        (EngineConfig, "gpu_memory_utilization", 1.5),
+        (EngineConfig, "rank_timeout_s", math.nan),
+        (AdmissionConfig, "max_queued_requests", 0),
+        (HealthConfig, "probe_interval_s", math.nan),
+        (HttpLimits, "send_timeout_s", math.inf),
+        (ObservabilityConfig, "loop_watchdog_ms", -1.0),
+        (RecoveryConfig, "retry_limit", -1),
     ],
 )
 def test_a_value_out_of_its_range_is_refused_by_name(config: type, field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=field):
+    with pytest.raises(ConfigError, match=field) as caught:
         config(**{field: value})
+    assert str(value) in str(caught.value)

@@ -163,11 +163,11 @@ def test_what_can_never_work_is_refused_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("max_num_seqs", 0, "max_num_seqs must be at least 1, got 0"),
+        ("max_num_seqs", 0, "LLM: max_num_seqs: a whole number of at least 1 was expected, got 0"),
         ("tensor_parallel_size", 2, "LLM has no field 'tensor_parallel_size' (did you mean 'tp'?)"),
         ("max_num_seq", 2, "LLM has no field 'max_num_seq' (did you mean 'max_num_seqs'?)"),
         ("dtype", "float8", "LLM: dtype: one of auto, float32, bfloat16, float16 was expected, got 'float8'"),
-        ("max_num_seqs", 1.5, "LLM: max_num_seqs: a whole number was expected, got 1.5"),
+        ("max_num_seqs", 1.5, "LLM: max_num_seqs: a whole number of at least 1 was expected, got 1.5"),
     ],
 )
 def test_a_wrong_field_is_a_config_error(model: Path, field: str, value: object, message: str) -> None:

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig
 from pdkv.errors import ConfigError
-from pdkv.options import option
+from pdkv.limits import MAX_WAIT_S
+from pdkv.options import check_bounds, option, seconds
 from pdkv.wire.messages import Order
 
 
@@ -14,35 +15,29 @@ from pdkv.wire.messages import Order
 class LaunchConfig:
     """The topology and its front."""
 
-    prefill: int = option(1, "number of prefill engines; 0 = aggregated engines, as many as --decode says")
-    decode: int = option(1, "number of decode engines")
+    prefill: int = option(1, "number of prefill engines; 0 = aggregated engines, as many as --decode says", ge=0)
+    decode: int = option(1, "number of decode engines", ge=1)
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 = any free one")
+    port: int = option(8000, "port to listen on; 0 = any free one", ge=0, le=65535)
     policy: str = option("prefix_aware", "how the router chooses engines", metavar="NAME")
     order: Literal["auto", "prefill_first", "concurrent", "needs_peer_first", "decode_first"] = option(
         "auto", "which engine is asked first; auto: the router's favourite of those that the connector allows"
     )
     served_model_name: str | None = option(None, "the model's name in the API (default: its directory's name)")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "least level of the log lines on stderr")
-    start_timeout_s: float = option(120.0, "how long a process may take to become ready")
+    start_timeout_s: float = seconds(120.0, "how long a process may take to become ready", le=MAX_WAIT_S)
     drain_s: float = option(
-        30.0, "how long running requests may go on after a stop, or before an engine is stopped; 0 = not at all"
+        30.0,
+        "how long running requests may go on after a stop, or before an engine is stopped; 0 = not at all",
+        ge=0,
+        le=MAX_WAIT_S,
     )
     start_method: Literal["fork", "spawn"] = option(
         "fork", "fork: from one process that has imported torch; spawn: each imports"
     )
 
     def __post_init__(self) -> None:
-        if self.prefill < 0:
-            raise ConfigError(f"prefill must be 0 or more, got {self.prefill}")
-        if self.decode < 1:
-            raise ConfigError(f"decode must be at least 1, got {self.decode}")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
-        if self.start_timeout_s <= 0:
-            raise ConfigError(f"start_timeout_s must be above 0, got {self.start_timeout_s}")
-        if not 0 <= self.drain_s < math.inf:
-            raise ConfigError(f"drain_s must be 0 or more and finite, got {self.drain_s}")
+        check_bounds(self)
         if self.served_model_name == "":
             raise ConfigError("served_model_name must not be empty")
 

@@ -93,7 +93,7 @@ def test_without_an_interval_there_are_no_probes() -> None:
         assert not rig.probes("any-0")
 
     go(Rig(0, 1, interval_s=0.0), body)
-    with pytest.raises(ConfigError, match="probe_interval_s must be 0 or more"):
+    with pytest.raises(ConfigError, match="probe_interval_s: a number of seconds of at least 0"):
         HealthConfig(probe_interval_s=-1.0)
 
 

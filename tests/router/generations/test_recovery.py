@@ -107,7 +107,7 @@ def test_no_request_is_tried_again_more_often_than_its_limit(limit: int) -> None
 
 
 def test_limits_are_checked() -> None:
-    with pytest.raises(ConfigError, match="migration_limit must be 0 or more, got -1"):
+    with pytest.raises(ConfigError, match="migration_limit: a whole number of at least 0 was expected, got -1"):
         RecoveryConfig(migration_limit=-1)
 
 
