@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -197,9 +197,9 @@ def test_router_serves_over_real_sockets_survives_a_death_and_stops_on_sigterm(
     assert router.process.wait(TIMEOUT_S) == 0
 
 
-def test_stream_in_progress_ends_with_an_error_when_the_router_is_stopped(
-    router: RouterProcess, engines: dict[str, EngineThread]
-) -> None:
+@contextmanager
+def stuck_stream(router: RouterProcess, engines: dict[str, EngineThread]) -> Iterator[Iterator[str]]:
+    """The lines of a stream behind the first one; its decode engine does nothing."""
     for name in ("prefill-0", "decode-0"):
         engines[name] = EngineThread(name, router.run_dir)
     engines["decode-0"].engine.receive = lambda message: None  # type: ignore[method-assign]
@@ -208,6 +208,13 @@ def test_stream_in_progress_ends_with_an_error_when_the_router_is_stopped(
     with router.client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
+        yield lines
+
+
+def test_stream_in_progress_ends_with_an_error_when_the_router_is_stopped(
+    router: RouterProcess, engines: dict[str, EngineThread]
+) -> None:
+    with stuck_stream(router, engines) as lines:
         router.process.send_signal(signal.SIGTERM)
         rest = list(lines)
     assert any("shutting down" in line for line in rest)
@@ -276,14 +283,7 @@ def test_a_second_sigterm_cuts_what_still_runs(
     draining_router: RouterProcess, engines: dict[str, EngineThread]
 ) -> None:
     router = draining_router
-    for name in ("prefill-0", "decode-0"):
-        engines[name] = EngineThread(name, router.run_dir)
-    engines["decode-0"].engine.receive = lambda message: None  # type: ignore[method-assign]
-    router.wait_ready()
-    body = {"model": "small", "prompt": [1, 2, 3], "max_tokens": 5, "stream": True, "ignore_eos": True}
-    with router.client.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()
-        assert next(lines).startswith("data: {")
+    with stuck_stream(router, engines) as lines:
         router.process.send_signal(signal.SIGTERM)
         while ask(router, "/health").status_code == 200:
             pass

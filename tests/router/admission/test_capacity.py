@@ -1,6 +1,8 @@
 """What engines are given at once: enough to work on, and what is more waits in the router."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.capacity import SEQS_AHEAD, STEPS_AHEAD, Capacity
 from pdkv.router.engines.books import Entry
 from pdkv.router.engines.fleet import Fleet
+from pdkv.router.generations.generation import Generation
 from pdkv.wire.messages import BlockCounts, LoadReport
 
 
@@ -92,15 +95,22 @@ def test_without_an_engine_of_a_role_there_is_no_room(role: str) -> None:
     assert not room.free
 
 
+@contextlib.asynccontextmanager
+async def waiting_for_decode(system: System) -> AsyncIterator["asyncio.Future[Generation]"]:
+    """A request that has begun to wait, since the only decode engine is gone."""
+    admission = Admission(system.dispatcher)
+    system.backends["decode-0"].die()
+    with admission.arrive(admission.anonymous) as visit:
+        visit.hold([20], 1, 5, stream=False)
+        waiting = asyncio.ensure_future(visit.start(make_request(), lambda _: None))
+        while not admission.num_waiting:
+            await asyncio.sleep(0)
+        yield waiting
+
+
 def test_requests_wait_for_the_return_of_a_role_that_is_gone() -> None:
     async def body(system: System) -> None:
-        admission = Admission(system.dispatcher)
-        system.backends["decode-0"].die()
-        with admission.arrive(admission.anonymous) as visit:
-            visit.hold([20], 1, 5, stream=False)
-            waiting = asyncio.ensure_future(visit.start(make_request(), lambda _: None))
-            while not admission.num_waiting:
-                await asyncio.sleep(0)
+        async with waiting_for_decode(system) as waiting:
             system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))
             await collect(await waiting)
 
@@ -140,13 +150,7 @@ def test_engines_never_have_more_than_they_can_take_and_everything_is_served() -
 
 def test_a_router_that_ends_tells_those_who_wait() -> None:
     async def body(system: System) -> None:
-        admission = Admission(system.dispatcher)
-        system.backends["decode-0"].die()
-        with admission.arrive(admission.anonymous) as visit:
-            visit.hold([20], 1, 5, stream=False)
-            waiting = asyncio.ensure_future(visit.start(make_request(), lambda _: None))
-            while not admission.num_waiting:
-                await asyncio.sleep(0)
+        async with waiting_for_decode(system) as waiting:
             system.dispatcher.close()
             with pytest.raises(Exception, match="the router is shutting down"):
                 await waiting
