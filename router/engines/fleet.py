@@ -64,6 +64,11 @@ class EngineState:
         self.health.answered(now)
 
     @property
+    def serves(self) -> bool:
+        """Whether new requests are meant for it: it is ready, no suspect, and not drained."""
+        return self.life == "ready" and not self.suspicion and not self.draining
+
+    @property
     def suspicion(self) -> str:
         """Why an engine that is ready seems to be stopped or stuck; it may go on. Empty: it does not seem so."""
         return self.health.suspicion if self.life == "ready" else ""
@@ -105,6 +110,7 @@ class EngineState:
             "ranks": list(self.card.rank_pids) if self.card is not None and self.life == "ready" else [],
             "state": self.life if reason is None else "refused",
             "reason": reason,
+            "serves": self.serves,
             "suspect": bool(self.suspicion),
             "suspicion": self.suspicion or None,
             "draining": self.draining,
@@ -304,7 +310,7 @@ class Fleet:
     @property
     def fault(self) -> str:
         """Why no prompt can be run and decoded now, for people; empty where one can be."""
-        live = {e.role for e in self.engines.values() if e.life == "ready" and not e.suspicion and not e.draining}
+        live = {e.role for e in self.engines.values() if e.serves}
         for role in ("prefill", "decode"):
             if "any" not in live and role not in live:
                 engines = [f"{e.name} {e.condition}" for e in self.engines.values() if e.role in (role, "any")]

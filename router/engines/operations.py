@@ -137,8 +137,8 @@ class Operations:
     def _check_rest(self, what: str, engine: EngineState, role: str | None) -> None:
         """Refuse what would leave nobody to run a prompt or to decode one, of those who can now."""
         others = [e for e in self._dispatcher.fleet.engines.values() if e is not engine]
-        before = {e.role for e in [*others, engine] if _serves(e)}
-        after = {e.role for e in others if _serves(e)} | ({role} if role is not None and _serves(engine) else set())
+        before = {e.role for e in [*others, engine] if e.serves}
+        after = {e.role for e in others if e.serves} | ({role} if role is not None and engine.serves else set())
         for needed in ("prefill", "decode"):
             if before & {needed, "any"} and not after & {needed, "any"}:
                 raise InvalidRequest(
@@ -174,7 +174,3 @@ class Operations:
             os.replace(new, self._marks_file)
         except OSError as error:
             logger.error("a restarted router will not know what was said about engines: %s", error)
-
-
-def _serves(engine: EngineState) -> bool:
-    return engine.life == "ready" and not engine.suspicion and not engine.draining

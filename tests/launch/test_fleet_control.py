@@ -3,23 +3,18 @@
 import asyncio
 import dataclasses
 import os
-import urllib.parse
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from still_launch import make_control, run
 
-from pdkv.config import EngineConfig, HandoffConfig
-from pdkv.errors import ConfigError, StartupError
-from pdkv.launch import control as control_module
-from pdkv.launch.config import Deployment, LaunchConfig
-from pdkv.launch.control import ControlServer, Restart, Scale, give_order
+from pdkv.errors import ConfigError
+from pdkv.launch.config import LaunchConfig
 from pdkv.launch.fleet_control import SPIN_VARIABLE, FleetControl
-from pdkv.launch.plan import plan_fleet
 from pdkv.launch.router_admin import Refused, RouterAdmin
-from pdkv.launch.run_dir import ADMIN_SOCKET, CONTROL_SOCKET, RunDirectory, running_launches
-from pdkv.launch.supervisor import Supervisor
+from pdkv.launch.run_dir import RunDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -32,45 +27,6 @@ def four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_dir() -> Iterator[RunDirectory]:
     with RunDirectory() as directory:
         yield directory
-
-
-class StillSupervisor(Supervisor):
-    """Knows the engines that it would run, and starts none: what is tested here must not get that far."""
-
-    async def add_engine(self, *_: Any) -> None:
-        raise StartupError("this is as far as it goes")
-
-
-def make_control(run_dir: RunDirectory, launch: LaunchConfig, **engine: Any) -> FleetControl:
-    config = EngineConfig(**engine)
-    deployment = Deployment(launch=launch, handoff=HandoffConfig(), prefill=config, decode=config)
-    fleet = plan_fleet(deployment, run_dir)
-    supervisor = StillSupervisor(fleet, listen_fd=-1, lifeline_fd=-1, on_ready=lambda name, seconds: None)
-    return FleetControl(
-        deployment=deployment, run_dir=run_dir, supervisor=supervisor, router=RouterAdmin(run_dir.path),
-        chooses_spin=True,
-    )  # fmt: skip
-
-
-def run(control: FleetControl, scenario: Callable[[], Awaitable[None]], *, answer: bytes | None = None) -> None:
-    """With a router that says which engines it has, or always the same."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        engines = ",".join(
-            f'{{"name":"{spec.name}","role":"{spec.role}"}}' for spec in control.supervisor.engines.values()
-        )
-        body = f'{{"engines":[{engines}]}}'.encode()
-        writer.write(answer or b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-        writer.close()
-
-    async def main() -> None:
-        async with asyncio.timeout(30):
-            server = await asyncio.start_unix_server(serve, str(control.run_dir.path / ADMIN_SOCKET))
-            async with server:
-                await scenario()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
@@ -116,117 +72,13 @@ def test_the_only_engine_is_not_restarted(run_dir: RunDirectory) -> None:
     run(control, scenario)
 
 
-def test_orders_come_one_at_a_time_and_say_how_they_end(run_dir: RunDirectory) -> None:
-    control = make_control(run_dir, LaunchConfig())
-    said: list[str] = []
-
-    async def scenario() -> None:
-        async with ControlServer(control, 1.0).serving(run_dir.path):
-            assert await give_order(run_dir.path, Scale(decode=1), said.append) == (
-                "there are 1 prefill, 1 decode: nothing was to be done"
-            )
-            with pytest.raises(ConfigError, match="decode must be at least 1, got -1"):
-                await give_order(run_dir.path, Scale(decode=-1), said.append)
-            with pytest.raises(StartupError, match="this is as far as it goes"):
-                await give_order(run_dir.path, Scale(decode=2), said.append)
-            assert said == ["decode-1 is started"]
-            reader, writer = await asyncio.open_unix_connection(str(run_dir.path / CONTROL_SOCKET))
-            writer.write(b'{"type":"Explode"}\n')
-            assert b"this is no order" in await reader.readline()
-            writer.close()
-        with pytest.raises(StartupError, match=r"the launcher of .* has ended"):
-            await give_order(run_dir.path, Restart(), said.append)
-
-    run(control, scenario)
-
-
-def test_who_connects_and_says_nothing_is_sent_away(run_dir: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "_ASK_S", 0.05)
-    control = make_control(run_dir, LaunchConfig())
-
-    async def scenario() -> None:
-        async with ControlServer(control, 1.0).serving(run_dir.path):
-            reader, writer = await asyncio.open_unix_connection(str(run_dir.path / CONTROL_SOCKET))
-            assert await reader.read() == b""
-            writer.close()
-
-    run(control, scenario)
-
-
-def test_a_second_order_does_not_begin_before_the_first_one_ends(run_dir: RunDirectory) -> None:
-    control = make_control(run_dir, LaunchConfig())
-
-    async def scenario() -> None:
-        began, go = asyncio.Event(), asyncio.Event()
-
-        async def add_engine(*_: Any) -> None:
-            began.set()
-            await go.wait()
-            raise StartupError("this is as far as it goes")
-
-        control.supervisor.add_engine = add_engine  # type: ignore[method-assign]
-        async with ControlServer(control, 1.0).serving(run_dir.path):
-            first = asyncio.create_task(give_order(run_dir.path, Scale(decode=2), print))
-            await began.wait()
-            with pytest.raises(StartupError, match=r"another order is being carried out \(2 decode\): try again later"):
-                await give_order(run_dir.path, Restart(), print)
-            go.set()
-            with pytest.raises(StartupError, match="this is as far as it goes"):
-                await first
-            assert "nothing was to be done" in await give_order(run_dir.path, Scale(decode=1), print)
-
-    run(control, scenario)
-
-
-def test_a_router_that_says_no_is_not_asked_again_and_one_that_says_nothing_is(
-    run_dir: RunDirectory,
-) -> None:
-    control = make_control(run_dir, LaunchConfig())
-    no = b'{"error":{"message":"never"}}'
-
-    async def refused() -> None:
-        with pytest.raises(ConfigError, match="never"):
-            await control.router.resume("decode-0")
-
-    run(control, refused, answer=b"HTTP/1.1 409 Conflict\r\ncontent-length: %d\r\n\r\n%b" % (len(no), no))
-
-    async def silent() -> None:
-        with pytest.raises(StartupError, match="the router does not answer"):
-            await RouterAdmin(run_dir.path, patience_s=0.05).resume("decode-0")
-
-    run(control, silent, answer=b"HTTP/1.1 200")
-
-
-@pytest.mark.parametrize("verb", ["drain", "wait_ready"])
-def test_a_router_that_is_asked_again_is_to_wait_for_what_is_left(run_dir: RunDirectory, verb: str) -> None:
-    """One that has taken more time than there is in all is not one that does not answer."""
-    asked: list[float] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        target = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
-        query = urllib.parse.parse_qs(urllib.parse.urlsplit(target).query)
-        asked.append(float(query["wait_s"][0]))
-        if len(asked) == 2:  # the first one died
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-        writer.close()
-
-    async def main() -> None:
-        router = RouterAdmin(run_dir.path)
-        async with asyncio.timeout(30), await asyncio.start_unix_server(serve, str(run_dir.path / ADMIN_SOCKET)):
-            await (router.drain("decode-0", 20.0) if verb == "drain" else router.wait_ready("decode-0", 1, 20.0))
-
-    asyncio.run(main())
-    first, second = asked
-    assert second < first <= 20.0
-
-
 class Router(RouterAdmin):
     """Engines that are all ready; what is asked of it is noted, and the test may refuse it."""
 
     def __init__(self, roles: dict[str, str]) -> None:
         super().__init__(Path("/nowhere"))
         self.all = {
-            name: {"name": name, "role": role, "state": "ready", "draining": False, "drained": True}
+            name: {"name": name, "role": role, "state": "ready", "serves": True, "draining": False, "drained": True}
             | {"requests": 0, "waiting": 0, "running": 0, "reason": ""}
             for name, role in roles.items()
         }
@@ -236,6 +88,7 @@ class Router(RouterAdmin):
         self.go.set()
 
     async def engines(self) -> list[dict[str, Any]]:
+        self.calls.append("engines")
         return list(self.all.values())
 
     async def _call(
@@ -283,11 +136,11 @@ def test_a_refused_removal_does_not_leave_the_others_to_themselves(run_dir: RunD
 def test_who_would_be_the_last_of_a_role_is_known_before_anybody_is_drained(run_dir: RunDirectory) -> None:
     async def main() -> None:
         router = Router({"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"})
-        router.all["decode-0"]["state"] = "starting"
+        router.all["decode-0"]["serves"] = False  # it is starting, a suspect or drained
         control = make_fleet(run_dir, router, LaunchConfig(prefill=2, decode=2))
         with pytest.raises(ConfigError, match="without prefill-1, decode-1 there would be no engine that can decode"):
             await control.scale({"prefill": 1, "decode": 1}, 1.0, lambda _: None)
-        assert router.calls == []
+        assert router.calls == ["engines"]
 
     asyncio.run(main())
 
@@ -299,15 +152,44 @@ def test_a_stand_in_gets_its_role_back_though_the_router_refuses_to_resume(run_d
         control = make_fleet(run_dir, router, LaunchConfig())
         with pytest.raises(Refused, match="resume prefill-0: no"):
             await control.restart(1.0, lambda _: None)
-        assert router.calls == ["role decode-0", "drain prefill-0", "resume prefill-0", "role decode-0"]
+        orders = [call for call in router.calls if call != "engines"]
+        assert orders == ["role decode-0", "drain prefill-0", "resume prefill-0", "role decode-0"]
 
     asyncio.run(main())
 
 
-def test_a_launch_is_found_by_its_port_pid_and_directory(run_dir: RunDirectory) -> None:
-    assert run_dir.path not in [Path(launch.path) for launch in running_launches()], "it is not ready yet"
-    run_dir.introduce("http://127.0.0.1:8123", "1 prefill, 1 decode")
-    (launch,) = [launch for launch in running_launches() if launch.path == str(run_dir.path)]
-    names = ("8123", str(os.getpid()), "http://127.0.0.1:8123", str(run_dir.path), run_dir.path.name)
-    assert all(launch.is_called(name) for name in names)
-    assert not launch.is_called("812")
+def test_a_suspect_is_no_stand_in_and_whom_only_suspects_stand_beside_has_one(run_dir: RunDirectory) -> None:
+    async def main() -> None:
+        router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode", "prefill-1": "prefill"})
+        router.all["decode-0"] |= {"serves": False, "suspect": True}
+        router.all["prefill-1"] |= {"serves": False, "suspect": True}
+        router.all["decode-1"]["running"] = 9  # the idlest of those that serve all the same
+        router.refused = {"drain prefill-0"}
+        control = make_fleet(run_dir, router, LaunchConfig(prefill=2, decode=2))
+        with pytest.raises(Refused, match="drain prefill-0: no"):
+            await control.restart(1.0, lambda _: None)
+        assert [call for call in router.calls if call.startswith("role")] == ["role decode-1", "role decode-1"]
+
+    asyncio.run(main())
+
+
+def test_an_engine_ends_though_the_router_cannot_be_told(run_dir: RunDirectory) -> None:
+    async def main() -> None:
+        router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"})
+        router.refused = {"DELETE decode-1"}
+        control = make_fleet(run_dir, router, LaunchConfig(decode=2))
+        with pytest.raises(Refused, match="DELETE decode-1: no"):
+            await control.scale({"decode": 1}, 1.0, lambda _: None)
+        assert router.calls[-1] == "end decode-1"
+
+    asyncio.run(main())
+
+
+def test_a_scale_asks_once_for_the_engines_before_and_once_for_those_after(run_dir: RunDirectory) -> None:
+    async def main() -> None:
+        router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"})
+        control = make_fleet(run_dir, router, LaunchConfig(decode=2))
+        await control.scale({"decode": 1}, 1.0, lambda _: None)
+        assert router.calls == ["engines", "drain decode-1", "DELETE decode-1", "end decode-1", "engines"]
+
+    asyncio.run(main())

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pdkv.launch.logs import JsonFormatter, LineHandler, TextFormatter
+from pdkv.launch.logs import PIPE_ROOM, JsonFormatter, LineHandler, TextFormatter
 from pdkv.log_fields import RequestName, printable
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -118,6 +118,28 @@ def test_a_line_longer_than_a_pipes_room_arrives_whole() -> None:
         handler.setFormatter(JsonFormatter("p"))
         handler.emit(record("%s", "y" * 20_000))
         assert len(json.loads(os.read(reading, 1 << 20))["message"]) == 20_000
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_line_that_was_cut_does_not_run_into_the_next_one() -> None:
+    """The pipe was full in the middle of it."""
+    reading, writing = os.pipe()
+    try:
+        room = fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4 * PIPE_ROOM)
+        handler = LineHandler(writing)
+        handler.setFormatter(TextFormatter("p"))
+        handler.emit(record("%s", "x" * 2 * room))
+        assert handler.num_dropped == 1
+        assert b"\n" not in os.read(reading, 1 << 20)
+        handler.emit(record("whole"))
+        end, told, whole = os.read(reading, 1 << 20).decode().splitlines()
+        assert (end, told.partition(": ")[2], whole.partition(": ")[2]) == (
+            "",
+            "1 log lines were lost: nobody read them",
+            "whole",
+        )
     finally:
         os.close(reading)
         os.close(writing)

@@ -10,7 +10,7 @@ import pytest
 
 from pdkv.host.process_info import process_start_time
 from pdkv.launch import run_dir
-from pdkv.launch.run_dir import RunDirectory, run_root, sweep_leftovers
+from pdkv.launch.run_dir import RunDirectory, run_root, running_launches, sweep_leftovers
 
 
 @pytest.fixture
@@ -80,3 +80,27 @@ def test_no_process_has_no_start_time() -> None:
 def test_a_long_temporary_directory_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/x" * 60)
     assert run_root() == Path("/tmp")
+
+
+def test_a_launch_is_found_by_its_port_pid_and_directory(root: Path) -> None:
+    with RunDirectory() as directory:
+        check_found(directory)
+
+
+def check_found(run_dir: RunDirectory) -> None:
+    assert run_dir.path not in [Path(launch.path) for launch in running_launches()], "it is not ready yet"
+    run_dir.introduce("http://127.0.0.1:8123", "1 prefill, 1 decode")
+    (launch,) = [launch for launch in running_launches() if launch.path == str(run_dir.path)]
+    names = ("8123", str(os.getpid()), "http://127.0.0.1:8123", str(run_dir.path), run_dir.path.name)
+    assert all(launch.is_called(name) for name in names)
+    assert not launch.is_called("812")
+
+
+def test_a_link_is_no_launch(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whoever may write to the temporary directory could have commands speak with another launch, or with nobody's."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    with RunDirectory() as directory:
+        directory.introduce("http://127.0.0.1:8123", "1 prefill, 1 decode")
+        (directory.path / "launch.json").rename(elsewhere / "launch.json")
+        (root / f"{directory.path.name}x").symlink_to(elsewhere)
+        assert running_launches() == []

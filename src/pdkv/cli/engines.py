@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pdkv.cli.running import add_run_flag, check_drain_s, find_run
+from pdkv.cli.running import add_run_flag, check_seconds, find_run
 
 if TYPE_CHECKING:
     from pdkv.launch.router_admin import RouterAdmin
@@ -60,7 +60,7 @@ def run_engines(arguments: argparse.Namespace) -> int:
 
 def run_drain(arguments: argparse.Namespace) -> int:
     """Run `pd drain`."""
-    check_drain_s(arguments.wait_s)
+    check_seconds("--wait-s", arguments.wait_s)
     engine = _ask(arguments, lambda router: router.drain(arguments.engine, arguments.wait_s))
     rest = "" if engine["drained"] else f": it still has {engine['requests']} requests"
     print(f"{engine['name']} is {_state(engine)}{rest}")

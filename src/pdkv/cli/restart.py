@@ -4,7 +4,7 @@ import argparse
 import asyncio
 from typing import Any
 
-from pdkv.cli.running import add_drain_flag, add_run_flag, check_drain_s, find_run, say
+from pdkv.cli.running import add_drain_flag, add_run_flag, check_seconds, find_run, say
 from pdkv.errors import ConfigError
 
 
@@ -30,6 +30,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not arguments.rolling:
         raise ConfigError("say --rolling: engines are restarted one after the other (else stop the launch)")
-    check_drain_s(arguments.drain_s)
+    check_seconds("--drain-s", arguments.drain_s)
     print(asyncio.run(give_order(find_run(arguments), Restart(arguments.drain_s), say)))
     return 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pdkv.errors import ConfigError, StartupError
 from pdkv.launch.run_dir import RunInfo, run_root, running_launches
+from pdkv.limits import MAX_WAIT_S
 
 
 def add_run_flag(parser: argparse.ArgumentParser) -> None:
@@ -47,10 +48,10 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def check_drain_s(drain_s: float | None) -> None:
-    """Raises ConfigError for what is no duration."""
-    if drain_s is not None and not 0 <= drain_s < float("inf"):
-        raise ConfigError(f"--drain-s: a number of seconds of at least 0 was expected, got {drain_s:g}")
+def check_seconds(flag: str, seconds: float | None) -> None:
+    """Raises ConfigError for a duration that the router would not wait for."""
+    if seconds is not None and not 0 <= seconds <= MAX_WAIT_S:
+        raise ConfigError(f"{flag}: a number of seconds from 0 to {MAX_WAIT_S:g} was expected, got {seconds:g}")
 
 
 def add_drain_flag(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 from typing import Any
 
-from pdkv.cli.running import add_drain_flag, add_run_flag, check_drain_s, find_run, say
+from pdkv.cli.running import add_drain_flag, add_run_flag, check_seconds, find_run, say
 from pdkv.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         count = getattr(arguments, role)
         if count is not None and count < 1:
             raise ConfigError(f"--{role} must be at least 1, got {count}: to have none, stop the launch")
-    check_drain_s(arguments.drain_s)
+    check_seconds("--drain-s", arguments.drain_s)
     order = Scale(arguments.prefill, arguments.decode, arguments.drain_s)
     print(asyncio.run(give_order(find_run(arguments), order, say)))
     return 0

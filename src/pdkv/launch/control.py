@@ -8,18 +8,23 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from pdkv.errors import ConfigError, MalformedMessage, PdkvError, StartupError
 from pdkv.launch.fleet_control import FleetControl
 from pdkv.launch.plan import Kind
 from pdkv.launch.run_dir import CONTROL_SOCKET
 from pdkv.launch.specs import Progress, StartFailed, encode
+from pdkv.limits import MAX_WAIT_S
 from pdkv.wire.decoding import decode_total
 
 _MAX_LINE_BYTES = 64 * 1024
 _ASK_S = 5.0  # how long who has connected may take to say what they want
+
+_Seconds = Annotated[float, Meta(ge=0.0, le=MAX_WAIT_S)]
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +34,10 @@ class Scale(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     prefill: int | None = None
     decode: int | None = None
-    drain_s: float | None = None  # None: as the launch was told
+    drain_s: _Seconds | None = None  # None: as the launch was told
 
     def __str__(self) -> str:
-        return ", ".join(f"{count} {role}" for role, count in self.counts.items())
+        return ", ".join(f"{count} {role}" for role, count in self.counts.items()) or "as many as there are"
 
     @property
     def counts(self) -> "dict[Kind, int]":
@@ -44,7 +49,7 @@ class Scale(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class Restart(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Start each engine anew, one after the other."""
 
-    drain_s: float | None = None
+    drain_s: _Seconds | None = None
 
     def __str__(self) -> str:
         return "a restart of every engine"
@@ -93,7 +98,7 @@ class ControlServer:
             answer = await self._answer(reader, lambda text: _write(writer, Progress(text)))
             _write(writer, answer)
             await writer.drain()
-        except (OSError, EOFError, ValueError, TimeoutError):  # who asked is gone, or says nothing, or too much
+        except (OSError, EOFError, TimeoutError):  # who asked is gone, or says nothing
             pass
         finally:
             self._connections.discard(task)
@@ -101,11 +106,10 @@ class ControlServer:
 
     async def _answer(self, reader: asyncio.StreamReader, say: Callable[[str], None]) -> Answer:
         """Carry out one order; the last answer."""
-        async with asyncio.timeout(_ASK_S):
-            line = await reader.readuntil(b"\n")
         try:
-            order = decode_total(_order_decoder, line)
-        except MalformedMessage as error:
+            async with asyncio.timeout(_ASK_S):
+                order = decode_total(_order_decoder, await reader.readuntil(b"\n"))
+        except (MalformedMessage, asyncio.LimitOverrunError) as error:
             return StartFailed(f"this is no order: {error}", config=True)
         if self._running is not None and not self._running.done():
             return StartFailed(f"another order is being carried out ({self._what}): try again later", config=False)
@@ -131,6 +135,9 @@ class ControlServer:
         except PdkvError as error:
             logger.error("%s: %s", order, error)
             raise
+        except Exception as error:
+            logger.exception("%s failed", order)
+            raise StartupError(f"{order} failed in the launcher, whose log says where: {error!r}") from error
         logger.info("%s: %s", order, text)
         return text
 
@@ -140,7 +147,7 @@ async def give_order(run_dir: Path, order: Order, on_progress: Callable[[str], N
 
     Raises:
         ConfigError: it cannot be done as asked.
-        StartupError: it failed, or the launcher ended.
+        StartupError: it failed, or the launcher ended, or says what is no answer.
     """
     try:
         reader, writer = await asyncio.open_unix_connection(str(run_dir / CONTROL_SOCKET), limit=_MAX_LINE_BYTES)
@@ -160,6 +167,8 @@ async def give_order(run_dir: Path, order: Order, on_progress: Callable[[str], N
             writer.close()
     except (OSError, EOFError):
         raise StartupError(f"the launcher of {run_dir} has ended, or does not answer") from None
+    except (MalformedMessage, asyncio.LimitOverrunError) as error:
+        raise StartupError(f"what the launcher of {run_dir} says is no answer: {error}") from None
 
 
 def _write(writer: asyncio.StreamWriter, answer: Answer) -> None:

@@ -45,15 +45,16 @@ class FleetControl:
                 drained; the others that were to go are gone.
         """
         kinds = self._kinds(counts)
-        present = await self._by_kind()
         for kind, count in kinds.items():
             if count < 1:
                 raise ConfigError(f"{kind} must be at least 1, got {count}: stop the launch to have none")
+        engines = await self.router.engines()
+        present = self._by_kind(engines)
         more = {kind: count - len(present[kind]) for kind, count in kinds.items()}
         leaving = {kind: present[kind][number:][::-1] for kind, number in more.items() if number < 0}
         _check_rest(
             [name for names in leaving.values() for name in names],
-            await self.router.engines(),
+            engines,
             added={kind for kind, number in more.items() if number > 0},
         )
         specs = self.plan(more)
@@ -61,7 +62,7 @@ class FleetControl:
             await self._add(spec, say)
         for names in leaving.values():
             await _all_of(self._remove(name, drain_s, say) for name in names)
-        after = await self._by_kind()
+        after = self._by_kind(await self.router.engines())
         nouns = {"prefill": "prefill", "decode": "decode", "engine": "aggregated"}
         shape = ", ".join(f"{len(names)} {nouns[kind]}" for kind, names in after.items() if names)
         unchanged = "" if specs or any(number < 0 for number in more.values()) else ": nothing was to be done"
@@ -128,8 +129,10 @@ class FleetControl:
     async def _end(self, name: str) -> None:
         """No router hears of its end as of a death, not even one that starts just now."""
         self.supervisor.hide_engine(name)
-        await self.router.remove(name)
-        await self.supervisor.remove_engine(name)
+        try:
+            await self.router.remove(name)
+        finally:
+            await self.supervisor.remove_engine(name)
 
     async def _drain(self, name: str, drain_s: float, say: Say) -> None:
         """Returns when the engine has nothing more to do: what it has after its time goes on elsewhere."""
@@ -144,9 +147,9 @@ class FleetControl:
         if engine["state"] != "ready":
             raise ConfigError(f"the router does not take {name}: {engine['reason'] or engine['state']}")
 
-    async def _by_kind(self) -> dict[Kind, list[str]]:
-        """The launch's engines by the role that they have now, the oldest first. Role "any" is kind "engine"."""
-        roles: dict[str, Any] = {e["name"]: e["role"] for e in await self.router.engines()}
+    def _by_kind(self, engines: Sequence[Mapping[str, Any]]) -> dict[Kind, list[str]]:
+        """The launch's engines by the role that the router says they have, the oldest first; "any" is kind "engine"."""
+        roles: dict[str, Any] = {e["name"]: e["role"] for e in engines}
         found: dict[Kind, list[str]] = {"prefill": [], "decode": [], "engine": []}
         for name, spec in self.supervisor.engines.items():
             role = roles.get(name, spec.role)
@@ -159,7 +162,7 @@ class FleetControl:
             return dict(counts)
         if "prefill" in counts:
             raise ConfigError("prefill: this launch has aggregated engines only; --decode says how many")
-        return {"engine": counts["decode"]}
+        return {"engine": counts["decode"]} if counts else {}
 
     def plan(self, more: Mapping[Kind, int]) -> list[EngineSpec]:
         """The engines to be added. Raises ConfigError where they do not fit."""
@@ -218,7 +221,7 @@ def _check_rest(leaving: Collection[str], engines: Sequence[Mapping[str, Any]], 
     Raises:
         ConfigError: of those that serve now, none would be left that can do the work of one of them.
     """
-    serving = [e for e in engines if e["state"] == "ready" and not e["draining"]] if leaving else []
+    serving = [e for e in engines if e["serves"]] if leaving else []
     left = {e["role"] for e in serving if e["name"] not in leaving} | {"any" if k == "engine" else k for k in added}
     for role in ("prefill", "decode"):
         if not left & {role, "any"} and any(e["role"] in (role, "any") for e in serving):
@@ -229,7 +232,7 @@ def _check_rest(leaving: Collection[str], engines: Sequence[Mapping[str, Any]], 
 def _stand_in_for(name: str, engines: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
     """Who must do the work of an engine that is the only one of its role, and that one's own role; None: nobody."""
     own = next(e["role"] for e in engines if e["name"] == name)
-    others = [e for e in engines if e["name"] != name and e["state"] == "ready" and not e["draining"]]
+    others = [e for e in engines if e["name"] != name and e["serves"]]
     if own == "any" or any(e["role"] in (own, "any") for e in others) or not others:
         return None
     idlest = min(others, key=lambda e: e["waiting"] + e["running"])

@@ -81,6 +81,7 @@ class LineHandler(logging.Handler):
         self.num_dropped = 0
         self._fd = fd
         self._num_told = 0
+        self._cut = False  # the last line that was written has no end
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
 
@@ -102,19 +103,15 @@ class LineHandler(logging.Handler):
         self._write(self.format(lost))
 
     def _write(self, line: str) -> None:
-        data = memoryview((line + "\n").encode(errors="backslashreplace"))
-        while data:
-            if not self._is_ready():
-                self.num_dropped += 1
-                return
-            try:
-                data = data[os.write(self._fd, data[:PIPE_ROOM]) :]
-            except BlockingIOError:  # somebody has made the descriptor non-blocking
-                self.num_dropped += 1
-                return
-            except OSError:  # the reader is gone, or a disk is full
-                self.num_dropped += 1
-                return
+        data = memoryview((("\n" if self._cut else "") + line + "\n").encode(errors="backslashreplace"))
+        rest = data
+        with contextlib.suppress(OSError):  # somebody has made it non-blocking, the reader is gone, or a disk is full
+            while rest and self._is_ready():
+                rest = rest[os.write(self._fd, rest[:PIPE_ROOM]) :]
+        if rest:
+            self.num_dropped += 1
+        if len(rest) < len(data):
+            self._cut = bool(rest)
 
     def _is_ready(self) -> bool:
         """Whether PIPE_ROOM bytes can be written at once. An error is ready, too: the write says which."""

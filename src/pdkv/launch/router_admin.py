@@ -6,15 +6,20 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from pdkv.errors import ConfigError, StartupError
+import msgspec
+
+from pdkv.errors import ConfigError, MalformedMessage, StartupError
 from pdkv.launch.run_dir import ADMIN_SOCKET
+from pdkv.limits import clip
 from pdkv.router.engines.address import EngineAddress
+from pdkv.wire.decoding import decode_total
 
 PATIENCE_S = 30.0
 """How long a router that does not answer is asked again: one that was killed is back within a second or two."""
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
 _MAX_ANSWER_BYTES = 16 << 20
+_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 class Refused(ConfigError):
@@ -76,7 +81,7 @@ class RouterAdmin:
 
         Raises:
             Refused: it says no.
-            StartupError: there was none within a bound.
+            StartupError: there was none within a bound, it has a defect, or says what is no answer.
         """
         pause_s = _FIRST_PAUSE_S
         loop = asyncio.get_running_loop()
@@ -99,18 +104,35 @@ class RouterAdmin:
             data = json.dumps(body).encode() if body is not None else b""
             head = f"{method} /admin/engines{path} HTTP/1.1\r\nhost: router\r\nconnection: close\r\n"
             writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-            lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-            headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
-            return int(lines[0].split()[1]), await reader.readexactly(int(headers["content-length"]))
+            status, size = _parse_head(await reader.readuntil(b"\r\n\r\n"))
+            return status, await reader.readexactly(size)
+        except asyncio.LimitOverrunError as error:
+            raise StartupError(f"what the router says is no answer: {error}") from None
         finally:
             writer.close()
 
 
+def _parse_head(data: bytes) -> tuple[int, int]:
+    """An answer's status, and its body's size in bytes. Raises StartupError."""
+    first, *lines = data.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    status, size = first.split(" ")[1:2], headers.get("content-length", "")
+    if not (status and status[0].isdecimal() and size.isdecimal() and int(size) <= _MAX_ANSWER_BYTES):
+        raise StartupError(f"what the router says is no answer: {clip(ascii(data))}")
+    return int(status[0]), int(size)
+
+
 def _checked(status: int, data: bytes) -> dict[str, Any]:
-    """What an answer says. Raises Refused."""
-    answer: dict[str, Any] = json.loads(data)
+    """What an answer says. Raises Refused for a no, StartupError for a defect of the router."""
+    try:
+        answer = decode_total(_decoder, data)
+        message = answer["error"]["message"] if status != 200 else ""
+    except (MalformedMessage, KeyError, TypeError):
+        raise StartupError(f"the router answers with status {status}: {clip(ascii(data))}") from None
+    if 400 <= status < 500:
+        raise Refused(message)
     if status != 200:
-        raise Refused(answer["error"]["message"])
+        raise StartupError(f"the router answers with status {status}: {message}")
     return answer
 
 

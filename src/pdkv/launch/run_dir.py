@@ -6,6 +6,7 @@ import re
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -79,13 +80,9 @@ class RunDirectory:
 def running_launches() -> list[RunInfo]:
     """This user's launches that are ready and run."""
     found = []
-    for path in sorted(run_root().iterdir()):
-        match = _NAME.match(path.name)
-        if match is None or process_start_time(int(match[1])) != int(match[2]):
-            continue
-        with contextlib.suppress(OSError, msgspec.DecodeError):  # of others, or not ready yet
-            if path.stat().st_uid == os.getuid():
-                found.append(msgspec.json.decode((path / _INFO_FILE).read_bytes(), type=RunInfo))
+    for path in sorted(_run_directories(of_the_living=True)):
+        with contextlib.suppress(OSError, msgspec.DecodeError):  # it is not ready yet, or just gone
+            found.append(msgspec.json.decode((path / _INFO_FILE).read_bytes(), type=RunInfo))
     return found
 
 
@@ -95,16 +92,21 @@ def sweep_leftovers() -> list[Path]:
     An owner is alive only if a process of that pid with that very start time exists, so a reused pid keeps nothing.
     """
     swept: list[Path] = []
+    for path in list(_run_directories(of_the_living=False)):
+        with contextlib.suppress(FileNotFoundError):  # another launch sweeps at the same time
+            shutil.rmtree(path)
+            swept.append(path)
+    return swept
+
+
+def _run_directories(*, of_the_living: bool) -> Iterator[Path]:
+    """This user's directories with the name of a run directory, whose owner is alive, or gone. No links to any."""
     with os.scandir(run_root()) as entries:
         for entry in entries:
             match = _NAME.match(entry.name)
-            if match is None or process_start_time(int(match[1])) == int(match[2]):
+            if match is None or (process_start_time(int(match[1])) == int(match[2])) is not of_the_living:
                 continue
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-                    shutil.rmtree(entry.path)
-                    swept.append(Path(entry.path))
-            except FileNotFoundError:
-                continue  # another launch sweeps at the same time
-    return swept
+                    yield Path(entry.path)

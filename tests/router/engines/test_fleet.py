@@ -66,6 +66,7 @@ def test_description_is_the_topology_entry() -> None:
         "ranks": [],
         "state": "ready",
         "reason": None,
+        "serves": True,
         "suspect": False,
         "suspicion": None,
         "breaker": "closed",
@@ -81,8 +82,13 @@ def test_description_is_the_topology_entry() -> None:
         "blocks": {"total": 10, "free": 4, "cached": 3, "active": 2, "leased": 1, "quarantined": 0},
         "connector_problem": None,
     }
+    engine.draining = True
+    assert not engine.describe(0.0)["serves"]
+    engine.draining, engine.health.silent = False, True
+    assert (engine.describe(0.0)["serves"], engine.describe(0.0)["suspect"]) == (False, True)
     fleet.went_down("decode-0", 0.0)
     assert (engine.describe(0.0)["state"], engine.describe(0.0)["pid"], engine.load) == ("dead", None, None)
+    assert not engine.describe(0.0)["serves"]
 
 
 def test_dead_engine_is_no_candidate_until_it_is_back() -> None:
