@@ -1,4 +1,4 @@
-"""What the modes of the `memory` connector share: options, the fabric, peers, and how results are reported."""
+"""What pull and push of the `memory` connector share: options, the fabric, peers, and how results are reported."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
-    LoadMode,
     SchedulerConnector,
     Stats,
     TransferKey,
@@ -23,25 +22,34 @@ from pdkv.wire.messages import ConnectorStats, EngineCard
 
 
 class MemoryOptions(Options):
-    """--connector-config of the memory connector."""
+    """--connector-config of the memory connector, in every mode."""
 
-    mode: Literal["pull", "push", "store"] = option("pull", "how KV travels")
+    mode: Literal["pull", "push", "store"] = option("pull", "how KV travels; only store has more options than three")
     fabric: str = option("default", "engines with the same name exchange KV")
-    load: LoadMode = option("async", "mode=store: wait outside the batch, or compute while layers come in")
+
+
+class MemoryPeerOptions(MemoryOptions):
+    """--connector-config of pull and push."""
+
     transfer_timeout_s: float = seconds(30.0, "deadline of one transfer")
 
 
+def check_one_rank(config: ConnectorConfig) -> None:
+    """Raises ConfigError for an engine of several ranks, which are processes."""
+    if config.tp > 1:
+        raise ConfigError(f"connector memory serves engines of one rank, this one has {config.tp}")
+
+
 class MemoryMode(KVConnector):
-    """One mode of the connector, for engines of one rank in one process."""
+    """Pull or push between engines of one rank in one process."""
 
     one_process: ClassVar[bool] = True
-    options_type = MemoryOptions
-    options: MemoryOptions
+    options_type = MemoryPeerOptions
+    options: MemoryPeerOptions
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
-        if config.tp > 1:
-            raise ConfigError(f"connector memory serves engines of one rank, this one has {config.tp}")
+        check_one_rank(config)
         self.fabric = MemoryFabric.named(self.options.fabric)
         self._table = super().make_block_table()
 

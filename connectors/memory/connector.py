@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from pdkv.connectors.base import KVConnector
-from pdkv.connectors.memory.base import MemoryMode, MemoryOptions
 from pdkv.connectors.memory.pull import MemoryPullConnector
 from pdkv.connectors.memory.push import MemoryPushConnector
-from pdkv.connectors.memory.store import MemoryStoreConnector
+from pdkv.connectors.memory.store import MemoryStoreConnector, MemoryStoreOptions
+from pdkv.errors import ConfigError
 from pdkv.wire.messages import ConnectorKind
 
-MODES: Mapping[str, type[MemoryMode]] = {
+MODES: Mapping[str, type[KVConnector]] = {
     "pull": MemoryPullConnector,
     "push": MemoryPushConnector,
     "store": MemoryStoreConnector,
@@ -25,8 +25,13 @@ class MemoryConnector(KVConnector):
 
     kind: ClassVar[ConnectorKind] = "pull"
     one_process: ClassVar[bool] = True
-    options_type = MemoryOptions
+    options_type = MemoryStoreOptions  # has those of all modes
 
     @classmethod
-    def for_options(cls, options: Mapping[str, str]) -> type[MemoryMode]:
-        return MODES[MemoryOptions.parse(options).mode]
+    def for_options(cls, options: Mapping[str, str]) -> type[KVConnector]:
+        mode = MemoryStoreOptions.parse(options).mode
+        chosen = MODES[mode]
+        foreign = sorted(options.keys() - chosen.options_type.names())
+        if foreign:
+            raise ConfigError(f"connector memory: option {foreign[0]!r} is one of mode=store, and this is mode={mode}")
+        return chosen

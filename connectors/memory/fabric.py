@@ -6,22 +6,14 @@ reorders, loses and duplicates operations one stage at a time: the reference for
 
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
-import numpy as np
-import xxhash
-
-from pdkv.connectors.base import TransferKey
 from pdkv.connectors.block_table import BlockTable
 from pdkv.errors import PeerGone, StaleEpoch
 
 Content = Any
 """Whole blocks copied out of a pool, (num_blocks, num_layers, ...); a numpy array or a torch tensor."""
-
-StoreName = bytes | TransferKey
-"""What a stored block is found by: its last hash-block key, or, for a partial tail, its transfer."""
 
 
 class Endpoint(Protocol):
@@ -41,65 +33,8 @@ class Operation(ABC):
         """Run the next stage; returns what is under way then."""
 
 
-class StoredBlock(NamedTuple):
-    """What lies in the store, and the digest of what was put there under its name."""
-
-    content: Content
-    digest: bytes
-
-
-class MemoryStore:
-    """Content-addressed blocks outside every engine, least recently used evicted first."""
-
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = capacity
-        self.num_damaged = 0  # blocks that were not what was put: dropped
-        self._blocks: OrderedDict[StoreName, StoredBlock] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __contains__(self, name: StoreName) -> bool:
-        return name in self._blocks
-
-    def get(self, name: StoreName) -> Content | None:
-        """The block's content, which counts as a use; None: it is not there, or not what was put under this name."""
-        block = self._blocks.get(name)
-        if block is None:
-            return None
-        if block.digest != _digest(name, block.content):
-            self.num_damaged += 1
-            del self._blocks[name]
-            return None
-        self._blocks.move_to_end(name)
-        return block.content
-
-    def put(self, name: StoreName, content: Content) -> None:
-        """Make a completely written block visible."""
-        self._blocks[name] = StoredBlock(content, _digest(name, content))
-        self._blocks.move_to_end(name)
-        while self.capacity is not None and len(self._blocks) > self.capacity:
-            self._blocks.popitem(last=False)
-
-    def discard(self, name: StoreName) -> None:
-        """Drop a block, if it is there."""
-        self._blocks.pop(name, None)
-
-
-def _digest(name: StoreName, content: Content) -> bytes:
-    """Of a block under its name, its bytes and their shape."""
-    array = content
-    if not isinstance(array, np.ndarray):
-        import torch  # not before there is a tensor
-
-        array = content.contiguous().flatten().view(torch.uint8).cpu().numpy()
-    digest = xxhash.xxh3_128(repr((name, tuple(content.shape), str(content.dtype))).encode())
-    digest.update(np.ascontiguousarray(array).view(np.uint8).data)
-    return digest.digest()
-
-
 class MemoryFabric:
-    """Endpoints, operations under way and the shared store. One thread at a time."""
+    """Endpoints and operations under way. One thread at a time."""
 
     _named: ClassVar[dict[str, "MemoryFabric"]] = {}
 
@@ -108,14 +43,12 @@ class MemoryFabric:
         *,
         manual: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        store_capacity: int | None = None,
     ) -> None:
         self.manual = manual
         self.clock = clock
-        self.store = MemoryStore(store_capacity)
         self.under_way: list[Operation] = []
         self.num_refused = 0  # landings whose transfer had ended
-        self.num_losses_due = 0  # the next so many data operations get lost, even those that somebody forces
+        self.num_losses_due = 0  # the next so many data operations get lost
         self._endpoints: dict[str, Endpoint] = {}
 
     @classmethod
@@ -172,15 +105,6 @@ class MemoryFabric:
     def lose(self, index: int) -> None:
         """The operation at `index` never arrives."""
         del self.under_way[index]
-
-    def force(self, wanted: Callable[[Operation], bool]) -> None:
-        """Deliver all stages of the operations that `wanted` accepts: somebody waits for them inside a step."""
-        chosen = [operation for operation in self.under_way if wanted(operation)]
-        self.under_way = [operation for operation in self.under_way if operation not in chosen]
-        for operation in chosen:
-            rest: Operation | None = operation
-            while rest is not None:
-                rest = rest.deliver()
 
     def pump(self) -> None:
         """Deliver everything, in order, unless the owner does that."""

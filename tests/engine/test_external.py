@@ -57,7 +57,7 @@ def test_a_failed_load_spoils_nothing_that_another_request_saves() -> None:
     here.handle("r", submit(prompt, request_id="spoilt", max_tokens=1), 0.0)
     plan = here.scheduler.schedule(0.0)
     assert [(share.key[0], share.num_computed) for share in plan.scheduled] == [("sound", 16), ("spoilt", 24)]
-    store = there.executor.worker.fabric.store  # type: ignore[attr-defined]
+    store = there.executor.worker.store  # type: ignore[attr-defined]
     for name in list(store._blocks):
         store.discard(name)
     here.finish_step(here.executor.execute(plan), 0.0)

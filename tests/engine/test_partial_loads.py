@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from engines import at_rest, make_core, of_type, output_of, run, submit
 from state_machine.standin import expected_tokens
+from state_machine.standin_store import store_of
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.memory.fabric import MemoryFabric
@@ -31,9 +32,9 @@ def engine(name: str, load: str, **arguments: object) -> EngineCore:
 def lose(core: EngineCore, index: int) -> None:
     """The prompt's block of that number is no longer in the store."""
     (request,) = core.requests.values()
-    fabric = MemoryFabric.named(FABRIC)
-    assert request.hash_keys[index] in fabric.store
-    fabric.store.discard(request.hash_keys[index])
+    store = store_of(MemoryFabric.named(FABRIC))
+    assert request.hash_keys[index] in store
+    store.discard(request.hash_keys[index])
 
 
 def sources(messages: list) -> SourceCounts:  # type: ignore[type-arg]
@@ -74,8 +75,7 @@ def test_who_goes_on_behind_a_gap_keeps_its_place_before_who_is_less_urgent(load
     here.step(0.0)
     here.handle("r", submit(PROMPT, max_tokens=3, priority=1), 0.0)
     plan = here.scheduler.schedule(0.0)
-    fabric = MemoryFabric.named(FABRIC)
-    fabric.store.discard(here.requests["a", 0].hash_keys[5])
+    store_of(MemoryFabric.named(FABRIC)).discard(here.requests["a", 0].hash_keys[5])
     here.finish_step(here.executor.execute(plan), 0.0)
     while len(here.scheduler.running) < 2:
         here.step(0.0)

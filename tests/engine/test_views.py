@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 from engines import make_core, run, submit
+from state_machine.standin_store import StandInStoreScheduler
 
 from pdkv.connectors.base import (
     OBSERVES_NOTHING,
@@ -13,7 +14,6 @@ from pdkv.connectors.base import (
     SchedulerView,
     Shown,
 )
-from pdkv.connectors.memory.store import MemoryStoreScheduler
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 
@@ -25,14 +25,14 @@ def observed(
 ) -> tuple[EngineCore, list[SchedulerView]]:
     """An engine whose connector observes that, and all views that it is shown."""
     views: list[SchedulerView] = []
-    build = MemoryStoreScheduler.build_connector_meta
+    build = StandInStoreScheduler.build_connector_meta
 
-    def seen(self: MemoryStoreScheduler, view: SchedulerView) -> KVConnectorMetadata:
+    def seen(self: StandInStoreScheduler, view: SchedulerView) -> KVConnectorMetadata:
         views.append(view)
         return build(self, view)
 
-    monkeypatch.setattr(MemoryStoreScheduler, "observes", observes)
-    monkeypatch.setattr(MemoryStoreScheduler, "build_connector_meta", seen)
+    monkeypatch.setattr(StandInStoreScheduler, "observes", observes)
+    monkeypatch.setattr(StandInStoreScheduler, "build_connector_meta", seen)
     options = {"fabric": f"views-{observes}", "mode": "store", **options}
     return make_core(options=options, num_blocks=64, limits=SchedulerLimits(8, 256)), views
 

@@ -2,6 +2,7 @@
 
 import msgspec
 from engines import at_rest, make_core, of_type, run, submit
+from state_machine.standin_store import store_of
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.memory.fabric import MemoryFabric
@@ -132,7 +133,7 @@ def test_a_big_prompt_that_the_cap_holds_back_is_not_passed_by_small_ones_for_ev
 
 
 def test_a_store_drops_the_tail_with_the_release_and_not_before() -> None:
-    store = MemoryFabric.named("lease-10").store
+    store = store_of(MemoryFabric.named("lease-10"))
     core = make_core(options={"fabric": "lease-10", "mode": "store"})
     core.handle("r", hand_off(PROMPT), 0.0)
     assert KVReady("a", 0, ok=True, ticket=0) in run(core)

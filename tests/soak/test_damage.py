@@ -4,10 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from damage_subjects import KINDS, Blocks
+from damage_subjects import KINDS
 from soak.damage import DamageReport, foreign_model, fuzz
 
-from pdkv.connectors.memory.fabric import MemoryStore
 from pdkv.connectors.store.envelope import Check
 
 NUM_MUTATIONS = 40  # of each kind of store
@@ -44,11 +43,3 @@ def test_a_connector_that_believes_its_store_is_found_out(run: Fuzz, monkeypatch
     report = run("memory://")
     assert any(" wrong in " in text for text in report.violations)
     assert any("damaged values read" in text for text in report.violations)
-
-
-def test_a_memory_store_that_believes_its_blocks_is_found_out(run: Fuzz, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryStore, "get", lambda self, name: getattr(self._blocks.get(name), "content", None))
-    monkeypatch.setattr(Blocks, "mutations", ("flip", "zero", "garble"))  # of the same shape
-    report = run("memory")
-    assert report.num_counted == 0
-    assert any(" wrong in " in text for text in report.violations)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from state_machine.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
+from state_machine.standin_store import STAND_IN_STORE
 
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig
@@ -33,7 +34,7 @@ def make_core(
     """An engine with router "r".
 
     Args:
-        options: those of its connector; None: it has none.
+        options: those of its connector; None: it has none. With mode=store it is the stand-in's own store.
         max_model_len: None: all that the pool holds.
     """
     handoff = handoff or HandoffConfig(connector="memory")
@@ -43,7 +44,8 @@ def make_core(
     made = None
     if options is not None:
         config = ConnectorConfig(engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, options=options)
-        made = make_connector(connector, config, lambda: None)
+        name_of = STAND_IN_STORE if options.get("mode") == "store" else connector
+        made = make_connector(name_of, config, lambda: None)
     worker = made.make_worker_side(0) if made else None
     card = EngineCard(
         engine=name,

@@ -5,6 +5,13 @@ from collections import deque
 from typing import Any
 
 import msgspec
+from state_machine.standin_store import (
+    StandInStoreConnector,
+    StandInStoreMetadata,
+    StandInStoreScheduler,
+    StandInStoreWorker,
+    StoreName,
+)
 
 from pdkv.connectors.base import (
     BlockTables,
@@ -15,15 +22,9 @@ from pdkv.connectors.base import (
     TransferResults,
 )
 from pdkv.connectors.block_table import BlockTable
-from pdkv.connectors.memory.fabric import Content, StoreName
+from pdkv.connectors.memory.fabric import Content
 from pdkv.connectors.memory.pull import MemoryPullConnector, MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushConnector, MemoryPushWorker
-from pdkv.connectors.memory.store import (
-    MemoryStoreConnector,
-    MemoryStoreMetadata,
-    MemoryStoreScheduler,
-    MemoryStoreWorker,
-)
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, Match, PullMetadata
 from pdkv.connectors.peer.push_scheduler import PushSend
 from pdkv.errors import TransferTimeout
@@ -132,54 +133,54 @@ class FreesAtTheDeadline(MemoryPushConnector):
 # --- store --------------------------------------------------------------------------------------------------------
 
 
-class _OwnAttemptScheduler(MemoryStoreScheduler):
+class _OwnAttemptScheduler(StandInStoreScheduler):
     def _tail_name(self, request: RequestView) -> StoreName:
         return request.transfer_key
 
 
-class LooksForItsOwnAttempt(MemoryStoreConnector):
+class LooksForItsOwnAttempt(StandInStoreConnector):
     """A reader looks for the tail under its own attempt, whoever handed it off."""
 
-    def make_scheduler_side(self) -> MemoryStoreScheduler:
+    def make_scheduler_side(self) -> StandInStoreScheduler:
         return _OwnAttemptScheduler(self)
 
 
-class _EagerWorker(MemoryStoreWorker):
+class _EagerWorker(StandInStoreWorker):
     def save_kv_layer(self, layer: int, kv_cache: Any, meta: KVConnectorMetadata) -> None:
         super().save_kv_layer(layer, kv_cache, meta)
-        assert isinstance(meta, MemoryStoreMetadata)
+        assert isinstance(meta, StandInStoreMetadata)
         for key, _, name in meta.stage:
-            self.fabric.store.put(name, self._staging[meta.step_id, key, name])
+            self.store.put(name, self._staging[meta.step_id, key, name])
 
 
-class VisibleBeforeComplete(MemoryStoreConnector):
+class VisibleBeforeComplete(StandInStoreConnector):
     """A block can be found as soon as its first layer is there."""
 
-    def make_worker_side(self, rank: int) -> MemoryStoreWorker:
+    def make_worker_side(self, rank: int) -> StandInStoreWorker:
         return _EagerWorker(self)
 
 
-class _UnstagedScheduler(MemoryStoreScheduler):
+class _UnstagedScheduler(StandInStoreScheduler):
     def _stage(self, scheduled: ScheduledRange, step_id: int) -> list[tuple[TransferKey, int, StoreName]]:
         return []
 
 
-class _LateWorker(MemoryStoreWorker):
-    def __init__(self, connector: MemoryStoreConnector) -> None:
+class _LateWorker(StandInStoreWorker):
+    def __init__(self, connector: StandInStoreConnector) -> None:
         super().__init__(connector)
-        self._waiting: deque[MemoryStoreMetadata] = deque()
+        self._waiting: deque[StandInStoreMetadata] = deque()
 
-    def commit_staged(self, meta: MemoryStoreMetadata) -> None:
+    def commit_staged(self, meta: StandInStoreMetadata) -> None:
         self._waiting.append(meta)
         if len(self._waiting) > LATE_STEPS:
             super().commit_staged(self._waiting.popleft())
 
 
-class ServesPoisonOnReplay(MemoryStoreConnector):
+class ServesPoisonOnReplay(StandInStoreConnector):
     """Saves read their blocks some steps later, and do not hold them meanwhile."""
 
-    def make_scheduler_side(self) -> MemoryStoreScheduler:
+    def make_scheduler_side(self) -> StandInStoreScheduler:
         return _UnstagedScheduler(self)
 
-    def make_worker_side(self, rank: int) -> MemoryStoreWorker:
+    def make_worker_side(self, rank: int) -> StandInStoreWorker:
         return _LateWorker(self)

@@ -1,18 +1,18 @@
-"""The memory connector: options, refusals, and the store's two phases."""
+"""The memory connector: options and refusals, and that its store is that of the store connectors."""
 
-import numpy as np
 import pytest
-from engines import at_rest, make_core, of_type, output_of, run, submit
-from state_machine.standin import expected_tokens
+from engines import make_core
 
 from pdkv.connectors.base import ConnectorConfig, KVConnector
-from pdkv.connectors.memory.fabric import MemoryFabric, MemoryStore
+from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.memory.pull import MemoryPullConnector
 from pdkv.connectors.memory.push import MemoryPushConnector
 from pdkv.connectors.memory.store import MemoryStoreConnector
 from pdkv.connectors.registry import make_connector
+from pdkv.connectors.store.base import StoreConnector
 from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, StaleEpoch
-from pdkv.wire.messages import EngineCard, Finished, HandedOff, KVLayout, Peers
+from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.wire.messages import EngineCard, KVLayout, Peers
 
 LAYOUT = KVLayout(2, 1, 1, 4, "int64", 8)
 
@@ -41,7 +41,7 @@ def test_a_mode_has_its_kind_and_its_legal_orders(mode: str, kind: type, orders:
     "options",
     [
         {"mode": "telepathy"},
-        {"load": "sideways"},
+        {"mode": "store", "load": "sideways"},
         {"colour": "red"},
         {"transfer_timeout_s": "-1"},
         {"transfer_timeout_s": "nan"},
@@ -49,13 +49,21 @@ def test_a_mode_has_its_kind_and_its_legal_orders(mode: str, kind: type, orders:
     ],
 )
 def test_a_wrong_option_is_refused_by_name_and_value(options: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
+    with pytest.raises(ConfigError, match=list(options)[-1]):
         make(options)
 
 
-def test_a_second_rank_is_refused() -> None:
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_an_option_of_the_store_is_refused_where_nothing_is_stored(mode: str) -> None:
+    message = f"connector memory: option 'load' is one of mode=store, and this is mode={mode}"
+    with pytest.raises(ConfigError, match=message):
+        make({"mode": mode, "load": "layerwise"})
+
+
+@pytest.mark.parametrize("mode", ["pull", "push", "store"])
+def test_a_second_rank_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match="one rank, this one has 2"):
-        make({}, tp=2)
+        make({"mode": mode}, tp=2)
 
 
 def test_peers_of_another_layout_are_refused_with_both_values() -> None:
@@ -74,54 +82,20 @@ def test_the_fabric_tells_gone_from_restarted() -> None:
         fabric.endpoint("e", "older")
 
 
-def test_the_store_evicts_the_least_recently_used() -> None:
-    store = MemoryStore(capacity=2)
-    for name in (b"a", b"b"):
-        store.put(name, np.zeros(1))
-    store.get(b"a")
-    store.put(b"c", np.zeros(1))
-    assert b"a" in store
-    assert b"b" not in store
-
-
-def test_any_engine_finds_in_the_store_what_another_computed() -> None:
-    """Cross-engine prefix reuse, multi-turn: what decode generated is found too."""
-    fabric = MemoryFabric()
-    MemoryFabric.bind("memory-reuse", fabric)
-    options = {"mode": "store", "fabric": "memory-reuse"}
-    first, second = make_core(name="a", options=options), make_core(name="b", options=options)
-    prompt = list(range(100, 110))
-    first.handle("r", submit(prompt, max_tokens=7), 0.0)
-    answer = output_of(run(first), "a")
-    turn = [*prompt, *answer, 300, 301]
-    second.handle("r", submit(turn, max_tokens=3), 0.0)
-    messages = run(second)
-    (finished,) = of_type(messages, Finished)
-    assert isinstance(finished, Finished)
-    assert (finished.sources.store, finished.sources.computed) == (16, 3)
-    assert output_of(messages, "a") == expected_tokens(turn, 3)
-    assert at_rest(second)
-    MemoryFabric.unbind("memory-reuse")
-
-
-def test_a_commit_under_way_is_invisible() -> None:
-    """F10: two phases; what is not completely written cannot be found."""
-    fabric = MemoryFabric(manual=True)
-    MemoryFabric.bind("memory-phases", fabric)
-    core = make_core(options={"mode": "store", "fabric": "memory-phases"})
-    core.handle("r", submit(list(range(100, 110)), until="first_token", kv="handoff"), 0.0)
-    assert len(of_type(run(core), HandedOff)) == 1
-    assert fabric.under_way
-    assert len(fabric.store) == 0
-    while fabric.under_way:
-        fabric.deliver(0)
-    assert len(fabric.store) == 3  # two full blocks and the tail
-    MemoryFabric.unbind("memory-phases")
-
-
 def test_peers_is_told_to_both_sides() -> None:
     core = make_core(options={"fabric": "memory-peers"})
     peer: EngineCard = make_core(name="peer").card
     core.handle("r", Peers([core.card, peer]), 0.0)
     assert core.external.connector is not None
     assert core.external.connector.epochs == {"peer": "peer.0"}  # type: ignore[attr-defined]
+
+
+def test_the_store_of_a_fabric_is_one_of_kv_store_under_its_name() -> None:
+    """One implementation: what holds for the store connectors holds here, KV groups and damage included."""
+    connector = make({"mode": "store", "fabric": "memory-one"})
+    assert isinstance(connector, StoreConnector)
+    assert connector.kv_groups
+    with MemoryStore("memory-one") as same:
+        connector.store.put([(b"k", memoryview(b"value"))])
+        assert same.contains([b"k"]) == [True]
+    connector.shutdown()

@@ -19,12 +19,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from damage_subjects import KINDS, Subject, Value, subject_of
+from damage_subjects import KINDS, Subject, subject_of
 from safetensors.torch import load_file, save_file
 from small_models import make_hf_model
 from stepped_engine import SteppedEngine
-
-from pdkv.connectors.memory.fabric import StoreName
 
 PROMPTS = 4  # of a round, together in one batch
 MAX_READS = 12  # of one round's prompts, until nothing damaged is left
@@ -83,7 +81,7 @@ class Fuzzer:
                 ("foreign-layout", model),
             )
         )
-        self._foreign: dict[str, list[Value]] = {}
+        self._foreign: dict[str, list[bytes]] = {}
         prompts = [self._prompt() for _ in range(PROMPTS)]
         for engine in others:
             engine.run(prompts)
@@ -110,10 +108,10 @@ class Fuzzer:
             if not damaged and engine is readers[1]:
                 break
 
-    def _damage(self, values: dict[StoreName, Value], most: int) -> dict[StoreName, str]:
+    def _damage(self, values: dict[bytes, bytes], most: int) -> dict[bytes, str]:
         """Damage some of the values; returns how, by name."""
         names = [name for name in values if self._rng.random() < self._subject.damaged_share][:most]
-        damaged: dict[StoreName, str] = {}
+        damaged: dict[bytes, str] = {}
         while names:
             name = names.pop()
             mutation = self._rng.choice([*self._subject.mutations, "swap", *self._foreign])
@@ -131,7 +129,7 @@ class Fuzzer:
         return damaged
 
     def _read(
-        self, engine: SteppedEngine, prompts: list[list[int]], expected: list[list[int]], damaged: dict[StoreName, str]
+        self, engine: SteppedEngine, prompts: list[list[int]], expected: list[list[int]], damaged: dict[bytes, str]
     ) -> None:
         """Run the prompts, twice: what is corrupt hits the next request too. What was read is damaged no more."""
         before = engine.num_damaged
@@ -141,7 +139,7 @@ class Fuzzer:
             wrong = sum(tokens != right for tokens, right in zip(outputs, expected, strict=True))
             if wrong:
                 self._violation(f"{wrong} of {len(prompts)} wrong in {engine.name}", damaged)
-        asked, saved = self._subject.take_read(engine.name), self._subject.take_saved(engine.name)
+        asked = self._subject.take_read(engine.name)
         read = asked & damaged.keys()
         self.report.num_sound += len(asked - read)
         num_counted = engine.num_damaged - before
@@ -149,11 +147,8 @@ class Fuzzer:
         if num_counted != len(read):
             self._violation(f"{len(read)} damaged values read, {num_counted} counted in {engine.name}", damaged)
         self.report.read.update(damaged.pop(name) for name in read)
-        if self._subject.is_overwritten:
-            for name in saved.keys() & damaged.keys():
-                del damaged[name]
 
-    def _violation(self, text: str, damaged: dict[StoreName, str]) -> None:
+    def _violation(self, text: str, damaged: dict[bytes, str]) -> None:
         self.report.violations.append(f"round {self.report.num_rounds}: {text}, of {sorted(damaged.values())}")
 
 

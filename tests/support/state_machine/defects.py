@@ -9,7 +9,6 @@ from pdkv.connectors.base import FinishDecision, RequestView, TransferKey, Trans
 from pdkv.connectors.memory.fabric import Endpoint, MemoryFabric
 from pdkv.connectors.memory.pull import MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushWorker
-from pdkv.connectors.memory.store import MemoryStoreMetadata, MemoryStoreScheduler, MemoryStoreWorker
 from pdkv.engine.block_pool import Holder
 from pdkv.engine.external import ExternalKV
 from pdkv.engine.loads import Loads
@@ -19,6 +18,7 @@ from pdkv.engine.scheduler import Scheduler
 from pdkv.errors import PeerGone
 from pdkv.prefill.leases import LeaseTable
 from pdkv.wire.messages import Order, RequestKey
+from state_machine.standin_store import StandInStoreMetadata, StandInStoreScheduler, StandInStoreWorker
 
 Pair = tuple[str, Order, str]
 Patch = pytest.MonkeyPatch
@@ -63,11 +63,11 @@ def generation_not_reread(patch: Patch) -> None:
 def tail_indexed(patch: Patch) -> None:
     """A partial tail is found by the prefix before it instead of by its transfer."""
 
-    def broken(self: MemoryStoreScheduler, request: RequestView) -> bytes:
+    def broken(self: StandInStoreScheduler, request: RequestView) -> bytes:
         num_full = request.num_wanted // self.block_size
         return b"tail of " + (request.block_keys[num_full - 1] if num_full else b"nothing")
 
-    patch.setattr(MemoryStoreScheduler, "_tail_name", broken)
+    patch.setattr(StandInStoreScheduler, "_tail_name", broken)
 
 
 def attempt_ignored(patch: Patch) -> None:
@@ -128,14 +128,14 @@ def old_epoch_accepted(patch: Patch) -> None:
 
 def save_committed_after_failed_load(patch: Patch) -> None:
     """What a step staged becomes visible without waiting for its confirmation."""
-    save_kv_layer = MemoryStoreWorker.save_kv_layer
+    save_kv_layer = StandInStoreWorker.save_kv_layer
 
-    def broken(self: MemoryStoreWorker, layer: int, kv_cache: Any, meta: MemoryStoreMetadata) -> None:
+    def broken(self: StandInStoreWorker, layer: int, kv_cache: Any, meta: StandInStoreMetadata) -> None:
         save_kv_layer(self, layer, kv_cache, meta)
         for key, _, name in meta.stage:
-            self.fabric.store.put(name, self._staging[(meta.step_id, key, name)])
+            self.store.put(name, self._staging[(meta.step_id, key, name)])
 
-    patch.setattr(MemoryStoreWorker, "save_kv_layer", broken)
+    patch.setattr(StandInStoreWorker, "save_kv_layer", broken)
 
 
 def decode_writes_into_its_own_hit(patch: Patch) -> None:

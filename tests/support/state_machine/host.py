@@ -15,7 +15,6 @@ import msgspec
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
 from pdkv.connectors.memory.fabric import MemoryFabric
-from pdkv.connectors.memory.store import ReadStore
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
@@ -31,6 +30,7 @@ from pdkv.wire.messages import EngineCard, EngineToRouter, Loaded, Order, Peers,
 from pdkv.wiring import wire_core
 from state_machine.forward import NUM_FAMILIES, NUM_LENGTHS, Forward
 from state_machine.standin import StandIn
+from state_machine.standin_store import STAND_IN_STORE, BlockStore, ReadStore, share_store, store_of
 
 STAND_IN = StandIn()
 MAX_OUTPUT = 7
@@ -99,9 +99,10 @@ class World:
         self.now = 0.0
         self.fabric_name = f"world-{id(self)}"
         store_capacity = (None, 6)[chooser.below(2)]
-        self.fabric = MemoryFabric(manual=True, clock=lambda: self.now, store_capacity=store_capacity)
+        self.fabric = MemoryFabric(manual=True, clock=lambda: self.now)
+        share_store(self.fabric, BlockStore(store_capacity))
         MemoryFabric.bind(self.fabric_name, self.fabric)
-        self.options = {"mode": mode, "fabric": self.fabric_name, "load": load, "transfer_timeout_s": "4"}
+        self.load = load
         self.block_size = forward.block_sizes[chooser.below(3)]
         num_blocks = (12, 10, 16)[chooser.below(3)]
         self.max_lag = chooser.below(3)
@@ -134,9 +135,7 @@ class World:
         """Start an engine, or its next incarnation."""
         epoch = f"{name}.{self.num_restarts}"
         layout = self.forward.layout(self.block_size)
-        config = ConnectorConfig(
-            engine=name, epoch=epoch, layout=layout, num_blocks=self.num_blocks, options=self.options
-        )
+        config = ConnectorConfig(engine=name, epoch=epoch, layout=layout, num_blocks=self.num_blocks, options={})
         woken = [False]
 
         def notify() -> None:
@@ -184,17 +183,23 @@ class World:
         core.router_joined("router", "1")
 
     def make_connector(self, config: ConnectorConfig, notify: Callable[[], None]) -> KVConnector:
-        """The memory connector in one mode, or `multi` of it in several ("store+pull").
+        """The memory connector in one mode or the stand-in's store, or `multi` of several ("store+pull").
 
         On the fabric the last child stands for its engine: all have the pool, and tables that count alike.
         """
         modes = self.mode.split("+")
+        names = [STAND_IN_STORE if mode == "store" else "memory" for mode in modes]
+        own = [self.options_of(mode) for mode in modes]
         if len(modes) == 1:
-            return make_connector("memory", config, notify)
-        options = {f"{i}.{name}": value for i in range(len(modes)) for name, value in self.options.items()}
-        options |= {f"{i}.mode": mode for i, mode in enumerate(modes)}
-        options |= {"connectors": "memory," * len(modes)}
+            return make_connector(names[0], msgspec.structs.replace(config, options=own[0]), notify)
+        options = {f"{i}.{name}": value for i, texts in enumerate(own) for name, value in texts.items()}
+        options |= {"connectors": ",".join(names)}
         return make_connector("multi", msgspec.structs.replace(config, options=options), notify)
+
+    def options_of(self, mode: str) -> dict[str, str]:
+        """--connector-config of the connector in that mode."""
+        options = {"mode": mode, "fabric": self.fabric_name, "transfer_timeout_s": "4"}
+        return {**options, "load": self.load} if mode == "store" else options
 
     def restart(self, name: str) -> None:
         """kill -9 and a new incarnation: queues, blocks and everything under way from it are gone."""
@@ -390,7 +395,8 @@ class World:
         """A stored block is gone, or is not what was saved: one that a load under way wants, if there is a load. What
         was read already comes up to some block only.
         """
-        blocks = self.fabric.store._blocks
+        store = store_of(self.fabric)
+        blocks = store._blocks
         names = list(blocks)
         reads = [operation for operation in self.fabric.under_way if isinstance(operation, ReadStore)]
         if reads:
@@ -404,7 +410,7 @@ class World:
             if self.chooser.below(2):
                 blocks[name] = blocks[name]._replace(digest=b"of something else")
             else:
-                self.fabric.store.discard(name)
+                store.discard(name)
 
     def expire_clients(self) -> None:
         """Deadlines at the router."""
