@@ -20,7 +20,7 @@ import msgspec
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.step_done import StepDone
 from pdkv.options import Options
-from pdkv.wire.messages import ConnectorKind, ConnectorStats, EngineCard, KVHandoff, KVLayout, Order
+from pdkv.wire.messages import ConnectorKind, ConnectorStats, EngineCard, KVHandoff, KVLayout, Order, TierEvents
 
 if TYPE_CHECKING:
     import torch
@@ -325,6 +325,14 @@ class SchedulerConnector(ABC):
     def get_stats(self) -> Stats:
         """What this side has counted that its workers do not. For /metrics; called a few times a second."""
         return {}
+
+    def take_events(self) -> Sequence[TierEvents]:
+        """What entered and left tiers below the engine's cache since the last call: for the routers' choice of engines.
+
+        Called after every step, and before the first: a connector with a tier then says so, without keys. Only what any
+        request may find by content is told, and each key at most once in a call.
+        """
+        return ()
 
     @property
     def problem(self) -> str:

@@ -10,6 +10,7 @@ from pdkv.engine.executor import Executor
 from pdkv.engine.external import ExternalKV
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.intake import Prepared, root_of
+from pdkv.engine.lower_tiers import LowerTiers
 from pdkv.engine.plan import StepOutput
 from pdkv.engine.request import Request, name_of
 from pdkv.engine.scheduler import Drawn, Scheduler
@@ -145,6 +146,7 @@ class EngineCore:
         self._last_step = 0.0
         self._last_load: LoadReport | None = None
         self._event_number = 0
+        self._lower_tiers = LowerTiers()
         self._told: set[str] = set()  # routers that were told the whole cache since messages left last
 
     # --- the loop's view ------------------------------------------------------------------------------------------
@@ -505,7 +507,7 @@ class EngineCore:
     # --- reports --------------------------------------------------------------------------------------------------
 
     def _flush_events(self) -> None:
-        """Tell all routers what entered and left the cache since they were told last."""
+        """Tell all routers what entered and left the cache, and tiers below it, since they were told last."""
         pool = self.scheduler.kv.pool
         if pool.events:
             events, pool.events = pool.events, []
@@ -513,10 +515,17 @@ class EngineCore:
             for part in _parts(self._event_number, events):
                 for router_id in self._routers:
                     self._outbox(router_id, part)
+        tiers = self.external.take_tier_events()
+        if tiers:
+            for told in self._lower_tiers.update(tiers):
+                for router_id in self._routers:
+                    self._outbox(router_id, told)
 
     def _send_snapshot(self, router_id: str) -> None:
-        """Tell one router the whole cache, under the number of the last events."""
+        """Tell one router the whole cache, under the number of the last events, and what is known of tiers below."""
         self._told.add(router_id)
+        for told in self._lower_tiers.snapshot():
+            self._outbox(router_id, told)
         for part in _parts(self._event_number, self.scheduler.kv.pool.snapshot_events()):
             self._outbox(router_id, part)
 

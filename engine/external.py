@@ -33,7 +33,7 @@ from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.request import Request
 from pdkv.secret_options import without_secrets
-from pdkv.wire.messages import MAX_CONNECTOR_PARTS, MAX_PROBLEM_CHARS, ConnectorStats, RequestKey
+from pdkv.wire.messages import MAX_CONNECTOR_PARTS, MAX_PROBLEM_CHARS, ConnectorStats, RequestKey, TierEvents
 
 NUM_PREFETCH_REQUESTS = 8
 """Waiting requests whose block keys the connector is shown."""
@@ -342,6 +342,10 @@ class ExternalKV:
                 if load is not None:
                     settled.loads.append(EndedLoad(load, ok, outcome))
         return settled
+
+    def take_tier_events(self) -> Sequence[TierEvents]:
+        """What the connector has to tell of tiers below the cache."""
+        return () if self.connector is None else self.connector.take_events()
 
     @property
     def problem(self) -> str:

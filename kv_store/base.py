@@ -34,6 +34,9 @@ class KVStore(ABC):
     is_shared: ClassVar[bool] = True
     """Whether every process that opens the store sees the same values."""
 
+    medium: ClassVar[str] = "store"
+    """What the values lie on, as metrics and routers are told: "memory", "disk", or "store" for any other."""
+
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys have a value now. An answer may be out of date when it arrives: `get` decides."""

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable
 from pdkv.host.private_directory import PrivateDirectory
@@ -40,6 +41,8 @@ class FileStore(TellingStore):
     The deadline is looked at between files; a file system that hangs holds the calling thread. What is no regular file
     of this user is a miss and is removed like a damaged value; nothing waits for it.
     """
+
+    medium: ClassVar[str] = "disk"
 
     def __init__(self, directory: str | Path, options: StoreOptions | None = None) -> None:
         """The directory is made (mode 0700) where it is missing, and swept.

@@ -78,6 +78,7 @@ class MemoryStore(KVStore):
     """
 
     is_shared: ClassVar[bool] = False
+    medium: ClassVar[str] = "memory"
 
     def __init__(self, name: str = "", capacity: int | None = None) -> None:
         """`capacity` in bytes, 1 GiB by default.

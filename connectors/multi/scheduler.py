@@ -44,7 +44,7 @@ from pdkv.connectors.multi.wire import (
 )
 from pdkv.connectors.stats import stats_under, sum_stats
 from pdkv.errors import TransferCancelled
-from pdkv.wire.messages import ConnectorKind, ConnectorStats, EngineCard
+from pdkv.wire.messages import MAX_MEDIUM_CHARS, ConnectorKind, ConnectorStats, EngineCard, TierEvents
 
 logger = logging.getLogger(__name__)
 
@@ -328,6 +328,14 @@ class MultiScheduler(SchedulerConnector):
         own = {part_name(i, self._children[i]): ConnectorStats(fallbacks=n) for i, n in self._num_fallbacks.items()}
         children = enumerate(zip(self._children, self._schedulers, strict=True))
         return sum_stats([own, *(stats_under(part_name(i, child), side.get_stats()) for i, (child, side) in children)])
+
+    def take_events(self) -> Sequence[TierEvents]:
+        """Those of all children; a tier has its child's name, since two may lie on the same medium."""
+        return [
+            msgspec.structs.replace(events, medium=f"{part_name(i, child)}/{events.medium}"[:MAX_MEDIUM_CHARS])
+            for i, (child, side) in enumerate(zip(self._children, self._schedulers, strict=True))
+            for events in side.take_events()
+        ]
 
     @property
     def has_pending_work(self) -> bool:

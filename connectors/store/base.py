@@ -17,6 +17,7 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 from pdkv.connectors.store.lookup import PROBE_KEY, KeyLookups
+from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.plan import StoreCut, StoreMetadata
 from pdkv.connectors.store.scheduler import StoreScheduler
@@ -99,7 +100,7 @@ class StoreConnector(KVConnector):
             known_for_s=self.options.known_for_s,
             probe_interval_s=self.probe_interval_s,
         )
-        return StoreScheduler(self.config, self.options, self.cut, lookups)
+        return StoreScheduler(self.config, self.options, self.cut, lookups, StoreNews(self.store, self.cut))
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
         values = SealedValues(self.store, self.sealer)

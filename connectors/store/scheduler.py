@@ -31,6 +31,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
 from pdkv.connectors.store.lookup import KeyLookups
+from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import TransferOptions
 from pdkv.connectors.store.plan import (
     BlockSpan,
@@ -42,9 +43,9 @@ from pdkv.connectors.store.plan import (
     StoreSave,
     Value,
 )
-from pdkv.errors import IncompatiblePeers, MalformedMessage
+from pdkv.errors import IncompatiblePeers, KVNotFound, MalformedMessage
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.messages import EngineCard, TierEvents
 
 SAVE_STEPS = 4
 """What decodes fill in so many steps is saved together: waking the saving threads costs more than a value."""
@@ -56,7 +57,7 @@ MAX_SEEN = 4096
 class _Batch(NamedTuple):
     """A save under way."""
 
-    keys: list[bytes]  # of whole values that are stored when it has succeeded
+    values: list[Value]  # whole ones, which are stored when it has succeeded
     num_bytes: int
 
 
@@ -99,7 +100,14 @@ class StorePeers(PeerCards):
 class StoreScheduler(SchedulerConnector):
     """Scheduler side. Asks KeyLookups, never the store."""
 
-    def __init__(self, config: ConnectorConfig, options: TransferOptions, cut: StoreCut, lookups: KeyLookups) -> None:
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        options: TransferOptions,
+        cut: StoreCut,
+        lookups: KeyLookups,
+        news: StoreNews,
+    ) -> None:
         self.observes = Observed(
             Shown.LAYERWISE_LOADS,
             confirmed_tokens=cut.hit_tokens,
@@ -126,6 +134,7 @@ class StoreScheduler(SchedulerConnector):
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # last keys of requests
         self._numbers = count()
         self._payload = msgspec.msgpack.encode(cut.cut)
+        self._news = news
 
     # --- finds ----------------------------------------------------------------------------------------------------
 
@@ -187,6 +196,8 @@ class StoreScheduler(SchedulerConnector):
         if num_found is None:
             return None
         if num_found < len(chain):
+            if wanted:
+                self._news.missing(chain[num_found : num_found + 1])
             stop = chain[num_found].start // cut.hit_tokens * cut.hit_tokens
             sources = _Sources(start, stop, [])
         if not cut.has_windows or stop <= start:
@@ -305,7 +316,7 @@ class StoreScheduler(SchedulerConnector):
         keys = [value.key for value in new]
         values = [*new, *tails]
         self._saving.update(keys)
-        self._batches[batch] = _Batch(keys + [value.key for value in check], self._num_bytes(values))
+        self._batches[batch] = _Batch([*new, *check], self._num_bytes(values))
         self._num_save_bytes += self._batches[batch].num_bytes
         return StoreSave(
             key=key if confirmed.request.kv == "handoff" else batch,
@@ -362,17 +373,20 @@ class StoreScheduler(SchedulerConnector):
                 batch = self._batches.pop(key, None)
                 if batch is None:
                     continue
+                keys = [value.key for value in batch.values]
                 self._num_save_bytes -= batch.num_bytes
-                self._saving.difference_update(batch.keys)
+                self._saving.difference_update(keys)
                 if ok:
-                    self.lookups.add(batch.keys)
+                    self.lookups.add(keys)
+                    self._news.stored(batch.values)
                 else:
                     self.num_failed_saves += 1
-                    self.lookups.forget(batch.keys)
+                    self.lookups.forget(keys)
         for key in results.finished_receiving:
             loading = self._loading.pop(key, None)
             if loading is not None:
                 self.lookups.add([value.key for value in loading.values])
+                self._news.stored(loading.values)
         for key, outcome in results.failed_receiving.items():
             loading = self._loading.pop(key, None)
             if loading is not None:
@@ -381,12 +395,18 @@ class StoreScheduler(SchedulerConnector):
     def _load_failed(self, loading: _Loading, outcome: TransferOutcome) -> None:
         """What came is sound. Behind damage nothing is: nobody has looked at it, and the next save replaces it."""
         stop = loading.start + outcome.num_tokens
-        came = [value.key for value in loading.values if value.stop <= stop]
-        others = [value.key for value in loading.values if value.stop > stop]
-        self.lookups.add(came)
-        self.lookups.forget(others)
+        came = [value for value in loading.values if value.stop <= stop]
+        others = [value for value in loading.values if value.stop > stop]
+        self.lookups.add([value.key for value in came])
+        self.lookups.forget([value.key for value in others])
+        self._news.stored(came)
+        if outcome.code == KVNotFound.code:  # what is behind the first one may be there, and is of no use without it
+            self._news.missing(others[:1])
         if outcome.num_damaged:
-            self.lookups.bar(others)
+            self.lookups.bar([value.key for value in others])
+
+    def take_events(self) -> Sequence[TierEvents]:
+        return self._news.take()
 
     def get_stats(self) -> Stats:
         return {"": self.lookups.stats}

@@ -44,6 +44,7 @@ from pdkv.router.generations.timeline import Delays
 from pdkv.router.routing.policies import DEFAULT_POLICY, Side
 from pdkv.router.routing.prefix_index import PrefixIndex, keys_needed
 from pdkv.router.routing.route_chooser import RouteChooser
+from pdkv.router.routing.tier_index import TierIndex
 from pdkv.version import VERSION
 from pdkv.wire.frames import key_of
 from pdkv.wire.messages import (
@@ -65,6 +66,7 @@ from pdkv.wire.messages import (
     Resync,
     RouterToEngine,
     Submit,
+    TierEvents,
     Tokens,
     Trial,
 )
@@ -107,6 +109,7 @@ class Dispatcher:
         """
         self.fleet = Fleet(complete_once=not await_all, identity=identity)
         self.index = PrefixIndex(on_work=self._work_on_index_soon)
+        self.tiers = TierIndex()
         recovery = recovery or RecoveryConfig()
         self.room = Capacity(self.fleet, take_over=recovery.take_over)
         self.on_room: Callable[[], None] = lambda: None
@@ -122,7 +125,7 @@ class Dispatcher:
         self.shared_marks: SharedMarks | None = None
         self.recovery = Recovery(recovery, self.fleet, self.counters)
         self._routes = RouteChooser(
-            self.fleet, self.index,
+            self.fleet, self.index, self.tiers,
             policy=policy, orders=orders, rng=rng or random.Random(), take_over=recovery.take_over,
         )  # fmt: skip
         self._placing = Placement(self._routes, self.recovery, clock)
@@ -260,7 +263,7 @@ class Dispatcher:
     def topology(self) -> dict[str, Any]:
         """JSON-ready: what `describe_fleet` says, and "router": {…}."""
         num_requests = Counter(name for g in self._generations.values() for name in g.flow.engines)
-        router = self._described | {"indexed_keys": self.index.num_keys}
+        router = self._described | {"indexed_keys": self.index.num_keys, "tiers": self.tiers.describe()}
         return describe_fleet(self.fleet, num_requests, self._clock()) | {"router": router}
 
     def describe_engine(self, name: str) -> dict[str, Any]:
@@ -389,6 +392,7 @@ class Dispatcher:
         keys_per_block = -(-card.layout.block_size // card.hash_block_size)
         num_needed = keys_needed(card.layout, card.hash_block_size)
         self.index.add_engine(name, card.num_blocks * keys_per_block, num_needed=num_needed)
+        self.tiers.add_engine(name)
         self._send_peers()
         self.on_room()
         self.changes.notify()
@@ -407,6 +411,7 @@ class Dispatcher:
         logger.warning("%s is gone: %s", name, reason)
         self.fleet.went_down(name, self._clock())
         self.index.remove_engine(name)
+        self.tiers.remove_engine(name)
         victims = [g for g in self._generations.values() if name in g.flow.route[:2]]
         try:
             self.recovery.engine_died(name, victims, suspects)
@@ -451,6 +456,8 @@ class Dispatcher:
             case KVEvents():
                 if not self.index.apply(name, message):
                     self._send(name, Resync())
+            case TierEvents():
+                self.tiers.apply(name, message)
             case _:
                 self.counters.dropped_messages += 1
 

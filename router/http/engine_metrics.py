@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pdkv.router.engines.fleet import EngineSnapshot
+from pdkv.router.routing.tier_index import TierIndex
 from pdkv.wire.messages import LoadReport
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class EngineCollector(Collector):
         loads = [(engine, engine.load) for engine in engines if engine.load is not None]
         yield from _router_view(engines)
         yield from _reported(loads)
+        yield from _tiers(self._dispatcher.tiers)
         yield from _vllm(loads, self._model_name)
 
 
@@ -130,6 +132,19 @@ def _reported(loads: list[tuple[EngineSnapshot, LoadReport]]) -> Iterator[Metric
             for connector, stats in load.connectors.items():
                 counter.add_metric([engine.name, engine.role, connector], getattr(stats, field))
         yield counter
+
+
+def _tiers(tiers: TierIndex) -> Iterator[Metric]:
+    """What the router knows of tiers below the caches."""
+    keys = GaugeMetricFamily(
+        "pdkv_tier_keys", "Keys of a tier below the caches that the router knows of.", labels=["medium", "engine"]
+    )
+    for tier in tiers.describe():
+        keys.add_metric([tier["medium"], "" if tier["shared"] else tier["engines"][0]], tier["keys"])
+    yield keys
+    refused = CounterMetricFamily("pdkv_refused_tier_events", "What engines said of tiers that the router refused.")
+    refused.add_metric([], tiers.num_refused)
+    yield refused
 
 
 def _vllm(loads: list[tuple[EngineSnapshot, LoadReport]], model_name: str) -> Iterator[Metric]:

@@ -39,7 +39,8 @@ SHIPPED: Sequence[tuple[str, dict[str, str]]] = [
 ]
 
 IN_MAKE_TEST = (
-    "content_identity", "attempts", "later_attempts", "replay", "aborts", "kv_groups", "restarted_peer", "step_thread",
+    "content_identity", "attempts", "later_attempts", "replay", "aborts", "kv_groups", "lower_tiers", "restarted_peer",
+    "step_thread",
 )  # fmt: skip
 """Of connectors between processes; all cases of all connectors are in `make matrix`."""
 
@@ -59,6 +60,7 @@ BROKEN: Sequence[tuple[str, str]] = [
     ("inside:ServesPoisonOnReplay", "replay"),
     ("inside:FillsOneGroupsBlocksWithAnothers", "kv_groups"),
     ("inside:ChecksTheFirstGroupOnly", "kv_groups_failures"),
+    ("inside:TellsOneKeyForFourBlocks", "lower_tiers"),
 ]
 
 

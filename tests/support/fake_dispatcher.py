@@ -10,6 +10,7 @@ from pdkv.router.engines.health import EngineVerdict, HealthSnapshot
 from pdkv.router.generations.dispatch import Counters, EngineSnapshot
 from pdkv.router.generations.request import Delta, GenerateRequest
 from pdkv.router.generations.timeline import Delays
+from pdkv.router.routing.tier_index import TierIndex
 from pdkv.wire.messages import BlockCounts, ConnectorStats, LoadReport, SourceCounts, TokenLogprob
 
 Answer = Callable[[GenerateRequest], Sequence[Delta | Exception]]
@@ -82,6 +83,7 @@ class FakeDispatcher:
         self.max_model_len: int | None = None
         self.num_parked = 0
         self.connector_problems: dict[str, str] = {}
+        self.tiers = TierIndex()
         self.num_cached_tokens = 0
         self.generations: list[FakeGeneration] = []
         self.num_slots = 1 << 30  # generations that may run at once

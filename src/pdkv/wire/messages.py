@@ -45,6 +45,9 @@ MAX_PROBLEM_CHARS = 512
 MAX_CONNECTOR_PARTS = 64
 """Children and tiers of a connector that are counted by themselves."""
 
+MAX_MEDIUM_CHARS = 128
+"""Of the name of a tier below the cache."""
+
 MAX_LAYERS = 4096
 """Of a model, and so of its KV groups."""
 
@@ -416,6 +419,20 @@ class KVEvents(Message, frozen=True):
     more: bool = False  # the next part has the same number
 
 
+class TierEvents(Message, frozen=True):
+    """What is to be had from a tier below the engine's cache, and what no longer is (docs/kv-stores.md).
+
+    Hints, without numbers: a key that is wrongly told, or not, costs a load or a computation and nothing else. With no
+    keys it only says that the engine reaches the tier.
+    """
+
+    medium: Annotated[str, Meta(min_length=1, max_length=MAX_MEDIUM_CHARS)]  # the tier's name, such as "disk"
+    shared: bool  # what one engine says of it holds for all that name it; else it is this engine's own
+    tokens_per_key: Size  # a key is the block key at the end of so many tokens; other ends are not told
+    removed: BlockKeys = []
+    stored: BlockKeys = []
+
+
 class BlockCounts(msgspec.Struct, frozen=True):
     """The ownership equation: free + cached + active + leased + quarantined = total."""
 
@@ -491,6 +508,7 @@ EngineToRouter = (
     | Release
     | Trial
     | KVEvents
+    | TierEvents
     | LoadReport
     | Disconnect
     | Beat

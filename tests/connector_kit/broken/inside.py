@@ -13,11 +13,13 @@ from state_machine.standin_store import (
     StoreName,
 )
 
+from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import (
     BlockTables,
     KVConnectorMetadata,
     RequestView,
     ScheduledRange,
+    SchedulerConnector,
     TransferKey,
     TransferResults,
 )
@@ -25,9 +27,13 @@ from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory.fabric import Content
 from pdkv.connectors.memory.pull import MemoryPullConnector, MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushConnector, MemoryPushWorker
+from pdkv.connectors.memory.store import MemoryStoreConnector
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, Match, PullMetadata
 from pdkv.connectors.peer.push_scheduler import PushSend
+from pdkv.connectors.store.news import StoreNews
+from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.errors import TransferTimeout
+from pdkv.wire.messages import TierEvents
 
 LATE_STEPS = 2
 
@@ -184,3 +190,21 @@ class ServesPoisonOnReplay(StandInStoreConnector):
 
     def make_worker_side(self, rank: int) -> StandInStoreWorker:
         return _LateWorker(self)
+
+
+# --- the store connectors' own ------------------------------------------------------------------------------------
+
+
+class _WrongUnit(StoreNews):
+    def take(self) -> list[TierEvents]:
+        return [msgspec.structs.replace(events, tokens_per_key=HASH_BLOCK_SIZE) for events in super().take()]
+
+
+class TellsOneKeyForFourBlocks(MemoryStoreConnector):
+    """Each key that is told stands for 64 tokens, and is said to stand for 16."""
+
+    def make_scheduler_side(self) -> SchedulerConnector:
+        side = super().make_scheduler_side()
+        assert isinstance(side, StoreScheduler)
+        side._news = _WrongUnit(self.store, self.cut)
+        return side

@@ -9,7 +9,7 @@ import pytest
 from dispatch_rig import InProcessBackend, System, check_right, collect, run
 from scripted_engine import ORDERS_OF, expected_output, make_request, token_at
 
-from pdkv.block_keys import extend_keys, root_key
+from pdkv.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
 from pdkv.errors import (
     ConfigError,
     EngineUnavailable,
@@ -36,6 +36,7 @@ from pdkv.wire.messages import (
     Resync,
     SourceCounts,
     Submit,
+    TierEvents,
     Tokens,
 )
 
@@ -431,6 +432,27 @@ def test_prefix_aware_routing_follows_the_engines_events_and_resyncs_after_a_gap
         cached.say(KVEvents(5, []))
         assert len(cached.heard(Resync)) == 1
         assert {(await check_right(system, request)).prefill_engine for _ in range(2)} == {"prefill-0", "prefill-1"}
+
+    run(System(2, 1, policy="prefix_aware"), body)
+
+
+def test_what_engines_say_of_a_store_counts_and_outlives_them() -> None:
+    async def body(system: System) -> None:
+        request = make_request(64)
+        card = system.card("prefill-0")
+        keys: list[bytes] = []
+        extend_keys(keys, root_key(model=card.model, layout=card.layout.identity), request.prompt_token_ids)
+        backends = system.backends
+        backends["prefill-0"].say(KVEvents(0, [CacheCleared(), BlockStored(keys, None)]))
+        backends["prefill-0"].say(TierEvents("disk", True, 64, stored=keys[3:]))
+        backends["prefill-1"].say(TierEvents("disk", True, 64))
+        (tier,) = system.dispatcher.topology()["router"]["tiers"]
+        assert tier == {"medium": "disk", "shared": True, "tokens_per_key": 64, "keys": 1,
+                        "engines": ["prefill-0", "prefill-1"]}  # fmt: skip
+        assert {(await check_right(system, request)).prefill_engine for _ in range(3)} == {"prefill-0"}
+        assert system.dispatcher._routes.uncached_tokens(request, "prefill-1") == HASH_BLOCK_SIZE
+        backends["prefill-0"].die()
+        assert system.dispatcher.topology()["router"]["tiers"][0]["engines"] == ["prefill-1"]
 
     run(System(2, 1, policy="prefix_aware"), body)
 

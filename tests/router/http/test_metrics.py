@@ -17,7 +17,7 @@ from pdkv.router.admission.tenants import Grant, Tenant
 from pdkv.router.http import metrics as metrics_module
 from pdkv.router.http.key_metrics import KeyCollector
 from pdkv.router.http.metrics import MAX_OUTCOMES, Metrics
-from pdkv.wire.messages import ConnectorStats
+from pdkv.wire.messages import ConnectorStats, TierEvents
 
 Samples = dict[tuple[str, ...], float]
 
@@ -105,6 +105,20 @@ def test_engines_as_they_reported_themselves() -> None:
     assert samples[("pdkv_engine_busy_seconds", *lost)] == 1.5
     assert samples[("pdkv_engine_indexed_keys", *lost)] == 20
     assert samples[("pdkv_engine_malformed_messages_total", *lost)] == 21
+
+
+def test_tiers_below_the_caches_are_shown_with_their_keys() -> None:
+    dispatcher = FakeDispatcher()
+    dispatcher.tiers.add_engine("a")
+    dispatcher.tiers.apply("a", TierEvents("disk", True, 64, stored=[b"k", b"l"]))
+    dispatcher.tiers.apply("a", TierEvents("memory", False, 64, stored=[b"k"]))
+    dispatcher.tiers.apply("a", TierEvents("disk", True, 32))
+    samples = run(scrape(make_app(dispatcher)))
+    assert {key[1:]: value for key, value in samples.items() if key[0] == "pdkv_tier_keys"} == {
+        ("", "disk"): 2,
+        ("a", "memory"): 1,
+    }
+    assert samples[("pdkv_refused_tier_events_total",)] == 1
 
 
 def test_vllms_names_say_what_vllm_means_by_them() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,28 +15,43 @@ from pdkv.router.engines.fleet import ORDERS, Fleet
 from pdkv.router.generations.request import Route
 from pdkv.router.routing.policies import POLICIES
 from pdkv.router.routing.prefix_index import PrefixIndex
-from pdkv.router.routing.route_chooser import AFFINITY_TOKENS, RouteChooser
-from pdkv.wire.messages import BlockStored, CacheCleared, KVEvents
+from pdkv.router.routing.route_chooser import AFFINITY_TOKENS, RouteChooser, with_lower_tier
+from pdkv.router.routing.tier_index import TierIndex
+from pdkv.wire.messages import BlockStored, CacheCleared, KVEvents, TierEvents
 
 
 def make_chooser(num_prefill: int, num_decode: int, policy: str = "round_robin", role: str = "") -> RouteChooser:
-    fleet, index = Fleet(), PrefixIndex()
+    fleet, index, tiers = Fleet(), PrefixIndex(), TierIndex()
     for kind, num in (("prefill", num_prefill), (role or "decode", num_decode)):
         for i in range(num):
             fleet.add(f"{kind}-{i}", kind)
             fleet.came_up(f"{kind}-{i}", make_card(f"{kind}-{i}", kind))
             index.add_engine(f"{kind}-{i}")
-    chooser = RouteChooser(fleet, index, policy=policy, orders=ORDERS, rng=random.Random(0))
-    chooser.fleet, chooser.index = fleet, index  # type: ignore[attr-defined]  # for the tests
+            tiers.add_engine(f"{kind}-{i}")
+    chooser = RouteChooser(fleet, index, tiers, policy=policy, orders=ORDERS, rng=random.Random(0))
+    chooser.fleet, chooser.index, chooser.tiers = fleet, index, tiers  # type: ignore[attr-defined]  # for the tests
     return chooser
 
 
-def store(chooser: Any, engine: str, num_tokens: int, request: Any) -> None:
-    """The engine says that it has the beginning of the prompt."""
+def keys_of(chooser: Any, engine: str, num_tokens: int, request: Any) -> list[bytes]:
+    """Block keys of the prompt's first tokens."""
     card = chooser.fleet.engines[engine].card
     keys: list[bytes] = []
     root = root_key(model=card.model, layout=card.layout.identity)
     extend_keys(keys, root, request.prompt_token_ids[:num_tokens])
+    return keys
+
+
+def reach(chooser: Any, engines: Sequence[str], num_tokens: int, request: Any) -> None:
+    """The beginning of the prompt lies in a store that these engines reach."""
+    keys = keys_of(chooser, engines[0], num_tokens, request)
+    for engine in engines:
+        assert chooser.tiers.apply(engine, TierEvents("disk", True, 64, stored=keys[3::4]))
+
+
+def store(chooser: Any, engine: str, num_tokens: int, request: Any) -> None:
+    """The engine says that it has the beginning of the prompt."""
+    keys = keys_of(chooser, engine, num_tokens, request)
     assert chooser.index.apply(engine, KVEvents(0, [CacheCleared(), BlockStored(keys, None)]))
 
 
@@ -128,3 +144,49 @@ def test_requests_of_one_key_go_to_one_engine_while_its_load_allows_it(policy: s
     assert owner not in engines_of("a")
     chooser.fleet.went_down(owner, 0.0)
     assert all(engines_of(key) == engines for key, engines in owners.items() if engines != {owner})
+
+
+# --- tiers below the caches ---------------------------------------------------------------------------------------
+
+
+def busy(chooser: Any, engine: str, num_tokens: int) -> None:
+    Entry(chooser.fleet.engines[engine].books, num_tokens, 0).enter()
+
+
+def test_who_has_a_prompt_itself_comes_first_and_need_not_be_waited_for_where_others_can_load_it() -> None:
+    chooser, request = make_chooser(3, 1, "prefix_aware"), make_request(1024)
+    store(chooser, "prefill-0", 1024, request)
+    assert {chooser.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}
+    busy(chooser, "prefill-0", 200)
+    assert {chooser.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}, "the others would compute it"
+    reach(chooser, ["prefill-0", "prefill-1"], 1024, request)
+    assert {chooser.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-1"}
+    busy(chooser, "prefill-1", 200)
+    assert {chooser.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}, "equally busy"
+    busy(chooser, "prefill-0", 950)
+    busy(chooser, "prefill-1", 950)
+    assert {chooser.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-2"}, "too busy for what it saves"
+
+
+def test_what_lies_below_the_cache_counts_for_as_much_of_the_prompt_as_the_cache_lacks() -> None:
+    assert with_lower_tier(0, 0) == 0
+    assert with_lower_tier(512, 256) == 512
+    assert with_lower_tier(0, 1000) == 900
+    assert with_lower_tier(500, 1000) == 950
+
+
+def test_tokens_that_an_engine_will_load_are_a_small_part_of_its_load() -> None:
+    chooser, request = make_chooser(2, 1, "prefix_aware"), make_request(1280)
+    reach(chooser, ["prefill-0"], 1024, request)
+    store(chooser, "prefill-0", 256, request)
+    assert chooser.uncached_tokens(request, "prefill-0") == 1280 - 256 - 691
+    assert chooser.uncached_tokens(request, "prefill-1") == 1280
+
+
+def test_who_decodes_is_chosen_by_what_it_has_itself() -> None:
+    """What it has not, it loads in any case."""
+    chooser, request = make_chooser(1, 2, "prefix_aware"), make_request(1024)
+    store(chooser, "decode-0", 512, request)
+    reach(chooser, ["decode-0", "decode-1"], 1024, request)
+    Entry(chooser.fleet.engines["decode-0"].books, 0, 500).enter()
+    assert {chooser.choose_decode(request, "prefill-0", 0.0) for _ in range(6)} == {"decode-0"}

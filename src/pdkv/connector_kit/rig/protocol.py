@@ -14,7 +14,7 @@ from pdkv.connectors.base import (
     TransferOutcome,
     TransferResults,
 )
-from pdkv.wire.messages import ConnectorKind, EngineCard, Order
+from pdkv.wire.messages import ConnectorKind, EngineCard, Order, TierEvents
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
@@ -106,6 +106,10 @@ class Settle(Command, frozen=True):
 
 class IsPending(Command, frozen=True):
     """has_pending_work."""
+
+
+class TakeEvents(Command, frozen=True):
+    """take_events."""
 
 
 class Reuse(Command, frozen=True):
@@ -230,9 +234,9 @@ class Exit(Command, frozen=True):
 
 
 AnyCommand = (
-    Build | Close | Drop | UpdatePeers | Match | Allocate | Plan | FinishRequest | Settle | IsPending | Reuse | Publish
-    | Execute | Expect | Fill | ForeignWrites | TakeCalls | Instrument | CopyCost | GetUsage | Await | Digest | Forward
-    | Throttle | OpenBare | MoveBare | Exit
+    Build | Close | Drop | UpdatePeers | Match | Allocate | Plan | FinishRequest | Settle | IsPending | TakeEvents
+    | Reuse | Publish | Execute | Expect | Fill | ForeignWrites | TakeCalls | Instrument | CopyCost | GetUsage | Await
+    | Digest | Forward | Throttle | OpenBare | MoveBare | Exit
 )  # fmt: skip
 
 
@@ -327,6 +331,12 @@ class Settled(Answer, frozen=True):
     results: Results
 
 
+class Events(Answer, frozen=True):
+    """What take_events says."""
+
+    events: list[TierEvents]
+
+
 class Truth(Answer, frozen=True):
     """A truth value."""
 
@@ -387,8 +397,8 @@ class Woken(Answer, frozen=True):
 
 
 AnyAnswer = (
-    Done | Raised | Built | Refusals | Matched | Ticket | Planned | RequestEnded | Executed | Settled | Truth | Blocks
-    | Calls | Seconds | Digests | Address | Usage | Woken
+    Done | Raised | Built | Refusals | Matched | Ticket | Planned | RequestEnded | Executed | Settled | Events | Truth
+    | Blocks | Calls | Seconds | Digests | Address | Usage | Woken
 )  # fmt: skip
 
 

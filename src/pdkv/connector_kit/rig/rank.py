@@ -130,6 +130,8 @@ class HostedRank:
                 if resolved:
                     call("update_connector_output", scheduler.update_connector_output, resolved)
                 return p.Settled(p.as_lists(resolved))
+            case p.TakeEvents():
+                return p.Events(list(call("take_events", scheduler.take_events)))
             case p.IsPending():
                 return p.Truth(call("has_pending_work", lambda: scheduler.has_pending_work))
             case p.Reuse(block_ids=block_ids):

@@ -1,0 +1,54 @@
+"""What a store connector tells the routers of its store: values that were saved or loaded here, and those not found."""
+
+from collections.abc import Iterable
+
+from pdkv.connectors.store.plan import StoreCut, Value
+from pdkv.kv_store.base import KVStore
+from pdkv.wire.messages import TierEvents
+
+MAX_NEWS = 1 << 14
+"""Keys that wait to be taken; further ones are not told."""
+
+
+class StoreNews:
+    """Changes since they were taken last, the last of each key. Used by the step thread alone.
+
+    Told are whole values of the first KV group: prompts find others only with them. Without them, where all layers have
+    a window, nothing is told, since no chain of them begins with the prompt.
+    """
+
+    def __init__(self, store: KVStore, cut: StoreCut) -> None:
+        self._cut = cut
+        self._empty = TierEvents(store.medium, store.is_shared, cut.hit_tokens)
+        self._is_told = not cut.windows[0]
+        self._changes: dict[bytes, bool] = {}  # key -> whether it is there
+        self._announced = False
+
+    def stored(self, values: Iterable[Value]) -> None:
+        """They were saved or loaded."""
+        self._note(values, is_there=True)
+
+    def missing(self, values: Iterable[Value]) -> None:
+        """They were looked for in vain, or are damaged."""
+        self._note(values, is_there=False)
+
+    def take(self) -> list[TierEvents]:
+        """What there is to tell; the first time at least that there is a store."""
+        if self._announced and not self._changes:
+            return []
+        self._announced = True
+        changes, self._changes = self._changes, {}
+        empty = self._empty
+        removed = [key for key, is_there in changes.items() if not is_there]
+        stored = [key for key, is_there in changes.items() if is_there]
+        return [TierEvents(empty.medium, empty.shared, empty.tokens_per_key, removed, stored)]
+
+    def _note(self, values: Iterable[Value], *, is_there: bool) -> None:
+        if not self._is_told:
+            return
+        cut, changes = self._cut, self._changes
+        for value in values:
+            if value.group or value.stop % cut.hit_tokens or not cut.is_whole(value):
+                continue
+            if value.key in changes or len(changes) < MAX_NEWS:
+                changes[value.key] = is_there

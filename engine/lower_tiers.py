@@ -1,0 +1,59 @@
+"""What the routers were told of tiers below this engine's cache; one that joins later is told it, too."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from pdkv.wire.messages import TierEvents
+
+MAX_TIER_KEYS = 1 << 16
+"""Keys of one tier that are kept, those told last; what is dropped stays told."""
+
+MAX_TIERS = 16
+"""Further ones are not told."""
+
+KEYS_PER_MESSAGE = 2048
+"""Of one TierEvents; more are told in parts."""
+
+
+class LowerTiers:
+    """The keys of each tier. What was told is not told again."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[str, TierEvents] = {}  # by medium, without keys
+        self._told: dict[str, OrderedDict[bytes, None]] = {}  # by medium
+
+    def update(self, events: Iterable[TierEvents]) -> list[TierEvents]:
+        """Take over what a connector says; returns what routers have not been told yet."""
+        return [part for event in events for part in self._update(event)]
+
+    def _update(self, event: TierEvents) -> Iterator[TierEvents]:
+        medium = event.medium
+        is_new = medium not in self._tiers
+        if is_new:
+            if len(self._tiers) >= MAX_TIERS:
+                return
+            self._tiers[medium] = msgspec.structs.replace(event, removed=[], stored=[])
+            self._told[medium] = OrderedDict()
+        told = self._told[medium]
+        for key in event.removed:
+            told.pop(key, None)
+        stored = [key for key in event.stored if key not in told]
+        for key in event.stored:
+            told[key] = None
+            told.move_to_end(key)
+        while len(told) > MAX_TIER_KEYS:
+            told.popitem(last=False)
+        if is_new or stored or event.removed:
+            yield from _parts(self._tiers[medium], event.removed, stored)
+
+    def snapshot(self) -> list[TierEvents]:
+        """All that was told; of every tier at least that it is there."""
+        return [part for medium, tier in self._tiers.items() for part in _parts(tier, [], list(self._told[medium]))]
+
+
+def _parts(tier: TierEvents, removed: Sequence[bytes], stored: Sequence[bytes]) -> Iterator[TierEvents]:
+    for start in range(0, max(len(removed), len(stored), 1), KEYS_PER_MESSAGE):
+        part = slice(start, start + KEYS_PER_MESSAGE)
+        yield msgspec.structs.replace(tier, removed=list(removed[part]), stored=list(stored[part]))

@@ -1,0 +1,80 @@
+"""Cases about tiers below the cache: what a connector says of them."""
+
+from collections.abc import Sequence
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connector_kit.check.cases import case
+from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.engine import Engine
+from pdkv.connector_kit.rig.handover import Handover, new_name
+from pdkv.connector_kit.rig.request import Request
+from pdkv.connector_kit.rig.world import NotApplicable, Setting, World, lengths, require
+from pdkv.wire.messages import TierEvents
+
+
+@case("lower_tiers")
+def lower_tiers(setting: Setting) -> None:
+    """Any request can find what is told as stored, a prompt's beginning first; a partial tail is never told."""
+    with World(setting) as world:
+        tiers = {events.medium: events for events in _take(world.producer)}
+        if not tiers:
+            raise NotApplicable("it says of no tier below the cache that it is there")
+        for events in tiers.values():
+            size = events.tokens_per_key
+            require(size % HASH_BLOCK_SIZE == 0, f"{events.medium}: a key for {size} tokens, which are no whole blocks")
+        num_told = 0
+        for num_tokens in [*lengths(world.setting), 300]:
+            transfer = Handover(world, num_tokens)
+            transfer.run()
+            num_told += _check(transfer, tiers, _take(world.producer))
+            _check(transfer, tiers, _take(world.consumer))
+        require(num_told > 0, "nothing that was saved was told")
+        require(not _take(world.producer), "events without news")
+        world.check_pools()
+
+
+def _take(engine: Engine) -> Sequence[TierEvents]:
+    return engine.ask(p.TakeEvents(), p.Events).events
+
+
+def _check(transfer: Handover, tiers: dict[str, TierEvents], events: Sequence[TierEvents]) -> int:
+    """Events behind one prompt; returns how many tokens of it they tell."""
+    keys = transfer.sender.keys(transfer.num_tokens)
+    most = 0
+    for told in events:
+        known = tiers.setdefault(told.medium, told)
+        require(
+            (told.shared, told.tokens_per_key) == (known.shared, known.tokens_per_key),
+            f"{told.medium}: {told.shared}, {told.tokens_per_key} tokens a key; before {known.shared}, "
+            f"{known.tokens_per_key}",
+        )
+        named = [*told.stored, *told.removed]
+        require(len(set(named)) == len(named), f"{told.medium}: a key is told twice in one call")
+        step = told.tokens_per_key // HASH_BLOCK_SIZE
+        ends = keys[step - 1 :: step]
+        num_stored = len(told.stored)
+        require(
+            set(told.stored) == set(ends[:num_stored]),
+            f"{told.medium}: {num_stored} keys are told, and not those that end the prompt's first {num_stored} times "
+            f"{told.tokens_per_key} tokens",
+        )
+        most = max(most, num_stored * told.tokens_per_key)
+    found = _found(transfer, most) if most else 0
+    require(found >= most, f"{most} tokens are told of {transfer.describe()}, and {found} can be had")
+    return most
+
+
+def _found(transfer: Handover, num_tokens: int) -> int:
+    """Tokens of the prompt's beginning that a request of another transfer finds."""
+    consumer = transfer.consumer
+    reader = Request(
+        transfer.sender.text, num_tokens + 1, kv="local", transfer_id=new_name(), attempt=0, layout=consumer.layout
+    )
+    found: list[p.Matched] = []
+
+    def known() -> bool:
+        found[:] = [consumer.ask(p.Match(reader.view(), 0), p.Matched)]
+        return not found[0].ask_again
+
+    transfer.world.until(known, f"the connector knows what it has of {transfer.describe()}")
+    return found[0].num_tokens

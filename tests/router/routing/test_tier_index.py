@@ -1,0 +1,111 @@
+"""What lies in tiers below the caches: who reaches it, how far a prompt matches, and what is refused."""
+
+import pytest
+
+from pdkv.router.routing import tier_index
+from pdkv.router.routing.tier_index import TierIndex
+from pdkv.wire.messages import TierEvents
+
+KEYS = [bytes([i]) * 16 for i in range(32)]  # of a prompt of 512 tokens
+ENDS = KEYS[3::4]  # where values of 64 tokens end
+
+
+def disk(*, stored: list[bytes] | None = None, removed: list[bytes] | None = None, step: int = 64) -> TierEvents:
+    return TierEvents("disk", True, step, removed or [], stored or [])
+
+
+def index_of(*engines: str) -> TierIndex:
+    index = TierIndex()
+    for engine in engines:
+        index.add_engine(engine)
+    return index
+
+
+def test_what_one_engine_stored_every_engine_reaches_that_names_the_tier() -> None:
+    index = index_of("a", "b", "c")
+    assert index.apply("a", disk(stored=ENDS[:3]))
+    assert index.apply("b", disk())
+    assert index.match(KEYS) == {"a": 192, "b": 192}
+    assert [index.match_one(engine, KEYS) for engine in "abc"] == [192, 192, 0]
+    assert index.match(KEYS[:7]) == {"a": 64, "b": 64}, "of a shorter prompt the whole values"
+
+
+def test_a_tier_of_an_engines_own_is_nobody_elses() -> None:
+    index = index_of("a", "b")
+    assert index.apply("a", TierEvents("memory", False, 16, stored=KEYS[:5]))
+    assert index.apply("b", TierEvents("memory", False, 64, stored=ENDS[:1]))  # it may cut otherwise
+    assert index.match(KEYS) == {"a": 80, "b": 64}
+
+
+def test_of_several_tiers_the_longest_match_counts() -> None:
+    index = index_of("a")
+    index.apply("a", disk(stored=ENDS[:2]))
+    index.apply("a", TierEvents("0-store/store", True, 32, stored=KEYS[1:12:2]))
+    assert index.match(KEYS) == {"a": 192}
+    assert index.match_one("a", KEYS) == 192
+
+
+def test_what_anybody_finds_missing_is_missing_for_all() -> None:
+    index = index_of("a", "b")
+    index.apply("a", disk(stored=ENDS))
+    index.apply("b", disk(removed=[ENDS[2], b"never told"]))
+    assert index.match(KEYS) == {"a": 128, "b": 128}
+    index.apply("b", disk(stored=[ENDS[2]]))
+    assert index.match(KEYS) == {"a": 512, "b": 512}
+
+
+def test_a_shared_tier_outlives_the_engine_that_filled_it_and_not_the_last_that_reaches_it() -> None:
+    index = index_of("a", "b")
+    index.apply("a", disk(stored=ENDS))
+    index.apply("b", disk())
+    index.remove_engine("a")
+    assert index.match(KEYS) == {"b": 512}
+    index.remove_engine("b")
+    assert index.describe() == []
+    assert index.apply("b", disk(stored=ENDS)), "what a connection still brings of an engine that is gone is skipped"
+    assert index.describe() == []
+
+
+def test_an_engine_that_comes_again_has_to_say_again_what_it_reaches() -> None:
+    index = index_of("a", "b")
+    for engine in ("a", "b"):
+        index.apply(engine, disk(stored=ENDS))
+    index.add_engine("a")
+    assert index.match(KEYS) == {"b": 512}
+    index.apply("a", disk())
+    assert index.match(KEYS) == {"a": 512, "b": 512}
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        disk(stored=ENDS, step=32),
+        disk(stored=ENDS, step=17),
+        disk(stored=[KEYS[0]] * (tier_index.MAX_KEYS_PER_MESSAGE + 1)),
+        disk(removed=[KEYS[0]] * (tier_index.MAX_KEYS_PER_MESSAGE + 1)),
+    ],
+    ids=["cut otherwise", "no whole blocks", "too many stored", "too many removed"],
+)
+def test_what_cannot_be_is_refused_and_counted(events: TierEvents) -> None:
+    index = index_of("a", "liar")
+    index.apply("a", disk(stored=ENDS[:1]))
+    assert not index.apply("liar", events)
+    assert index.num_refused == 1
+    assert index.match(KEYS) == {"a": 64}
+
+
+def test_tiers_and_their_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_index, "MAX_TIERS", 2)
+    monkeypatch.setattr(tier_index, "MAX_SHARED_KEYS", 4)
+    monkeypatch.setattr(tier_index, "MAX_OWN_KEYS", 2)
+    index = index_of("a")
+    index.apply("a", disk(stored=ENDS[:4]))
+    index.apply("a", disk(stored=[ENDS[0], ENDS[4]]))  # the one told longest ago goes
+    assert index.match(KEYS) == {"a": 64}
+    index.apply("a", TierEvents("memory", False, 16, stored=KEYS))
+    assert [row["keys"] for row in index.describe()] == [4, 2]
+    assert not index.apply("a", TierEvents("third", True, 16, stored=KEYS))
+    assert index.num_refused == 1
+    assert [(row["medium"], row["shared"], row["engines"]) for row in index.describe()] == [
+        ("disk", True, ["a"]), ("memory", False, ["a"]),
+    ]  # fmt: skip
