@@ -6,11 +6,13 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from deployments import Launch, Running
+from faults.run import CONNECTOR
 from kills import FEW_TOKENS, num_migrations
 from traffic import client_of, wait_for_rest, wait_until_true
 
@@ -38,7 +40,7 @@ class Reply:
     texts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     tokens: dict[int, list[str]] = field(default_factory=dict)  # of logprobs
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
     num_usages: int = 0
     roles: int = 0
@@ -58,7 +60,8 @@ class Reply:
                 self.reasons[index] = choice["finish_reason"]
             if choice.get("logprobs"):
                 self.tokens.setdefault(index, []).extend(choice["logprobs"]["tokens"])
-                self.logprobs += [x for x in choice["logprobs"]["token_logprobs"] if x is not None]
+                values = [x for x in choice["logprobs"]["token_logprobs"] if x is not None]
+                self.logprobs.setdefault(index, []).extend(values)
 
 
 async def ask(client: httpx.AsyncClient, fields: dict[str, Any], salt: str, on_event: Callable[[], None]) -> Reply:
@@ -128,13 +131,46 @@ def test_no_reply_shows_that_all_decode_engines_were_killed(launch: Launch, conn
         wait_for_rest(deployment)
 
 
+EVERYTHING = {"prompt": PROMPT, "n": 4, "logprobs": 2, "echo": True, "frequency_penalty": 0.4, **SAMPLED, **STREAM}
+MOMENTS = {"token 1": 1, "the middle": NUM_OUTPUT // 2, "the last but one": NUM_OUTPUT - 1}
+"""Output tokens that are computed when decode dies; those that it had not sent die with it."""
+
+
+def test_no_reply_shows_at_which_token_decode_was_killed(launch: Launch, tmp_path: Path) -> None:
+    """n=4, logprobs, echo, a penalty and a seed in one request, and a stop string that begins before the cut."""
+    switch = tmp_path / "die"
+    options = ("--connector-config", "of=shared_memory", f"switch={switch}")
+    flags = ("--prefill", "1", "--decode", "2", "--connector", "dying:Dying", *options)
+    deployment = launch(*flags, environment={"PYTHONPATH": str(CONNECTOR)})
+    expected = asyncio.run(ask_all(deployment, {"everything": EVERYTHING, "sampled": CASES["sampled"]}, "undisturbed"))
+    text = expected["sampled"].texts[0]
+    assert len(text) == NUM_OUTPUT
+    for moment, num_tokens in MOMENTS.items():
+        first = min(max(0, num_tokens - 6), NUM_OUTPUT - 12)
+        stop = {**CASES["sampled"], "stop": [text[first : first + 12]]}
+        assert first <= num_tokens < text.index(text[first : first + 12]) + 12, moment
+        expected |= asyncio.run(ask_all(deployment, {"stop": stop}, f"before {moment}"))
+        assert expected["stop"].reasons == {0: "stop"}
+        for name, fields in (("everything", EVERYTHING), ("stop", stop)):
+            wait_until_true(lambda: all(deployment.pids().values()), "all engines")
+            before = num_migrations(deployment)
+            switch.write_text(str(len(PROMPT) + num_tokens - 1))
+            compare(asyncio.run(ask_all(deployment, {name: fields}, moment)), {name: expected[name]})
+            assert not switch.exists(), (moment, name)
+            assert num_migrations(deployment) > before, (moment, name)
+    wait_until_true(lambda: all(deployment.pids().values()), "all engines are back")
+    wait_for_rest(deployment)
+
+
 def compare(replies: dict[str, Reply], expected: dict[str, Reply]) -> None:
     """Same text, reasons, usage, logprobs; one usage and one role."""
     for name, right in expected.items():
         mine = replies[name]
         assert mine.texts == right.texts, name
         assert (mine.reasons, mine.tokens) == (right.reasons, right.tokens), name
-        assert mine.logprobs == pytest.approx(right.logprobs, abs=1e-3), name
+        assert mine.logprobs.keys() == right.logprobs.keys()
+        for index, values in right.logprobs.items():
+            assert mine.logprobs[index] == pytest.approx(values, abs=1e-3), name
         assert mine.usage == right.usage, name
         assert mine.num_usages == right.num_usages == 1, name
         assert mine.roles == right.roles, name

@@ -23,12 +23,12 @@ class Refusing(KVConnector):
     def for_options(cls, options: Mapping[str, str]) -> type[KVConnector]:
         """A subclass of the connector that is meant."""
         switch = options[SWITCH]
-        chosen = load_connector(options[OF]).for_options(_rest(options))
+        chosen = load_connector(options[OF]).for_options(without_own(options))
 
         class Refused(chosen):  # type: ignore[misc, valid-type]
             @classmethod
             def parse_options(cls, options: Mapping[str, str]) -> Any:
-                return super().parse_options(_rest(options))
+                return super().parse_options(without_own(options))
 
             @classmethod
             def for_options(cls, options: Mapping[str, str]) -> type[KVConnector]:
@@ -49,7 +49,8 @@ class Refusing(KVConnector):
         return Refused
 
 
-def _rest(options: Mapping[str, str]) -> dict[str, str]:
+def without_own(options: Mapping[str, str]) -> dict[str, str]:
+    """The options of the connector that is meant."""
     return {name: text for name, text in options.items() if name not in (OF, SWITCH)}
 
 
