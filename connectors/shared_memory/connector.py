@@ -19,8 +19,9 @@ from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.pull_scheduler import PullMetadata
 from pdkv.connectors.shared_memory.arena import Arena
 from pdkv.connectors.shared_memory.block_table import SharedBlockTable
+from pdkv.connectors.shared_memory.options import SharedMemoryOptions
 from pdkv.connectors.shared_memory.peers import PeerArenas
-from pdkv.connectors.shared_memory.scheduler import SharedMemoryOptions, SharedMemoryScheduler
+from pdkv.connectors.shared_memory.scheduler import SharedMemoryScheduler
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
 from pdkv.errors import ConfigError
 from pdkv.wire.messages import ConnectorKind

@@ -7,20 +7,11 @@ from pdkv.connectors.base import ConnectorConfig, RequestView
 from pdkv.connectors.peer.pull_scheduler import Match, PullScheduler
 from pdkv.connectors.shared_memory.arena import PeerArena
 from pdkv.connectors.shared_memory.block_table import SharedBlockTable, Words, key_words
+from pdkv.connectors.shared_memory.options import SharedMemoryOptions
 from pdkv.connectors.shared_memory.peers import PeerArenas
 from pdkv.connectors.transfer.planning import whole_blocks
 from pdkv.errors import PdkvError
-from pdkv.options import MAX_THREADS, Options, option, seconds
 from pdkv.wire.messages import EngineCard
-
-
-class SharedMemoryOptions(Options):
-    """--connector-config of this connector."""
-
-    io_threads: int = option(1, "threads that copy", ge=1, le=MAX_THREADS)
-    min_hit_tokens: int = option(64, "a shorter find in another engine's cache is computed, not copied", ge=1)
-    load_timeout_s: float = seconds(10.0, "deadline of one copy, from its start")
-    content_lookup: bool = option(True, "whether the caches of other engines are searched at all")
 
 
 class SharedMemoryScheduler(PullScheduler):

@@ -14,7 +14,8 @@ from deployments import Launch
 from traffic import stop_process
 
 GATED_CONNECTOR = """
-from pdkv.connectors.shared_memory.connector import SharedMemoryConnector, SharedMemoryOptions
+from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
+from pdkv.connectors.shared_memory.options import SharedMemoryOptions
 from pdkv.options import option
 
 class GatedOptions(SharedMemoryOptions):
