@@ -124,7 +124,8 @@ async def _stream(
 
 
 def _engines(reply: httpx.Response) -> tuple[str, str]:
-    return reply.headers["x-pd-prefill-engine"], reply.headers["x-pd-decode-engine"]
+    headers = reply.headers
+    return headers["x-pd-prefill-engine"], headers.get("x-pd-decode-engine", "")  # it may be chosen later
 
 
 async def send_all(client: httpx.AsyncClient, asks: Iterable[Ask], *, at_once: int) -> list[Answer]:

@@ -1,0 +1,67 @@
+"""Prompts that end the engine in whose step they are, among others: they alone fail."""
+
+import asyncio
+from pathlib import Path
+
+from deployments import Launch
+from kills import FEW_TOKENS
+from traffic import Answer, Ask, client_of, send_all, wait_until_true
+
+POISON = [77] * 8
+"""How the prompts begin that no engine survives."""
+
+SITE = f"""
+import importlib.machinery
+import os
+import sys
+
+
+class Patch:
+    '''Ends the process in the step that has a poisonous request, as a kernel would that crashes on it.'''
+
+    def find_spec(self, name, path, target=None):
+        if name != "pdkv.engine.executor":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            execute, poisons = module.InProcessExecutor.execute, set()
+
+            def poisoned(self, plan):
+                poisons.update(new.key for new in plan.new if new.prompt_token_ids[:8] == {POISON})
+                if any(scheduled.key in poisons for scheduled in plan.scheduled):
+                    os._exit(77)
+                return execute(self, plan)
+
+            module.InProcessExecutor.execute = poisoned
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Patch())
+"""
+
+
+def test_of_three_prompts_that_end_real_engines_and_30_others_those_three_fail(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    deployment = launch("--prefill", "2", "--decode", "1", environment={"PYTHONPATH": str(tmp_path)})
+    prompts = [f"Question {i}: " + "and so on, " * (i % 5) for i in range(30)]
+    asks = [Ask(prompt, 20, stream=bool(i % 2), fields=FEW_TOKENS) for i, prompt in enumerate(prompts)]
+
+    async def ask_all(asks: list[Ask]) -> list[Answer]:
+        async with client_of(deployment) as client:
+            return await send_all(client, asks, at_once=len(asks))
+
+    expected = [answer.token_ids for answer in asyncio.run(ask_all(asks))]
+    poisons = [Ask([*POISON, *range(100, 110 + i)], 20) for i in range(3)]
+    mixed = [*asks[:10], poisons[0], *asks[10:15], *poisons[1:], *asks[15:]]
+    answers = dict(zip(map(id, mixed), asyncio.run(ask_all(mixed)), strict=True))
+    assert [answers[id(ask)].token_ids for ask in asks] == expected
+    for poison in poisons:
+        error = answers[id(poison)].error
+        assert error is not None
+        assert error["code"] == "kills_engines", error
+    wait_until_true(lambda: all(deployment.pids().values()), "all engines are back")
