@@ -23,8 +23,8 @@ from kills import FEW_TOKENS
 from prometheus_client.parser import text_string_to_metric_families
 from traffic import Ask, stop_process, wait_for_rest, wait_until_true
 
-BACKENDS = ("shared_memory", "p2p", "nixl pull", "nixl push", "store redis")
-"""One of each way in which KV travels."""
+BACKENDS = ("shared_memory", "p2p", "nixl pull", "store redis")
+"""`test_migration.py` and `test_nixl.py` have kills over the other mode of NIXL."""
 
 NUM, RATE, STOP_S = 12, 12.0, 1.5
 COVER = {(cell.backend, cell.kind): cell for cell in cover(BACKENDS)}

@@ -15,7 +15,7 @@ from traffic import stop_process
 
 from faults.cells import Cell
 from faults.load import LONG, PROMPTS, Load
-from faults.moments import admin_of, go_on, hold, is_there, requests_of
+from faults.moments import Watch, admin_of, go_on, is_there, requests_of
 from faults.sockets import cut, is_of_transfers, is_to_router
 
 _LOOK_S = 0.02
@@ -72,7 +72,7 @@ async def _at_the_moment(
 ) -> None:
     engine = cell.engine
     pid = site.deployment.pids()[engine]
-    held, there = await hold(site.deployment, admin, cell, load.label)
+    held, there = await Watch(site.deployment, admin, cell, load.label).hold()
     stops = cell.kind == "stop"
     try:
         match cell.kind:
