@@ -244,7 +244,9 @@ class EngineClient:
             return 1
         self._next_received += 1
         self._note_progress(frame)
-        messages = [m for message in frame.messages if (m := self._checked(message)) is not None]
+        messages = cast(list[RouterToEngine | EngineToRouter], frame.messages)
+        if frame.has_bad:
+            messages = [m for message in frame.messages if (m := self._checked(message)) is not None]
         if messages:
             self._deliver(messages)
         return max(len(parts[0]), 1)

@@ -435,14 +435,17 @@ class Dispatcher:
             self.fleet.engines[name].health.heard()
         for message in messages:
             try:
-                self._take(name, message, now)
+                if isinstance(message, Tokens):
+                    self._take_tokens(name, message, now)
+                else:
+                    self._take(name, message, now)
             except Exception as error:
                 self._mishandled(name, message, error)
 
     def _take(self, name: str, message: RouterToEngine | EngineToRouter, now: float) -> None:
-        """Act on one message of an engine."""
+        """Act on one message of an engine that brings no tokens."""
         match message:
-            case Tokens() | Finished() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
+            case Finished() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
                 self._handle(self._generations.get(message.request_id), name, message, now)
             case Release():
                 self._handle(self._transfers.get(message.transfer_id), name, message, now)
@@ -503,30 +506,47 @@ class Dispatcher:
             self._forget(generation)
 
     def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
-        """Advance one generation. Tokens are the hot path: nothing else changes with them."""
+        """Advance one generation."""
         if generation is None or not generation.flow.accepts(engine, message):
             self.counters.dropped_messages += 1
             return
         flow = generation.flow
-        if generation.timeline.wants(message):
-            generation.timeline.heard(engine, message, flow, now)
+        generation.timeline.heard(engine, message, flow, now)
         sends = flow.handle(engine, message, now)
-        if isinstance(message, Tokens):
-            generation.arrived(now)
-        if generation.prompt_run_in != flow.attempt and isinstance(message, Tokens | HandedOff):
-            generation.prompt_run_in = flow.attempt
-            self._enter(generation)
-        if isinstance(message, Tokens) and not flow.ended:
-            for receiver, answer in sends:
-                self._send(receiver, answer)
-            failures = generation.failures
-            if failures is not None and failures.is_suspect and self.recovery.track(generation):
-                self._place_parked_soon()
-            generation.wake()
-            return
-        if isinstance(message, Loaded):
+        if isinstance(message, HandedOff):
+            self._note_prompt(generation)
+        elif isinstance(message, Loaded):
             self._note_load(flow, message, now)
         self._apply(generation, sends)
+
+    def _take_tokens(self, engine: str, message: Tokens, now: float) -> None:
+        """Hand tokens on. This is the hot path: nothing else changes with them."""
+        generation = self._generations.get(message.request_id)
+        if generation is None or not generation.flow.accepts(engine, message):
+            self.counters.dropped_messages += 1
+            return
+        flow = generation.flow
+        if generation.timeline.first_token is None:
+            generation.timeline.heard(engine, message, flow, now)
+        sends = flow.handle(engine, message, now)
+        generation.arrived(now)
+        if generation.prompt_run_in != flow.attempt:
+            self._note_prompt(generation)
+        if flow.ended:
+            self._apply(generation, sends)
+            return
+        for receiver, answer in sends:
+            self._send(receiver, answer)
+        failures = generation.failures
+        if failures is not None and failures.is_suspect and self.recovery.track(generation):
+            self._place_parked_soon()
+        generation.wake()
+
+    def _note_prompt(self, generation: Generation) -> None:
+        """Its prompt has been run: that is nobody's work any more."""
+        if generation.prompt_run_in != generation.flow.attempt:
+            generation.prompt_run_in = generation.flow.attempt
+            self._enter(generation)
 
     def _note_load(self, flow: RequestFlow, loaded: Loaded, now: float) -> None:
         """A KV load ended: the pair's breaker hears of it, unless its prefill engine is gone, which says it all."""

@@ -26,6 +26,8 @@ class Generation:
         self.failures: FailureRecord | None = None  # what has gone wrong so far
         self._on_abort = on_abort
         self._waiter: asyncio.Future[None] | None = None
+        self._has_news = True
+        self._pauses = False  # there is more, for another turn of the event loop
         self._arrivals: list[float] = []
         self._last_token_at = began
 
@@ -49,6 +51,11 @@ class Generation:
     def sources(self) -> SourceCounts:
         """Prompt tokens by source on the side that ran the prompt; all zero before the first token."""
         return self.flow.sources or SourceCounts()
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing to take, and never will be."""
+        return self.flow.ended and not self._has_news
 
     @property
     def num_attempts(self) -> int:
@@ -94,22 +101,39 @@ class Generation:
         Raises:
             RequestFailed: and its kinds; also InvalidRequest where an engine refuses the request.
         """
-        flow = self.flow
-        while True:
-            delta = flow.take_delta()
-            if delta is not None:
-                if flow.output.piles_up:
-                    await asyncio.sleep(0)  # between the parts of a long pile, others have their turn
-                return delta
-            if flow.failure is not None:
-                raise flow.failure
-            if flow.ended:
+        while (delta := self.take()) is None:
+            if self.ended:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self.news()
+        return delta
+
+    def take(self) -> Delta | None:
+        """What piled up since the last delta; None: nothing, for now or, where it has `ended`, for ever.
+
+        Raises:
+            RequestFailed, InvalidRequest: as of an iteration.
+        """
+        if self._pauses:
+            return None
+        if self._has_news:
+            self._has_news = False
+            delta = self.flow.take_delta()
+            if delta is not None:
+                if self.flow.output.piles_up:
+                    self._has_news = self._pauses = True  # between the parts of a long pile, others have their turn
+                return delta
+        if self.flow.failure is not None:
+            raise self.flow.failure
+        return None
+
+    def news(self) -> "asyncio.Future[None]":
+        """Done when there may be something to take; for one reader, who has just found nothing."""
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+        if self._pauses:
+            self._pauses = False
+            loop.call_soon(self.wake)
+        return waiter
 
     def arrived(self, now: float) -> None:
         """Tokens have come from an engine."""
@@ -123,5 +147,7 @@ class Generation:
 
     def wake(self) -> None:
         """Something is new for the reader."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._has_news = True
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -62,10 +62,6 @@ class Timeline:
             part: Part = "all" if submit.kv == "local" else "prefill" if submit.until == "first_token" else "decode"
             self.legs.append(Leg(part, engine, submit.attempt, now))
 
-    def wants(self, message: FlowMessage) -> bool:
-        """Whether `heard` has something to write down: not for what comes with every token."""
-        return self.first_token is None or not isinstance(message, Tokens)
-
     def heard(self, engine: str, message: FlowMessage, flow: RequestFlow, now: float) -> None:
         """An engine's word about the generation; the time of its first Tokens counts."""
         match message:

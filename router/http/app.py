@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from pdkv import __version__
 from pdkv.config import AccessConfig, HttpApi, HttpLimits
@@ -41,6 +42,7 @@ from pdkv.router.http.responses import describe_error, error_body
 from pdkv.router.http.served_model import Cancelled, ServedModel, unknown_model
 from pdkv.router.http.text_pool import TextPool
 from pdkv.router.http.tokenize import TextEndpoint, detokenize, tokenize
+from pdkv.router.http.unwound import Deferred, Unwound
 from pdkv.router.observability.instruments import NO_INSTRUMENTS, Instruments
 from pdkv.text import Tokenizer
 
@@ -139,7 +141,7 @@ def create_app(
         return _json_response(dispatcher.topology())
 
     def generate(path: str, endpoint: GenerateEndpoint) -> Route:
-        return Route(path, drain.counted(endpoint), methods=["POST"])
+        return Route(path, Deferred(drain.counted(endpoint)), methods=["POST"])
 
     pool = TextPool(limits.max_queued_text)
 
@@ -202,8 +204,10 @@ class _App(FastAPI):
     Its own layers around each request, which nothing here needs, cost a quarter of a small request's CPU: left out.
     """
 
-    build_middleware_stack = Starlette.build_middleware_stack
     __call__ = Starlette.__call__
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return Unwound(Starlette.build_middleware_stack(self), _internal_error)
 
     def openapi(self) -> dict[str, Any]:
         return openapi()

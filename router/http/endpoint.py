@@ -9,8 +9,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,6 +35,7 @@ from pdkv.router.http.responses import WholeChoice, describe_error, error_status
 from pdkv.router.http.served_model import Cancelled, ServedModel
 from pdkv.router.http.sse import DONE, ChunkEncoder, error_event
 from pdkv.router.http.text_pool import TextPool
+from pdkv.router.http.unwound import body_send
 from pdkv.router.observability.tracing import Tracer
 from pdkv.trace_context import TraceContext, new_trace, parse_traceparent
 
@@ -89,7 +89,7 @@ class GenerateEndpoint:
         span = self._tracer.begin(trace, metrics.began) if self._tracer is not None else None
         if span is not None:
             trace = _context_of(span)
-        exchange = _Exchange(send, headers.get("x-request-id"), trace or new_trace())
+        exchange = _Exchange(send, body_send(send), headers.get("x-request-id"), trace or new_trace())
         outcome, param = "internal_error", None
         try:
             with self._admission.arrive(scope.get(TENANT, self._admission.anonymous)) as visit:
@@ -138,9 +138,9 @@ class GenerateEndpoint:
         )
         gone.add_done_callback(lambda _: fanout.abort())
         try:
-            async with aclosing(fanout.deltas()) as deltas:
-                serve = _stream if job.stream else _reply
-                await serve(deltas, fanout, model, exchange, self._pool)
+            await fanout.begin()
+            serve = _stream if job.stream else _reply
+            await serve(fanout, model, exchange, self._pool)
         except PdkvError as error:
             if fanout.aborted:
                 raise Disconnected from error
@@ -191,12 +191,14 @@ class GenerateEndpoint:
 class _Exchange:
     """One response: its id, its headers, and whether it has begun."""
 
-    def __init__(self, send: Send, label: str | None, trace: TraceContext) -> None:
+    def __init__(self, send: Send, send_body: Send, label: str | None, trace: TraceContext) -> None:
+        """`send_body`: for what follows a response's start."""
         self.trace = trace
         self.status = 0
         """0: nothing was sent."""
         self.fanout: Fanout | None = None
         self._send = send
+        self._send_body = send_body
         self._label = label
         self._streaming = False
         self.body_is_here = False
@@ -231,21 +233,23 @@ class _Exchange:
             headers.append((b"connection", b"close"))
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data})
+        await self._send_body({"type": "http.response.body", "body": data})
 
-    async def send_events(self, data: bytes, engines: Callable[[], tuple[str, str]]) -> None:
-        """A part of a stream; the first one begins the response."""
-        if not self._streaming:
-            headers = self._headers(b"text/event-stream; charset=utf-8", engines())
-            headers.append((b"cache-control", b"no-cache"))
-            self.status = 200
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            self._streaming = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+    async def begin_events(self, engines: tuple[str, str]) -> None:
+        """The head of a stream."""
+        headers = self._headers(b"text/event-stream; charset=utf-8", engines)
+        headers.append((b"cache-control", b"no-cache"))
+        self.status = 200
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._streaming = True
 
-    async def end_events(self, data: bytes) -> None:
+    def send_events(self, data: bytes) -> Awaitable[None]:
+        """A part of a stream that has begun."""
+        return self._send_body({"type": "http.response.body", "body": data, "more_body": True})
+
+    def end_events(self, data: bytes) -> Awaitable[None]:
         """The last part of a stream."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        return self._send_body({"type": "http.response.body", "body": data, "more_body": False})
 
     async def fail(self, error: PdkvError) -> None:
         """A status as long as nothing was sent, an error event and no [DONE] afterwards."""
@@ -280,13 +284,7 @@ def _is_plain(label: str) -> bool:
     return len(label) <= MAX_LABEL and label.isascii() and label.isprintable()
 
 
-async def _stream(
-    deltas: AsyncIterator[Sequence[ChoiceDelta]],
-    fanout: Fanout,
-    model: ServedModel,
-    exchange: _Exchange,
-    pool: TextPool,
-) -> None:
+async def _stream(fanout: Fanout, model: ServedModel, exchange: _Exchange, pool: TextPool) -> None:
     """One write per step of the engines, whatever the number of choices."""
     job = fanout.job
     encoder = ChunkEncoder(
@@ -298,17 +296,21 @@ async def _stream(
         model=model.name,
     )
     encode = encoder.encode
-
-    def engines() -> tuple[str, str]:
-        return fanout.engines
-
-    async for batch in deltas:
+    begun = False
+    while not fanout.finished:
+        batch = fanout.take()
+        if not batch:
+            await fanout.news()
+            continue
+        if not begun:
+            begun = True
+            await exchange.begin_events(fanout.engines)
         if job.params.logprobs is not None and _num_logprobs(batch) > _INLINE_LOGPROBS:
             for delta in batch:
-                await exchange.send_events(await pool.encode(functools.partial(encode, delta)), engines)
+                await exchange.send_events(await pool.encode(functools.partial(encode, delta)))
             continue
         data = encode(batch[0]) if len(batch) == 1 else b"".join(map(encode, batch))
-        await exchange.send_events(data, engines)
+        await exchange.send_events(data)
     end = DONE
     if job.include_usage:
         end = encoder.encode_usage(_usage(fanout)) + DONE
@@ -320,19 +322,16 @@ def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:
     return sum(len(delta.logprobs) for delta in batch if delta.logprobs is not None)
 
 
-async def _reply(
-    deltas: AsyncIterator[Sequence[ChoiceDelta]],
-    fanout: Fanout,
-    model: ServedModel,
-    exchange: _Exchange,
-    pool: TextPool,
-) -> None:
+async def _reply(fanout: Fanout, model: ServedModel, exchange: _Exchange, pool: TextPool) -> None:
     """Everything at once, when the last choice is finished."""
     job, tokenizer = fanout.job, model.tokenizer
     wholes = [WholeChoice(choice) for choice in fanout.choices]
-    async for batch in deltas:
+    while not fanout.finished:
+        batch = fanout.take()
         for delta in batch:
             wholes[delta.choice].add(delta)
+        if not batch:
+            await fanout.news()
     choices: list[Any] = []
     inline = sum(whole.num_logprobs for whole in wholes) <= _INLINE_LOGPROBS
     for whole in wholes:  # one by one: never all of them as objects

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pdkv.errors import RequestAborted, RequestFailed
@@ -30,7 +30,7 @@ STALL_S = 0.05
 class Fanout:
     """Of each prompt the first choice goes first, the others after its first delta: the prompt's blocks are hits then.
 
-    `abort` may be called at any time; whoever iterates must call it when done, whatever happened.
+    `abort` may be called at any time; whoever begins must call it when done, whatever happened.
     """
 
     def __init__(
@@ -57,8 +57,11 @@ class Fanout:
         self._generations: dict[int, Generation] = {}  # by choice index
         self._aborted = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._arrived: list[ChoiceDelta | Exception] = []
-        self._wake = asyncio.Event()
+        self._num_unfinished = len(self.choices)
+        self._alone: Generation | None = None  # of the only choice
+        self._held: Delta | None = None  # of the only choice, until its prompt's echo is made
+        self._arrived: list[ChoiceDelta | Exception] = []  # of several choices
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def aborted(self) -> bool:
@@ -111,41 +114,80 @@ class Fanout:
         return sum(choice.num_tokens for choice in self.choices)
 
     def abort(self) -> None:
-        """Give up every generation that is not over; `deltas` then raises RequestAborted. Idempotent."""
+        """Give up every generation that is not over; `take` then raises RequestAborted. Idempotent."""
         self._aborted = True
         self._visit.abort()
         for generation in self._generations.values():
             generation.abort()
 
-    async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """All that is new, at least one delta each time, until every choice is finished.
+    async def begin(self) -> None:
+        """Begin the generations. To be called once; then `take` and `news` by turns, until it is `finished`.
+
+        Raises:
+            EngineUnavailable, RequestFailed: the only choice could not begin.
+        """
+        if len(self.choices) == 1:
+            self._alone = await self._start(self.choices[0])
+            return
+        for choice in self.choices[:: self.job.n]:
+            self._pump(choice)
+            await self._take_turns(choice.index // self.job.n)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of every choice has been taken."""
+        return not self._num_unfinished
+
+    def take(self) -> Sequence[ChoiceDelta]:
+        """All that is new; empty: nothing yet, see `news`. No coroutine: it is called for every token.
 
         Raises:
             EngineUnavailable, RequestFailed: one choice failed, so the request did.
         """
-        if len(self.choices) == 1:
-            [choice] = self.choices
-            generation = await self._start(choice)
-            async for delta in generation:
-                yield [await self._show(choice, generation, delta)]
-                if choice.finished:
-                    return
-            raise self._ended_early()
-        for choice in self.choices[:: self.job.n]:
-            self._pump(choice)
-            await self._take_turns(choice.index // self.job.n)
-        num_unfinished = len(self.choices)
-        while num_unfinished:
-            await self._wake.wait()
-            self._wake.clear()
-            arrived, self._arrived = self._arrived, []
-            deltas: list[ChoiceDelta] = []
-            for item in arrived:
-                if isinstance(item, Exception):
-                    raise item
-                deltas.append(item)
-            num_unfinished -= sum(delta.finish_reason is not None for delta in deltas)
-            yield deltas
+        if self._alone is not None:
+            return self._take_of_one(self._alone)
+        arrived, self._arrived = self._arrived, []
+        deltas: list[ChoiceDelta] = []
+        for item in arrived:
+            if isinstance(item, Exception):
+                raise item
+            deltas.append(item)
+        self._num_unfinished -= sum(delta.finish_reason is not None for delta in deltas)
+        return deltas
+
+    def _take_of_one(self, generation: "Generation") -> Sequence[ChoiceDelta]:
+        choice = self.choices[0]
+        delta, self._held = self._held or generation.take(), None
+        if delta is None:
+            if generation.ended:
+                raise self._ended_early()
+            return ()
+        if self.job.echo and choice.echo_work(delta) is not None:
+            self._held = delta
+            return ()
+        shown = self._show(choice, generation, delta)
+        if shown.finish_reason is not None:
+            self._num_unfinished = 0
+        return (shown,)
+
+    def news(self) -> Awaitable[None]:
+        """Done when there may be something to take, for who has just found nothing."""
+        if self._held is not None and (work := self.choices[0].echo_work(self._held)) is not None:
+            return self._work_on_pool(work)
+        if self._alone is not None:
+            return self._alone.news()
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    async def _work_on_pool(self, work: Callable[[], object]) -> None:
+        await self._pool.encode(work)
+
+    def _put(self, item: ChoiceDelta | Exception) -> None:
+        """For `take`, from one of several choices."""
+        self._arrived.append(item)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def _start(self, choice: Choice) -> "Generation":
         """Begin a choice, at once or when it is its turn; the deadline is the request's."""
@@ -169,10 +211,8 @@ class Fanout:
         if index % _STARTS_IN_A_ROW == _STARTS_IN_A_ROW - 1:
             await asyncio.sleep(0)
 
-    async def _show(self, choice: Choice, generation: "Generation", delta: Delta) -> ChoiceDelta:
+    def _show(self, choice: Choice, generation: "Generation", delta: Delta) -> ChoiceDelta:
         """What a delta of an engine shows to the client."""
-        if (work := choice.echo_work(delta)) is not None:
-            await self._pool.encode(work)
         arrivals = generation.take_arrivals()
         for at in arrivals:
             if choice.last_token_at:
@@ -198,14 +238,14 @@ class Fanout:
         task.add_done_callback(self._tasks.discard)
 
     async def _collect(self, choice: Choice) -> None:
-        """Put what a choice gives where `deltas` takes it; its siblings start behind its first delta."""
+        """Put what a choice gives where `take` finds it; its siblings start behind its first delta."""
         siblings = range(choice.index + 1, choice.index + self.job.n) if choice.index % self.job.n == 0 else range(0)
         try:
             generation = await self._start(choice)
             async for delta in generation:
-                shown = await self._show(choice, generation, delta)
-                self._arrived.append(shown)
-                self._wake.set()
+                if (work := choice.echo_work(delta)) is not None:
+                    await self._work_on_pool(work)
+                self._put(self._show(choice, generation, delta))
                 for index in siblings:
                     self._pump(self.choices[index])
                     await self._take_turns(index)
@@ -213,9 +253,8 @@ class Fanout:
                 if choice.finished:
                     return
             raise self._ended_early()
-        except Exception as error:  # raised again by `deltas`, to whoever serves the request
-            self._arrived.append(error)
-            self._wake.set()
+        except Exception as error:  # raised again by `take`, to whoever serves the request
+            self._put(error)
 
 
 def _make_choices(job: Job, model: ServedModel) -> Iterator[Choice]:

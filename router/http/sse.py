@@ -1,7 +1,7 @@
 """Server-sent events of a streamed reply. What does not change is encoded once per request and choice."""
 
-import json
 from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 import msgspec
@@ -22,6 +22,13 @@ def error_event(error: PdkvError) -> bytes:
     """The last event of a stream that failed: no [DONE] follows."""
     _, body = describe_error(error)
     return b"data: " + _json(body) + b"\n\n"
+
+
+def _encode_text(text: str) -> bytes:
+    """A JSON string; json's, not msgspec's: with everything but ASCII escaped, no client takes U+2028 and the like for
+    a line's end.
+    """
+    return encode_basestring_ascii(text).encode("ascii")
 
 
 class ChunkEncoder:
@@ -49,8 +56,7 @@ class ChunkEncoder:
         index = delta.choice
         if self._job.continuous_usage:
             return self._encode_with_usage(delta)
-        # json, not msgspec: with everything but ASCII escaped, no client takes U+2028 and the like for a line's end.
-        text = json.dumps(delta.text).encode("ascii")
+        text = _encode_text(delta.text)
         if not self._opened[index]:
             self._opened[index] = True
             return self._opening(index) + self._full(delta, text, first=True)
@@ -68,7 +74,7 @@ class ChunkEncoder:
         self._num_tokens[index] += len(delta.token_ids)
         self._tail = self._usage_tail(index)
         first, self._opened[index] = not self._opened[index], True
-        return opening + self._full(delta, json.dumps(delta.text).encode("ascii"), first=first)
+        return opening + self._full(delta, _encode_text(delta.text), first=first)
 
     def _usage_tail(self, index: int) -> bytes:
         num_prompt, num_tokens = len(self._choices[index].prompt.token_ids), self._num_tokens[index]

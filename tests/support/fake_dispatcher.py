@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,12 +31,15 @@ class FakeGeneration:
         self.ended = False
         self.over = asyncio.Event()  # aborted, or the reader saw the failure
         self.on_end: Callable[[], None] = lambda: None
-        self._items: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self._items: deque[Delta | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         self._arrivals: list[float] = []
 
     def put(self, item: Delta | Exception, *, at: float | None = None) -> None:
         """The next delta, or the failure that ends it; `at`: when its tokens came (time.perf_counter)."""
-        self._items.put_nowait(item)
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
         if isinstance(item, Delta) and item.token_ids:
             self._arrivals.append(time.perf_counter() if at is None else at)
 
@@ -46,7 +50,7 @@ class FakeGeneration:
     @property
     def num_unread(self) -> int:
         """Deltas that nobody has taken yet."""
-        return self._items.qsize()
+        return len(self._items)
 
     def abort(self) -> None:
         if not self.ended and not self.aborted:
@@ -59,9 +63,20 @@ class FakeGeneration:
         return self
 
     async def __anext__(self) -> Delta:
-        if self.ended:
-            raise StopAsyncIteration
-        item = await self._items.get()
+        while (delta := self.take()) is None:
+            if self.ended:
+                raise StopAsyncIteration
+            await self.news()
+        return delta
+
+    def news(self) -> "asyncio.Future[None]":
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    def take(self) -> Delta | None:
+        if self.ended or not self._items:
+            return None
+        item = self._items.popleft()
         if isinstance(item, Exception):
             self.ended = True
             self.over.set()

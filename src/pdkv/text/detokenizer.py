@@ -24,9 +24,15 @@ class ByteDetokenizer(Detokenizer):
         """`token_bytes` holds every id; those of tokens that are not shown are empty."""
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_whole = True  # the decoder holds no beginning of a character
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes[token_id])
+        data = self._token_bytes[token_id]
+        if self._is_whole and data.isascii():
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self._is_whole = not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", True)

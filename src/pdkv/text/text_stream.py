@@ -41,6 +41,8 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Add tokens; the text ends at the first stop string that is completed by token min_tokens or later."""
+        if self._stops is None:
+            return TextPiece(self._push_all(token_ids), len(token_ids), None)
         pieces: list[str] = []
         for count, token_id in enumerate(token_ids, 1):
             self.num_tokens += 1
@@ -48,12 +50,23 @@ class TextStream:
                 continue
             text = self._detokenizer.push(token_id)
             self.num_characters += len(text)
-            if self._stops is not None and text:
+            if text:
                 text, stop = self._stops.push(text, accept=self.num_tokens >= self._min_tokens)
                 if stop is not None:
                     return TextPiece("".join([*pieces, text]), count, stop)
             pieces.append(text)
         return TextPiece("".join(pieces), len(token_ids), None)
+
+    def _push_all(self, token_ids: Sequence[int]) -> str:
+        """Where there are no stop strings."""
+        self.num_tokens += len(token_ids)
+        ends, push = self._stop_token_ids, self._detokenizer.push
+        if len(token_ids) == 1:
+            text = push(token_ids[0]) if token_ids[0] not in ends else ""
+        else:
+            text = "".join([push(token_id) for token_id in token_ids if token_id not in ends])
+        self.num_characters += len(text)
+        return text
 
     def finish(self) -> TextPiece:
         """The tokens end without a stop string so far: what was held back. It may itself complete one."""

@@ -4,7 +4,7 @@ each message on its own, so that a bad one affects only its own request.
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, cast
 
 import msgspec
 
@@ -44,6 +44,7 @@ class ReceivedFrame(NamedTuple):
     messages: list[AnyMessage | BadMessage]
     begun: int = 0
     handled: int = 0
+    has_bad: bool = False  # whether one of the messages is a BadMessage
 
 
 class _RawFrame(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -59,6 +60,15 @@ class _RawFrame(msgspec.Struct, frozen=True, omit_defaults=True):
     handled: Number = 0
 
 
+class _GoodFrame(msgspec.Struct, frozen=True):
+    """The same, decoded in one go: where every message is valid, which is nearly always."""
+
+    number: Number
+    messages: Annotated[list[AnyMessage], msgspec.Meta(max_length=MAX_FRAME_MESSAGES)]
+    begun: Number = 0
+    handled: Number = 0
+
+
 class _About(msgspec.Struct, frozen=True):
     """What a message is about, whatever else is in it."""
 
@@ -69,6 +79,7 @@ class _About(msgspec.Struct, frozen=True):
 _UNKNOWN_TYPE = re.compile(r"Invalid value .* - at `\$\.type`$", re.DOTALL)
 
 _encoder = msgspec.msgpack.Encoder()
+_good_frames = msgspec.msgpack.Decoder(_GoodFrame)
 _frames = msgspec.msgpack.Decoder(_RawFrame)
 _messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _abouts = msgspec.msgpack.Decoder(_About)
@@ -116,9 +127,16 @@ def decode_frame(data: bytes) -> ReceivedFrame:
     Raises:
         MalformedMessage: `data` is no frame (the caller counts and drops it).
     """
+    try:
+        good = decode_total(_good_frames, data)
+    except MalformedMessage:
+        pass
+    else:
+        return ReceivedFrame(good.number, cast(list[AnyMessage | BadMessage], good.messages), good.begun, good.handled)
     frame = decode_total(_frames, data)
     messages = [decode_message(memoryview(raw)) for raw in frame.messages]
-    return ReceivedFrame(frame.number, messages, frame.begun, frame.handled)
+    has_bad = any(isinstance(message, BadMessage) for message in messages)
+    return ReceivedFrame(frame.number, messages, frame.begun, frame.handled, has_bad)
 
 
 def decode_message(data: bytes | memoryview) -> AnyMessage | BadMessage:

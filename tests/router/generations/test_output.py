@@ -58,4 +58,4 @@ def test_others_have_their_turn_between_two_parts() -> None:
             seen.append(f"part {number}")
         return list(seen)
 
-    assert asyncio.run(main()) == ["before 0", "part 0", "before 1", "part 1", "part 2"]
+    assert asyncio.run(main()) == ["part 0", "before 0", "before 1", "part 1", "before 2", "part 2"]
