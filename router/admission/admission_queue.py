@@ -207,9 +207,16 @@ class Admission:
         visit.num_charged += cost_of(request)
         return result
 
-    def settle(self, visit: "Visit", num_tokens: float) -> None:
-        """What a visit took from the queue came to more or fewer tokens than it was charged for."""
-        self._queue.settle(visit.turns, num_tokens, visit.tenant.grant.weight)
+    def settle(self, visit: "Visit", num_tokens: int, share: float) -> None:
+        """A visit came to so many tokens more, or fewer, than it was taken to cost.
+
+        Its `share` that came by the queue was charged. The rest began while nobody waited, which costs nothing; but for
+        what it came to beyond, others may have waited since.
+        """
+        tenant = visit.tenant
+        self._queue.settle(visit.turns, num_tokens * share, tenant.grant.weight)
+        if share < 1.0 and num_tokens > 0:
+            self._queue.charge(tenant.name, visit.priority, num_tokens * (1.0 - share), tenant.grant.weight)
 
     def leave(self, waiter: _Waiter, waiting: Waiting[_Waiter]) -> None:
         """Out of the queue. Idempotent."""
@@ -252,6 +259,7 @@ class Visit:
     def __init__(self, admission: Admission, tenant: Tenant) -> None:
         self.tenant = tenant
         self.turns = Turns()
+        self.priority = 0  # of its generations
         self.waiters: dict[_Waiter, Waiting[_Waiter]] = {}
         self.num_charged = 0  # tokens that its generations in the queue were taken to cost
         self._admission = admission
@@ -289,7 +297,7 @@ class Visit:
             EngineUnavailable: no engine can take it.
             RequestTimeout, RequestAborted: it waited until its deadline, or until the visit was closed.
         """
-        admission = self._admission
+        admission, self.priority = self._admission, request.priority
         if self._closed:
             raise RequestAborted("the client went away", request_id=request.label)
         try:
@@ -320,9 +328,9 @@ class Visit:
         if self._streams:
             self.tenant.leave_stream()
         self.tenant.settle(self._num_taken, self._num_used)
-        if self.num_charged:
-            share = min(self.num_charged / self._num_taken, 1.0)  # what began at once was charged to nobody
-            self._admission.settle(self, (self._num_used - self._num_taken) * share)
+        if self._num_taken:
+            share = min(self.num_charged / self._num_taken, 1.0)
+            self._admission.settle(self, self._num_used - self._num_taken, share)
         self.tenant.leave()
 
     def _let_go(self, num_choices: int, num_tokens: int) -> None:

@@ -127,6 +127,13 @@ class FairQueue(Generic[T]):
         if turns.flow is not None:
             turns.flow.virtual += num_tokens / weight
 
+    def charge(self, tenant: str, priority: int, num_tokens: float, weight: float) -> None:
+        """A tenant used tokens that were taken for nothing here. Where nobody waits, nobody is the worse for it."""
+        level = self._classes.get(priority)
+        if level is not None:
+            flow = level.flows.setdefault(tenant, Flow(level.virtual))
+            flow.virtual = max(flow.virtual, level.virtual) + num_tokens / weight
+
     def _left(self, waiting: Waiting[T]) -> None:
         waiting.item = None
         flow, level = waiting.flow, self._classes[waiting.priority]

@@ -31,8 +31,10 @@ class Move(Protocol):
 class Mover:
     """Looks once per tick for requests that depend on suspects."""
 
-    def __init__(self, fleet: Fleet, move: Move) -> None:
+    def __init__(self, fleet: Fleet, move: Move, *, take_over: bool = False) -> None:
+        """`take_over`: where no engine can be asked for one side, those of the other do its work, too."""
         self.num_moved = 0
+        self._take_over = take_over
         self._fleet = fleet
         self._move = move
         self._allowance = MIN_MOVES_PER_S
@@ -54,8 +56,11 @@ class Mover:
         engines = self._fleet.engines.values()
         takers = [e for e in engines if e.life == "ready" and not e.draining and e.name not in suspects]
         self._review_staying(takers, generations)
-        rooms = [_Room(e) for e in takers]
-        if rooms and self._allowance >= 1.0:
+        all_rooms = [_Room(e) for e in takers]
+        rooms = {side: [r for r in all_rooms if r.role in (side, "any")] for side in SIDES}
+        if self._take_over:
+            rooms = {side: rooms[side] or all_rooms for side in SIDES}
+        if all_rooms and self._allowance >= 1.0:
             for item in heapq.nsmallest(MAX_TRIES, self._find_movable(suspects, generations, rooms)):
                 self._try(item, suspects[item.engine], rooms)
 
@@ -70,10 +75,10 @@ class Mover:
             self._staying = {request_id: tick for request_id, tick in self._staying.items() if request_id in live}
 
     def _find_movable(
-        self, suspects: Collection[str], generations: Iterable[Generation], rooms: Sequence["_Room"]
+        self, suspects: Collection[str], generations: Iterable[Generation], rooms: "_Rooms"
     ) -> Iterator["_Stuck"]:
         """Those for which there is room. One that could not be moved before does not hold up the others."""
-        most = {side: max((r.num_tokens for r in rooms if r.role in (side, "any")), default=0) for side in SIDES}
+        most = {side: max((r.num_tokens for r in rooms[side]), default=0) for side in SIDES}
         for generation in generations:
             stuck = _find_stuck(generation, suspects)
             if stuck is None or any(most[side] < stuck.num_tokens for side in stuck.sides):
@@ -84,10 +89,10 @@ class Mover:
             elif next_try <= self._num_ticks:
                 yield stuck._replace(stayed=True)
 
-    def _try(self, stuck: "_Stuck", reason: str, rooms: Iterable["_Room"]) -> None:
+    def _try(self, stuck: "_Stuck", reason: str, rooms: "_Rooms") -> None:
         if self._allowance < 1.0:
             return
-        found = [_find_room(rooms, side, stuck.num_tokens) for side in stuck.sides]
+        found = [_find_room(rooms[side], stuck.num_tokens) for side in stuck.sides]
         if None in found:
             return
         if self._move(stuck.generation, reason, away_from=stuck.engine):
@@ -145,7 +150,11 @@ class _Room:
         self.num_free -= num_tokens // self.block_size + 2
 
 
-def _find_room(rooms: Iterable[_Room], side: Side, num_tokens: int) -> _Room | None:
-    """The engine for that side with most room, if it is enough for the request."""
-    fitting = [room for room in rooms if room.role in (side, "any") and room.num_tokens >= num_tokens]
+_Rooms = Mapping[Side, Sequence[_Room]]
+"""By side, of the engines that can be asked for it."""
+
+
+def _find_room(rooms: Iterable[_Room], num_tokens: int) -> _Room | None:
+    """The engine with most room, if it is enough for the request."""
+    fitting = [room for room in rooms if room.num_tokens >= num_tokens]
     return max(fitting, key=lambda room: room.num_free, default=None)

@@ -120,7 +120,7 @@ class Dispatcher:
         self._request_log = RequestLog()
         self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
         self._clock = clock
-        self._mover = Mover(self.fleet, self.move)
+        self._mover = Mover(self.fleet, self.move, take_over=recovery.take_over)
         self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and so no candidate
         self.shared_marks: SharedMarks | None = None
         self.recovery = Recovery(recovery, self.fleet, self.counters)
@@ -348,7 +348,7 @@ class Dispatcher:
         if flow.request.probe or not flow.depends_on(engine) or not may_go_on:
             return False
         side: Side = "decode" if engine == flow.route.decode and not flow.route.aggregated else "prefill"
-        if not self._routes.has_engine(side, self._clock(), {*self.recovery.excluded(generation), engine}):
+        if not self._routes.can_go_on(side, self._clock(), {*self.recovery.excluded(generation), engine}):
             return False
         if spared:
             self.recovery.spare(generation)

@@ -106,6 +106,11 @@ class RouteChooser:
         """Whether one is ready for this side that is not in `without`."""
         return bool(self._candidates(side, now, without))
 
+    def can_go_on(self, side: Side, now: float, without: Collection[str]) -> bool:
+        """Whether a request that loses its engine of this side has another one, or one of the other side takes over."""
+        sides = SIDES if self._take_over else (side,)
+        return any(self.has_engine(side, now, without) for side in sides)
+
     def choose_prefill(self, request: GenerateRequest, now: float, *, without: Collection[str] = ()) -> str:
         """Who runs the prompt; for a choice after the first the engine that ran it before, as long as it may be asked.
 

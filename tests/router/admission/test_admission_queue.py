@@ -387,6 +387,41 @@ def test_a_key_pays_for_outputs_that_were_longer_than_expected_and_gets_back_wha
     case(rig, body)
 
 
+def test_a_key_pays_for_long_outputs_of_what_began_before_anybody_waited() -> None:
+    """Each is taken to come to 276 tokens; the four of "early" come to 2,760, while two others wait beside its next."""
+    rig = Rig(num_slots=4)
+
+    async def body() -> None:
+        early, late = rig.tenant("early"), rig.tenant("late")
+
+        def come(tenant: Tenant) -> tuple[Visit, asyncio.Task[FakeGeneration]]:
+            visit = rig.admission.arrive(tenant)
+            visit.hold([20], 1, 4000, stream=False)
+            return visit, begin(visit, make_request(20, max_tokens=4000))
+
+        running = [come(early) for _ in range(4)]
+        await settle()
+        rig.dispatcher.num_slots = 0
+        waiting = [come(early), come(late), *(come(early) for _ in range(10)), *(come(late) for _ in range(20))]
+        await settle()
+        for number, (visit, _) in enumerate(running):
+            await rig.end(number)
+            visit.used(2760)
+            visit.close()
+        rig.dispatcher.num_slots = 0
+        rig.dispatcher.give_room(20)
+        await settle()
+        begun = [visit.tenant.name for visit, task in waiting if task.done()]
+        assert begun == ["late"] * 20
+        for visit, _ in waiting:
+            visit.close()
+        await asyncio.gather(*(task for _, task in waiting), return_exceptions=True)
+        for number in range(4, 24):
+            await rig.end(number)
+
+    case(rig, body)
+
+
 def test_others_do_not_wait_for_128_choices_of_one_request() -> None:
     """One anonymous client's n=128 of long prompts, and then short requests of others."""
     rig = Rig()

@@ -7,6 +7,7 @@ import pytest
 from dispatch_rig import System, collect, run
 from scripted_engine import expected_output, make_request
 
+from pdkv.config import RecoveryConfig
 from pdkv.router.engines.health import IDLE_SILENT_TICKS, SILENT_TICKS, ProbeResult
 from pdkv.router.engines.moves import MAX_TRIES, MIN_MOVES_PER_S, STAY_TICKS
 from pdkv.router.generations.generation import Generation
@@ -286,6 +287,29 @@ def test_requests_that_could_not_be_moved_are_forgotten_when_they_have_ended() -
         await settle()
 
     run(System(1, 3, await_all=False), body, start=False)
+
+
+@pytest.mark.parametrize("takes_over", [True, False])
+@pytest.mark.parametrize("stopped", ["prefill-0", "decode-0"])
+def test_requests_of_the_only_engine_of_a_role_move_to_those_that_take_over(stopped: str, takes_over: bool) -> None:
+    async def body(system: System) -> None:
+        start_with_beats(system)
+        backend = system.backends[stopped]
+        backend.held = True
+        generation = system.dispatcher.start(request := make_request(20))
+        await settle()
+        assert generation.flow.depends_on(stopped)
+        tick(system, stopped)
+        await settle()
+        assert system.dispatcher.health().num_moved == takes_over
+        if not takes_over:
+            backend.release()
+        assert (await collect(generation))[0] == expected_output(request)
+        assert (generation.decode_engine == generation.prefill_engine != stopped) == takes_over
+        backend.release()
+        await settle()
+
+    run(System(1, 1, recovery=RecoveryConfig(take_over=takes_over)), body, start=False)
 
 
 def test_requests_that_wait_for_a_silent_engine_begin_when_it_speaks_though_it_stays_a_suspect() -> None:

@@ -93,6 +93,42 @@ def test_what_one_router_finds_out_the_other_knows_until_it_ends(server: RedisSe
     run(server, body)
 
 
+def test_a_mark_is_told_when_it_is_made_and_when_it_ends_not_when_it_is_repeated(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers look for marks ten times a second (TICK_S): with this, another one knows within 0.2 s."""
+    monkeypatch.setattr(shared_marks, "REPEAT_S", 3600.0)
+
+    async def body(first: Router, second: Router) -> None:
+        while (await first.marks._redis.pubsub_numsub(CHANNEL))[0][1] < 2:
+            await asyncio.sleep(0.01)
+        suspect = first.fleet.engines["decode-0"]
+        for beat, others in ((Beat("e0", 9.0, 0.1), ["decode-1"]), (Beat("e0", 0.0), ["decode-0", "decode-1"])):
+            suspect.health.beat(beat)
+            first.say()
+            await second.until(lambda others=others: second.decodes() == others)  # type: ignore[misc]
+
+    run(server, body)
+
+
+def test_what_a_redis_that_hangs_holds_up_is_nothing_but_marks(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, it takes connections and answers nothing."""
+    monkeypatch.setattr(shared_marks, "_TIMEOUT_S", 0.1)
+
+    async def body(first: Router, second: Router) -> None:
+        with server.stopped():
+            first.fleet.engines["decode-0"].health.beat(Beat("e0", 9.0, 0.1))
+            first.say()
+            while not first.marks.num_failures:
+                await asyncio.sleep(0.01)
+            assert first.decodes() == ["decode-1"]
+        await second.until(lambda: second.decodes() == ["decode-1"])
+
+    run(server, body)
+
+
 def test_an_engine_of_the_same_name_in_another_launch_is_another_one(server: RedisServer) -> None:
     async def body(first: Router, second: Router) -> None:
         second.fleet.went_down("decode-0", 0.0)

@@ -554,6 +554,7 @@ def test_topology_and_snapshots_show_what_engines_said_last() -> None:
             "ranks": [],
             "state": "ready",
             "reason": None,
+            "serves": True,
             "suspect": False,
             "suspicion": None,
             "draining": False,
