@@ -146,14 +146,14 @@ class RedisStore(ServerStore):
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        connection = self._connection_class(
-            **self._arguments,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_connect_timeout=timeout_s,
-            socket_timeout=timeout_s,
-        )
         try:
+            connection = self._connection_class(  # reads files: those of redis-py's metadata
+                **self._arguments,
+                protocol=2,
+                retry=Retry(NoBackoff(), 0),
+                socket_connect_timeout=timeout_s,
+                socket_timeout=timeout_s,
+            )
             connection.connect()
         except redis.TimeoutError as error:
             raise StoreTimeout(f"{self.what}: no connection within {timeout_s:g} s") from error

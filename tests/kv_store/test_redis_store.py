@@ -1,5 +1,6 @@
 """What is Redis's own: memory limits, times to live, passwords, errors in the middle of a batch."""
 
+import resource
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -43,6 +44,21 @@ def test_a_full_server_is_told_and_what_it_took_stays(open_: Open) -> None:
         store.delete(names)
         store.put(items(*names[:3]))
         assert get(store, *names[:3]) == [True] * 3
+
+
+def test_an_engine_without_descriptors_has_a_store_that_is_unavailable(redis_url: str, open_: Open) -> None:
+    """redis-py opens a file before the connection: that error was none of a store, as of a defect. Found by a soak."""
+    store = open_(redis_url)
+    store.put(items(b"a", size=10))
+    client = open_(redis_url)  # which has no connection yet
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(StoreUnavailable, match="Too many open files"):
+            client.contains([b"a"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert client.contains([b"a"]) == [True]
 
 
 def test_what_the_server_evicts_is_a_miss(open_: Open) -> None:
