@@ -39,6 +39,16 @@ def test_two_of_one_process_do_not_collide(root: Path) -> None:
         assert one.path != other.path
 
 
+def test_who_has_ended_for_good_leaves_no_socket(root: Path) -> None:
+    """pd scale up and down: the sockets of engines that were gone stayed."""
+    with RunDirectory() as run_dir:
+        for name in ("decode-1", "decode-1.beats", "decode-1.1", "decode-10", "decode-10.beats", "decode-0"):
+            (run_dir.path / name).touch()
+        run_dir.forget("decode-1")
+        run_dir.forget("decode-2")
+        assert sorted(path.name for path in run_dir.path.iterdir()) == ["decode-0", "decode-10", "decode-10.beats"]
+
+
 def test_the_sweep_spares_the_living(root: Path) -> None:
     with RunDirectory() as directory:
         assert sweep_leftovers() == []

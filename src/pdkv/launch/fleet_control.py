@@ -113,7 +113,11 @@ class FleetControl:
     async def _add(self, spec: EngineSpec, say: Say) -> None:
         say(f"{spec.name} is started")
         address = plan_address(spec, self.run_dir)
-        await self.supervisor.add_engine(spec, address)
+        try:
+            await self.supervisor.add_engine(spec, address)
+        except PdkvError:
+            self.run_dir.forget(spec.name)
+            raise
         try:
             await self.router.add(address)
             await self._await_ready(spec.name)
@@ -133,6 +137,7 @@ class FleetControl:
             await self.router.remove(name)
         finally:
             await self.supervisor.remove_engine(name)
+            self.run_dir.forget(name)
 
     async def _drain(self, name: str, drain_s: float, say: Say) -> None:
         """Returns when the engine has nothing more to do: what it has after its time goes on elsewhere."""

@@ -58,6 +58,11 @@ class RunDirectory:
         """The ZeroMQ endpoint of the process `name`."""
         return f"ipc://{self.path}/{name}"
 
+    def forget(self, name: str) -> None:
+        """Delete the sockets of a process that has ended for good."""
+        for path in (self.path / name, *self.path.glob(f"{name}.*")):
+            path.unlink(missing_ok=True)
+
     def introduce(self, url: str, shape: str) -> None:
         """From now on the launch is found by `running_launches`."""
         info = RunInfo(str(self.path), os.getpid(), url, shape)
