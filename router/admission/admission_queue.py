@@ -336,6 +336,7 @@ class Visit:
     def _let_go(self, num_choices: int, num_tokens: int) -> None:
         self._num_held -= num_choices
         self._held_tokens -= num_tokens
+        assert self._num_held >= 0, "more places were let go of than were kept"
         self._admission.let_go(self.tenant, num_choices, num_tokens)
 
     def __enter__(self) -> "Visit":

@@ -36,6 +36,7 @@ class Capacity:
         """It is over."""
         self.kv_tokens -= kv_tokens
         self.num_generations -= 1
+        assert self.num_generations >= 0, "more generations are over than began"
         assert self.num_generations or not self.kv_tokens, "KV that is no generation's"
 
     @property

@@ -140,6 +140,7 @@ class FairQueue(Generic[T]):
         flow.num_waiting -= 1
         level.num_waiting -= 1
         self._num_waiting -= 1
+        assert flow.num_waiting >= 0, "more left a flow than waited in it"
         if not level.num_waiting:
             self._drop_class(waiting.priority)
         elif len(flow.heap) > 2 * flow.num_waiting + 16:  # those that were removed must not pile up

@@ -36,6 +36,7 @@ class Drain:
 
     def _leave(self) -> None:
         self.num_requests -= 1
+        assert self.num_requests >= 0, "more requests were answered than came"
         self._changes.notify()
 
 

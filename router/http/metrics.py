@@ -294,6 +294,7 @@ class RequestMetrics:
         metrics = self._metrics
         self.ended_at = time.perf_counter()
         metrics.in_flight -= 1
+        assert metrics.in_flight >= 0, "more requests ended than began"
         metrics.duration.observe(self.duration_s)
         if outcome != "ok" and self._num_choices > self._num_ended:
             reason = "abort" if outcome == "disconnected" else "error"

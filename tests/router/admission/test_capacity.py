@@ -86,6 +86,15 @@ def test_what_comes_alone_has_room_whatever_it_needs() -> None:
     assert not room.free
 
 
+def test_nothing_leaves_twice() -> None:
+    """It would pass for room that is not there; nothing clamps the count."""
+    _, room = make_room()
+    room.enter(5)
+    room.leave(5)
+    with pytest.raises(AssertionError, match="more generations are over than began"):
+        room.leave(0)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_without_an_engine_of_a_role_there_is_no_room(role: str) -> None:
     fleet, room = make_room()
