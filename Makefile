@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 MINUTES ?= 5
+ROUTER_MINUTES ?= 10
 BACKENDS ?=
 SEED ?= 0
 DAMAGE ?= 10000
@@ -52,13 +53,16 @@ matrix: install
 
 # So many damaged values in stores of every kind (make soak DAMAGE=10000), so many bad HTTP requests (REQUESTS=100000),
 # rude clients beside running streams for so many seconds (CLIENTS=40), so many hostile frames on the engines of each
-# connector (FRAMES=100000), then chaos under load for so many minutes per backend: make soak MINUTES=5 BACKENDS="shared_memory store_redis"
+# connector (FRAMES=100000), then chaos under load for so many minutes per backend: make soak MINUTES=5
+# BACKENDS="shared_memory store_redis". Then ROUTER_MINUTES=10 with one router alone, whose memory must stay flat.
 soak: install
 	cd tests/support && $(abspath $(BIN))/python -m soak.damage --mutations $(DAMAGE) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak.http_fuzz --requests $(REQUESTS) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak.clients --seconds $(CLIENTS)
 	cd tests/support && $(abspath $(BIN))/python -m soak --frames $(FRAMES) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(MINUTES) --seed $(SEED) --backends $(BACKENDS)
+	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(ROUTER_MINUTES) --seed $(SEED) --tp 1,1 \
+		--backends shared_memory --spare router
 
 # Each fault at each place under load, over each backend, and what became of CELL=100 requests, at RATE=15 a second instead
 # of half of what is measured first; engines are stopped for STOP=10 seconds. BACKENDS="shared_memory nixl" chooses

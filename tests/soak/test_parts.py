@@ -13,11 +13,14 @@ from typing import Any
 import httpx
 import pytest
 from oracle import Expected
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from soak.accounts import BUSY_BLOCKS, COUNTS, accounts
 from soak.backends import select
 from soak.checks import check_log, loop_stalls
 from soak.journal import Journal
 from soak.load import Load, Trial
 from soak.report import Report, save
+from soak.router_memory import Sample, judge_memory
 from soak.schedule import Site, deck, draw
 from traffic import Ask
 
@@ -108,6 +111,61 @@ def test_a_seed_draws_the_same_events_and_all_kinds_come_before_any_comes_again(
 def test_a_site_without_servers_files_and_ranks_has_no_such_events() -> None:
     kinds = deck(Site(["prefill-0", "decode-0"], []))
     assert not [kind for kind in kinds if {"server", "disk", "rank"} & set(kind.split())]
+
+
+def test_what_is_spared_is_left_alone_and_the_rest_is_not() -> None:
+    whole, spared = deck(SITE), deck(SITE._replace(spared=["router"]))
+    assert set(whole) - set(spared) == {"kill router", "stop router"}
+
+
+def exposition(**changed: float) -> str:
+    """Of a router at rest, but for what is changed."""
+    registry = CollectorRegistry()
+    for name in COUNTS:
+        labels = ("engine",) if name.startswith("pdkv_engine") else ()
+        gauge = Gauge(name, "", labels, registry=registry)
+        (gauge.labels("decode-0") if labels else gauge).set(changed.get(name, 0))
+    blocks = Gauge("pdkv_engine_blocks", "", ("engine", "class"), registry=registry)
+    for name, count in {"total": 9, "free": 5, "cached": 4, **dict.fromkeys(BUSY_BLOCKS, 0)}.items():
+        blocks.labels("decode-0", name).set(changed.get(name, count))
+    for name in ("pdkv_generations_started_total", "pdkv_generations_total"):
+        Gauge(name, "", registry=registry).set(changed.get(name, 7))
+    return generate_latest(registry).decode()
+
+
+@pytest.mark.parametrize("name", [*COUNTS, *BUSY_BLOCKS])
+@pytest.mark.parametrize("value", [1.0, -1.0])
+def test_every_count_of_what_is_under_way_is_looked_at(name: str, value: float) -> None:
+    assert {account.value for account in accounts(exposition())} == {0.0}
+    assert value in {account.value for account in accounts(exposition(**{name: value}))}
+
+
+def test_blocks_and_generations_that_are_nowhere_are_found() -> None:
+    (lost,) = [account for account in accounts(exposition(free=4)) if account.value]
+    assert str(lost) == "pdkv_engine_blocks{decode-0, nowhere} is 1"
+    (left,) = [account for account in accounts(exposition(pdkv_generations_total=6)) if account.value]
+    assert str(left) == "generations that did not end is 1"
+    with pytest.raises(ValueError, match="pdkv_requests_in_flight"):
+        accounts(exposition().replace("pdkv_requests_in_flight", "pdkv_requests_somewhere"))
+
+
+def memory(*mebibytes: float, pid: int = 1) -> list[Sample]:
+    return [Sample(60.0 * i, pid, int(mib * (1 << 20))) for i, mib in enumerate(mebibytes)]
+
+
+def test_memory_that_grows_all_the_time_is_told_from_a_warm_up() -> None:
+    flat = judge_memory(memory(50, 60, 65, 66, 65, 66, 65, 65.5, 65))
+    assert flat is not None
+    assert flat.is_flat
+    growing = judge_memory(memory(50, 60, 65, 66, 67, 68, 69, 70, 71))
+    assert growing is not None
+    assert not growing.is_flat
+    assert growing.growth_mib == 6.0
+
+
+def test_memory_of_a_router_that_was_killed_lately_is_not_judged() -> None:
+    assert judge_memory([]) is None
+    assert judge_memory([*memory(60, 60, 60, 60, 60, 60, 60, 60, 60), *memory(60, 60, 60, 99, pid=2)]) is None
 
 
 def test_backends_are_selected_by_name_and_by_first_word() -> None:

@@ -12,6 +12,9 @@ STORE_MIB = 48
 
 DEADLINES = ("--kv-load-timeout-s", "2", "--lease-timeout-s", "4", "--rank-timeout-s", "2")
 
+SEND_TIMEOUT_S = 3.0
+CLIENTS = ("--send-timeout-s", f"{SEND_TIMEOUT_S:g}")
+
 _STORE = ("lookup_timeout_s=0.5", "transfer_timeout_s=1.5", "layer_timeout_s=0.5")
 _SERVER = (*_STORE, "operation_timeout_s=1", "connect_timeout_s=1")
 _FILES = (*_STORE, f"capacity={STORE_MIB}MiB")
@@ -31,6 +34,9 @@ assert set(OPTIONS) == set(BACKENDS)
 
 HAVE_FILES = ("shared_storage", "store tiers", "multi")
 
+HAVE_LINKS = ("p2p", "store redis", "store lmcache")
+"""Engines have connections to each other, or to a server; others reach each other's memory, or files."""
+
 
 def choose(name: str, directory: Path) -> Choice:
     """The backend's flags while its server runs; `extra_flags` come beside them."""
@@ -39,7 +45,12 @@ def choose(name: str, directory: Path) -> Choice:
 
 def extra_flags(name: str) -> list[str]:
     """Deadlines and bounds, and a look at what holds the router's event loop."""
-    return [*DEADLINES, *WATCHDOG, *(word for option in OPTIONS[name] for word in ("--connector-config", option))]
+    return [
+        *DEADLINES,
+        *CLIENTS,
+        *WATCHDOG,
+        *(word for option in OPTIONS[name] for word in ("--connector-config", option)),
+    ]
 
 
 def select(words: Sequence[str]) -> list[str]:

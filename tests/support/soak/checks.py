@@ -14,7 +14,9 @@ import httpx
 import psutil
 from traffic import holdings, unrest
 
+from soak.accounts import accounts
 from soak.private_mounts import SHM
+from soak.router_memory import Sample
 from soak.world import World
 
 CALM_BOUND_S = 90.0
@@ -25,6 +27,9 @@ _POLL_S = 0.2
 _STALL = re.compile(r"router: the event loop was held up for .* in (?P<place>\S+): (?P<kind>\w+)$")
 _DEATH = re.compile(r"launcher: (?P<name>\S+) \(pid (?P<pid>\d+)\) (?P<how>killed by \w+|exited with \d+)")
 MAX_MORE_DESCRIPTORS = 12
+"""Of an engine: it may have met more peers, or have more connections to its store. Others get none."""
+
+_ROUTER, _ENGINES = "pd router", ("pd prefill", "pd decode")
 MAX_RSS_FACTOR = 1.35
 MAX_RSS_MORE = 32 << 20
 
@@ -37,6 +42,8 @@ class Held(NamedTuple):
     files: int  # in the launch's temporary directory
     shm: int  # in /dev/shm, of this run where it is private
     strangers: int  # connections, which `descriptors` leaves out
+    processes: dict[str, int]  # how many of each name; without the fork server, which comes when it is needed
+    clients: int  # connections to the router of others than this process
 
 
 async def wait_for_calm(world: World) -> None:
@@ -53,10 +60,27 @@ def _commotion(world: World) -> str | None:
     try:
         if restless := unrest(world.deployment):
             return str(restless)
-        lines = world.deployment.get("/metrics").text.splitlines()
-        return None if "pdkv_requests_in_flight 0.0" in lines else "the router has requests in flight"
-    except (httpx.TransportError, KeyError) as error:  # the router is starting
+        if open_ := [account for account in accounts(world.deployment.get("/metrics").text) if account.value]:
+            return ", ".join(map(str, open_))
+    except (httpx.TransportError, KeyError, ValueError) as error:  # the router is starting
         return repr(error)
+    return None
+
+
+def check_not_negative(world: World) -> None:
+    """At any moment: nobody has struck anything twice from the router's books."""
+    with contextlib.suppress(httpx.TransportError, ValueError):  # the router is starting
+        for account in accounts(world.deployment.get("/metrics").text):
+            if account.value < 0:
+                world.journal.violation(f"below zero: {account}")
+
+
+def router_memory(world: World) -> Sample | None:
+    """Of now; None: there is no router."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if (router := world.process("router")) is not None:
+            return Sample(world.journal.elapsed_s, router.pid, router.memory_info().rss)
+    return None
 
 
 def check_log(world: World) -> None:
@@ -91,8 +115,27 @@ def measure(world: World) -> Held:
 
     files = sum(1 for _ in world.deployment.directory.rglob("*"))
     shm = len(os.listdir(SHM)) if world.private else len(held.shared_memory_files)
-    descriptors = {name: count - strangers.get(name, 0) for name, count in by_name(held.descriptors).items()}
-    return Held(descriptors, by_name(held.resident), files, shm, sum(strangers.values()))
+    own, others = _clients(world)
+    strangers_and_clients = {**strangers, _ROUTER: own + others}
+    descriptors = {
+        name: count - strangers_and_clients.get(name, 0) for name, count in by_name(held.descriptors).items()
+    }
+    processes = Counter(name.rpartition(" ")[0] for name in held.descriptors)
+    processes.pop("pd fork-server", None)
+    return Held(
+        descriptors, by_name(held.resident), files, shm, sum(strangers.values()), dict(processes), clients=others
+    )
+
+
+def _clients(world: World) -> tuple[int, int]:
+    """Connections of clients that the router has: of this process, and of others, who all should be gone."""
+    router = world.process("router")
+    if router is None:
+        return 0, 0
+    ours = {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.raddr}
+    theirs = [c.raddr.port for c in router.net_connections("tcp") if c.raddr]
+    own = sum(port in ours for port in theirs)
+    return own, len(theirs) - own
 
 
 def _strangers(world: World) -> dict[str, int]:
@@ -132,8 +175,12 @@ def _leaks(world: World, baseline: Held) -> list[str]:
     found = [
         f"{name} has {count} descriptors, {baseline.descriptors[name]} at first"
         for name, count in now.descriptors.items()
-        if count > baseline.descriptors.get(name, count) + MAX_MORE_DESCRIPTORS
+        if count > baseline.descriptors.get(name, count) + (name.startswith(_ENGINES) and MAX_MORE_DESCRIPTORS)
     ]
+    if now.processes != baseline.processes:
+        found.append(f"there are the processes {now.processes}, {baseline.processes} at first")
+    if now.clients:
+        found.append(f"the router has {now.clients} connections of clients that are gone")
     found += [
         f"{name} has {size >> 20} MiB, {baseline.resident[name] >> 20} at first"
         for name, size in now.resident.items()

@@ -16,17 +16,23 @@ class Journal:
     outcomes: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    patient: Counter[str] = field(default_factory=Counter)  # outcomes of those that were read to their end
     worst_s: float = 0.0  # of all requests that were read to their end
     router_deaths: list[float] = field(default_factory=list)
     killed: set[int] = field(default_factory=set)  # pids
 
+    @property
+    def elapsed_s(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self.started
+
     def note(self, text: str) -> None:
         """One more line, with its time."""
-        self.lines.append(f"{time.monotonic() - self.started:8.2f}  {text}")
+        self.lines.append(f"{self.elapsed_s:8.2f}  {text}")
 
     def violation(self, text: str) -> None:
         """Something that must not be."""
-        self.violations.append(f"at {time.monotonic() - self.started:.1f} s: {text}")
+        self.violations.append(f"at {self.elapsed_s:.1f} s: {text}")
         self.note(f"VIOLATION: {text}")
 
     def text(self, deployment: Running) -> str:

@@ -110,6 +110,8 @@ class Load:
         else:
             outcome = self._judge(trial, answer, began)
         self._journal.outcomes[outcome] += 1
+        if trial.ask.end == "read":
+            self._journal.patient[outcome] += 1
         return outcome
 
     def _judge(self, trial: Trial, answer: Answer, began: float) -> str:

@@ -18,12 +18,17 @@ class Report(msgspec.Struct, kw_only=True):
     seed: int
     seconds: float  # of chaos
     private_mounts: bool
+    spared: tuple[str, ...] = ()
     events: dict[str, int] = {}
     outcomes: dict[str, int] = {}
+    patient: dict[str, int] = {}  # of them those whose clients read to the end and had 10 s
     worst_s: float = 0.0
     remote_tokens: int = 0  # prompt tokens that decode engines alive at the end got from elsewhere
     descriptors: dict[str, tuple[int, int]] = {}  # by process name: before, afterwards
     resident_mib: dict[str, tuple[int, int]] = {}
+    router_memory: str = ""
+    router_resident: list[tuple[float, int, int]] = []  # at each rest: seconds, pid, bytes
+    zero_accounts: int = 0  # the router's counts that were exactly zero at the last rest
     strangers: int = 0  # their connections that Gloo keeps between ranks
     loop_stalls: dict[str, int] = {}  # what held the router's event loop for more than 20 ms, by place and kind
     violations: list[str] = []
@@ -32,7 +37,8 @@ class Report(msgspec.Struct, kw_only=True):
     @property
     def name(self) -> str:
         """Of the run, for people."""
-        return f"{self.backend}, TP {self.ranks[0]},{self.ranks[1]}"
+        spared = f", {' and '.join(self.spared)} spared" if self.spared else ""
+        return f"{self.backend}, TP {self.ranks[0]},{self.ranks[1]}{spared}"
 
 
 def save(reports: list[Report], folder: Path = RESULTS) -> Path:
@@ -85,9 +91,12 @@ def _details(report: Report) -> list[str]:
         f"- seed {report.seed}; full disk and /dev/shm by {disk}",
         f"- events: {_counts(report.events)}",
         f"- requests: {_counts(report.outcomes)}",
+        f"- of them read to the end, within 10 s: {_counts(report.patient)}",
         f"- prompt tokens from elsewhere, on decode engines alive at the end: {report.remote_tokens}",
         f"- descriptors before → afterwards: {_pairs(report.descriptors)}",
         f"- MiB resident before → afterwards: {_pairs(report.resident_mib)}",
+        f"- the router's counts of what is under way, exactly 0 at the last rest: {report.zero_accounts}",
+        f"- the router's memory at rest: {report.router_memory or 'not judged, it was killed too often'}",
         f"- what held the router's event loop for more than 20 ms: {_counts(report.loop_stalls)}",
     ]
     if report.strangers:

@@ -28,18 +28,32 @@ from small_models import make_hf_model
 from traffic import client_of
 
 from soak import hostile_frames
-from soak.backends import HAVE_FILES, REQUEST_TIMEOUT_S, STORE_MIB, choose, extra_flags, select
-from soak.checks import Held, check_let_go, check_log, loop_stalls, measure, wait_for_calm
+from soak.accounts import accounts
+from soak.backends import HAVE_FILES, HAVE_LINKS, REQUEST_TIMEOUT_S, STORE_MIB, choose, extra_flags, select
+from soak.checks import (
+    Held,
+    check_let_go,
+    check_log,
+    check_not_negative,
+    loop_stalls,
+    measure,
+    router_memory,
+    wait_for_calm,
+)
 from soak.journal import Journal
 from soak.load import Load
+from soak.operations import Operator
 from soak.private_mounts import SHM, enter, mount_tmpfs, unmount
 from soak.report import RESULTS, Report, save
+from soak.router_memory import Sample, judge_memory
 from soak.schedule import Site, draw
 from soak.world import World
 
 LOGS = Path(__file__).parents[3] / ".bench" / "soak"
 ROUND_S = 60.0
 GAP_S = 2.0
+LOOK_EVERY_S = 1.0
+NUM_EACH = 2
 CLIENTS = 6
 NUM_OUTPUT = 32
 SHM_BYTES = 256 << 20
@@ -54,12 +68,14 @@ class Plan(NamedTuple):
     seed: int
     private: bool
     logs: Path
+    spared: tuple[str, ...] = ()
 
     @property
     def log(self) -> Path:
         """Where its log goes."""
         prefill, decode = self.ranks
-        return self.logs / f"{self.backend.replace(' ', '_')}-tp{prefill}-{decode}-seed{self.seed}.log"
+        spared = "".join(f"-no-{what}" for what in self.spared)
+        return self.logs / f"{self.backend.replace(' ', '_')}-tp{prefill}-{decode}-seed{self.seed}{spared}.log"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work = Path(folder)
         expected = _expected(work)
         for backend, (ranks, share) in itertools.product(options.backends, options.tp):
-            plan = Plan(backend, ranks, options.seconds * share, options.seed, private, options.out or LOGS)
+            plan = Plan(
+                backend, ranks, options.seconds * share, options.seed, private, options.out or LOGS, options.spare
+            )
             report = run(plan, work / "served", expected)
             reports.append(report)
             save([report], options.out or RESULTS)
@@ -91,6 +109,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="the same in seconds")
     parser.add_argument("--backends", nargs="*", default=[], metavar="NAME", help=f"of {', '.join(BACKENDS)}")
     parser.add_argument("--tp", type=_ranks, help="ranks of prefill and of decode engines, such as 1,2 (default: both)")
+    parser.add_argument(
+        "--spare", nargs="*", default=[], metavar="WHAT",
+        help="nothing happens to these, such as router: its memory is judged over the whole run",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--frames", type=int, default=0, help="no chaos: so many hostile frames per connector")
     parser.add_argument("--out", type=Path, help="folder of report and logs")
@@ -99,6 +121,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.backends = select(options.backends)
     except ValueError as error:
         parser.error(str(error))
+    options.spare = tuple(options.spare)
     options.seconds = options.minutes * 60 if options.seconds is None else options.seconds
     options.tp = [(options.tp, 1.0)] if options.tp is not None else [((1, 1), 2 / 3), ((1, 2), 1 / 3)]
     return options
@@ -122,9 +145,17 @@ def _expected(work: Path) -> list[Expected]:
 def run(plan: Plan, model: Path, expected: Sequence[Expected]) -> Report:
     """Launch, soak, stop; what goes wrong is in the report."""
     ranks, seed = plan.ranks, plan.seed
-    report = Report(backend=plan.backend, ranks=ranks, seed=seed, seconds=plan.seconds, private_mounts=plan.private)
+    report = Report(
+        backend=plan.backend,
+        ranks=ranks,
+        seed=seed,
+        seconds=plan.seconds,
+        private_mounts=plan.private,
+        spared=plan.spared,
+    )
     journal = Journal()
-    flags = ["--prefill", "2", "--decode", "2", "--prefill-tp", str(ranks[0]), "--decode-tp", str(ranks[1])]
+    count = str(NUM_EACH)
+    flags = ["--prefill", count, "--decode", count, "--prefill-tp", str(ranks[0]), "--decode-tp", str(ranks[1])]
     deployment: Running | None = None
     try:
         with _disk(plan) as disk, choose(plan.backend, disk) as chosen, launches(model) as launch:
@@ -134,7 +165,7 @@ def run(plan: Plan, model: Path, expected: Sequence[Expected]) -> Report:
         report.skipped = str(skip)
     except AssertionError as error:  # of the launch, or of what it has left behind
         journal.violation(f"at the end: {error}")
-    report.events, report.outcomes = dict(journal.events), dict(journal.outcomes)
+    report.events, report.outcomes, report.patient = map(dict, (journal.events, journal.outcomes, journal.patient))
     report.worst_s, report.violations = round(journal.worst_s, 2), journal.violations
     if deployment is not None:
         plan.logs.mkdir(parents=True, exist_ok=True)
@@ -169,17 +200,21 @@ async def _soak(
     engines = list(deployment.pids())
     others = [f"{name}.{rank}" for name in engines for rank in range(1, plan.ranks[name.startswith("decode")])]
     has_files = plan.backend in HAVE_FILES
-    site = Site(engines, others, chosen.server is not None, has_files)
+    has_links = plan.backend in HAVE_LINKS and not others  # else an engine's ranks would be cut from each other
+    site = Site(engines, others, chosen.server is not None, has_files, has_links, plan.spared)
     async with client_of(deployment) as client:
         client.headers["x-pd-timeout-s"] = str(REQUEST_TIMEOUT_S)
         load = Load(client, expected, journal, plan.seed)
         world = World(
-            deployment, site, chosen.server, disk if has_files else None, plan.private, load, journal, str(plan.seed)
-        )
+            deployment, site, chosen.server, disk if has_files else None, plan.private, load, journal, str(plan.seed),
+            Operator(deployment, NUM_EACH, journal),
+        )  # fmt: skip
         await load.verify(CLIENTS)
+        await world.operator.restore()  # from now on there is a file with what operators said
         await wait_for_calm(world)
         baseline = measure(world)
         rng = random.Random(plan.seed)
+        rests: list[Sample] = []
         left = plan.seconds
         while left > 0:
             seconds = left if left < 1.5 * ROUND_S else ROUND_S
@@ -189,9 +224,28 @@ async def _soak(
             await wait_for_calm(world)
             held = await check_let_go(world, baseline)
             _keep(report, baseline, held)
+            rests += [sample] if (sample := router_memory(world)) is not None else []
+        report.zero_accounts = sum(not account.value for account in accounts(deployment.get("/metrics").text))
+        _judge_memory(report, rests, journal)
         check_log(world)
         report.loop_stalls = loop_stalls(deployment.lines)
         report.remote_tokens = sum(read_books(deployment).sources("decode")[source] for source in ("remote", "store"))
+
+
+def _judge_memory(report: Report, rests: list[Sample], journal: Journal) -> None:
+    report.router_resident = [(round(sample.at_s, 1), sample.pid, sample.resident) for sample in rests]
+    verdict = judge_memory(rests)
+    if verdict is not None:
+        report.router_memory = str(verdict)
+        if not verdict.is_flat:
+            journal.violation(f"the router's memory grows: {verdict}")
+
+
+async def _look(world: World) -> None:
+    """At what must hold at any moment."""
+    while True:
+        await asyncio.to_thread(check_not_negative, world)
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 async def _round(world: World, rng: random.Random, seconds: float) -> None:
@@ -202,12 +256,15 @@ async def _round(world: World, rng: random.Random, seconds: float) -> None:
     async with asyncio.TaskGroup() as clients:
         for number in range(CLIENTS):
             clients.create_task(world.load.work(number, stop))
+        look = clients.create_task(_look(world))
         async with asyncio.TaskGroup() as happening:
             for event in draw(rng, world.site, seconds, min(GAP_S, seconds / 12)):
                 await asyncio.sleep(began + event.at_s - loop.time())
                 happening.create_task(world.happen(event))
             await asyncio.sleep(began + seconds - loop.time())
         stop.set()
+        look.cancel()
+    await world.operator.restore()
     world.journal.note("the round is over")
     await wait_for_calm(world)
     world.journal.note("it is calm")

@@ -11,12 +11,19 @@ LATE_S = (5.0, 7.0)
 """How long one above every deadline lasts; see the deadlines in backends.py."""
 
 
+GONE_S = 5.0
+"""For how long no engine of a role is there."""
+
+OPERATIONS = ("drain engine", "flip engine", "scale role", "restart engines")
+"""What an operator does, one after the other."""
+
+
 class Event(NamedTuple):
     """One thing that goes wrong."""
 
     at_s: float  # from the round's beginning
     kind: str
-    target: str = ""  # an engine ("decode-0"), another rank of one ("decode-0.1"), "router", "fork-server"
+    target: str = ""  # an engine ("decode-0"), another rank of one ("decode-0.1"), a role, "router", "fork-server"
     seconds: float = 0.0  # how long it lasts
 
     def __str__(self) -> str:
@@ -31,12 +38,21 @@ class Site(NamedTuple):
     other_ranks: Sequence[str]  # process names of ranks behind the first
     has_server: bool = False
     has_files: bool = False
+    has_links: bool = False  # connections between engines, or to a store
+    spared: Sequence[str] = ()  # nothing happens to these: "router"
 
 
 def deck(site: Site) -> list[str]:
     """Every kind of event that the site can have, the likelier ones more than once."""
+    return [kind for kind in _whole_deck(site) if not set(kind.split()[1:2]) & set(site.spared)]
+
+
+def _whole_deck(site: Site) -> list[str]:
     kinds = ["kill engine", "kill engine", "stop engine", "stop engine late", "garbage", "garbage", "burst"]
     kinds += ["kill router", "stop router", "kill fork-server", "stop fork-server late", "full shared memory"]
+    kinds += ["cut engine", "refuse transfers", "gone role", "rude clients", *OPERATIONS]
+    if site.has_links:
+        kinds += ["cut peers"]
     if site.other_ranks:
         kinds += ["kill rank", "stop rank", "stop rank late"]
     if site.has_server:
@@ -61,13 +77,25 @@ def draw(rng: random.Random, site: Site, seconds: float, gap_s: float) -> list[E
 
 def _event(rng: random.Random, site: Site, at_s: float, kind: str) -> Event:
     verb, _, what = kind.partition(" ")
-    names = {"engine": site.engines, "rank": site.other_ranks, "router": ["router"], "fork-server": ["fork-server"]}
+    names = {
+        "engine": site.engines,
+        "peers": site.engines,
+        "transfers": site.engines,
+        "rank": site.other_ranks,
+        "role": ["prefill", "decode"],
+        "router": ["router"],
+        "fork-server": ["fork-server"],
+    }
     target = rng.choice(names.get(what.removesuffix(" late"), [""]))
     seconds = 0.0
     if verb == "stop":
         seconds = rng.uniform(*(LATE_S if kind.endswith("late") else PROMPTLY_S))
-    elif verb in ("full", "garbage"):
+    elif verb in ("full", "garbage", "refuse", "drain", "flip", "scale"):
         seconds = rng.uniform(1.0, 3.0)
+    elif verb == "rude":
+        seconds = rng.uniform(1.0, 8.0)
+    elif verb == "gone":
+        seconds = GONE_S
     if kind == "full shared memory":
         target = rng.choice(site.engines)  # which has to start again meanwhile
     return Event(at_s, kind, target, seconds)

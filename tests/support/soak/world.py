@@ -13,18 +13,23 @@ from pathlib import Path
 
 import psutil
 from deployments import Running
+from faults.sockets import cut, is_of_transfers, is_to_router
 from store_servers import RedisServer, StoreServer
 
 from pdkv.connector_kit.rig.sockets import listeners, send_garbage
 from soak.backends import STORE_MIB
+from soak.bad_clients import be_rude
 from soak.journal import Journal
 from soak.load import Load
+from soak.operations import Operator
 from soak.private_mounts import SHM, fill
-from soak.schedule import Event, Site
+from soak.schedule import OPERATIONS, Event, Site
 
 BURST = 24
 _SMALL_FILE_BYTES = 4096
 _NAME_BYTES = 15  # of a process, to the kernel
+_CUT_EVERY_S = 0.05
+_NO_MORE_FILES = 3  # descriptors that a process may have: as it has more, it gets none
 
 
 @dataclass
@@ -39,7 +44,9 @@ class World:
     load: Load
     journal: Journal
     seed: str
+    operator: Operator
     server_restart: asyncio.Lock = field(default_factory=asyncio.Lock)
+    launcher_stop: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def processes(self) -> Iterator[psutil.Process]:
         """The launcher and all below it."""
@@ -55,12 +62,20 @@ class World:
                     return process
         return None
 
+    def names_of(self, role: str) -> list[str]:
+        """Of the engines that a role has at first, and of those that were added to it."""
+        names = (process.name().removeprefix("pd ") for process in self.processes())
+        return [name for name in names if name.startswith(f"{role}-") and "." not in name]
+
     async def happen(self, event: Event) -> None:
         """Do it; returns when it is over."""
         self.journal.note(f"begins: {event}")
         try:
-            happened = await HANDLERS[event.kind.split()[0]](self, event)
-        except psutil.NoSuchProcess:  # it died meanwhile
+            if event.kind in OPERATIONS:
+                happened = await self.operator.do(event)
+            else:
+                happened = await HANDLERS[event.kind.split()[0]](self, event)
+        except (psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):  # it died meanwhile
             happened = False
         if happened:
             self.journal.events[event.kind] += 1
@@ -97,6 +112,55 @@ async def _stop(world: World, event: Event) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):  # killed meanwhile
         process.send_signal(signal.SIGCONT)
     return True
+
+
+async def _gone(world: World, event: Event) -> bool:
+    """No engine of a role for a while: all are killed while the launcher, which would start them again, is stopped."""
+    launcher = psutil.Process(world.deployment.process.pid)
+    async with world.launcher_stop:
+        launcher.send_signal(signal.SIGSTOP)
+        try:
+            victims = [p for name in world.names_of(event.target) if (p := world.process(name)) is not None]
+            for process in victims:
+                world.journal.killed.add(process.pid)
+                process.kill()
+            await asyncio.sleep(event.seconds)
+        finally:
+            launcher.send_signal(signal.SIGCONT)
+    return bool(victims)
+
+
+async def _cut(world: World, event: Event) -> bool:
+    """An engine's connections, with the router or with everybody else."""
+    process = world.process(event.target)
+    if process is None:
+        return False
+    return cut(process.pid, event.target, is_to_router if event.kind == "cut engine" else is_of_transfers) > 0
+
+
+async def _refuse(world: World, event: Event) -> bool:
+    """An engine can open nothing: no connection, no peer's memory, no file; and loses what connections it has."""
+    process = world.process(event.target)
+    if process is None:
+        return False
+    world.journal.killed.add(process.pid)  # libzmq aborts where it has no descriptor for who connects to ipc://
+    before = process.rlimit(psutil.RLIMIT_NOFILE)
+    process.rlimit(psutil.RLIMIT_NOFILE, (_NO_MORE_FILES, before[1]))
+    try:
+        async with asyncio.timeout(event.seconds):
+            while True:
+                if world.site.has_links:
+                    cut(process.pid, event.target, is_of_transfers)
+                await asyncio.sleep(_CUT_EVERY_S)
+    except TimeoutError:
+        return True
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.rlimit(psutil.RLIMIT_NOFILE, before)
+
+
+async def _rude(world: World, event: Event) -> bool:
+    return await be_rude(world.deployment.url, f"{world.seed}/{event.at_s}", event.seconds) > 0
 
 
 async def _garbage(world: World, event: Event) -> bool:
@@ -209,6 +273,10 @@ def _limit_files(process: psutil.Process, num_bytes: int) -> None:
 HANDLERS: dict[str, Callable[[World, Event], Awaitable[bool]]] = {
     "kill": _kill,
     "stop": _stop,
+    "gone": _gone,
+    "cut": _cut,
+    "refuse": _refuse,
+    "rude": _rude,
     "garbage": _garbage,
     "burst": _burst,
     "full": _full,
