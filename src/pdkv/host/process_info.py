@@ -14,3 +14,11 @@ def process_start_time(pid: int) -> int | None:
         return None
     fields = text.rpartition(")")[2].split()  # the command's name may hold spaces and brackets
     return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def process_name(pid: int) -> str:
+    """As `set_process_name` set it, 15 bytes at most; "" where there is no such process. A zombie has one, too."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

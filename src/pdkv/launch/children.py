@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import glob
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
 
 from pdkv.errors import ConfigError, DiedEarly, MalformedMessage, StartupError
 from pdkv.host.memory_limits import num_oom_kills
+from pdkv.host.process_info import process_name
 from pdkv.launch.fork_server import ENVIRONMENT
 from pdkv.launch.specs import KNOWN, EngineSpec, Identified, Progress, RouterSpec, StartFailed, decode_ack, encode
 from pdkv.models.rank_sockets import connect_ranks
@@ -27,11 +31,14 @@ _Popen = subprocess.Popen[bytes]
 class Child:
     """A running child. Its death is an event of the loop, seen through its pidfd."""
 
+    known: ClassVar[set[int]] = set()  # pids of all that were not reaped
+
     def __init__(self, name: str, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
         """`pid` is an unreaped child of this process, so it cannot have been reused."""
         self.name = name
         self.pid = pid
         self._popen = popen
+        self.known.add(pid)
         self._pidfd = os.pidfd_open(pid)
         self._died: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
@@ -42,6 +49,7 @@ class Child:
         status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self.known.discard(self.pid)
         if self._popen is not None:
             self._popen.returncode = status  # or Popen would wait for a pid that may be someone else's by then
         self._died.set_result(status)
@@ -50,6 +58,10 @@ class Child:
     def alive(self) -> bool:
         """Whether its death was not seen yet."""
         return not self._died.done()
+
+    def when_dead(self, call: Callable[[object], None]) -> None:
+        """Call it when the death was seen."""
+        self._died.add_done_callback(call)
 
     async def wait(self) -> int:
         """Its exit status; -N when signal N killed it."""
@@ -60,6 +72,48 @@ class Child:
         if self.alive:
             with contextlib.suppress(ProcessLookupError):  # dead, and the loop has not seen it yet
                 signal.pidfd_send_signal(self._pidfd, number)
+
+
+class _Strays:
+    """Children that were forked for nobody: who asked is gone, or their fork server before it said their pid.
+
+    They end by themselves (`Acknowledger.wait_known`), and would be zombies as long as this process lives.
+    """
+
+    def __init__(self) -> None:
+        self._num_forks = 0  # under way: what they fork is not known yet, and is no stray
+        self._wanted = False
+
+    @contextlib.contextmanager
+    def forking(self) -> Iterator[None]:
+        """For the block, somebody waits to hear of a child's pid."""
+        self._num_forks += 1
+        try:
+            yield
+        finally:
+            self._num_forks -= 1
+            if self._wanted:
+                self.adopt()
+
+    def adopt(self, _: object = None) -> None:
+        """Reap those that there are when they end, and those that they leave: a fork server forks twice."""
+        self._wanted = self._num_forks > 0
+        if self._wanted:
+            return
+        for pid in _forked_children() - Child.known:
+            Child("a stray", pid).when_dead(self.adopt)
+
+
+_strays = _Strays()
+
+
+def _forked_children() -> set[int]:
+    """Children of this process that bear a name of ours; others may belong to somebody else's `subprocess`."""
+    found = set()
+    for path in glob.glob("/proc/self/task/*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found.update(map(int, Path(path).read_text().split()))
+    return {pid for pid in found if process_name(pid).startswith("pd ")}
 
 
 def describe_exit(status: int, *, out_of_memory: bool = False) -> str:
@@ -246,6 +300,7 @@ class ForkServer:
         theirs.close()
         self._control = ours
         self.child = Child("fork-server", popen.pid, popen)
+        self.child.when_dead(_strays.adopt)
         self._answers: deque[asyncio.Future[bytes]] = deque()
         self._ready = self._expect_answer()
         asyncio.get_running_loop().add_reader(ours, self._receive)
@@ -264,6 +319,8 @@ class ForkServer:
             self.close()
         elif not (answer := self._answers.popleft()).done():
             answer.set_result(data)
+        else:  # who asked has been cancelled
+            _strays.adopt()
 
     @property
     def usable(self) -> bool:
@@ -284,9 +341,10 @@ class ForkServer:
             if not self.usable:
                 raise StartupError("the fork server died")
             timeout_s = min(timeout_s, FORK_S)
-            async with asyncio.timeout(timeout_s):
-                socket.send_fds(self._control, [encode(spec)], [ack_fd, *rank_fds])
-                return Child(spec.process_name, int(await self._expect_answer()))
+            with _strays.forking():
+                async with asyncio.timeout(timeout_s):
+                    socket.send_fds(self._control, [encode(spec)], [ack_fd, *rank_fds])
+                    return Child(spec.process_name, int(await self._expect_answer()))
         except TimeoutError:
             self.child.send_signal(signal.SIGKILL)
             self.close()
