@@ -62,7 +62,7 @@ def _start_elsewhere(model: Path, mode: str, cache: Path) -> Start:
 
 def start(model: Path, mode: str, cache: Path) -> Start:
     """Build an engine, and end it."""
-    from pdkv import assemble
+    from pdkv import build_engine
     from pdkv.config import EngineConfig
     from pdkv.models.config import ModelConfig
     from pdkv.models.identity import ModelSource
@@ -89,12 +89,12 @@ def start(model: Path, mode: str, cache: Path) -> Start:
             else:
                 super().close()
 
-    assemble.ModelSource = Source  # type: ignore[misc]
+    build_engine.ModelSource = Source  # type: ignore[misc]
     config = EngineConfig(model=model, device="cpu", kv_cache_memory=64 << 20, max_model_len=512)
     gc.collect()
     gc.freeze()  # as the fork server does: a collection would count as a part of the start
     before, cpu_before = time.perf_counter(), time.process_time()
-    core = assemble.build_engine(config, name="e", epoch="1")
+    core = build_engine.build_engine(config, name="e", epoch="1")
     took = Start(time.perf_counter() - before, time.process_time() - cpu_before)
     core.shutdown()
     return took

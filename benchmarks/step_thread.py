@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from benchmarks.report import Claim, Context
+from pdkv.build_core import build_core
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import NO_TRANSFERS, ConnectorConfig, WorkerConnector
 from pdkv.connectors.block_table import LocalBlockTable
@@ -42,7 +43,6 @@ from pdkv.wire.messages import (
     Submit,
     Tokens,
 )
-from pdkv.wiring import wire_core
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -135,7 +135,7 @@ def engine(
         scheduler = made.make_scheduler_side() if made else None
         if scheduler is not None:
             stack.callback(scheduler.shutdown)
-        core = wire_core(
+        core = build_core(
             card=card,
             executor=executor,
             connector=scheduler,

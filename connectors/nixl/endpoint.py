@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.agent import Memory, NixlAgent
 from pdkv.connectors.nixl.doorbell import Doorbell
-from pdkv.connectors.nixl.helpers import Helper, Post, SharedPosts
+from pdkv.connectors.nixl.helper_threads import Helper, Post, SharedPosts
 from pdkv.connectors.nixl.inbox import Inbox
 from pdkv.connectors.nixl.memory import (
     PAGE_BYTES,

@@ -1,6 +1,6 @@
-"""Where a rank's `p2p` peers connect: a door that knows them, a thread per link, and bounds for all of them.
+"""Where a rank's `p2p` peers connect: a listener that knows them, a thread per link, and bounds for all of them.
 
-Whatever comes in is either a link of a peer that knows the secret, or refused, counted and closed (peer/door.py).
+Whatever comes in is a link of a peer that knows the secret, or is refused, counted and closed (peer/auth_listener.py).
 """
 
 import itertools
@@ -16,7 +16,7 @@ from pdkv.connectors.p2p.group import Group, GroupFactory
 from pdkv.connectors.p2p.pieces import PieceBuffers
 from pdkv.connectors.p2p.wire import CHANNEL, Control, Offer, Welcome, refusal
 from pdkv.connectors.peer.auth import Hello, Party, Session
-from pdkv.connectors.peer.door import Door
+from pdkv.connectors.peer.auth_listener import AuthListener
 from pdkv.errors import PdkvError, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ MAX_WAITING = 64
 
 
 BACKLOG = 1024
-"""Connections that the kernel keeps until the door's thread takes them: a burst of strangers fills no queue."""
+"""Connections that the kernel keeps until the listener's thread takes them: a burst of strangers fills no queue."""
 
 
 class LinkLimits(NamedTuple):
@@ -89,7 +89,7 @@ class LinkListener:
         self._stopping = False
         listener = socket.create_server((factory.host, 0), backlog=BACKLOG)
         self.port: int = listener.getsockname()[1]
-        self.door = Door(
+        self.auth_listener = AuthListener(
             listener,
             secret,
             CHANNEL,
@@ -101,7 +101,7 @@ class LinkListener:
     @property
     def num_refused(self) -> int:
         """Connections that were no peer's, and links that broke the rules."""
-        return self.door.num_refused + self._num_failed
+        return self.auth_listener.num_refused + self._num_failed
 
     @property
     def num_links(self) -> int:
@@ -125,7 +125,7 @@ class LinkListener:
         for link in links:
             link.control.interrupt()
         deadline = time.monotonic() + timeout_s
-        if not self.door.close(timeout_s):
+        if not self.auth_listener.close(timeout_s):
             logger.error("the thread that accepts links does not end")
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -135,7 +135,7 @@ class LinkListener:
     # --- threads --------------------------------------------------------------------------------------------------
 
     def _welcome(self, connection: socket.socket, session: Session, source: str) -> None:
-        """A peer that is known, on the door's thread: a thread of its own serves it."""
+        """A peer that is known, on the listener's thread: a thread of its own serves it."""
         peer = session.hello.source
         link = Link(Control(connection, f"engine {peer.engine} rank {peer.rank} at {source}", session), peer)
         name = f"pdkv-p2p-link-{peer.engine}-{peer.rank}"

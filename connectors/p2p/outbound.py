@@ -102,7 +102,7 @@ class Outbound:
                 if not isinstance(control.expect(max(deadline - time.monotonic(), 1e-3)), Welcome):
                     raise TransferError(f"engine {card.engine} rank {rank} did not answer with a Welcome")
                 break
-            except PeerGone:  # strangers may have pushed this connection out of the door: so briefly that it pays
+            except PeerGone:  # strangers may have pushed this connection out again: so briefly that it pays
                 self.close()
                 if pause_s is None or time.monotonic() + pause_s >= deadline:
                     raise

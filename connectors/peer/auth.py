@@ -11,7 +11,7 @@ or listens in, learns nothing. Both proofs and all keys cover everything that wa
     Answer(proof)                     →
     (from here on each message has a header with its number, length, digest and a MAC over those)
 
-`Acceptor` does no I/O, so that one thread can serve any number of strangers (door.py).
+`Acceptor` does no I/O, so that one thread can serve any number of strangers (auth_listener.py).
 """
 
 import hashlib

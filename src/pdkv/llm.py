@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 from tqdm import tqdm
 
-from pdkv.assemble import build_engine
+from pdkv.build_engine import build_engine
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
 from pdkv.connectors.registry import check_connector
 from pdkv.errors import ConfigError, InvalidRequest, RequestFailed

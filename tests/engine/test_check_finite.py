@@ -11,7 +11,7 @@ from engines import at_rest, of_type, output_of, run, submit
 from oracle import Oracle
 from poisoned_model import POISON, VALUES, poison
 
-from pdkv.assemble import build_engine
+from pdkv.build_engine import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
 from pdkv.engine.executor import InProcessExecutor

@@ -14,7 +14,7 @@ from engines import at_rest, submit
 from oracle import Expected, oracle
 from other_weights import CHANGES, Change, copy_with
 
-from pdkv.assemble import build_engine
+from pdkv.build_engine import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
 from pdkv.wire.messages import Finished, SourceCounts, Tokens

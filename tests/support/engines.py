@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from state_machine.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
 from state_machine.standin_store import STAND_IN_STORE
 
+from pdkv.build_core import build_core
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_table import LocalBlockTable
@@ -13,7 +14,6 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import EngineCard, EngineToRouter, KVGroup, KVLayout, Submit
-from pdkv.wiring import wire_core
 
 EOS = 3
 
@@ -65,7 +65,7 @@ def make_core(
         rank_blobs=[worker.handshake()] if worker else [],
     )
     executor = StandInExecutor(num_blocks, layout, worker)
-    core = wire_core(
+    core = build_core(
         card=card,
         executor=executor,
         connector=made.make_scheduler_side() if made else None,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engines import at_rest
 
-from pdkv.assemble import build_engine
+from pdkv.build_engine import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
 from pdkv.wire.messages import EngineToRouter, KVGroup, Peers

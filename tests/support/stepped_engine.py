@@ -8,7 +8,7 @@ from typing import Any
 
 from engines import output_of, submit
 
-from pdkv.assemble import build_engine
+from pdkv.build_engine import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.wire.messages import EngineToRouter, Failed
 

@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 
-from pdkv.assemble import RankPlace, build_engine, run_rank
+from pdkv.build_engine import RankPlace, build_engine, run_rank
 from pdkv.connectors.base import KVConnector
 from pdkv.connectors.registry import check_connector
 from pdkv.engine.core import EngineCore

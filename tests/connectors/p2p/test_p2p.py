@@ -22,7 +22,7 @@ from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.p2p.pieces import PieceBuffers, PiecePool, messages_of, plan_blocks
 from pdkv.connectors.p2p.wire import Address, Control, Offer, Welcome
 from pdkv.connectors.peer.auth import Party
-from pdkv.connectors.peer.door import MAX_STRANGERS
+from pdkv.connectors.peer.auth_listener import MAX_STRANGERS
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.errors import ConfigError, StaleEpoch, TransferError
@@ -459,14 +459,14 @@ def test_a_peer_that_greets_and_then_talks_nonsense_is_dropped(make_engine: Engi
 def test_idle_strangers_keep_no_peer_out_and_hold_a_bounded_number_of_descriptors(make_engine: Engines) -> None:
     """64 of them used to close every new link: each transfer failed and was computed again."""
     prefill, decode = pair(make_engine, handshake_timeout_s="10")
-    address, door = address_of(decode), decode.workers[0].listener.door
+    address, listener = address_of(decode), decode.workers[0].listener.auth_listener
     with contextlib.ExitStack() as strangers:
         for i in range(1000):
             stranger = strangers.enter_context(socket.create_connection((address.host, address.port), WAIT_S))
             if i % 2:
                 stranger.sendall(b"\x64")  # the beginning of a greeting
-        wait_until_true(lambda: door.num_strangers + door.num_refused == 1000, "all have been seen")
-        assert door.num_strangers <= MAX_STRANGERS
+        wait_until_true(lambda: listener.num_strangers + listener.num_refused == 1000, "all have been seen")
+        assert listener.num_strangers <= MAX_STRANGERS
         for i in range(3):
             decode.meet()
             decode.meet(prefill.card)

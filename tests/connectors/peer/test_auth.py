@@ -1,4 +1,4 @@
-"""Challenge and response, sealed headers, and the door: who does not know the secret gets nothing and costs nothing."""
+"""Challenge and response, sealed headers, the listener: who does not know the secret gets nothing and costs nothing."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from traffic import wait_until_true
 
 from pdkv.connectors.p2p.wire import Accepted, Control, Delivered, Welcome
-from pdkv.connectors.peer import door as peer_door
+from pdkv.connectors.peer import auth_listener
 from pdkv.connectors.peer.auth import (
     HEADER_BYTES,
     MAX_GREETING_BYTES,
@@ -30,7 +30,7 @@ from pdkv.connectors.peer.auth import (
     dial,
     digest_of,
 )
-from pdkv.connectors.peer.door import Door
+from pdkv.connectors.peer.auth_listener import AuthListener
 from pdkv.errors import PeerGone, TransferError, TransferTimeout, Unauthenticated
 
 WAIT_S = 20.0
@@ -305,17 +305,17 @@ def test_a_frame_that_is_sent_back_is_none() -> None:
         end.close()
 
 
-# --- the door -------------------------------------------------------------------------------------------------------
+# --- the listener -------------------------------------------------------------------------------------------------
 
 
 class Opened:
-    """A door, who came in, and how to get to it."""
+    """A listener, who came in, and how to get to it."""
 
     def __init__(self, listener: socket.socket, timeout_s: float = WAIT_S) -> None:
         self.family, self.address = listener.family, listener.getsockname()
         self.came: list[tuple[socket.socket, Session, str]] = []
-        self.door = Door(
-            listener, SECRET, "c", handshake_timeout_s=timeout_s, name="door",
+        self.listener = AuthListener(
+            listener, SECRET, "c", handshake_timeout_s=timeout_s, name="test",
             welcome=lambda *arguments: self.came.append(arguments),
         )  # fmt: skip
         self._mine: list[socket.socket] = []
@@ -331,8 +331,8 @@ class Opened:
         return dial(self.connect(), SECRET, "c", P, D, WAIT_S)
 
     def close(self) -> None:
-        assert self.door.close(WAIT_S)
-        assert self.door.close(WAIT_S)
+        assert self.listener.close(WAIT_S)
+        assert self.listener.close(WAIT_S)
         for connection in [*self._mine, *(connection for connection, *_ in self.came)]:
             connection.close()
 
@@ -341,7 +341,7 @@ class Opened:
 def opened(request: pytest.FixtureRequest) -> Iterator[Callable[..., Opened]]:
     made: list[Opened] = []
 
-    def open_door(**arguments: Any) -> Opened:
+    def open_listener(**arguments: Any) -> Opened:
         if request.param == "tcp":
             listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         else:
@@ -351,43 +351,43 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Callable[..., Opened]]:
         made.append(Opened(listener, **arguments))
         return made[-1]
 
-    yield open_door
-    for door in made:
-        door.close()
+    yield open_listener
+    for own in made:
+        own.close()
 
 
 def test_a_peer_comes_in_and_its_connection_works(opened: Callable[..., Opened]) -> None:
-    door = opened()
-    session = door.enter()
-    wait_until_true(lambda: len(door.came) == 1, "it came in")
-    connection, theirs, source = door.came[0]
+    own = opened()
+    session = own.enter()
+    wait_until_true(lambda: len(own.came) == 1, "it came in")
+    connection, theirs, source = own.came[0]
     assert theirs.hello == session.hello
     assert source in ("127.0.0.1", f"uid {os.geteuid()}")
     assert connection.getblocking()
-    assert door.door.num_strangers == door.door.num_refused == 0
+    assert own.listener.num_strangers == own.listener.num_refused == 0
 
 
 def test_a_thousand_idle_strangers_hold_few_descriptors_and_keep_nobody_out(opened: Callable[..., Opened]) -> None:
-    door = opened()
+    own = opened()
     for i in range(1000):
         with contextlib.suppress(BlockingIOError):  # a unix socket's queue is full
-            connection = door.connect()
+            connection = own.connect()
             if i % 2:
                 connection.send(b"\x10")
         if i % 100 == 99:
-            door.enter()
-    wait_until_true(lambda: len(door.came) == 10, "all peers came in")
-    assert door.door.num_strangers <= peer_door.MAX_STRANGERS_PER_SOURCE
+            own.enter()
+    wait_until_true(lambda: len(own.came) == 10, "all peers came in")
+    assert own.listener.num_strangers <= auth_listener.MAX_STRANGERS_PER_SOURCE
 
 
 def test_as_many_peers_as_have_links_may_come_at_once(opened: Callable[..., Opened]) -> None:
     """None is pushed out by the others."""
-    door, together = opened(), threading.Barrier(64)
+    own, together = opened(), threading.Barrier(64)
     sessions: list[Session] = []
 
     def enter() -> None:
         together.wait()
-        sessions.append(door.enter())
+        sessions.append(own.enter())
 
     peers = [threading.Thread(target=enter) for _ in range(64)]
     for peer in peers:
@@ -395,62 +395,62 @@ def test_as_many_peers_as_have_links_may_come_at_once(opened: Callable[..., Open
     for peer in peers:
         peer.join()
     assert len(sessions) == 64
-    wait_until_true(lambda: len(door.came) == 64, "all came in")
-    assert door.door.num_refused == 0
+    wait_until_true(lambda: len(own.came) == 64, "all came in")
+    assert own.listener.num_refused == 0
 
 
 def test_a_stranger_that_is_too_slow_has_to_go(opened: Callable[..., Opened]) -> None:
     """Half open, or a byte now and then: the deadline is one for all of the greeting."""
-    door = opened(timeout_s=0.2)
-    silent, slow = door.connect(), door.connect()
+    own = opened(timeout_s=0.2)
+    silent, slow = own.connect(), own.connect()
     with contextlib.suppress(OSError):
-        while door.door.num_refused < 2:
+        while own.listener.num_refused < 2:
             slow.send(b"\1")
             slow.settimeout(0.02)
             with contextlib.suppress(TimeoutError):
                 if not slow.recv(1):
                     break
     assert not silent.recv(1)
-    wait_until_true(lambda: door.door.num_refused == 2, "both are gone")
-    assert door.door.num_strangers == 0
+    wait_until_true(lambda: own.listener.num_refused == 2, "both are gone")
+    assert own.listener.num_strangers == 0
 
 
 def test_the_oldest_of_the_same_source_makes_room(
     opened: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_door, "MAX_STRANGERS_PER_SOURCE", 2)
-    door = opened()
+    monkeypatch.setattr(auth_listener, "MAX_STRANGERS_PER_SOURCE", 2)
+    own = opened()
     connections = []
     for number in range(1, 4):
-        connections.append(door.connect())
-        wait_until_true(lambda n=number: door.door.num_strangers + door.door.num_refused == n, "it is seen")  # type: ignore[misc]
+        connections.append(own.connect())
+        wait_until_true(lambda n=number: own.listener.num_strangers + own.listener.num_refused == n, "it is seen")  # type: ignore[misc]
     assert not connections[0].recv(1)
     connections[1].setblocking(False)
     with pytest.raises(BlockingIOError):
         connections[1].recv(1)
 
 
-def test_without_descriptors_a_stranger_makes_room_and_the_door_recovers(opened: Callable[..., Opened]) -> None:
-    door = opened()
+def test_without_descriptors_a_stranger_makes_room_and_the_listener_recovers(opened: Callable[..., Opened]) -> None:
+    own = opened()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    idle = door.connect()
-    wait_until_true(lambda: door.door.num_strangers == 1, "it is seen")
-    mine = [socket.socket(door.family, socket.SOCK_STREAM) for _ in range(2)]
+    idle = own.connect()
+    wait_until_true(lambda: own.listener.num_strangers == 1, "it is seen")
+    mine = [socket.socket(own.family, socket.SOCK_STREAM) for _ in range(2)]
     lowest_free = os.dup(0)
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
     try:
         for connection in mine:
             connection.settimeout(WAIT_S)
-            connection.connect(door.address)
+            connection.connect(own.address)
         assert not idle.recv(1)  # it has given its descriptor back
-        wait_until_true(lambda: door.door.num_refused >= 1, "a stranger has made room")
+        wait_until_true(lambda: own.listener.num_refused >= 1, "a stranger has made room")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for connection in mine:
             connection.close()
-    door.enter()
-    wait_until_true(lambda: len(door.came) == 1, "a peer comes in again")
+    own.enter()
+    wait_until_true(lambda: len(own.came) == 1, "a peer comes in again")
 
 
 @pytest.mark.parametrize("opened", ["unix"], indirect=True)
@@ -458,24 +458,24 @@ def test_another_user_of_the_host_does_not_get_to_the_greeting(
     opened: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unix sockets say whose they are."""
-    door = opened()
+    own = opened()
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     with pytest.raises(PeerGone):
-        door.enter()
-    assert door.door.num_refused == 1
+        own.enter()
+    assert own.listener.num_refused == 1
 
 
 def test_what_a_welcome_raises_ends_nobody_else(opened: Callable[..., Opened]) -> None:
-    door = opened()
-    welcome = door.door._welcome
+    own = opened()
+    welcome = own.listener._welcome
 
     def fail(connection: socket.socket, *rest: object) -> None:
         raise TransferError("no")
 
-    door.door._welcome = fail
-    connection = door.connect()
+    own.listener._welcome = fail
+    connection = own.connect()
     dial(connection, SECRET, "c", P, D, WAIT_S)
     assert not connection.recv(1)  # it is closed
-    door.door._welcome = welcome
-    wait_until_true(lambda: door.enter() and bool(door.came), "the next one comes in")
+    own.listener._welcome = welcome
+    wait_until_true(lambda: own.enter() and bool(own.came), "the next one comes in")

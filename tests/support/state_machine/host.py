@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pdkv.build_core import build_core
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
 from pdkv.connectors.memory.fabric import MemoryFabric
@@ -27,7 +28,6 @@ from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.request import GenerateRequest, Route
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import EngineCard, EngineToRouter, Loaded, Order, Peers, Release, RouterToEngine
-from pdkv.wiring import wire_core
 from state_machine.forward import NUM_FAMILIES, NUM_LENGTHS, Forward
 from state_machine.standin import StandIn
 from state_machine.standin_store import STAND_IN_STORE, BlockStore, ReadStore, share_store, store_of
@@ -163,7 +163,7 @@ class World:
         executor = self.forward.make_executor(
             layout, self.num_blocks, max_num_seqs=self.limits.max_num_seqs, worker=worker
         )
-        core = wire_core(
+        core = build_core(
             card=card,
             executor=executor,
             connector=connector.make_scheduler_side(),

@@ -44,14 +44,14 @@ class _Stranger:
     deadline: float
 
 
-class Door:
+class AuthListener:
     """Accepts connections and authenticates them.
 
     Args:
         listener: TCP or unix; owned from now on. On a unix socket only processes of this user get so far.
         secret: of this rank; channel: what the connections are for.
         handshake_timeout_s: a stranger has so long.
-        welcome: called on the door's thread with a connection (blocking) whose peer is known, the session, and a name
+        welcome: called on its thread with a connection (blocking) whose peer is known, the session, and a name
             for logs. It owns the connection; it must not block.
     """
 
@@ -173,7 +173,7 @@ class Door:
             self._refuse(next(iter(self._strangers.values())), "too many connections")
 
     def _make_room_after(self, error: OSError) -> None:
-        """No descriptor for who connects: a stranger gives its own back, or the door rests."""
+        """No descriptor for who connects: a stranger gives its own back, or the listener rests."""
         if self._strangers:
             self._refuse(next(iter(self._strangers.values())), "no file descriptors are left")
             return
@@ -199,7 +199,7 @@ class Door:
             try:
                 stranger.connection.setblocking(True)
                 self._welcome(stranger.connection, stranger.acceptor.session, stranger.source)
-            except Exception:  # one connection must not take the door with it
+            except Exception:  # one connection must not take the thread with it
                 logger.exception("a connection from %s could not be served", stranger.source)
                 stranger.connection.close()
 

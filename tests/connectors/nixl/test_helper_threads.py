@@ -12,7 +12,7 @@ from nixl_rig import NO_DOORBELL, PIECE, WAIT_S, Peer, needs_nixl, own_agent
 from traffic import wait_until_true
 
 from pdkv.connectors.nixl.agent import NixlAgent
-from pdkv.connectors.nixl.helpers import Helper, SharedPosts
+from pdkv.connectors.nixl.helper_threads import Helper, SharedPosts
 from pdkv.connectors.nixl.wire import BLOB_VERSION, RankBlob
 from pdkv.errors import PeerGone, TransferCancelled
 from pdkv.host.host_id import host_id

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.build_core import build_core
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.base import (
     ConnectorConfig,
@@ -30,7 +31,6 @@ from pdkv.models.parallel import ALONE, TensorParallel, join_ranks
 from pdkv.models.shard import Shard
 from pdkv.version import VERSION
 from pdkv.wire.messages import EngineCard
-from pdkv.wiring import wire_core
 
 CPU_STEP_TOKENS = 2048
 GPU_STEP_TOKENS = 8192
@@ -312,7 +312,7 @@ def _connect(
         rank_pids=[rank.pid for rank in ranks],
         version=VERSION,
     )
-    return wire_core(
+    return build_core(
         card=card,
         executor=executor,
         connector=scheduler_side,

@@ -16,7 +16,7 @@ import torch
 from engines import of_type, output_of, submit
 from rank_connector import RankConnector, RankWorker
 
-from pdkv.assemble import RankPlace, build_engine, run_rank
+from pdkv.build_engine import RankPlace, build_engine, run_rank
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.core import EngineCore

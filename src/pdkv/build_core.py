@@ -22,7 +22,7 @@ LOCAL_PREFILL_TOKENS = 64
 """Decode first: with fewer prompt tokens missing than this, decode prefills by itself."""
 
 
-def wire_core(
+def build_core(
     *,
     card: EngineCard,
     executor: Executor,
