@@ -36,6 +36,7 @@ from pdkv.wire.messages import (
     KVTicket,
     LoadReport,
     Peers,
+    PromptLogprobs,
     Release,
     RequestKey,
     Resync,
@@ -443,7 +444,9 @@ class EngineCore:
         token_ids = request.output_token_ids[position:]
         logprobs = sampled.logprobs[: len(token_ids)] if sampled.logprobs is not None else None
         sources = request.sources() if position == 0 else None
-        tokens = Tokens(*key, position, token_ids, logprobs, output.prompt_logprobs.get(key), sources)
+        of_prompt = output.prompt_logprobs.get(key)
+        prompt_logprobs = PromptLogprobs.of(of_prompt) if of_prompt is not None else None
+        tokens = Tokens(*key, position, token_ids, logprobs, prompt_logprobs, sources)
         self._outbox(request.router_id, tokens)
         if reason is not None:
             self.external.finished(request)

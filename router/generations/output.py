@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pdkv.router.generations.request import Delta, GenerateRequest
-from pdkv.wire.messages import FinishReason, TokenLogprob, Tokens
+from pdkv.wire.messages import FinishReason, PromptLogprobs, TokenLogprob, Tokens
 
 MAX_TAKEN = 512
 """Tokens that a reader who was away gets at once: making text of them, with logprobs, takes some milliseconds."""
@@ -33,7 +33,7 @@ class Output:
         self._end_taken = False
         self._pending: list[int] = []
         self._pending_logprobs: list[TokenLogprob] | None = None
-        self._pending_prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._pending_prompt_logprobs: PromptLogprobs | None = None
 
     def fault_of(self, message: Tokens) -> str:
         """What is wrong with tokens that no engine in order would send; empty: nothing."""
@@ -44,8 +44,8 @@ class Output:
             return f"token {message.position + num_tokens} of at most {self._max_tokens}"
         if message.logprobs is not None and len(message.logprobs) != num_tokens:
             return f"{len(message.logprobs)} logprobs for {num_tokens} tokens"
-        if message.prompt_logprobs is not None and len(message.prompt_logprobs) != self._num_prompt:
-            return f"{len(message.prompt_logprobs)} prompt logprobs for {self._num_prompt} tokens"
+        if message.prompt_logprobs is not None and message.prompt_logprobs.count != self._num_prompt:
+            return f"{message.prompt_logprobs.count} prompt logprobs for {self._num_prompt} tokens"
         return ""
 
     def add(self, message: Tokens) -> Sequence[int]:

@@ -8,7 +8,7 @@ import msgspec
 
 from pdkv.block_keys import extend_keys
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import FinishReason, Order, TokenLogprob
+from pdkv.wire.messages import FinishReason, Order, PromptLogprobs, TokenLogprob
 
 
 class PromptKeys:
@@ -56,7 +56,7 @@ class Delta(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None
-    prompt_logprobs: list[TokenLogprob | None] | None  # with the first token only
+    prompt_logprobs: PromptLogprobs | None  # with the first token only
     finish_reason: FinishReason | None
     stop_token_id: int | None
 

@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from pdkv.errors import MalformedMessage, RequestFailed
 from pdkv.router.generations.request import Delta, GenerateRequest, PromptKeys
 from pdkv.router.http.openai import Job
 from pdkv.router.http.prompts import Prompt
 from pdkv.router.http.served_model import ServedModel
 from pdkv.text import TextStream
-from pdkv.wire.messages import TokenLogprob
+from pdkv.wire.messages import PromptLogprobs, TokenLogprob
 
 _INLINE_ECHO = 256
 """Prompts of so many tokens are made the beginning of a reply on the event loop: a quarter of a millisecond."""
@@ -49,6 +50,7 @@ class Choice:
         self.num_tokens = 0
         self.last_token_at = 0.0
         """When the last tokens came from the engines, on time.perf_counter; 0 before the first."""
+        self._encoded_prompt_logprobs: PromptLogprobs | None = None
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
         self._keys: PromptKeys = PromptKeys() if sibling is None else sibling._keys
         self._sibling = sibling
@@ -67,9 +69,26 @@ class Choice:
         self._params = params
 
     @property
+    def num_prompt_logprobs(self) -> int:
+        """Tokens of the prompt that have logprobs; known from the first choice's first delta on."""
+        encoded = (self._sibling or self)._encoded_prompt_logprobs
+        return 0 if encoded is None else encoded.count
+
+    @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of the whole prompt, from the first choice's first delta on."""
-        return self._prompt_logprobs if self._sibling is None else self._sibling.prompt_logprobs
+        """Of the whole prompt; those of a long one are decoded on a thread: whoever asks first waits.
+
+        Raises:
+            RequestFailed: the engine sent something else.
+        """
+        if self._sibling is not None:
+            return self._sibling.prompt_logprobs
+        if self._prompt_logprobs is None and self._encoded_prompt_logprobs is not None:
+            try:
+                self._prompt_logprobs = self._encoded_prompt_logprobs.decode()
+            except MalformedMessage as error:
+                raise RequestFailed(f"an engine sent prompt logprobs that are none: {error}", request_id="") from None
+        return self._prompt_logprobs
 
     def _new_text(self, job: Job, model: ServedModel) -> TextStream:
         params = job.params
@@ -103,7 +122,7 @@ class Choice:
     def push(self, delta: Delta) -> ChoiceDelta:
         """What an engine's delta shows. Nothing may be pushed once `finished`."""
         if delta.prompt_logprobs is not None:
-            self._prompt_logprobs = delta.prompt_logprobs
+            self._encoded_prompt_logprobs = delta.prompt_logprobs
         if self._job.prompt_only:
             return self._push_prompt_only(delta)
         echo_text, shown = self._echo() if self._echo_pending else ("", [])
@@ -169,7 +188,7 @@ class Choice:
         if not self._echo_pending or self._sibling is not None or len(self.prompt.token_ids) <= _INLINE_ECHO:
             return None
         if delta.prompt_logprobs is not None:
-            self._prompt_logprobs = delta.prompt_logprobs
+            self._encoded_prompt_logprobs = delta.prompt_logprobs
         return self.shown_prompt if self._shown_prompt is None else None
 
     def shown_prompt(self) -> tuple[str, list[ShownLogprob]]:

@@ -165,7 +165,7 @@ class WholeChoice:
     @property
     def num_logprobs(self) -> int:
         """Tokens whose logprobs are shown, the prompt's included."""
-        return len(self._logprobs) + len(self._choice.prompt_logprobs or ())
+        return len(self._logprobs) + self._choice.num_prompt_logprobs
 
     def encoded(self, job: Job, tokenizer: Tokenizer) -> msgspec.Raw:
         """The entry of `choices` as JSON."""
@@ -194,7 +194,7 @@ def prompt_extras(choice: Choice, job: Job, tokenizer: Tokenizer) -> dict[str, A
     extras: dict[str, Any] = {}
     if job.return_token_ids:
         extras["prompt_token_ids"] = choice.prompt.token_ids
-    if job.num_prompt_logprobs is not None and choice.prompt_logprobs is not None:
-        entries = prompt_logprobs(choice.prompt_logprobs, tokenizer, job.num_prompt_logprobs)
+    if job.num_prompt_logprobs is not None and (of_prompt := choice.prompt_logprobs) is not None:
+        entries = prompt_logprobs(of_prompt, tokenizer, job.num_prompt_logprobs)
         extras["prompt_logprobs"] = msgspec.Raw(msgspec.json.encode(entries))
     return extras

@@ -91,7 +91,8 @@ class _Choice:
         self._append(piece.text, piece.stop)
         self.token_ids += tokens.token_ids[: piece.num_tokens]
         self.logprobs += (tokens.logprobs or [])[: piece.num_tokens]
-        self.prompt_logprobs = tokens.prompt_logprobs or self.prompt_logprobs
+        if tokens.prompt_logprobs is not None:
+            self.prompt_logprobs = tokens.prompt_logprobs.decode()
         self.sources = tokens.sources or self.sources
         return piece.stop is not None
 

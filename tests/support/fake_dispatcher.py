@@ -12,7 +12,7 @@ from pdkv.router.generations.dispatch import Counters, EngineSnapshot
 from pdkv.router.generations.request import Delta, GenerateRequest
 from pdkv.router.generations.timeline import Delays
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.messages import BlockCounts, ConnectorStats, LoadReport, SourceCounts, TokenLogprob
+from pdkv.wire.messages import BlockCounts, ConnectorStats, LoadReport, PromptLogprobs, SourceCounts, TokenLogprob
 
 Answer = Callable[[GenerateRequest], Sequence[Delta | Exception]]
 
@@ -203,7 +203,7 @@ def say(token_ids: Sequence[int]) -> Answer:
             last = position == len(ids) - 1
             prompt = None
             if position == 0 and params.prompt_logprobs is not None:
-                prompt = [None, *(logprob(i) for i in request.prompt_token_ids[1:])]
+                prompt = PromptLogprobs.of([None, *(logprob(i) for i in request.prompt_token_ids[1:])])
             deltas.append(
                 tokens(
                     token_id,

@@ -37,6 +37,7 @@ from pdkv.wire.messages import (
     Loaded,
     LoadReport,
     Peers,
+    PromptLogprobs,
     Ready,
     Release,
     Resync,
@@ -75,7 +76,8 @@ TO_ENGINE: Sequence[RouterToEngine] = (
 )  # fmt: skip
 
 TO_ROUTER: Sequence[EngineToRouter] = (
-    Tokens("q", 0, 0, [5], [TokenLogprob(5, -0.5, 1, [(5, -0.5)])], [None, TokenLogprob(1, -1.0, 2)], SourceCounts(3)),
+    Tokens("q", 0, 0, [5], [TokenLogprob(5, -0.5, 1, [(5, -0.5)])],
+           PromptLogprobs.of([None, TokenLogprob(1, -1.0, 2)]), SourceCounts(3)),
     Finished("q", 0, "stop", SourceCounts(3), 2), HandedOff("q", 0, SourceCounts(3), HANDOFF),
     Failed("q", 0, "internal_error", "text", retryable=True), Allocated("q", 0, 0, 3, b"ticket"),
     Loaded("q", 0, ok=True, num_bytes=5, seconds=0.1), KVReady("q", 0, ok=True), Release("t", 0),

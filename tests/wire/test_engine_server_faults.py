@@ -22,6 +22,7 @@ from pdkv.wire.messages import (
     Failed,
     Hello,
     KVEvents,
+    PromptLogprobs,
     Ready,
     Release,
     Submit,
@@ -177,7 +178,7 @@ def test_what_is_too_long_for_a_frame_fails_its_request_instead(
     monkeypatch.setattr("pdkv.wire.frames.MAX_MESSAGE_BYTES", 10_000)
 
     async def body(client: EngineClient, listener: Listener) -> None:
-        logprobs: list[TokenLogprob | None] = [TokenLogprob(1, -1.0, 1)] * 2000
+        logprobs = PromptLogprobs.of([TokenLogprob(1, -1.0, 1)] * 2000)
         server.send("r", [tokens(0), Tokens("long", 3, 0, [1], prompt_logprobs=logprobs), tokens(1)])
         await listener.until(lambda: bool(listener.frames))
         first, failed, last = listener.frames[0]

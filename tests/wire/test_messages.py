@@ -21,6 +21,7 @@ from pdkv.wire.frames import (
 )
 from pdkv.wire.messages import (
     MAX_LIST,
+    PART_TOKENS,
     Abort,
     BlockRemoved,
     BlockStored,
@@ -33,6 +34,7 @@ from pdkv.wire.messages import (
     KVHandoff,
     KVLayout,
     Message,
+    PromptLogprobs,
     Ready,
     RouterToEngine,
     SourceCounts,
@@ -60,7 +62,14 @@ EXAMPLES: list[RouterToEngine | EngineToRouter] = [
     Continue("q", 1, [5]),
     HandedOff("q", 1, SourceCounts(computed=3, local_hit=16), HANDOFF),
     Tokens("q", 1, 0, [5], sources=SourceCounts(local_hit=16)),
-    Tokens("q", 1, 4, [5, 6], [TokenLogprob(5, -0.25, 1, [(5, -0.25), (9, -2.0)])], [None, TokenLogprob(2, -1.0, 3)]),
+    Tokens(
+        "q",
+        1,
+        4,
+        [5, 6],
+        [TokenLogprob(5, -0.25, 1, [(5, -0.25), (9, -2.0)])],
+        PromptLogprobs.of([None, TokenLogprob(2, -1.0, 3)]),
+    ),
     KVEvents(7, [CacheCleared(), BlockStored([b"k" * 16], None), BlockRemoved([b"k" * 16])]),
 ]
 
@@ -231,3 +240,30 @@ def test_lists_in_messages_are_bounded(message: EngineToRouter | RouterToEngine)
     """In memory an entry is many times its bytes."""
     received = decode_message(bytes(encode_message(message)))
     assert isinstance(received, BadMessage)
+
+
+def test_logprobs_of_a_prompt_are_decoded_apart_in_parts() -> None:
+    """Whoever reads the message decodes none of them."""
+    count = 2 * PART_TOKENS + 3
+    entries = [None, *(TokenLogprob(i, -0.5 * i, i + 1, [(i, -0.5 * i), (7, -1.0)]) for i in range(1, count))]
+    packed = PromptLogprobs.of(entries)
+    assert [len(msgspec.msgpack.decode(part)) for part in packed.parts] == [PART_TOKENS, PART_TOKENS, 3]
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(Tokens("q", 0, 0, [1], None, packed)), type=Tokens)
+    assert received.prompt_logprobs == packed
+    assert packed.decode() == entries
+    assert PromptLogprobs.of([]).decode() == []
+
+
+@pytest.mark.parametrize(
+    ("packed", "text"),
+    [
+        (PromptLogprobs(3, PromptLogprobs.of([None, None]).parts), "2 prompt logprobs instead of 3"),
+        (PromptLogprobs(1, [b"\x00"]), "Expected `array`"),
+        (PromptLogprobs(1, [b"\x91"]), "truncated"),
+        (PromptLogprobs(1, [msgspec.msgpack.encode([[-1, 0.0, 1]])]), "Expected `int` >= 0"),
+        (PromptLogprobs(PART_TOKENS + 1, [msgspec.msgpack.encode([None] * (PART_TOKENS + 1))]), "length"),
+    ],
+)
+def test_logprobs_of_a_prompt_that_are_none_are_malformed(packed: PromptLogprobs, text: str) -> None:
+    with pytest.raises(MalformedMessage, match=text):
+        packed.decode()

@@ -28,6 +28,7 @@ from pdkv.wire.messages import (
     Finished,
     Loaded,
     LoadReport,
+    PromptLogprobs,
     SourceCounts,
     Submit,
     TokenLogprob,
@@ -69,7 +70,7 @@ def test_a_request_that_two_engines_were_taking_in_when_they_ended_is_not_sent_t
         ({"position": 3}, "sent token 3 before 0"),
         ({"token_ids": [1] * 50}, "sent token 50 of at most 5"),
         ({"logprobs": [TokenLogprob(1, -1.0, 1)] * 3}, "sent 3 logprobs for 1 tokens"),
-        ({"prompt_logprobs": [None]}, "sent 1 prompt logprobs for 20 tokens"),
+        ({"prompt_logprobs": PromptLogprobs.of([None])}, "sent 1 prompt logprobs for 20 tokens"),
     ],
 )
 def test_tokens_that_cannot_be_fail_their_request_only(forged: dict[str, object], text: str) -> None:

@@ -22,6 +22,7 @@ from pdkv.wire.messages import (
     KVHandoff,
     KVReady,
     KVTicket,
+    PromptLogprobs,
     Release,
     SourceCounts,
     Submit,
@@ -523,7 +524,7 @@ def test_what_is_known_of_the_prompt_is_asked_for_once_and_stays() -> None:
     ((_, first),) = flow.start(NOW)
     assert first.params.prompt_logprobs == 1  # type: ignore[union-attr]
     logprob = TokenLogprob(3, -1.0, 1)
-    about_prompt = [None, logprob, logprob]
+    about_prompt = PromptLogprobs.of([None, logprob, logprob])
     flow.handle("e", Tokens("q", 0, 0, [3], [logprob], about_prompt, SourceCounts(computed=3)), NOW)
     flow.engine_died("e")
     ((_, second),) = flow.restart(Route("f", "f"), NOW)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from asgi_client import call, run
-from fake_dispatcher import FakeDispatcher, say
+from fake_dispatcher import FakeDispatcher, say, tokens
 from small_app import MODEL, ids, make_app
 
 from pdkv.router.http import choice as choice_module
 from pdkv.router.http import endpoint, responses, sse
+from pdkv.wire.messages import PromptLogprobs
 
 PROMPTS = [[5, 6, 7], [8, 9]]
 USER = [{"role": "user", "content": "x"}]
@@ -66,6 +67,7 @@ def test_many_logprobs_do_not_hold_the_event_loop(
         (responses, "chat_logprobs"),
         (responses, "prompt_logprobs"),
         (sse, "completion_logprobs"),
+        (PromptLogprobs, "decode"),
     ):
         monkeypatch.setattr(module, name, noting(getattr(module, name)))
 
@@ -78,6 +80,7 @@ def test_many_logprobs_do_not_hold_the_event_loop(
     plain = reply()
     assert threads == {threading.main_thread()}
     monkeypatch.setattr(endpoint, "_INLINE_LOGPROBS", 0)
+    monkeypatch.setattr(choice_module, "_INLINE_ECHO", 0)
     threaded = reply()
     assert threads
     assert threading.main_thread() not in threads
@@ -122,3 +125,12 @@ def test_the_echo_of_a_long_prompt_does_not_hold_the_event_loop(
     assert reply() == inline
     assert len(threads) == len(PROMPTS)
     assert threading.main_thread() not in threads
+
+
+def test_what_an_engine_calls_logprobs_and_is_none_fails_its_request() -> None:
+    broken = PromptLogprobs(3, [b"\x00"])
+    dispatcher = FakeDispatcher(lambda _: [tokens(*ids("a"), end="stop", prompt_logprobs=broken)])
+    body = {"model": MODEL, "prompt": PROMPTS[0], "prompt_logprobs": 2}
+    got = run(call(make_app(dispatcher), "POST", "/v1/completions", body))
+    assert got.status == 500
+    assert "prompt logprobs that are none" in got.json()["error"]["message"]
