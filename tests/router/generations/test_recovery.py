@@ -227,6 +227,27 @@ def test_a_bad_decode_engine_costs_prefill_nothing() -> None:
     run(System(1, 2), body)
 
 
+@pytest.mark.parametrize(("kind", "order"), LEGAL)
+def test_who_takes_over_is_chosen_like_any_other_decode_engine(kind: str, order: Order) -> None:
+    """Router 14: it was any engine that was ready, whatever its breaker, its marks and its orders."""
+
+    async def body(system: System) -> None:
+        fleet, request = system.dispatcher.fleet, long_request()
+        for _ in range(5):
+            fleet.engines["decode-0"].breaker.failed(0.0)
+        fleet.pairs.loaded("prefill-0", "decode-1", False, 0.0)
+        generation = system.dispatcher.start(request)
+        victim = await kill_at(system, generation, 2)
+        assert (await collect(generation))[0] == expected_output(request)
+        heir, flow = generation.decode_engine, generation.flow
+        assert victim in ("decode-2", "decode-3")
+        assert heir not in ("decode-0", victim)
+        assert (flow.route.prefill, heir) != ("prefill-0", "decode-1")
+        assert generation.num_attempts == 2
+
+    run(System(2, 4, kind=kind, orders=[order], clock=lambda: 0.0), body)
+
+
 # --- decode is bound late ---------------------------------------------------------------------------------------------
 
 
