@@ -46,9 +46,9 @@ class StoreNews:
     def _note(self, values: Iterable[Value], *, is_there: bool) -> None:
         if not self._is_told:
             return
-        cut, changes = self._cut, self._changes
-        for value in values:
-            if value.group or value.stop % cut.hit_tokens or not cut.is_whole(value):
+        changes, size, unit = self._changes, self._cut.value_tokens[0], self._cut.hit_tokens
+        for key, start, num_tokens, group in values:
+            if group or num_tokens != size or (start + size) % unit:
                 continue
-            if value.key in changes or len(changes) < MAX_NEWS:
-                changes[value.key] = is_there
+            if key in changes or len(changes) < MAX_NEWS:
+                changes[key] = is_there

@@ -48,6 +48,31 @@ def test_tokens_beyond_the_window_are_those_of_transformers(
                 assert [output.outputs[0].token_ids for output in outputs] == [one.output for one in expected]
 
 
+def test_llms_of_one_process_share_what_two_groups_hold(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    """The memory connector's store keeps groups apart: windows are saved and loaded as windows."""
+    overrides = {"layer_types": ALTERNATING, "head_dim": 16}
+    made = hf_model("ministral", sliding_window=WINDOW, initializer_range=0.2, max_position_embeddings=512, **overrides)
+    for file in made.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    write_tokenizer(tmp_path)
+    rng = random.Random(7)
+    expected = [oracle(made).expect(lambda: [rng.randrange(2, 258) for _ in range(300)], NUM_OUTPUT) for _ in range(2)]
+    options = {"mode": "store", "fabric": "two-groups"}
+
+    def tokens_of(llm: LLM) -> tuple[list[list[int]], list[int]]:
+        outputs = llm.generate([one.prompt for one in expected], PARAMS, progress=False)
+        return [output.outputs[0].token_ids for output in outputs], [output.num_cached_tokens for output in outputs]
+
+    with (
+        LLM(tmp_path, kv_cache_memory=4 << 20, threads=1, connector="memory", connector_config=options) as first,
+        LLM(tmp_path, kv_cache_memory=4 << 20, threads=1, connector="memory", connector_config=options) as second,
+    ):
+        assert [group.window for group in first._core.card.layout.groups] == [0, WINDOW, WINDOW]
+        right = [one.output for one in expected]
+        assert tokens_of(first) == (right, [0, 0])
+        assert tokens_of(second) == (right, [256, 256])
+
+
 def test_a_windows_layers_take_the_memory_of_the_window(hf_model: Callable[..., Path], tmp_path: Path) -> None:
     """Three prompts of 450 tokens in a pool that holds 224, were it not for the window."""
     made = hf_model("mistral", sliding_window=WINDOW, initializer_range=0.2, max_position_embeddings=512)
