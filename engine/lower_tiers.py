@@ -18,20 +18,22 @@ KEYS_PER_MESSAGE = 2048
 
 
 class LowerTiers:
-    """The keys of each tier. What was told is not told again."""
+    """The keys of each tier."""
 
     def __init__(self) -> None:
         self._tiers: dict[str, TierEvents] = {}  # by medium, without keys
         self._told: dict[str, OrderedDict[bytes, None]] = {}  # by medium
 
     def update(self, events: Iterable[TierEvents]) -> list[TierEvents]:
-        """Take over what a connector says; returns what routers have not been told yet."""
+        """Take over what a connector says; returns what routers shall be told.
+
+        What was told is told again: another engine may have missed it meanwhile, and said so.
+        """
         return [part for event in events for part in self._update(event)]
 
     def _update(self, event: TierEvents) -> Iterator[TierEvents]:
         medium = event.medium
-        is_new = medium not in self._tiers
-        if is_new:
+        if medium not in self._tiers:
             if len(self._tiers) >= MAX_TIERS:
                 return
             self._tiers[medium] = msgspec.structs.replace(event, removed=[], stored=[])
@@ -39,14 +41,12 @@ class LowerTiers:
         told = self._told[medium]
         for key in event.removed:
             told.pop(key, None)
-        stored = [key for key in event.stored if key not in told]
         for key in event.stored:
             told[key] = None
             told.move_to_end(key)
         while len(told) > MAX_TIER_KEYS:
             told.popitem(last=False)
-        if is_new or stored or event.removed:
-            yield from _parts(self._tiers[medium], event.removed, stored)
+        yield from _parts(self._tiers[medium], event.removed, event.stored)
 
     def snapshot(self) -> list[TierEvents]:
         """All that was told; of every tier at least that it is there."""

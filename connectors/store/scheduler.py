@@ -196,7 +196,7 @@ class StoreScheduler(SchedulerConnector):
         if num_found is None:
             return None
         if num_found < len(chain):
-            if wanted:
+            if wanted and not self.lookups.problem:  # it said so itself
                 self._news.missing(chain[num_found : num_found + 1])
             stop = chain[num_found].start // cut.hit_tokens * cut.hit_tokens
             sources = _Sources(start, stop, [])

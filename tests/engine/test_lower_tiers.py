@@ -1,4 +1,4 @@
-"""What routers are told of tiers below the cache: news once, everything to who joins later, and only so much."""
+"""What routers are told of tiers below the cache: news, everything to who joins later, and only so much."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,7 @@ from pdkv.connectors.base import SchedulerConnector
 from pdkv.engine import lower_tiers
 from pdkv.engine.core import EngineCore
 from pdkv.engine.lower_tiers import LowerTiers
+from pdkv.router.routing.tier_index import TierIndex
 from pdkv.wire.messages import EngineToRouter, Resync, TierEvents
 
 KEYS = [bytes([i]) * 16 for i in range(10)]
@@ -18,17 +19,27 @@ def news(stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> TierEve
     return TierEvents("disk", True, 64, list(removed), list(stored))
 
 
-def test_news_is_told_once_and_a_removal_always() -> None:
+def test_what_a_connector_says_is_told_and_remembered() -> None:
     tiers = LowerTiers()
     assert tiers.update([news()]) == [news()], "that there is a tier"
-    assert tiers.update([news()]) == []
-    assert tiers.update([news(KEYS[:3])]) == [news(KEYS[:3])]
-    assert tiers.update([news(KEYS[:4])]) == [news(KEYS[3:4])]
-    assert tiers.update([news(KEYS[:2])]) == []
-    assert tiers.update([news([], KEYS[1:3])]) == [news([], KEYS[1:3])]
+    assert tiers.update([news(KEYS[:4])]) == [news(KEYS[:4])]
+    assert tiers.update([news(KEYS[1:2], KEYS[2:3])]) == [news(KEYS[1:2], KEYS[2:3])]
     assert tiers.update([news([], KEYS[9:])]) == [news([], KEYS[9:])], "another engine may have told it"
-    assert tiers.update([news(KEYS[1:2])]) == [news(KEYS[1:2])]
     assert sorted(tiers.snapshot()[0].stored) == [KEYS[0], KEYS[1], KEYS[3]]
+
+
+def test_what_another_engine_missed_counts_again_when_it_was_saved_again() -> None:
+    """The writer has not heard that it was missed."""
+    writer, index = LowerTiers(), TierIndex()
+    for engine in ("writer", "reader"):
+        index.add_engine(engine)
+    for events, expected in ((news(KEYS[3:4]), 64), (news([], KEYS[3:4]), 0), (news(KEYS[3:4]), 64)):
+        if events.removed:
+            index.apply("reader", events)
+        else:
+            for told in writer.update([events]):
+                index.apply("writer", told)
+        assert index.match_one("writer", KEYS[:4]) == expected
 
 
 def test_many_keys_are_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,9 @@ def test_a_store_that_does_not_answer_says_nothing_of_its_content(make: MakeEngi
     store.failing["get"] = StoreUnavailable("gone")
     assert reader.load(request, scattered(256, 16), 256).code == StoreUnavailable.code
     assert told(reader) == ([], [])
+    store.failing["contains"] = StoreUnavailable("gone")
+    assert reader.ask(view("v", num_tokens=257, salt="other")) == 0
+    assert told(reader) == ([], [])
 
 
 def test_a_failed_save_tells_nothing(make: MakeEngine, store: FaultyStore) -> None:
