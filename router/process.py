@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 import zmq
@@ -32,9 +32,11 @@ from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http.admin import create_admin_app
 from pdkv.router.http.app import body_budget, create_app
 from pdkv.router.http.budget import ByteBudget
+from pdkv.router.http.certificates import Tls
 from pdkv.router.http.connections import Connections, connection_limit
 from pdkv.router.http.drain import Drain
 from pdkv.router.http.limits import LimitedProtocol
+from pdkv.router.http.tls import TlsGate
 from pdkv.router.observability.instruments import Instruments, make_instruments
 from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.secret_options import read_option
@@ -121,6 +123,7 @@ def run_router(
     bodies = body_budget(limits)
     key_file = config.access.api_key_file
     keys = KeyRing(key_file) if key_file is not None else None
+    tls = Tls(config.tls) if config.tls.ssl_certfile is not None else None
     queue = Admission(dispatcher, config.admission)
     drain = Drain(queue)
     operations = Operations(dispatcher, make_client, marks_file)
@@ -142,28 +145,38 @@ def run_router(
         instruments=instruments,
     )
     room = Connections(max_connections)
-    server = _Server(server_config(app, limits, bodies, room))
+    server = _Server(server_config(app, limits, bodies, room, tls))
     admin_app = create_admin_app(dispatcher, operations)
     admin = AdminServer(admin_app, admin_socket) if admin_socket is not None else None
+    reloads = [source.reload for source in (keys, tls) if source is not None]
     stopping = _Stopping(server, dispatcher, drain, room, drain_s)
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(server, admin, dispatcher, stopping, listen_fd, lifeline_fd, on_ready, keys, instruments))
+            runner.run(
+                _serve(server, admin, dispatcher, stopping, listen_fd, lifeline_fd, on_ready, reloads, instruments)
+            )
     finally:
         instruments.close()
         context.term()
     return 0
 
 
-def server_config(app: ASGIApp, limits: HttpLimits, bodies: ByteBudget, room: Connections) -> uvicorn.Config:
-    """uvicorn with our bounds; `bodies` is the application's budget, `room` has the connections."""
-    protocol = functools.partial(LimitedProtocol, limits=limits, room=room, bodies=bodies)
+def server_config(
+    app: ASGIApp, limits: HttpLimits, bodies: ByteBudget, room: Connections, tls: Tls | None = None
+) -> uvicorn.Config:
+    """uvicorn with our bounds and our TLS; `bodies` is the application's budget, `room` has the connections."""
+    plain = functools.partial(LimitedProtocol, limits=limits, room=room, bodies=bodies)
+
+    def gate(*args: Any, **kwargs: Any) -> asyncio.Protocol:
+        assert tls is not None
+        return TlsGate(plain(*args, **kwargs), tls, room, limits.header_timeout_s)
+
     return uvicorn.Config(
         app,
-        http=cast(type[asyncio.Protocol], protocol),
+        http=cast(type[asyncio.Protocol], plain if tls is None else gate),
         ws="none",
         access_log=False,
         log_config=None,
@@ -247,7 +260,7 @@ async def _serve(
     listen_fd: int,
     lifeline_fd: int | None,
     on_ready: Callable[[], None] | None,
-    keys: KeyRing | None,
+    reloads: Sequence[Callable[[], None]],
     instruments: Instruments,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -262,8 +275,8 @@ async def _serve(
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; it sends SIGTERM
     loop.add_signal_handler(signal.SIGTERM, stopping.on_signal)
-    if keys is not None:
-        loop.add_signal_handler(signal.SIGHUP, keys.reload)
+    if reloads:
+        loop.add_signal_handler(signal.SIGHUP, lambda: [reload() for reload in reloads])
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, lifeline_readable)
     dispatcher.connect()

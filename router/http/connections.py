@@ -50,6 +50,11 @@ class Connections:
         self._open: set[Connection] = set()
         self._changes = Changes()
 
+    @property
+    def num_open(self) -> int:
+        """Connections that there are, with those that are ending or still shake hands."""
+        return len(self._open)
+
     def opened(self, connection: Connection) -> None:
         """There is one more, admitted or not."""
         self._open.add(connection)
@@ -73,9 +78,9 @@ class Connections:
         await self._changes.wait_for(lambda: not unsent & self._open, timeout_s)
         return sum(connection.num_unsent > 0 for connection in unsent & self._open)
 
-    def admit(self, count: int) -> bool:
-        """Whether connection number `count` may stay; may evict an idle one."""
-        if count - len(self._ending) <= self._limit:
+    def admit(self) -> bool:
+        """Whether the connection that was opened last may stay; may evict an idle one."""
+        if self.num_open - len(self._ending) <= self._limit:
             return True
         oldest = _older(self._idle, _EVICTABLE_S) or _older(self._receiving, _SLOW_BODY_S)
         if oldest is None:

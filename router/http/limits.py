@@ -101,6 +101,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reader_timer: asyncio.TimerHandle | None = None
         self._num_unread = 0  # bytes that the client had to read when that timer was set
         self._num_dropped = 0
+        self.underlying: asyncio.Transport | None = None  # what TLS writes to; set before the connection is made
 
     # --- the connection -------------------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._connection = transport
         super().connection_made(_Transport(transport, self))
         self._room.opened(self)
-        if self._room.admit(len(self.connections)):
+        if self._room.admit():
             self._room.idle(self)
             self._start_header_timer()
         else:
@@ -127,7 +128,8 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def num_unsent(self) -> int:
         """Bytes that were written and that the kernel has not taken yet, since the client does not read so fast."""
-        return self._connection.get_write_buffer_size()
+        size = self._connection.get_write_buffer_size()
+        return size if self.underlying is None else size + self.underlying.get_write_buffer_size()
 
     def evict(self) -> None:
         """Close now; nothing is answered."""
@@ -145,7 +147,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._room.ending(self)
         self._linger_timer = self.loop.call_later(_LINGER_S, self._connection.abort)
-        self._connection.write_eof()
+        if self._connection.can_write_eof():  # TLS has no such thing: that the answer is the last one, a header says
+            self._connection.write_eof()
         if self.flow.read_paused:
             self._connection.resume_reading()
 
@@ -185,14 +188,18 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop_watching_reader()
 
     def _watch_reader(self) -> None:
-        """End the connection when its client reads nothing of what is there for as long as it may."""
-        self._num_unread = self._connection.get_write_buffer_size()
-        if self._num_unread and self._reader_timer is None:
+        """End the connection when its client reads nothing of what is there for as long as it may.
+
+        With TLS it has to say goodbye, too, when it has read everything.
+        """
+        self._num_unread = self.num_unsent
+        parting = self.underlying is not None and self.transport.is_closing()
+        if (self._num_unread or parting) and self._reader_timer is None:
             self._reader_timer = self.loop.call_later(self._limits.send_timeout_s, self._check_reader)
 
     def _check_reader(self) -> None:
         self._reader_timer = None
-        if self._connection.get_write_buffer_size() < self._num_unread:
+        if self.num_unsent < self._num_unread:
             self._watch_reader()
         else:
             self.evict()

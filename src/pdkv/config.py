@@ -206,6 +206,49 @@ class AccessConfig:
         return [origin.strip() for origin in self.cors_origin.split(",") if origin.strip()]
 
 
+def _cert_reqs(value: object) -> str:
+    """What clients must show, also as vLLM says it, by the numbers of Python's ssl module. Raises ValueError."""
+    words = {"0": "none", "1": "optional", "2": "required"}
+    word = words.get(str(value), str(value))
+    if word not in words.values():
+        raise ValueError("one of none, optional, required")
+    return word
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """TLS of the HTTP server (docs/operations.md); the names are vLLM's."""
+
+    ssl_certfile: Path | None = option(
+        None, "PEM file of the server's certificate and what is between it and its authority; then HTTP is HTTPS only",
+        metavar="FILE",
+    )  # fmt: skip
+    ssl_keyfile: Path | None = option(
+        None, "PEM file of its private key, not encrypted (absent: it is in --ssl-certfile)", metavar="FILE"
+    )
+    ssl_ca_certs: Path | None = option(
+        None, "PEM file of the authorities that sign clients' certificates", metavar="FILE"
+    )
+    ssl_cert_reqs: Literal["none", "optional", "required"] | None = option(
+        None, "whether clients must have a certificate (default: required with --ssl-ca-certs, else none)",
+        convert=_cert_reqs,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        given = next((name for name in ("ssl_keyfile", "ssl_ca_certs") if getattr(self, name) is not None), None)
+        if self.ssl_certfile is None and (given is not None or self.ssl_cert_reqs not in (None, "none")):
+            raise ConfigError(f"{given or 'ssl_cert_reqs'} needs an ssl_certfile: without one there is no TLS")
+        if self.ssl_ca_certs is None and self.ssl_cert_reqs not in (None, "none"):
+            raise ConfigError(f"ssl_cert_reqs {self.ssl_cert_reqs} needs ssl_ca_certs: whose certificates are taken?")
+        if self.ssl_ca_certs is not None and self.ssl_cert_reqs == "none":
+            raise ConfigError("ssl_ca_certs has no effect with ssl_cert_reqs none: no certificate would be looked at")
+
+    @property
+    def client_certificates(self) -> Literal["none", "optional", "required"]:
+        """Whether clients must have one."""
+        return self.ssl_cert_reqs or ("none" if self.ssl_ca_certs is None else "required")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
     """How the router finds out which engines work (docs/health.md)."""
@@ -253,9 +296,15 @@ class RouterConfig:
     api: HttpApi = field(default_factory=HttpApi)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether the router has files that SIGHUP has it read again."""
+        return self.access.api_key_file is not None or self.tls.ssl_certfile is not None
 
 
 def _check_collector(url: str) -> None:

@@ -89,6 +89,12 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         (["launch", "--decode-threads", "0"], "--decode-threads: a whole number of at least 1 was expected, got '0'"),
         (["launch", "--kv-cache-memory", "lots"], "--kv-cache-memory: a size such as 512MiB was expected, got 'lots'"),
         (["launch", "--lease-timeout-s", "1"], "lease_timeout_s (1.0) must exceed kv_load_timeout_s (30.0)"),
+        (
+            ["launch", "--ssl-certfile", "no-such.pem"],
+            "--ssl-certfile: no-such.pem cannot be read: No such file or dir",
+        ),
+        (["launch", "--ssl-keyfile", "k.pem"], "ssl_keyfile needs an ssl_certfile: without one there is no TLS"),
+        (["launch", "--ssl-cert-reqs", "3"], "--ssl-cert-reqs: one of none, optional, required was expected, got '3'"),
         (["launch", "--model", "no/such/dir"], "model directory no/such/dir does not exist"),
         (["launch", "--config", "no-such.toml"], "no-such.toml: No such file or directory"),
         (["generate", "--temperature", "-1", "x"], "temperature must be a finite number of at least 0, got -1.0"),
@@ -150,6 +156,13 @@ def test_environment_and_file_reach_the_deployment(tmp_path: Path) -> None:
     assert (read.launch.prefill, read.launch.decode, read.decode.threads) == (3, 4, 5)
     assert read.handoff.connector_config == {"io_threads": "2"}
     assert read.shape == "3 prefill, 4 decode, connector shared_memory"
+
+
+def test_a_command_line_of_vllm_asks_for_the_same_client_certificates() -> None:
+    files = ["--ssl-certfile", "c", "--ssl-keyfile", "k", "--ssl-ca-certs", "a"]
+    assert deployment(*files, "--ssl-cert-reqs", "1").router.tls.client_certificates == "optional"
+    assert deployment(*files, "--ssl-cert-reqs", "2").router.tls.client_certificates == "required"
+    assert deployment(*files[:4], "--ssl-cert-reqs", "0").router.tls.client_certificates == "none"
 
 
 def test_the_defaults_are_the_dataclasses(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Configuration values: sizes, and what the dataclasses refuse."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from pdkv.config import (
     HttpLimits,
     ObservabilityConfig,
     RecoveryConfig,
+    TlsConfig,
 )
 from pdkv.errors import ConfigError
 from pdkv.launch.config import LaunchConfig
@@ -70,3 +72,26 @@ def test_a_value_out_of_its_range_is_refused_by_name(config: type, field: str, v
     with pytest.raises(ConfigError, match=field) as caught:
         config(**{field: value})
     assert str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ssl_keyfile": Path("k")}, "ssl_keyfile needs an ssl_certfile"),
+        ({"ssl_ca_certs": Path("a")}, "ssl_ca_certs needs an ssl_certfile"),
+        ({"ssl_cert_reqs": "required"}, "ssl_cert_reqs needs an ssl_certfile"),
+        ({"ssl_certfile": Path("c"), "ssl_cert_reqs": "optional"}, "ssl_cert_reqs optional needs ssl_ca_certs"),
+        (
+            {"ssl_certfile": Path("c"), "ssl_ca_certs": Path("a"), "ssl_cert_reqs": "none"},
+            "ssl_ca_certs has no effect with ssl_cert_reqs none",
+        ),
+    ],
+)
+def test_tls_options_that_would_protect_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TlsConfig(**fields)
+
+
+def test_an_authority_of_clients_means_that_they_need_a_certificate() -> None:
+    assert TlsConfig(ssl_certfile=Path("c")).client_certificates == "none"
+    assert TlsConfig(ssl_certfile=Path("c"), ssl_ca_certs=Path("a")).client_certificates == "required"

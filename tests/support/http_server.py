@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, Coroutine
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 import uvloop
@@ -14,6 +15,7 @@ from uvicorn.server import ServerState
 from pdkv.config import HttpLimits
 from pdkv.router.http.app import body_budget
 from pdkv.router.http.budget import ByteBudget
+from pdkv.router.http.certificates import Tls
 from pdkv.router.http.connections import Connections
 from pdkv.router.process import server_config
 
@@ -21,14 +23,16 @@ T = TypeVar("T")
 BOUND_S = 30.0
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(
+    main: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+) -> T:
     """Run a test's coroutine on the router's kind of loop; what waits for ever fails."""
 
     async def bounded() -> T:
         async with asyncio.timeout(BOUND_S):
             return await main
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(bounded())
 
 
@@ -43,13 +47,18 @@ class Serving(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: ASGIApp, limits: HttpLimits | None = None, *, max_connections: int = 1000, bodies: ByteBudget | None = None
+    app: ASGIApp,
+    limits: HttpLimits | None = None,
+    *,
+    max_connections: int = 1000,
+    bodies: ByteBudget | None = None,
+    tls: Tls | None = None,
 ) -> AsyncIterator[Serving]:
     """Serve `app` until the end of the block; `bodies` is the budget that it was made with."""
     limits = limits or HttpLimits()
     bodies = bodies or body_budget(limits)
     room = Connections(max_connections)
-    config = server_config(app, limits, bodies, room)
+    config = server_config(app, limits, bodies, room, tls)
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
@@ -112,9 +121,9 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def connected(port: int) -> AsyncIterator[Client]:
-    """A client's connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def connected(port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
+    """A client's connection, through TLS where there is a context."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     try:
         yield Client(reader, writer)
     finally:

@@ -100,6 +100,14 @@ def tls_in_front_of(socket_path: str, context: ssl.SSLContext) -> Iterator[int]:
         assert not thread.is_alive()
 
 
+def client_context(files: Certificates, own: Certificates | None = None) -> ssl.SSLContext:
+    """Of a client that trusts `files.authority`, and perhaps shows a certificate of its own."""
+    context = ssl.create_default_context(cafile=files.authority)
+    if own is not None:
+        context.load_cert_chain(own.certificate, own.key)
+    return context
+
+
 def server_context(files: Certificates) -> ssl.SSLContext:
     """Of a server with that certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

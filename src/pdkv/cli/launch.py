@@ -18,6 +18,7 @@ from pdkv.config import (
     ObservabilityConfig,
     RecoveryConfig,
     RouterConfig,
+    TlsConfig,
 )
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
@@ -53,6 +54,7 @@ def flag_groups() -> dict[str, list[Flag]]:
         "HTTP": [*flags_of(HttpLimits), *flags_of(HttpApi)],
         "admission": flags_of(AdmissionConfig),
         "access": flags_of(AccessConfig),
+        "TLS": flags_of(TlsConfig),
         "health": flags_of(HealthConfig),
         "observability": flags_of(ObservabilityConfig),
     }
@@ -107,6 +109,7 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
             api=build(HttpApi, values),
             admission=build(AdmissionConfig, values),
             access=build(AccessConfig, values),
+            tls=build(TlsConfig, values),
             health=build(HealthConfig, values),
             recovery=build(RecoveryConfig, values),
             observability=build(ObservabilityConfig, values),

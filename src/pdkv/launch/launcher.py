@@ -22,6 +22,7 @@ from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import read_sampling_defaults
 from pdkv.router.admission.api_keys import read_key_file
+from pdkv.router.http.certificates import load_context
 from pdkv.router.observability.tracing import check_tracing
 from pdkv.router.routing.policies import find_policy
 
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 def launch(deployment: Deployment) -> int:
     """Run a deployment until SIGINT, SIGTERM or SIGHUP; returns the exit code.
 
-    With API keys, SIGHUP has the router read them again, and ends nothing.
+    With API keys or TLS, SIGHUP has the router read keys and certificate again, and ends nothing.
 
     Raises:
         ConfigError: a wrong value, found here or by a child.
@@ -73,6 +74,8 @@ def check_deployment(deployment: Deployment) -> None:
     check_pools(deployment.prefill, deployment.launch.prefill, deployment.decode, deployment.launch.decode)
     if deployment.router.access.api_key_file is not None:
         read_key_file(deployment.router.access.api_key_file)
+    if deployment.router.tls.ssl_certfile is not None:
+        load_context(deployment.router.tls)
 
 
 def check_models(deployment: Deployment) -> None:
@@ -120,8 +123,8 @@ async def _serve(
     on_ready = _ReadyLog(len(fleet.engines) + 1)
     supervisor = Supervisor(fleet, listen_fd=listener.fileno(), lifeline_fd=lifeline_fd, on_ready=on_ready)
     control = _make_control(deployment, run_dir, supervisor)
-    signals = _StopSignals(supervisor, reloads_keys=deployment.router.access.api_key_file is not None)
-    url = _url(listener)
+    signals = _StopSignals(supervisor, reloads=deployment.router.reads_files)
+    url = _url(listener, "http" if deployment.router.tls.ssl_certfile is None else "https")
     logger.info("starting %s with %s on %s", deployment.shape, deployment.prefill.model, url)
     start = asyncio.create_task(supervisor.start())
     stop = asyncio.create_task(signals.stopped.wait())
@@ -148,16 +151,16 @@ async def _serve(
 class _StopSignals:
     """The first signal asks for a stop, the second one for a quick one, the third one for the end."""
 
-    def __init__(self, supervisor: Supervisor, *, reloads_keys: bool) -> None:
-        """From now on the running loop handles them. `reloads_keys`: SIGHUP asks for that instead."""
+    def __init__(self, supervisor: Supervisor, *, reloads: bool) -> None:
+        """From now on the running loop handles them. `reloads`: SIGHUP has the router read its files instead."""
         self.stopped = asyncio.Event()
         self.drain_s = 0.0  # until everything is ready, nothing needs to be answered
         self._supervisor = supervisor
         self._hurried = False
         for number in _STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        if reloads_keys:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervisor.reload_keys)
+        if reloads:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervisor.reload_files)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
     def _on_signal(self) -> None:
@@ -210,9 +213,9 @@ def _make_control(deployment: Deployment, run_dir: RunDirectory, supervisor: Sup
     return ControlServer(fleet, deployment.launch.drain_s)
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, scheme: str) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _reap_rest(timeout_s: float) -> None:

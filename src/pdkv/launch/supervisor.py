@@ -171,8 +171,8 @@ class Supervisor:
         self._listens_for_hangups = True
         return [router]
 
-    def reload_keys(self) -> None:
-        """Have the router read its API keys again; one that starts reads them anyway."""
+    def reload_files(self) -> None:
+        """Have the router read its API keys and its certificate again; one that starts reads them anyway."""
         if self._router is not None and self._listens_for_hangups:
             self._router.send_signal(signal.SIGHUP)
 
