@@ -353,3 +353,50 @@ def test_a_refused_body_is_freed_without_the_collector(monkeypatch: pytest.Monke
             assert (reply.status, markers.pop()()) == (400, None)
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_200_long_prompts_at_once_take_two_threads_and_no_turn_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Template and tokenizer run beside the event loop, a prompt at a time on each of two threads; /health is asked
+    and answered between any two of them.
+    """
+    app = make_app(FakeDispatcher(say(ids("ab"))))
+    encode, busy = Tokenizer.encode, threading.Lock()
+    threads: dict[str, int] = {}
+    now = most = 0
+
+    def counting(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        nonlocal now, most
+        with busy:
+            now, most = now + 1, max(most, now + 1)
+            name = threading.current_thread().name
+            threads[name] = threads.get(name, 0) + 1
+        try:
+            return encode(self, text, add_special_tokens=add_special_tokens)
+        finally:
+            with busy:
+                now -= 1
+
+    async def main() -> None:
+        monkeypatch.setattr(Tokenizer, "encode", counting)
+        sizes = [5_000 + 100 * i if i % 2 else 70_000 for i in range(200)]
+        texts = {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+        tasks = []
+        for size in sizes:
+            body = json.dumps({"model": MODEL, "max_tokens": 1, "truncate_prompt_tokens": 20, **texts})
+            body = body.replace('"x"', '"' + "long " * (size // 5) + '"')
+            tasks.append(asyncio.create_task(call(app, "POST", path, body.encode())))
+        num_health = 0
+        while not all(task.done() for task in tasks):
+            assert (await call(app, "GET", "/health")).status == 200
+            num_health += 1
+        assert {task.result().status for task in tasks} == {200}
+        assert num_health > 10
+
+    run(main())
+    assert sum(threads.values()) >= 200
+    assert len(threads) == 2
+    assert most <= 2
+    assert all(name.startswith("text-") for name in threads)
