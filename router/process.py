@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import gc
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.engines.fleet import ORDERS
 from pdkv.router.engines.operations import Operations
 from pdkv.router.engines.shared_marks import SharedMarks
+from pdkv.router.garbage import ShortCollections
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http.admin import create_admin_app
 from pdkv.router.http.app import body_budget, create_app
@@ -151,8 +151,6 @@ def run_router(
     reloads = [source.reload for source in (keys, tls) if source is not None]
     stopping = _Stopping(server, dispatcher, drain, room, drain_s)
     sys.setswitchinterval(SWITCH_S)
-    gc.collect()
-    gc.freeze()  # what lives as long as the process need not be looked at again
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(
@@ -265,6 +263,8 @@ async def _serve(
 ) -> None:
     loop = asyncio.get_running_loop()
     instruments.start()
+    garbage = ShortCollections(lambda: (dispatcher.num_generations, dispatcher.counters.started))
+    garbage.start()
 
     def lifeline_readable() -> None:
         assert lifeline_fd is not None
@@ -288,6 +288,7 @@ async def _serve(
         async with admin.serving() if admin is not None else contextlib.nullcontext():
             await server.serve(sockets=[socket.socket(fileno=listen_fd)])
     finally:
+        garbage.close()
         dispatcher.close()
         if dispatcher.shared_marks is not None:
             await dispatcher.shared_marks.close()

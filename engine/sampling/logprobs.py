@@ -45,7 +45,7 @@ def _chunk(logits: torch.Tensor, token_ids: NDArray[np.int64], num_top: NDArray[
         strict=True,
     )
     return [
-        TokenLogprob(token_id, logprob, rank, list(zip(ids[:k], values[:k], strict=True)))
+        TokenLogprob(token_id, logprob, rank, tuple(zip(ids[:k], values[:k], strict=True)))
         for token_id, logprob, rank, k, ids, values in entries
     ]
 

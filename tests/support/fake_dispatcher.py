@@ -187,7 +187,7 @@ def tokens(*token_ids: int, end: str | None = None, **fields: Any) -> Delta:
 
 def logprob(token_id: int, *others: int) -> TokenLogprob:
     """A recognizable logprob: minus a tenth of the id, the token itself being the most likely."""
-    top = [(i, -i / 10) for i in (token_id, *others)]
+    top = tuple((i, -i / 10) for i in (token_id, *others))
     return TokenLogprob(token_id, -token_id / 10, 1, top)
 
 

@@ -76,7 +76,7 @@ TO_ENGINE: Sequence[RouterToEngine] = (
 )  # fmt: skip
 
 TO_ROUTER: Sequence[EngineToRouter] = (
-    Tokens("q", 0, 0, [5], [TokenLogprob(5, -0.5, 1, [(5, -0.5)])],
+    Tokens("q", 0, 0, [5], [TokenLogprob(5, -0.5, 1, ((5, -0.5),))],
            PromptLogprobs.of([None, TokenLogprob(1, -1.0, 2)]), SourceCounts(3)),
     Finished("q", 0, "stop", SourceCounts(3), 2), HandedOff("q", 0, SourceCounts(3), HANDOFF),
     Failed("q", 0, "internal_error", "text", retryable=True), Allocated("q", 0, 0, 3, b"ticket"),

@@ -67,7 +67,7 @@ EXAMPLES: list[RouterToEngine | EngineToRouter] = [
         1,
         4,
         [5, 6],
-        [TokenLogprob(5, -0.25, 1, [(5, -0.25), (9, -2.0)])],
+        [TokenLogprob(5, -0.25, 1, ((5, -0.25), (9, -2.0)))],
         PromptLogprobs.of([None, TokenLogprob(2, -1.0, 3)]),
     ),
     KVEvents(7, [CacheCleared(), BlockStored([b"k" * 16], None), BlockRemoved([b"k" * 16])]),
@@ -245,7 +245,7 @@ def test_lists_in_messages_are_bounded(message: EngineToRouter | RouterToEngine)
 def test_logprobs_of_a_prompt_are_decoded_apart_in_parts() -> None:
     """Whoever reads the message decodes none of them."""
     count = 2 * PART_TOKENS + 3
-    entries = [None, *(TokenLogprob(i, -0.5 * i, i + 1, [(i, -0.5 * i), (7, -1.0)]) for i in range(1, count))]
+    entries = [None, *(TokenLogprob(i, -0.5 * i, i + 1, ((i, -0.5 * i), (7, -1.0))) for i in range(1, count))]
     packed = PromptLogprobs.of(entries)
     assert [len(msgspec.msgpack.decode(part)) for part in packed.parts] == [PART_TOKENS, PART_TOKENS, 3]
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(Tokens("q", 0, 0, [1], None, packed)), type=Tokens)

@@ -202,13 +202,16 @@ class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
     store: Count = 0  # content-addressed, from a store or another engine's cache
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probability of one token, its rank (1 = most likely) and the alternatives asked for."""
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Natural-log probability of one token, its rank (1 = most likely) and the alternatives asked for.
+
+    Nothing of it is looked at by the garbage collector: a router holds them by the hundred thousand.
+    """
 
     token_id: TokenId
     logprob: float
     rank: Count
-    top: Annotated[list[tuple[TokenId, float]], Meta(max_length=256)] = []
+    top: Annotated[tuple[tuple[TokenId, float], ...], Meta(max_length=256)] = ()
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -449,7 +449,7 @@ def test_equal_alternatives_come_in_id_order() -> None:
 def test_logprobs_without_alternatives() -> None:
     logits = torch.tensor([[0.0, 1.0, -1.0]])
     (entry,) = sample(logits, [request(params(temperature=0.0, logprobs=0))])[0].logprobs or []
-    assert (entry.token_id, entry.rank, entry.top) == (1, 1, [])
+    assert (entry.token_id, entry.rank, entry.top) == (1, 1, ())
 
 
 def test_prompt_logprobs() -> None:

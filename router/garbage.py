@@ -1,0 +1,63 @@
+"""Short garbage collections: a whole one looks at every object of a busy router, 30 ms and more, and nothing can run.
+
+So what survives a whole collection is not looked at again until the router has nothing to do. What dies by its count of
+references, as nearly everything does, is freed as ever.
+"""
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Mapping
+
+PERIOD_S = 10.0
+
+MAX_FROZEN_S = 900.0
+"""A router that is never idle looks at everything after so long: cycles of objects that are gone take memory."""
+
+
+class ShortCollections:
+    """Of the process, from `start` to `close`."""
+
+    def __init__(self, count: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.monotonic) -> None:
+        """`count` says how many requests run, and how many have begun since the start."""
+        self._count = count
+        self._clock = clock
+        self._last_count = (0, 0)
+        self._frozen_at: float | None = None  # the first survivors since everything was looked at
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """In the running event loop. What lives now need not be looked at before the first idle period."""
+        gc.collect()
+        gc.freeze()
+        gc.callbacks.append(self._collected)
+        self._tick()
+
+    def close(self) -> None:
+        """Leave it to Python again. Idempotent."""
+        if self._handle is not None:
+            self._handle.cancel()
+        if self._collected in gc.callbacks:
+            gc.callbacks.remove(self._collected)
+
+    def look(self) -> None:
+        """Look at everything where that is due: nothing runs, and nothing has begun since the last call."""
+        count, last = self._count(), self._last_count
+        self._last_count = count
+        if self._frozen_at is None:
+            return
+        is_idle = count == last and count[0] == 0
+        if is_idle or self._clock() - self._frozen_at > MAX_FROZEN_S:
+            gc.unfreeze()
+            gc.collect()  # and what survives is frozen
+            self._frozen_at = None
+
+    def _tick(self) -> None:
+        self.look()
+        self._handle = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)
+
+    def _collected(self, phase: str, info: Mapping[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            gc.freeze()
+            if self._frozen_at is None:
+                self._frozen_at = self._clock()
