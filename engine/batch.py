@@ -22,6 +22,7 @@ class StepInputs(NamedTuple):
     positions: IntArray  # (n,)
     block_ids: IntArray  # (groups, n) where each token's KV goes: block and offset within it
     offsets: IntArray  # (n,)
+    num_prompt: IntArray  # (r,) tokens of each request's prompt
 
     def slot_mapping(self, block_size: int) -> IntArray:
         """(groups, n) index of each token's KV as block * block_size + offset. No entry is padding: all are written."""
@@ -39,6 +40,7 @@ class PersistentBatch:
         # A block that no token of the request sees any more stays in the table, or is 0: nobody reads it.
         self.block_tables = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.requests: list[NewRequest | None] = [None] * max_num_seqs
         self._slots: dict[RequestKey, int] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -63,6 +65,7 @@ class PersistentBatch:
         self.token_ids[slot, :num_prompt] = request.prompt_token_ids
         self.token_ids[slot, num_prompt : num_prompt + num_output] = request.output_token_ids
         self.num_blocks[slot] = 0
+        self.num_prompt[slot] = num_prompt
         self.append_blocks(slot, request.block_ids)
         return slot
 
@@ -111,4 +114,5 @@ class PersistentBatch:
             positions=positions,
             block_ids=self.block_tables[:, rows, blocks],
             offsets=offsets,
+            num_prompt=self.num_prompt[slots],
         )

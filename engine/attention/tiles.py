@@ -140,17 +140,29 @@ def plan_tiles(
 
 
 def _cut(inputs: StepInputs, limits: AttentionLimits, window: int | None) -> _Tiles:
-    """Every request's tokens in tiles of equal size, the last one shorter."""
+    """Every prompt's tokens in tiles of equal size, the last one shorter, and each output token by itself.
+
+    So what is computed again, as behind a death or a preemption, is computed as it was the first time, to the bit:
+    tokens of the prompt in tiles, those of the output one by one.
+    """
     scheduled = np.diff(inputs.cu_seqlens_q)
+    if len(inputs.positions) == len(scheduled):  # a token each, as in most steps
+        return _single(inputs, np.arange(len(scheduled)))
+    num_computed = inputs.seq_lens - scheduled
+    num_prompt = np.clip(inputs.num_prompt - num_computed, 0, scheduled)  # of these
+    num_keys = num_computed + num_prompt
     most_keys = None if window is None else window + int(_FULL_TILES[-1])
-    sizes = limits.tile_sizes(np.minimum(inputs.seq_lens, most_keys) if most_keys is not None else inputs.seq_lens)
-    per_request = -(-scheduled // sizes)
+    sizes = limits.tile_sizes(np.maximum(num_keys if most_keys is None else np.minimum(num_keys, most_keys), 1))
+    num_tiles = -(-num_prompt // sizes)
+    per_request = num_tiles + scheduled - num_prompt
     request = np.repeat(np.arange(len(scheduled)), per_request)
     number = np.arange(len(request)) - np.repeat(np.cumsum(per_request) - per_request, per_request)
-    skipped = number * sizes[request]
+    behind = np.maximum(number - num_tiles[request], 0)  # of the output
+    in_prompt, size = number < num_tiles[request], sizes[request]
+    skipped = np.where(in_prompt, number * size, num_prompt[request] + behind)
     starts = inputs.cu_seqlens_q[:-1][request] + skipped
-    counts = np.minimum(sizes[request], scheduled[request] - skipped)
-    positions = (inputs.seq_lens - scheduled)[request] + skipped
+    counts = np.where(in_prompt, np.minimum(size, num_prompt[request] - skipped), 1)
+    positions = num_computed[request] + skipped
     return _Tiles(inputs.slots[request], starts, starts, positions, counts, counts, np.zeros_like(counts), counts)
 
 
