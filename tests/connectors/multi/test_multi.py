@@ -188,6 +188,16 @@ def test_every_childs_table_hears_of_reuse() -> None:
     connector.shutdown()
 
 
+def test_childrens_tiers_are_told_apart() -> None:
+    connector = make("store,store", SHAREABLE, _0_url="memory://a", _1_url="memory://b")
+    scheduler = connector.make_scheduler_side()
+    told = [(events.medium, events.shared, events.tokens_per_key) for events in scheduler.take_events()]
+    assert told == [("0-store/memory", False, 64), ("1-store/memory", False, 64)]
+    assert list(scheduler.take_events()) == []
+    scheduler.shutdown()
+    connector.shutdown()
+
+
 def test_a_child_that_cannot_be_built_takes_the_others_down() -> None:
     with pytest.raises(ConfigError, match="tokens_per_value"):
         make("shared_memory,store", SHAREABLE, _1_tokens_per_value="17", _1_url="memory://")
