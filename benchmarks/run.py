@@ -18,6 +18,7 @@ from benchmarks import (
     connectors,
     dtypes,
     engine_vs_vllm,
+    front,
     identity,
     interference,
     many,
@@ -54,6 +55,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "balance_tiny": _of(pd_balance.run, "tiny"),
     "balance_mid": _of(pd_balance.run, "mid"),
     "many": many.run,
+    "front": front.run,
     "interference_tiny": _of(interference.run, "tiny"),
     "interference_mid": _of(interference.run, "mid"),
     "connector_shared_memory": connectors.run_shared_memory,
@@ -72,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all; {', '.join(BENCHMARKS)}")
     parser.add_argument("--models", type=Path, default=WORK / "models", help="where random models are, or are made")
     parser.add_argument("--vllm", type=Path, default=WORK / "vllm", help="virtual environment with vLLM's CPU build")
+    parser.add_argument("--before", type=Path, help="virtual environment with an earlier pdkv, for `front`")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="smoke run; nothing is written without --out")
     options = parser.parse_args(arguments)
@@ -80,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     signal.signal(signal.SIGTERM, _stop)  # so that servers are ended
     names = options.names or list(BENCHMARKS)
-    context = Context(options.models, _find_peer(options.vllm, names), options.quick)
+    context = Context(options.models, _find_peer(options.vllm, names), options.quick, options.before)
     failed = False
     for name in names:
         if name in NEEDS_PEER and context.vllm is None:

@@ -111,12 +111,14 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 @contextlib.contextmanager
-def pdkv(model: Path | None, *, prefill: int, decode: int, options: Sequence[str] = ()) -> Iterator[Server]:
-    """`pd launch`, ready. `prefill` 0: aggregated engines."""
+def pdkv(
+    model: Path | None, *, prefill: int, decode: int, options: Sequence[str] = (), python: str | Path = sys.executable
+) -> Iterator[Server]:
+    """`pd launch`, ready. `prefill` 0: aggregated engines. `python`: of another installation."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
-        sys.executable,
+        str(python),
         "-P",
         "-m",
         "pdkv.cli",

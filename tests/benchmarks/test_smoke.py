@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from nixl_rig import needs_nixl
 
-from benchmarks import connectors, dtypes, identity, layerwise, sampler, startup, step_thread
+from benchmarks import connectors, dtypes, front, identity, layerwise, sampler, startup, step_thread
 from benchmarks.redis_server import find_binary, redis_server
 from benchmarks.report import Claim, Context
 from pdkv.kernels import host
@@ -67,6 +67,15 @@ def test_a_hit_in_a_store_is_compared_with_a_local_one(tmp_path: Path) -> None:
         [claim] = layerwise.run(Context(tmp_path, None, quick=True), url)
     check([claim])
     assert claim.figures["local ms"] > 0
+
+
+@pytest.mark.slow
+def test_the_router_s_tokens_streams_and_time_are_measured(tmp_path: Path) -> None:
+    claims = front.run(Context(tmp_path, None, quick=True))
+    check(claims)
+    by_name = {claim.name: claim for claim in claims}
+    assert by_name["200 slow streams: failures"].figures["open at once"] > 0
+    assert by_name["200 slow streams: failures"].met
 
 
 @pytest.mark.slow

@@ -1,0 +1,192 @@
+"""What the router costs, all limits on: CPU of whole runs and of tokens, memory of slow streams, and time.
+
+Whole runs are compared with an earlier version (`--before VENV`, a virtual environment with it). The rest stands in
+front of an engine that computes nothing, but has the real socket, scheduler and messages (paced_engine): more streams
+than this machine could compute, and CPU time of the router's process, which says nearly the same beside other work.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from benchmarks.client import Reply, complete
+from benchmarks.engine_link import EngineLink, Timing
+from benchmarks.load import Workload, random_prompt, send_all
+from benchmarks.load import run as run_loop
+from benchmarks.models import find_model
+from benchmarks.report import Claim, Context
+from benchmarks.router_alone import Alone, router_alone
+from benchmarks.servers import Server, cpu_seconds, pdkv
+from benchmarks.versus import workload
+from pdkv.host.sockets import raise_open_files_limit
+
+RUN_LIMIT = 1.02
+TOKEN_LIMITS_US = {64: 40.0, 1000: 30.0}
+STREAM_LIMIT_KIB = 30.0
+LATENCY_LIMIT_MS = 2.0
+PACE_S = 0.002
+"""Between two steps, where time is measured."""
+
+
+def run(context: Context) -> list[Claim]:
+    """One claim of whole runs, where there is an earlier version; then two of tokens, two of streams, one of time."""
+    raise_open_files_limit()
+    model = find_model(context.models, "tiny")
+    return [
+        *whole_runs(model, context.before, context.quick),
+        *(_tokens(model, num_streams, context.quick) for num_streams in TOKEN_LIMITS_US),
+        *slow_streams(model, context.quick),
+        added_latency(model, context.quick),
+    ]
+
+
+# --- whole runs ---------------------------------------------------------------------------------------------------
+
+
+def whole_runs(model: Path, before: Path | None, quick: bool) -> list[Claim]:
+    """1P1D, 8 at once, 512 tokens in, 64 out: CPU of engines and router, both versions up and served by turns."""
+    if before is None:
+        return []
+    options = ("--kv-cache-memory", "256MiB", "--threads", "1")
+    num_requests, rounds = (8, 2) if quick else (64, 8)
+    ratios: list[float] = []
+    used: dict[str, list[float]] = {"now": [], "before": []}
+    with (
+        pdkv(model, prefill=1, decode=1, options=options) as now,
+        pdkv(model, prefill=1, decode=1, options=options, python=before / "bin" / "python") as then,
+    ):
+        servers = {"now": now, "before": then}
+        for server in servers.values():
+            _run_cpu(server, 8)  # warm
+        for turn in range(rounds):
+            for name in sorted(servers, reverse=turn % 2 == 0):
+                used[name].append(_run_cpu(servers[name], num_requests))
+            ratios.append(used["now"][-1] / used["before"][-1])
+    figures = {f"{name} ms a request": sum(each) / len(each) / num_requests * 1e3 for name, each in used.items()}
+    figures |= {"least round": min(ratios), "largest round": max(ratios)}
+    return [Claim("CPU of an undisturbed run, now / before", median(ratios), RUN_LIMIT, "lower", figures)]
+
+
+def _run_cpu(server: Server, num_requests: int) -> float:
+    """CPU seconds of all processes. Raises RuntimeError if a request failed."""
+    began = cpu_seconds(server)
+    replies, _ = run_loop(send_all(server.url, server.model, workload(num_requests, 8)))
+    _check(replies)
+    return cpu_seconds(server).since(began).total
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """Of requests."""
+
+    input_len: int
+    output_len: tuple[int, int]
+
+
+LONG, SHORT = Shape(10, (20, 500)), Shape(512, (64, 64))
+"""As benchmarks.many has it, and as most of the others."""
+
+
+def _tokens(model: Path, num_streams: int, quick: bool) -> Claim:
+    """Router CPU a token, what requests cost included; `num_streams` at once get a token each per step."""
+    pace_s = 0.02 if num_streams < 256 else 0.1
+    figures: dict[str, float] = {}
+    for name, shape, num_requests in (("", LONG, num_streams * 2), ("of 512 in, 64 out", SHORT, num_streams * 2)):
+        num_requests, lengths = (num_streams, (8, 8)) if quick else (num_requests, shape.output_len)
+        with router_alone(model, pace_s=pace_s, num_seqs=2 * num_streams) as router:
+            load = Workload(num_requests, shape.input_len, lengths, num_streams, seed=num_streams)
+            run_loop(send_all(router.url, router.model, Workload(64, shape.input_len, (20, 20), 64)))  # warm
+            began = router.cpu_seconds()
+            replies, _ = run_loop(send_all(router.url, router.model, load))
+            used = router.cpu_seconds() - began
+        _check(replies)
+        figures[f"us {name}".strip()] = used / sum(reply.num_tokens for reply in replies) * 1e6
+    limit = TOKEN_LIMITS_US[num_streams]
+    title = f"router CPU a token, {num_streams} streams of 10 in, 20 to 500 out / {limit:g} us"
+    return Claim(title, figures["us"] / limit, 1.0, "lower", figures)
+
+
+# --- slow streams -------------------------------------------------------------------------------------------------
+
+
+def slow_streams(model: Path, quick: bool) -> list[Claim]:
+    """10,000 streams that are open at once, each with a token a second."""
+    num_streams, num_tokens, at_once = (200, 12, 200) if quick else (10_000, 60, 1_000)
+    with router_alone(
+        model, pace_s=0.2 if quick else 1.0, num_seqs=num_streams + 64, max_connections=num_streams + 512
+    ) as router:
+        seen = run_loop(_open_streams(router, num_streams, num_tokens, at_once))
+    failed, peak, kib = seen
+    figures = {"streams": float(num_streams), "open at once": float(peak), "KiB each": kib}
+    title = f"{num_streams} slow streams"
+    return [
+        Claim(f"{title}: failures", float(failed), 0.0, "lower", figures),
+        Claim(f"{title}: router memory each / 30 KiB", kib / STREAM_LIMIT_KIB, 1.0, "lower", figures),
+    ]
+
+
+async def _open_streams(router: Alone, num_streams: int, num_tokens: int, at_once: int) -> tuple[int, int, float]:
+    """(failures, most streams open at one time, KiB of the router for each of them then); `at_once` begin together."""
+    rng = random.Random(0)
+    for _ in range(2):  # warm
+        await asyncio.gather(*(_stream(router, rng, 4) for _ in range(32)))
+    base = router.memory_kib()
+    replies = [Reply(0.0) for _ in range(num_streams)]
+    tasks: list[asyncio.Task[Reply]] = []
+    peak, memory = 0, base
+    while not tasks or not all(task.done() for task in tasks):
+        num_waiting = sum(not reply.stamps and not task.done() for reply, task in zip(replies, tasks, strict=False))
+        for reply in replies[len(tasks) : len(tasks) + at_once - num_waiting]:
+            tasks.append(asyncio.create_task(_stream(router, rng, num_tokens, reply)))
+        await asyncio.wait(tasks, timeout=0.5)
+        num_open = sum(bool(r.stamps) and not task.done() for r, task in zip(replies, tasks, strict=False))
+        if num_open > peak:
+            peak, memory = num_open, router.memory_kib()
+    return sum(not reply.ok for reply in replies), peak, (memory - base) / max(peak, 1)
+
+
+async def _stream(router: Alone, rng: random.Random, num_tokens: int, reply: Reply | None = None) -> Reply:
+    prompt = random_prompt(rng, 10)
+    return await complete(router.url, model=router.model, prompt=prompt, max_tokens=num_tokens, reply=reply)
+
+
+# --- time ---------------------------------------------------------------------------------------------------------
+
+
+def added_latency(model: Path, quick: bool) -> Claim:
+    """One request at a time, through the router and straight to the engine's socket by turns: paired differences."""
+    rounds = 8 if quick else 200
+    rng = random.Random(0)
+    first: list[float] = []
+    end: list[float] = []
+    with router_alone(model, pace_s=PACE_S, num_seqs=8) as router, EngineLink(router.endpoint) as link:
+        for turn in range(rounds + 4):
+            straight: Timing | None = None
+            reply = Reply(0.0)
+            for name in sorted(("router", "engine"), reverse=turn % 2 == 0):
+                time.sleep(5 * PACE_S)  # the engine's next step comes at once, whoever asks
+                prompt = random_prompt(rng, 32)
+                if name == "engine":
+                    straight = link.complete(prompt, 16)
+                else:
+                    reply = run_loop(complete(router.url, model=router.model, prompt=prompt, max_tokens=16))
+            assert straight is not None
+            _check([reply])
+            if turn >= 4:  # they are warm
+                first.append(reply.ttft - straight.first_token)
+                end.append(reply.stamps[-1] - reply.sent - straight.end)
+    figures = {"to the first token ms": median(first) * 1e3, "to the end ms": median(end) * 1e3}
+    worst = max(figures.values())
+    return Claim("latency that the router adds, p50 / 2 ms", worst / LATENCY_LIMIT_MS, 1.0, "lower", figures)
+
+
+def _check(replies: Sequence[Reply]) -> None:
+    errors = [reply.error for reply in replies if reply.error is not None]
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {len(replies)} requests failed: {errors[0]}")
