@@ -16,7 +16,7 @@ CELL ?= 100
 RATE ?= 0
 STOP ?= 10
 
-.PHONY: install lint check test matrix soak faults bench demo serve clean
+.PHONY: install lint check test matrix soak faults operations bench demo serve clean
 
 install: $(STAMP)
 
@@ -70,6 +70,11 @@ soak: install
 faults: install
 	cd tests/support && $(abspath $(BIN))/python -m faults --requests $(CELL) --rate $(RATE) --stop-s $(STOP) \
 		--save --backends $(BACKENDS)
+
+# Operations under load (drain, roles, scale, rolling restarts, SIGTERM), and all engines of a role gone for 5 s: what became
+# of CELL=100 requests each, over each backend. BACKENDS="shared_memory nixl" chooses backends; each takes two minutes.
+operations: install
+	cd tests/support && $(abspath $(BIN))/python operations_under_load.py --requests $(CELL) --backends $(BACKENDS)
 
 bench: install
 	$(BIN)/python -m benchmarks.run

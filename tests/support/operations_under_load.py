@@ -1,14 +1,16 @@
-"""What operators do, under load (`make operations`): each operation, each backend, and what its requests came to.
+"""What operators do, under load (`make operations`), and the loss of a whole role: what its requests came to.
 
-Requests come at a fixed rate, whether or not others are done, half of them streamed. After a third of them an operation
-begins, and they go on until it is over. None may fail, be wrong or hang. Only behind a stop they are refused, with 503
+Requests come at a fixed rate, whether or not others are done, half of them streamed. After a third of them something is
+done, and they go on until it is over. None may fail, be wrong or hang. Only behind a stop they are refused, with 503
 and the code `draining`, or because nobody listens any more; what came before it is answered.
 """
 
 import argparse
 import asyncio
 import datetime
+import functools
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -25,12 +27,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from small_models import make_hf_model
 from soak.backends import choose, extra_flags, select
 from soak.report import RESULTS
-from traffic import Answer, Ask, client_of, send, send_all, wait_for_rest, wait_until_true
+from traffic import Answer, Ask, client_of, send, send_all, stopped, wait_for_rest, wait_until_true
 
 from pdkv.launch.control import Restart, Scale, give_order
 from pdkv.launch.router_admin import RouterAdmin
 
 DRAIN_S = 60.0
+GONE_S = 5.0
 NUM_TOKENS = 60
 NUM_TOKENS_AT_STOP = 400
 MAX_REQUESTS = 4000
@@ -150,6 +153,16 @@ async def _restart_at_once(deployment: Running) -> None:
     await give_order(_run_dir(deployment), Restart(0.0), lambda text: None)
 
 
+async def _gone(deployment: Running, role: str) -> None:
+    """All engines of a role are killed while the launcher, which would start them again, is stopped."""
+    victims = [pid for name, pid in deployment.pids().items() if name.startswith(role)]
+    with stopped(deployment.process.pid):
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(GONE_S)
+    await asyncio.to_thread(wait_until_true, lambda: is_well(deployment), "all engines are back")
+
+
 async def _stop(deployment: Running) -> None:
     deployment.process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(deployment.finish) == 0, deployment.log
@@ -162,6 +175,8 @@ OPERATIONS: dict[str, Operation] = {
     "scale up and down": _scale,
     "rolling restart": _restart,
     "rolling restart, --drain-s 0": _restart_at_once,
+    f"all prefill engines gone for {GONE_S:g} s": functools.partial(_gone, role="prefill"),
+    f"all decode engines gone for {GONE_S:g} s": functools.partial(_gone, role="decode"),
     STOP: _stop,
 }
 """The stop is the last one."""
