@@ -35,7 +35,7 @@ from pdkv.launch.router_admin import RouterAdmin
 DRAIN_S = 60.0
 GONE_S = 5.0
 NUM_TOKENS = 60
-NUM_TOKENS_AT_STOP = 400
+NUM_TOKENS_AT_STOP = 300
 MAX_REQUESTS = 4000
 """Of a cell: an operation that is not over then takes too long."""
 
