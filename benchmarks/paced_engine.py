@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.step_thread import LAYOUT, VOCAB_SIZE
+from pdkv.build_core import build_core
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import NO_TRANSFERS, EngineCard
 from pdkv.connectors.block_table import LocalBlockTable
@@ -20,7 +21,6 @@ from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.launch.engine_process import Notifier, serve
 from pdkv.wire.engine_server import EngineServer
-from pdkv.wiring import wire_core
 
 NAME, EPOCH = "decode-0", "1"
 MAX_LEN = 1024
@@ -58,7 +58,7 @@ def run(endpoint: str, pace_s: float, num_seqs: int) -> None:
         orders=[], model="none", layout=LAYOUT, hash_block_size=LAYOUT.block_size, num_blocks=num_blocks,
         max_model_len=MAX_LEN, max_num_seqs=num_seqs, max_num_batched_tokens=STEP_TOKENS,
     )  # fmt: skip
-    core = wire_core(
+    core = build_core(
         card=card,
         executor=Paced(pace_s),
         connector=None,
