@@ -18,8 +18,8 @@ class StoreNews:
     """
 
     def __init__(self, store: KVStore, cut: StoreCut) -> None:
-        self._cut = cut
-        self._empty = TierEvents(store.medium, store.is_shared, cut.hit_tokens)
+        self._size = cut.value_tokens[0]  # the same for engines of all block sizes, which a hit's end may not be
+        self._empty = TierEvents(store.medium, store.is_shared, self._size)
         self._is_told = not cut.windows[0]
         self._changes: dict[bytes, bool] = {}  # key -> whether it is there
         self._announced = False
@@ -46,9 +46,7 @@ class StoreNews:
     def _note(self, values: Iterable[Value], *, is_there: bool) -> None:
         if not self._is_told:
             return
-        changes, size, unit = self._changes, self._cut.value_tokens[0], self._cut.hit_tokens
-        for key, start, num_tokens, group in values:
-            if group or num_tokens != size or (start + size) % unit:
-                continue
-            if key in changes or len(changes) < MAX_NEWS:
+        changes, size = self._changes, self._size
+        for key, _, num_tokens, group in values:
+            if not group and num_tokens == size and (key in changes or len(changes) < MAX_NEWS):
                 changes[key] = is_there

@@ -65,6 +65,11 @@ def check_both_passes(workload: Workload, flags: Sequence[str]) -> None:
             books = run_all(deployment, workload)
             check_decode_computed_nothing(books)
             check_undisturbed(books)
+        (tier,) = deployment.get("/topology").json()["router"]["tiers"]
+        engines = deployment.get("/topology").json()["engines"]
+        assert tier["engines"] == sorted(engine["name"] for engine in engines)
+        assert tier["keys"] > 0
+        assert "pdkv_refused_tier_events_total 0.0" in deployment.get("/metrics").text
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,14 @@ def test_of_several_groups_the_first_is_told_and_a_window_never(
     assert told(engine) == ((keys[3::4] if is_told else []), [])
 
 
+def test_engines_of_unequal_blocks_name_the_same_ends(make: MakeEngine) -> None:
+    """Their hits may end elsewhere, where there are windows."""
+    groups = (KVGroup((0, 1)), KVGroup((2,), 40))
+    small, large = (make(f"e{size}", block_size=size, groups=groups, tokens_per_value="16") for size in (16, 32))
+    assert [engine.connectors[0].cut.hit_tokens for engine in (small, large)] == [16, 32]
+    assert list(small.scheduler.take_events()) == list(large.scheduler.take_events()) == [TierEvents("store", True, 16)]
+
+
 def test_stores_say_what_they_lie_on_and_whether_others_reach_it() -> None:
     assert (MemoryStore.medium, MemoryStore.is_shared) == ("memory", False)
     assert (FileStore.medium, FileStore.is_shared) == ("disk", True)
