@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.models import VOCAB_SIZE, find_model
-from pdkv.assemble import build_engine
+from pdkv.build_engine import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.core import EngineCore
 from pdkv.host.processor import instruction_set

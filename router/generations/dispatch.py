@@ -1,4 +1,4 @@
-"""Dispatch: chooses engines for a request, drives its `RequestFlow` over the backends, and hands out its tokens."""
+"""Dispatch: engines come and go, requests begin on them and are moved off them; `driver.py` sees them through."""
 
 import asyncio
 import logging
@@ -16,14 +16,8 @@ from pdkv.errors import (
     EngineGivenUp,
     EngineUnavailable,
     IncompatiblePeers,
-    InvalidRequest,
     NoEngine,
-    RequestAborted,
-    RequestFailed,
-    RequestTimeout,
-    UnsendableMessage,
 )
-from pdkv.log_limit import LogLimit
 from pdkv.router.admission.capacity import Capacity
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.books import kv_tokens
@@ -33,20 +27,17 @@ from pdkv.router.engines.moves import Mover
 from pdkv.router.engines.probes import Prober, probe_request
 from pdkv.router.engines.shared_marks import SharedMarks, own_marks
 from pdkv.router.engines.views import describe_engine, describe_fleet, snapshot_engines, snapshot_health
-from pdkv.router.generations.changes import Changes
-from pdkv.router.generations.flow import FlowMessage, RequestFlow, Sends
+from pdkv.router.generations.driver import Driver
+from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.generations.request import NOWHERE, Delta, GenerateRequest, Route
-from pdkv.router.generations.request_log import RequestLog
-from pdkv.router.generations.timeline import Delays
 from pdkv.router.routing.policies import DEFAULT_POLICY, Side
 from pdkv.router.routing.prefix_index import PrefixIndex, keys_needed
 from pdkv.router.routing.route_chooser import RouteChooser
 from pdkv.router.routing.tier_index import TierIndex
 from pdkv.version import VERSION
-from pdkv.wire.frames import key_of
 from pdkv.wire.messages import (
     Allocated,
     Beat,
@@ -65,7 +56,6 @@ from pdkv.wire.messages import (
     RequestKey,
     Resync,
     RouterToEngine,
-    Submit,
     TierEvents,
     Tokens,
     Trial,
@@ -78,15 +68,9 @@ logger = logging.getLogger(__name__)
 
 NO_PROBES = HealthConfig(probe_interval_s=0.0)
 
-TIMER_SLACK_S = 0.01
-"""By so much may the event loop's clock be ahead of the dispatcher's."""
 
-TELLING_TIMEOUT_S = 5.0
-"""A deadline below this that passes says more about the client than about the engine, if nothing else is against it."""
-
-
-class Dispatcher:
-    """All generations of one router. Lives in one event loop; an `EngineListener` of its backends."""
+class Dispatcher(Driver):
+    """A router's engines, and what begins on them. Lives in one event loop; an `EngineListener` of its backends."""
 
     def __init__(
         self,
@@ -107,39 +91,33 @@ class Dispatcher:
         Raises:
             ConfigError: no such policy.
         """
-        self.fleet = Fleet(complete_once=not await_all, identity=identity)
+        limits = recovery or RecoveryConfig()
+        fleet, counters = Fleet(complete_once=not await_all, identity=identity), Counters()
         self.index = PrefixIndex(on_work=self._work_on_index_soon)
         self.tiers = TierIndex()
-        recovery = recovery or RecoveryConfig()
-        self.room = Capacity(self.fleet, take_over=recovery.take_over)
-        self.on_room: Callable[[], None] = lambda: None
-        """Called when there may be room for more generations than before."""
-        self.counters = Counters()
-        self.changes = Changes()  # of engines, and of what they have to do; not told token by token
-        self.delays = Delays()
-        self._request_log = RequestLog()
-        self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
-        self._clock = clock
-        self._mover = Mover(self.fleet, self.move, take_over=recovery.take_over)
-        self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and so no candidate
-        self.shared_marks: SharedMarks | None = None
-        self.recovery = Recovery(recovery, self.fleet, self.counters)
         self._routes = RouteChooser(
-            self.fleet, self.index, self.tiers,
-            policy=policy, orders=orders, rng=rng or random.Random(), take_over=recovery.take_over,
+            fleet, self.index, self.tiers,
+            policy=policy, orders=orders, rng=rng or random.Random(), take_over=limits.take_over,
         )  # fmt: skip
-        self._placing = Placement(self._routes, self.recovery, clock)
-        self.prober = Prober(self.fleet, orders, health.probe_interval_s)
-        self._backends: dict[str, Backend] = {}
-        self._generations: dict[str, Generation] = {}  # by request_id
-        self._transfers: dict[str, Generation] = {}  # by transfer_id
+        losses = Recovery(limits, fleet, counters)
+        super().__init__(
+            fleet=fleet,
+            counters=counters,
+            room=Capacity(fleet, take_over=limits.take_over),
+            recovery=losses,
+            placing=Placement(self._routes, losses, clock),
+            prober=Prober(fleet, orders, health.probe_interval_s),
+            clock=clock,
+        )
+        self.shared_marks: SharedMarks | None = None
+        self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
+        self._mover = Mover(fleet, self.move, take_over=limits.take_over)
+        self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and so no candidate
         self._settled = asyncio.Event()  # it is known whether this start succeeds
         self._refusal: IncompatiblePeers | None = None  # why it does not
         self._ticker: asyncio.TimerHandle | None = None
         self._connected = False
         self._closed = False
-        self._parked_are_due = False  # they are about to be looked at
-        self._log_limit = LogLimit()
 
     # --- engines --------------------------------------------------------------------------------------------------
 
@@ -270,26 +248,9 @@ class Dispatcher:
         """One engine, as in `topology`."""
         return describe_engine(self.fleet.engines[name], self.num_requests_on(name), self._clock())
 
-    def generations_on(self, name: str) -> list[Generation]:
-        """Those for which the engine has work, will have some, or holds KV."""
-        return [generation for generation in self._generations.values() if name in generation.flow.engines]
-
-    def num_requests_on(self, name: str) -> int:
-        """How many those are."""
-        return sum(name in generation.flow.engines for generation in self._generations.values())
-
-    def find_requests(self, name: str) -> list[dict[str, Any]]:
-        """What is known of the generations of a client's, a generation's or a trace's id, as JSON-ready data."""
-        return self._request_log.find(name, self._generations.values(), self._clock())
-
     def health(self) -> HealthSnapshot:
         """What the router thinks of its engines now."""
         return snapshot_health(self.fleet, self.prober, self._mover.num_moved, self._clock())
-
-    @property
-    def num_generations(self) -> int:
-        """Generations that have not ended."""
-        return len(self._generations)
 
     # --- generations ----------------------------------------------------------------------------------------------
 
@@ -356,25 +317,6 @@ class Dispatcher:
         with self.recovery.leaving(generation, engine):
             self._advance(generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move off {engine}")
         return True
-
-    @property
-    def num_parked(self) -> int:
-        """Generations that wait for an engine."""
-        return self.recovery.num_parked
-
-    def abort(self, generation: Generation) -> None:
-        """Give a generation up. Idempotent."""
-        if not generation.flow.ended:
-            self._apply(generation, generation.flow.abort())
-
-    def _expire(self, generation: Generation) -> None:
-        """Its time is up, unless tokens came meanwhile."""
-        now = self._clock()
-        left_s = generation.expires_at - now
-        if left_s > TIMER_SLACK_S and not generation.flow.ended:
-            generation.timer = asyncio.get_running_loop().call_later(left_s, self._expire, generation)
-        else:
-            self._apply(generation, generation.flow.expire(now))
 
     # --- what engines say (EngineListener) ------------------------------------------------------------------------
 
@@ -463,210 +405,6 @@ class Dispatcher:
                 self.tiers.apply(name, message)
             case _:
                 self.counters.dropped_messages += 1
-
-    def _generation_of(self, message: RouterToEngine | EngineToRouter) -> Generation | None:
-        """What a message is about, if that is under way."""
-        key = key_of(message)
-        return self._generations.get(key[0]) if key is not None else None
-
-    def _mishandled(self, name: str, message: RouterToEngine | EngineToRouter, error: Exception) -> None:
-        """A message that this code cannot stand costs its own request and nothing else."""
-        self.counters.dropped_messages += 1
-        generation = self._generation_of(message)
-        if self._log_limit.passes():
-            kind, whose = type(message).__name__, generation.flow.name if generation is not None else "no request"
-            logger.error("dropped a %s from %s about %s after an error", kind, name, whose, exc_info=error)
-        if generation is not None:
-            self._fail_by_error(generation, f"a {type(message).__name__} of {name}", error)
-
-    def _advance(self, generation: Generation, step: Callable[[], Sends], cause: str) -> None:
-        """Make a step of one of several generations: an error in it costs that generation and nothing else."""
-        try:
-            self._apply(generation, step())
-        except Exception as error:
-            if self._log_limit.passes():
-                logger.exception("request %s ends: %s caused an error", generation.flow.name, cause)
-            self._fail_by_error(generation, cause, error)
-
-    def _fail_by_error(self, generation: Generation, cause: str, error: Exception) -> None:
-        """End a generation that this code could not handle, even if it cannot end it in order."""
-        flow = generation.flow
-        text = f"{cause} caused an error in the router: {type(error).__name__}"
-        failure = RequestFailed(text, request_id=flow.request_id)
-        try:
-            sends = flow.fail(failure)
-            if flow.failure is not None and flow.retryable:  # the error came while it was to go on elsewhere
-                flow.failure, flow.retryable = failure, False
-                sends = flow.give_up()
-            self._apply(generation, sends)
-        except Exception:
-            if self._log_limit.passes():
-                logger.exception("request %s could not be ended in order", flow.name)
-            generation.wake()
-            self._forget(generation)
-
-    def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
-        """Advance one generation."""
-        if generation is None or not generation.flow.accepts(engine, message):
-            self.counters.dropped_messages += 1
-            return
-        flow = generation.flow
-        generation.timeline.heard(engine, message, flow, now)
-        sends = flow.handle(engine, message, now)
-        if isinstance(message, HandedOff):
-            self._note_prompt(generation)
-        elif isinstance(message, Loaded):
-            self._note_load(flow, message, now)
-        self._apply(generation, sends)
-
-    def _take_tokens(self, engine: str, message: Tokens, now: float) -> None:
-        """Hand tokens on. This is the hot path: nothing else changes with them."""
-        generation = self._generations.get(message.request_id)
-        if generation is None or not generation.flow.accepts(engine, message):
-            self.counters.dropped_messages += 1
-            return
-        flow = generation.flow
-        if generation.timeline.first_token is None:
-            generation.timeline.heard(engine, message, flow, now)
-        sends = flow.handle(engine, message, now)
-        generation.arrived(now)
-        if generation.prompt_run_in != flow.attempt:
-            self._note_prompt(generation)
-        if flow.ended:
-            self._apply(generation, sends)
-            return
-        for receiver, answer in sends:
-            self._send(receiver, answer)
-        failures = generation.failures
-        if failures is not None and failures.is_suspect and self.recovery.track(generation):
-            self._place_parked_soon()
-        generation.wake()
-
-    def _note_prompt(self, generation: Generation) -> None:
-        """Its prompt has been run: that is nobody's work any more."""
-        if generation.prompt_run_in != generation.flow.attempt:
-            generation.prompt_run_in = generation.flow.attempt
-            self._enter(generation)
-
-    def _note_load(self, flow: RequestFlow, loaded: Loaded, now: float) -> None:
-        """A KV load ended: the pair's breaker hears of it, unless its prefill engine is gone, which says it all."""
-        prefill, decode = flow.route.prefill, flow.route.decode
-        if not flow.prefill_gone:
-            self.fleet.pairs.loaded(prefill, decode, loaded.ok, now)
-        if loaded.ok:
-            self.delays.transferred(loaded)
-        else:
-            self.counters.load_failures += 1
-            logger.warning("KV load from %s to %s for request %s failed: %s", prefill, decode, flow.name, loaded.code)
-
-    # --- effects --------------------------------------------------------------------------------------------------
-
-    def _apply(self, generation: Generation, sends: Sends) -> None:
-        """Send, then keep the books: a generation that was failed goes on elsewhere, one that ended is forgotten."""
-        flow = generation.flow
-        self._send_all(sends)
-        if flow.failure is not None and flow.request_id in self._generations:
-            self._blame(flow)
-            self._send_all(self.recovery.after_failure(generation))
-        if flow.awaits_route or flow.awaits_decode:
-            self._send_all(self._placing.place(generation))
-        self._enter(generation)
-        if self.recovery.track(generation):
-            self._place_parked_soon()
-        if flow.ended:
-            self._forget(generation)
-        generation.wake()
-        self.changes.notify()
-
-    def engines_changed(self) -> None:
-        """What engines may be asked for is another than before."""
-        self.changes.notify()
-        self.on_room()
-        self._place_parked_soon()
-
-    def _place_parked_soon(self) -> None:
-        """An engine came, or came free: those that wait are looked at in order, in a turn of their own."""
-        if self.recovery.num_parked and not self._parked_are_due:
-            self._parked_are_due = True
-            asyncio.get_running_loop().call_soon(self._place_parked)
-
-    def _place_parked(self) -> None:
-        self._parked_are_due = False
-        in_vain: set[object] = set()  # for one of a kind as for all: thousands may wait
-        for generation in self.recovery.parked():
-            kind = self.recovery.kind_of(generation)
-            if kind not in in_vain and not generation.flow.ended:
-                self._advance(generation, tuple, "placing it")
-                if self.recovery.is_parked(generation):
-                    in_vain.add(kind)
-
-    def _blame(self, flow: RequestFlow) -> None:
-        """An attempt failed: note by whose fault, if it can be told. A death is noted once, by the fleet."""
-        name, now = flow.failed_engine, self._clock()
-        if flow.request.probe or name is None or not self.fleet.is_ready(name):
-            return
-        engine = self.fleet.engines[name]
-        if isinstance(flow.failure, RequestTimeout):
-            evident = engine.health.explains_timeout()
-            if flow.request.patience_s < TELLING_TIMEOUT_S and not evident:
-                return
-            if flow.awaits_kv and not evident:  # which of the two was too slow?
-                self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
-                return
-        elif not flow.retryable or isinstance(flow.failure, EngineGivenUp):
-            return
-        engine.breaker.failed(now)
-
-    def _enter(self, generation: Generation) -> None:
-        generation.enter(self.fleet)
-        self.on_room()
-
-    def _forget(self, generation: Generation) -> None:
-        """Count the end, once."""
-        flow, counters = generation.flow, self.counters
-        if self._generations.pop(flow.request_id, None) is None:
-            return
-        self._transfers.pop(flow.transfer_id, None)
-        self.room.leave(kv_tokens(flow.request))
-        self.recovery.unpark(generation)
-        if generation.timer is not None:
-            generation.timer.cancel()
-        if flow.request.probe:
-            self.prober.ended(flow, self._clock())
-            return
-        counters.duplicate_tokens += flow.num_duplicates
-        generation.timeline.close(self._clock())
-        self._request_log.ended(generation)
-        if flow.failure is None:
-            counters.finished += 1
-            self.delays.finished(generation.timeline)
-            for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
-                self.fleet.engines[name].succeeded(self._clock())
-        elif isinstance(flow.failure, RequestAborted):
-            counters.aborted += 1
-        else:
-            counters.failed[flow.failure.code] += 1
-
-    def _send_all(self, sends: Sends) -> None:
-        for engine, message in sends:
-            self._send(engine, message)
-
-    def _send(self, engine: str, message: RouterToEngine) -> None:
-        """Pass a message on; a request that no frame can carry ends here."""
-        if not self.fleet.is_ready(engine):
-            return
-        if isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
-            now = self._clock()
-            self.fleet.begin_trial(engine, generation.flow.route, now)
-            generation.timeline.sent(engine, message, now)
-        try:
-            self._backends[engine].send(message)
-        except UnsendableMessage as error:
-            generation = self._generation_of(message)
-            whose = generation.flow.name if generation is not None else "no request"
-            logger.warning("dropped a message to %s about %s: %s", engine, whose, error)
-            if generation is not None:
-                self._apply(generation, generation.flow.fail(InvalidRequest(str(error))))
 
     def _send_peers(self) -> None:
         peers = Peers(cards=self.fleet.cards())

@@ -5,7 +5,7 @@ import time
 import pytest
 from engines import output_of
 
-from pdkv.assemble import build_engine
+from pdkv.build_engine import build_engine
 from pdkv.config import DEFAULT_MODEL, EngineConfig
 from pdkv.engine.core import EngineCore
 from pdkv.kernels import host

@@ -124,7 +124,7 @@ def test_deadline_ends_the_request_everywhere_and_blames_the_engine_if_it_was_lo
     telling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if telling:
-        monkeypatch.setattr("pdkv.router.generations.dispatch.TELLING_TIMEOUT_S", 0.0)
+        monkeypatch.setattr("pdkv.router.generations.driver.TELLING_TIMEOUT_S", 0.0)
 
     async def body(system: System) -> None:
         system.backends["prefill-0"].held = True

@@ -272,7 +272,7 @@ def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_the_pair
         system.backends["decode-0"].release()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdkv.router.generations.dispatch.TELLING_TIMEOUT_S", 0.0)
+        patch.setattr("pdkv.router.generations.driver.TELLING_TIMEOUT_S", 0.0)
         run(System(1, 1), body)
 
 

@@ -1,0 +1,306 @@
+"""Drives the flows of all generations of one router: hands them what engines say, and does what follows from it."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from pdkv.errors import EngineGivenUp, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout, UnsendableMessage
+from pdkv.log_limit import LogLimit
+from pdkv.router.admission.capacity import Capacity
+from pdkv.router.engines.backend import Backend
+from pdkv.router.engines.books import kv_tokens
+from pdkv.router.engines.fleet import Counters, Fleet
+from pdkv.router.engines.probes import Prober
+from pdkv.router.generations.changes import Changes
+from pdkv.router.generations.flow import FlowMessage, RequestFlow, Sends
+from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.placement import Placement
+from pdkv.router.generations.recovery import Recovery
+from pdkv.router.generations.request_log import RequestLog
+from pdkv.router.generations.timeline import Delays
+from pdkv.wire.frames import key_of
+from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, RouterToEngine, Submit, Tokens
+
+logger = logging.getLogger(__name__)
+
+TIMER_SLACK_S = 0.01
+"""By so much may the event loop's clock be ahead of the dispatcher's."""
+
+TELLING_TIMEOUT_S = 5.0
+"""A deadline below this that passes says more about the client than about the engine, if nothing else is against it."""
+
+
+class Driver:
+    """The generations under way. What they need of engines is sent; their ends are counted. Lives in one event loop."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        counters: Counters,
+        room: Capacity,
+        recovery: Recovery,
+        placing: Placement,
+        prober: Prober,
+        clock: Callable[[], float],
+    ) -> None:
+        self.fleet = fleet
+        self.counters = counters
+        self.room = room
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when there may be room for more generations than before."""
+        self.recovery = recovery
+        self.prober = prober
+        self.changes = Changes()  # of engines, and of what they have to do; not told token by token
+        self.delays = Delays()
+        self._placing = placing
+        self._clock = clock
+        self._backends: dict[str, Backend] = {}
+        self._generations: dict[str, Generation] = {}  # by request_id
+        self._transfers: dict[str, Generation] = {}  # by transfer_id
+        self._request_log = RequestLog()
+        self._parked_are_due = False  # they are about to be looked at
+        self._log_limit = LogLimit()
+
+    @property
+    def num_generations(self) -> int:
+        """Generations that have not ended."""
+        return len(self._generations)
+
+    @property
+    def num_parked(self) -> int:
+        """Generations that wait for an engine."""
+        return self.recovery.num_parked
+
+    def generations_on(self, name: str) -> list[Generation]:
+        """Those for which the engine has work, will have some, or holds KV."""
+        return [generation for generation in self._generations.values() if name in generation.flow.engines]
+
+    def num_requests_on(self, name: str) -> int:
+        """How many those are."""
+        return sum(name in generation.flow.engines for generation in self._generations.values())
+
+    def find_requests(self, name: str) -> list[dict[str, Any]]:
+        """What is known of the generations of a client's, a generation's or a trace's id, as JSON-ready data."""
+        return self._request_log.find(name, self._generations.values(), self._clock())
+
+    def abort(self, generation: Generation) -> None:
+        """Give a generation up. Idempotent."""
+        if not generation.flow.ended:
+            self._apply(generation, generation.flow.abort())
+
+    def engines_changed(self) -> None:
+        """What engines may be asked for is another than before."""
+        self.changes.notify()
+        self.on_room()
+        self._place_parked_soon()
+
+    # --- what engines say -----------------------------------------------------------------------------------------
+
+    def _take_tokens(self, engine: str, message: Tokens, now: float) -> None:
+        """Hand tokens on. This is the hot path: nothing else changes with them."""
+        generation = self._generations.get(message.request_id)
+        if generation is None or not generation.flow.accepts(engine, message):
+            self.counters.dropped_messages += 1
+            return
+        flow = generation.flow
+        if generation.timeline.first_token is None:
+            generation.timeline.heard(engine, message, flow, now)
+        sends = flow.handle(engine, message, now)
+        generation.arrived(now)
+        if generation.prompt_run_in != flow.attempt:
+            self._note_prompt(generation)
+        if flow.ended:
+            self._apply(generation, sends)
+            return
+        for receiver, answer in sends:
+            self._send(receiver, answer)
+        failures = generation.failures
+        if failures is not None and failures.is_suspect and self.recovery.track(generation):
+            self._place_parked_soon()
+        generation.wake()
+
+    def _handle(self, generation: Generation | None, engine: str, message: FlowMessage, now: float) -> None:
+        """Advance one generation."""
+        if generation is None or not generation.flow.accepts(engine, message):
+            self.counters.dropped_messages += 1
+            return
+        flow = generation.flow
+        generation.timeline.heard(engine, message, flow, now)
+        sends = flow.handle(engine, message, now)
+        if isinstance(message, HandedOff):
+            self._note_prompt(generation)
+        elif isinstance(message, Loaded):
+            self._note_load(flow, message, now)
+        self._apply(generation, sends)
+
+    def _note_prompt(self, generation: Generation) -> None:
+        """Its prompt has been run: that is nobody's work any more."""
+        if generation.prompt_run_in != generation.flow.attempt:
+            generation.prompt_run_in = generation.flow.attempt
+            self._enter(generation)
+
+    def _note_load(self, flow: RequestFlow, loaded: Loaded, now: float) -> None:
+        """A KV load ended: the pair's breaker hears of it, unless its prefill engine is gone, which says it all."""
+        prefill, decode = flow.route.prefill, flow.route.decode
+        if not flow.prefill_gone:
+            self.fleet.pairs.loaded(prefill, decode, loaded.ok, now)
+        if loaded.ok:
+            self.delays.transferred(loaded)
+        else:
+            self.counters.load_failures += 1
+            logger.warning("KV load from %s to %s for request %s failed: %s", prefill, decode, flow.name, loaded.code)
+
+    def _generation_of(self, message: RouterToEngine | EngineToRouter) -> Generation | None:
+        """What a message is about, if that is under way."""
+        key = key_of(message)
+        return self._generations.get(key[0]) if key is not None else None
+
+    def _mishandled(self, name: str, message: RouterToEngine | EngineToRouter, error: Exception) -> None:
+        """A message that this code cannot stand costs its own request and nothing else."""
+        self.counters.dropped_messages += 1
+        generation = self._generation_of(message)
+        if self._log_limit.passes():
+            kind, whose = type(message).__name__, generation.flow.name if generation is not None else "no request"
+            logger.error("dropped a %s from %s about %s after an error", kind, name, whose, exc_info=error)
+        if generation is not None:
+            self._fail_by_error(generation, f"a {type(message).__name__} of {name}", error)
+
+    def _expire(self, generation: Generation) -> None:
+        """Its time is up, unless tokens came meanwhile."""
+        now = self._clock()
+        left_s = generation.expires_at - now
+        if left_s > TIMER_SLACK_S and not generation.flow.ended:
+            generation.timer = asyncio.get_running_loop().call_later(left_s, self._expire, generation)
+        else:
+            self._apply(generation, generation.flow.expire(now))
+
+    # --- effects --------------------------------------------------------------------------------------------------
+
+    def _advance(self, generation: Generation, step: Callable[[], Sends], cause: str) -> None:
+        """Make a step of one of several generations: an error in it costs that generation and nothing else."""
+        try:
+            self._apply(generation, step())
+        except Exception as error:
+            if self._log_limit.passes():
+                logger.exception("request %s ends: %s caused an error", generation.flow.name, cause)
+            self._fail_by_error(generation, cause, error)
+
+    def _apply(self, generation: Generation, sends: Sends) -> None:
+        """Send, then keep the books: a generation that was failed goes on elsewhere, one that ended is forgotten."""
+        flow = generation.flow
+        self._send_all(sends)
+        if flow.failure is not None and flow.request_id in self._generations:
+            self._blame(flow)
+            self._send_all(self.recovery.after_failure(generation))
+        if flow.awaits_route or flow.awaits_decode:
+            self._send_all(self._placing.place(generation))
+        self._enter(generation)
+        if self.recovery.track(generation):
+            self._place_parked_soon()
+        if flow.ended:
+            self._forget(generation)
+        generation.wake()
+        self.changes.notify()
+
+    def _fail_by_error(self, generation: Generation, cause: str, error: Exception) -> None:
+        """End a generation that this code could not handle, even if it cannot end it in order."""
+        flow = generation.flow
+        text = f"{cause} caused an error in the router: {type(error).__name__}"
+        failure = RequestFailed(text, request_id=flow.request_id)
+        try:
+            sends = flow.fail(failure)
+            if flow.failure is not None and flow.retryable:  # the error came while it was to go on elsewhere
+                flow.failure, flow.retryable = failure, False
+                sends = flow.give_up()
+            self._apply(generation, sends)
+        except Exception:
+            if self._log_limit.passes():
+                logger.exception("request %s could not be ended in order", flow.name)
+            generation.wake()
+            self._forget(generation)
+
+    def _blame(self, flow: RequestFlow) -> None:
+        """An attempt failed: note by whose fault, if it can be told. A death is noted once, by the fleet."""
+        name, now = flow.failed_engine, self._clock()
+        if flow.request.probe or name is None or not self.fleet.is_ready(name):
+            return
+        engine = self.fleet.engines[name]
+        if isinstance(flow.failure, RequestTimeout):
+            evident = engine.health.explains_timeout()
+            if flow.request.patience_s < TELLING_TIMEOUT_S and not evident:
+                return
+            if flow.awaits_kv and not evident:  # which of the two was too slow?
+                self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
+                return
+        elif not flow.retryable or isinstance(flow.failure, EngineGivenUp):
+            return
+        engine.breaker.failed(now)
+
+    def _enter(self, generation: Generation) -> None:
+        generation.enter(self.fleet)
+        self.on_room()
+
+    def _forget(self, generation: Generation) -> None:
+        """Count the end, once."""
+        flow, counters = generation.flow, self.counters
+        if self._generations.pop(flow.request_id, None) is None:
+            return
+        self._transfers.pop(flow.transfer_id, None)
+        self.room.leave(kv_tokens(flow.request))
+        self.recovery.unpark(generation)
+        if generation.timer is not None:
+            generation.timer.cancel()
+        if flow.request.probe:
+            self.prober.ended(flow, self._clock())
+            return
+        counters.duplicate_tokens += flow.num_duplicates
+        generation.timeline.close(self._clock())
+        self._request_log.ended(generation)
+        if flow.failure is None:
+            counters.finished += 1
+            self.delays.finished(generation.timeline)
+            for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
+                self.fleet.engines[name].succeeded(self._clock())
+        elif isinstance(flow.failure, RequestAborted):
+            counters.aborted += 1
+        else:
+            counters.failed[flow.failure.code] += 1
+
+    def _place_parked_soon(self) -> None:
+        """An engine came, or came free: those that wait are looked at in order, in a turn of their own."""
+        if self.recovery.num_parked and not self._parked_are_due:
+            self._parked_are_due = True
+            asyncio.get_running_loop().call_soon(self._place_parked)
+
+    def _place_parked(self) -> None:
+        self._parked_are_due = False
+        in_vain: set[object] = set()  # for one of a kind as for all: thousands may wait
+        for generation in self.recovery.parked():
+            kind = self.recovery.kind_of(generation)
+            if kind not in in_vain and not generation.flow.ended:
+                self._advance(generation, tuple, "placing it")
+                if self.recovery.is_parked(generation):
+                    in_vain.add(kind)
+
+    def _send_all(self, sends: Sends) -> None:
+        for engine, message in sends:
+            self._send(engine, message)
+
+    def _send(self, engine: str, message: RouterToEngine) -> None:
+        """Pass a message on; a request that no frame can carry ends here."""
+        if not self.fleet.is_ready(engine):
+            return
+        if isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
+            now = self._clock()
+            self.fleet.begin_trial(engine, generation.flow.route, now)
+            generation.timeline.sent(engine, message, now)
+        try:
+            self._backends[engine].send(message)
+        except UnsendableMessage as error:
+            generation = self._generation_of(message)
+            whose = generation.flow.name if generation is not None else "no request"
+            logger.warning("dropped a message to %s about %s: %s", engine, whose, error)
+            if generation is not None:
+                self._apply(generation, generation.flow.fail(InvalidRequest(str(error))))
