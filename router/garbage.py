@@ -27,9 +27,7 @@ class ShortCollections:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """In the running event loop. What lives now need not be looked at before the first idle period."""
-        gc.collect()
-        gc.freeze()
+        """In the running event loop."""
         gc.callbacks.append(self._collected)
         self._tick()
 

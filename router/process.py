@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import os
 import signal
@@ -151,6 +152,8 @@ def run_router(
     reloads = [source.reload for source in (keys, tls) if source is not None]
     stopping = _Stopping(server, dispatcher, drain, room, drain_s)
     sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()  # what lives as long as the process need not be looked at again
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(

@@ -28,6 +28,7 @@ class Router:
         """Start it, in a loop that is over at once: its timer is called by hand."""
 
         async def main() -> None:
+            gc.freeze()
             self.collections.start()
 
         asyncio.run(main())
