@@ -22,6 +22,7 @@ from pdkv.engine.sampling.logit_processors import (
 )
 from pdkv.engine.sampling.logprobs import token_logprobs
 from pdkv.engine.sampling.randomness import uniforms
+from pdkv.kernels import host
 from pdkv.wire.messages import TokenLogprob
 
 _SEED_MASK = (1 << 64) - 1
@@ -57,6 +58,7 @@ class SamplingState:
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        host.can_draw()  # now: a step must not need a file, which an engine without descriptors cannot open
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         self._table: NDArray[Any] = np.zeros(max_num_seqs, _ROW)
         self._stop_ids: dict[int, NDArray[np.int64]] = {}  # by slot, where min_tokens asks for it

@@ -1,6 +1,7 @@
 """The batched sampler against a plain per-request reference in float64, and each parameter by hand."""
 
 import math
+import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from pdkv.engine.plan import NewRequest, SampledTokens
 from pdkv.engine.sampling.checks import check_for_vocab
 from pdkv.engine.sampling.sampler import SamplingState
 from pdkv.errors import InvalidRequest
+from pdkv.kernels import host
 from pdkv.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -49,6 +51,24 @@ def sample(
         num_tokens.append(len(tokens))
         state.add(slot, new)
     return state.sample(logits, np.array(slots), token_ids, np.array(num_tokens), bitmask)
+
+
+def test_a_step_opens_no_file() -> None:
+    """An engine without descriptors ended at the first token that it drew: the compiled draw was loaded then."""
+    new = request(SamplingParams(temperature=0.7, seed=3))
+    logits = torch.linspace(-1, 1, 50).reshape(1, 50)
+    expected = tokens_of(sample(logits, [new]))
+    host._sampler.cache_clear()
+    state = SamplingState(1, 50, CPU, ())
+    state.add(0, new)
+    token_ids = np.array([new.prompt_token_ids], np.int32)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        sampled = state.sample(logits, np.array([0]), token_ids, np.array([3]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert tokens_of(sampled) == expected
 
 
 def tokens_of(sampled: Sequence[SampledTokens]) -> list[int]:
