@@ -254,6 +254,11 @@ class Dispatcher(Driver):
 
     # --- generations ----------------------------------------------------------------------------------------------
 
+    @property
+    def num_running(self) -> int:
+        """Generations that have begun and are not over."""
+        return self.room.num_generations
+
     def has_room(self) -> bool:
         """Whether a generation should begin now. Where none can run at all, `start` is to say so."""
         return self._closed or not self.fleet.complete_once or self.room.free

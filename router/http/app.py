@@ -33,6 +33,7 @@ from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.docs_page import docs_routes
 from pdkv.router.http.drain import Drain
 from pdkv.router.http.endpoint import GenerateEndpoint
+from pdkv.router.http.held_metrics import HeldCollector
 from pdkv.router.http.intake import Intake
 from pdkv.router.http.key_metrics import KeyCollector
 from pdkv.router.http.metrics import Metrics
@@ -144,6 +145,13 @@ def create_app(
         return Route(path, Deferred(drain.counted(endpoint)), methods=["POST"])
 
     pool = TextPool(limits.max_queued_text)
+    held = {
+        "open_requests": lambda: drain.num_requests,
+        "body_bytes": lambda: bodies.held,
+        "text_bytes": lambda: pool.held,
+        "open_generations": lambda: dispatcher.num_running,
+    }
+    metrics.register(HeldCollector(held))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

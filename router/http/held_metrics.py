@@ -12,7 +12,6 @@ _HELP = {
     "body_bytes": "Bodies that are read or worked on.",
     "text_bytes": "Texts that wait to be tokenized, or are.",
     "open_generations": "Choices that have begun and are not over.",
-    "open_kv_tokens": "KV that they are taken to need in the end.",
 }
 
 

@@ -225,6 +225,23 @@ def test_connectors_by_their_names_and_parts() -> None:
     assert samples[("pdkv_connector_tier_failures_total", *tier)] == 17
 
 
+def test_what_requests_hold_is_there_while_they_run_and_zero_afterwards() -> None:
+    async def main() -> None:
+        dispatcher = FakeDispatcher()
+        app = make_app(dispatcher)
+        names = ("pdkv_open_requests", "pdkv_open_generations", "pdkv_requests_in_flight")
+        _, task = begin(app, "POST", "/v1/completions", {"prompt": "x"})
+        generation = await dispatcher.next_generation(0)
+        samples = await scrape(app)
+        assert [samples[(name,)] for name in names] == [1, 1, 1]
+        generation.put(tokens(*ids("a"), end="stop"))
+        await task
+        samples = await scrape(app)
+        assert [samples[(name,)] for name in (*names, "pdkv_body_bytes", "pdkv_text_bytes")] == [0] * 5
+
+    run(main())
+
+
 def test_latencies_are_those_of_the_engines_and_a_clients_stall_is_counted_apart() -> None:
     async def main() -> None:
         dispatcher = FakeDispatcher()

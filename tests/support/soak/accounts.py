@@ -8,6 +8,10 @@ from prometheus_client.parser import text_string_to_metric_families
 COUNTS = (
     "pdkv_requests_in_flight",
     "pdkv_waiting_for_engines",
+    "pdkv_open_requests",
+    "pdkv_open_generations",
+    "pdkv_body_bytes",
+    "pdkv_text_bytes",
     "pdkv_queue_choices",
     "pdkv_queue_pending_choices",
     "pdkv_queue_pending_tokens",
