@@ -173,6 +173,27 @@ def test_a_suspect_is_no_stand_in_and_whom_only_suspects_stand_beside_has_one(ru
     asyncio.run(main())
 
 
+def test_an_engine_that_dies_before_the_router_has_seen_it_is_not_waited_for(run_dir: RunDirectory) -> None:
+    """A rolling restart stood still for --start-timeout-s. Found by a soak."""
+
+    async def main() -> None:
+        router = Router({"prefill-0": "prefill", "decode-0": "decode"})
+        control = make_fleet(run_dir, router, LaunchConfig())
+        pids = iter([7, None, 8])
+        control.supervisor.pid_of = lambda name: next(pids)  # type: ignore[method-assign]
+        asked: list[int | None] = []
+
+        async def wait_ready(name: str, pid: int | None, wait_s: float) -> dict[str, Any]:
+            asked.append(pid)
+            return router.all[name] | {"pid": 8 if pid == 8 else 6, "state": "ready"}
+
+        router.wait_ready = wait_ready  # type: ignore[method-assign]
+        await control._await_ready("decode-0")
+        assert asked == [7, 0, 8]
+
+    asyncio.run(main())
+
+
 def test_an_engine_ends_though_the_router_cannot_be_told(run_dir: RunDirectory) -> None:
     async def main() -> None:
         router = Router({"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"})

@@ -20,6 +20,12 @@ Say = Callable[[str], None]
 
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 
+_LOOK_AGAIN_S = 1.0
+"""Who waits for an engine looks so often whether it is still the same process."""
+
+_NOBODY = 0
+"""A pid that no process has."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -147,10 +153,20 @@ class FleetControl:
             say(f"{name} still has {engine['requests']} requests that could not be moved: they will see its end")
 
     async def _await_ready(self, name: str) -> None:
-        timeout_s = self.deployment.launch.start_timeout_s
-        engine = await self.router.wait_ready(name, self.supervisor.pid_of(name), timeout_s)
-        if engine["state"] != "ready":
-            raise ConfigError(f"the router does not take {name}: {engine['reason'] or engine['state']}")
+        """Return when the router has the incarnation of now; if that dies before, the next one is waited for.
+
+        Raises:
+            ConfigError: it does not have it within --start-timeout-s.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.deployment.launch.start_timeout_s
+        while True:
+            pid = self.supervisor.pid_of(name) or _NOBODY
+            engine = await self.router.wait_ready(name, pid, min(max(deadline - loop.time(), 0.0), _LOOK_AGAIN_S))
+            if engine["state"] == "ready" and engine["pid"] == pid:
+                return
+            if loop.time() >= deadline:
+                raise ConfigError(f"the router does not take {name}: {engine['reason'] or engine['state']}")
 
     def _by_kind(self, engines: Sequence[Mapping[str, Any]]) -> dict[Kind, list[str]]:
         """The launch's engines by the role that the router says they have, the oldest first; "any" is kind "engine"."""
