@@ -122,7 +122,7 @@ class Recovery:
         if failures.leaving:
             names.add(failures.leaving)
         if failures.is_suspect:
-            names |= self.trials.engines_with_others(generation)
+            names.update(self.trials.engines_with_others(generation))
         return names
 
     # --- requests that kill engines -----------------------------------------------------------------------------------

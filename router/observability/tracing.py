@@ -99,7 +99,9 @@ class Tracer:
             remote = trace.SpanContext(int(parent.trace_id, 16), int(parent.parent_id, 16), True, flags)
             context = trace.set_span_in_context(trace.NonRecordingSpan(remote))
         start = time.time_ns() - time.perf_counter_ns() + int(began * 1e9)
-        return self._tracer.start_span("pdkv.request", context, kind=trace.SpanKind.SERVER, start_time=start)
+        kind = trace.SpanKind.SERVER
+        span: Span = self._tracer.start_span("pdkv.request", context, kind=kind, start_time=start)
+        return span
 
     def end(self, span: "Span", served: Served) -> None:
         """End a request's span, with those below it."""

@@ -7,7 +7,6 @@ the command line's flags has the same fields (config.py).
 
 import dataclasses
 import difflib
-import functools
 import math
 import types
 import typing
@@ -224,14 +223,18 @@ _FROM_TEXT: Mapping[Any, Callable[[str], Any]] = {
 }
 
 
-@functools.cache
 def options_of(config: type) -> Mapping[str, Option]:
     """The options that are fields of a dataclass, by name."""
-    hints = typing.get_type_hints(config)
-    return {
-        item.name: Option.of_hint(item.name, hints[item.name], item.default, item.metadata)
-        for item in dataclasses.fields(config)
-    }
+    if config not in _known_options:
+        hints = typing.get_type_hints(config)
+        _known_options[config] = {
+            item.name: Option.of_hint(item.name, hints[item.name], item.default, item.metadata)
+            for item in dataclasses.fields(config)
+        }
+    return _known_options[config]
+
+
+_known_options: dict[type, Mapping[str, Option]] = {}
 
 
 def check_bounds(config: Any) -> None:

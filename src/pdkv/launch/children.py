@@ -109,7 +109,7 @@ _strays = _Strays()
 
 def _forked_children() -> set[int]:
     """Children of this process that bear a name of ours; others may belong to somebody else's `subprocess`."""
-    found = set()
+    found: set[int] = set()
     for path in glob.glob("/proc/self/task/*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
             found.update(map(int, Path(path).read_text().split()))
