@@ -46,7 +46,7 @@ def main() -> int:
     lost = sum(outcome.lost for outcome in outcomes)
     print(f"{sum(outcome.requests for outcome in outcomes)} requests, {lost} lost")
     if options.save:
-        print(save(outcomes, options.stop_s))
+        print(save(outcomes))
     return 1 if lost else 0
 
 

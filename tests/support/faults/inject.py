@@ -3,10 +3,11 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from deployments import Running
@@ -62,7 +63,7 @@ async def inject(site: Site, cell: Cell, load: Load, strike: Strike, struck: asy
                 pid = site.deployment.pids()[cell.engine]
                 stop_process(pid)
                 happens(len([r for r in await requests_of(admin, load.label) if is_there(r, cell)]))
-                await _go_on_later(pid, site.stop_s)
+                await _go_on_behind(pid, load.over.wait())
             case _:
                 await _at_the_moment(site, cell, load, admin, happens)
 
@@ -88,12 +89,12 @@ async def _at_the_moment(
     finally:
         go_on([other for other in held if other != pid or not stops])
     if stops:
-        await _go_on_later(pid, site.stop_s)
+        await _go_on_behind(pid, asyncio.sleep(site.stop_s))
 
 
-async def _go_on_later(pid: int, seconds: float) -> None:
+async def _go_on_behind(pid: int, wait: Coroutine[Any, Any, object]) -> None:
     try:
-        await asyncio.sleep(seconds)
+        await wait
     finally:
         go_on([pid])
 

@@ -43,6 +43,7 @@ class Load:
     limit_s: float | None = None
     sent: list[Sent] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, num: int, until: asyncio.Event | None = None) -> None:
         """Send so many, and more until the event."""
@@ -62,6 +63,7 @@ class Load:
     async def finish(self) -> None:
         """Wait for all answers."""
         await asyncio.gather(*self.tasks)
+        self.over.set()
 
     async def _one(self, sent: Sent) -> None:
         salt = f"{self.label}/{next(_numbers)}"

@@ -23,18 +23,19 @@ def row(outcome: Outcome) -> str:
     counters = ", ".join(f"{name} {count}" for name, count in outcome.counters.items() if count)
     failed = f"{outcome.failed} missed, {outcome.late} late" if outcome.kind == LIMITED else outcome.failed
     counts = (outcome.requests, outcome.streamed, outcome.there, failed, outcome.wrong, outcome.hung)
-    cells = (outcome.backend, outcome.kind, outcome.place, *counts, f"{outcome.longest_s:.1f} s", counters)
+    kind = f"stop, {outcome.stop_s:.0f} s" if outcome.kind == "stop" else outcome.kind
+    cells = (outcome.backend, kind, outcome.place, *counts, f"{outcome.longest_s:.1f} s", counters)
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def save(outcomes: Sequence[Outcome], stop_s: float, folder: Path = RESULTS) -> Path:
+def save(outcomes: Sequence[Outcome], folder: Path = RESULTS) -> Path:
     """Merge into today's files. Returns the markdown file."""
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     path = folder / f"faults-{day}.json"
     document = json.loads(path.read_text()) if path.exists() else {}
     for outcome in outcomes:
         name = f"{outcome.backend}: {outcome.kind}, {outcome.place}"
-        document[name] = msgspec.to_builtins(outcome) | {"stop_s": stop_s}
+        document[name] = msgspec.to_builtins(outcome)
     path.write_text(json.dumps(document, indent=2) + "\n")
     table = path.with_suffix(".md")
     table.write_text(markdown(day, [msgspec.convert(value, Outcome) for value in document.values()]))
@@ -43,7 +44,13 @@ def save(outcomes: Sequence[Outcome], stop_s: float, folder: Path = RESULTS) -> 
 
 def markdown(day: str, outcomes: Sequence[Outcome]) -> str:
     """The table of all cells."""
-    rates = {outcome.backend: outcome.rate for outcome in outcomes}
+    rates = {
+        backend: (
+            min(o.rate for o in outcomes if o.backend == backend),
+            max(o.rate for o in outcomes if o.backend == backend),
+        )
+        for backend in dict.fromkeys(outcome.backend for outcome in outcomes)
+    }
     lines = [
         f"# Faults of {day}",
         "",
@@ -52,7 +59,10 @@ def markdown(day: str, outcomes: Sequence[Outcome]) -> str:
         "streamed. After a third of them a fault meets an engine at which requests are where the table says (`there`:",
         "how many, as the router sees it; of a full pool, how many waited for blocks at most).",
         "",
-        "Requests a second: " + ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items()) + ".",
+        "Requests a second: " + ", ".join(f"{name} {low:.1f}-{high:.1f}" for name, (low, high) in rates.items()) + ".",
+        "",
+        f"Of {sum(o.requests for o in outcomes)} requests, {sum(o.streamed for o in outcomes)} of them streamed, "
+        f"{sum(o.lost for o in outcomes)} were lost.",
         "",
         *HEADER,
         *map(row, outcomes),

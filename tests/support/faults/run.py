@@ -36,6 +36,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     kind: str
     place: str
     rate: float  # requests a second
+    stop_s: float  # how long engines were stopped, if any was
     requests: int = 0
     streamed: int = 0
     failed: int = 0
@@ -57,7 +58,9 @@ class Outcome(msgspec.Struct, kw_only=True):
 async def run_cell(site: Site, cell: Cell, expected: Sequence[list[int]], num: int, rate: float) -> Outcome:
     """Send the load: a third of it before the fault, and a third behind."""
     label = f"{cell.backend}-{cell.kind}-{cell.place}".replace(" ", "_").replace(",", "")
-    outcome = Outcome(backend=cell.backend, kind=cell.kind, place=str(cell.place), rate=round(rate, 1))
+    outcome = Outcome(
+        backend=cell.backend, kind=cell.kind, place=str(cell.place), rate=round(rate, 1), stop_s=site.stop_s
+    )
     strike, struck = Strike(), asyncio.Event()
     async with load_on(site.deployment, label, rate, LIMIT_S if cell.kind == LIMITED else None) as load:
         await load.run(num // 3)
