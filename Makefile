@@ -64,9 +64,9 @@ soak: install
 	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(ROUTER_MINUTES) --seed $(SEED) --tp 1,1 \
 		--backends shared_memory --spare router
 
-# Each fault at each place under load, over each backend, and what became of CELL=100 requests, at RATE=15 a second instead
-# of half of what is measured first; engines are stopped for STOP=10 seconds. BACKENDS="shared_memory nixl" chooses
-# backends; each takes three minutes. The table goes to benchmarks/results/.
+# Each fault at each place under load, over each way in which KV travels, and what became of CELL=100 requests, at RATE=15 a
+# second instead of half of what is measured first; engines are stopped for STOP=10 seconds. A quarter of an hour.
+# BACKENDS="shared_memory store_tiers" chooses backends. The table goes to benchmarks/results/.
 faults: install
 	cd tests/support && $(abspath $(BIN))/python -m faults --requests $(CELL) --rate $(RATE) --stop-s $(STOP) \
 		--save --backends $(BACKENDS)

@@ -9,7 +9,7 @@ from deployments import launches, write_tokenizer
 from small_models import make_hf_model
 from soak.backends import select
 
-from faults.cells import KINDS, cells_of
+from faults.cells import KINDS, USUAL, cells_of
 from faults.report import HEADER, row, save
 from faults.run import Outcome, run_cells
 
@@ -17,7 +17,7 @@ from faults.run import Outcome, run_cells
 def main() -> int:
     """Run it; the exit status is 1 where a request was lost."""
     parser = argparse.ArgumentParser(prog="faults", description=__doc__)
-    parser.add_argument("--backends", nargs="*", default=[], help="absent: all")
+    parser.add_argument("--backends", nargs="*", default=[], help=f"absent: {', '.join(USUAL)}")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--requests", type=int, default=100, help="per cell, at least")
     parser.add_argument("--rate", type=float, default=0.0, help="requests a second; 0: half of the measured capacity")
@@ -33,7 +33,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="faults-model-") as directory:
         model = make_hf_model(Path(directory) / "served", "llama", "float32")
         write_tokenizer(model)
-        for backend in select(options.backends):
+        for backend in select(options.backends) if options.backends else USUAL:
             with launches(model) as launch:
                 outcomes += run_cells(
                     launch,

@@ -38,7 +38,10 @@ more requests than the KV pool holds; SIGSTOP for the rest of the load, whose cl
 HAVE_CONNECTIONS = ("p2p", "store redis", "store lmcache")
 """Where KV travels on sockets. NIXL's engines share memory on one host, and files need no connection."""
 
-CAN_REFUSE = ("shared_memory", "p2p", "nixl pull", "nixl push", "store redis")
+USUAL = ("shared_memory", "p2p", "nixl pull", "nixl push", "store redis")
+"""One of each way in which KV travels."""
+
+CAN_REFUSE = USUAL
 
 LIMITED: Kind = "stop, 1.5 s limit"
 
