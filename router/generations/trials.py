@@ -1,6 +1,6 @@
 """Which suspect each engine has, and which of them runs alone there now (docs/failures.md)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from pdkv.router.generations.generation import Generation
 from pdkv.wire.messages import RequestKey, Trial
@@ -18,7 +18,7 @@ class Trials:
         """By engine, the suspect that it has."""
         return self._suspects
 
-    def engines_with_others(self, generation: Generation) -> Collection[str]:
+    def engines_with_others(self, generation: Generation) -> set[str]:
         """Engines that have another suspect."""
         return {name for name, other in self._suspects.items() if other is not generation}
 

@@ -11,8 +11,8 @@ from traffic import Answer, Ask, client_of, send, send_all, wait_for_rest, wait_
 NUM_STREAMS = 24
 PROMPTS = [f"Question {number}: " + "and so on, " * (number % 5 * 8) for number in range(NUM_STREAMS)]
 FEW_TOKENS: dict[str, Any] = {"allowed_token_ids": [67, 68, 69, 70]}
-"""What a stream may consist of. Who goes on with one computes in one chunk what was computed step by step, so logits
-differ in their last bits, and of 334 tokens one in 16,000 draws is another one; of four, next to none.
+"""What a stream may consist of. Without the compiled attention, who goes on with one computes in tiles what was
+computed token by token, and logits differ in their last bits: of four tokens, next to no draw is another one.
 """
 STREAMS = [Ask(prompt, 400, stream=True, fields=FEW_TOKENS) for prompt in PROMPTS]
 LATER = [Ask(prompt, 20, stream=bool(number % 2), fields=FEW_TOKENS) for number, prompt in enumerate(PROMPTS)]
