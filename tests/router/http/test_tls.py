@@ -7,14 +7,14 @@ import shutil
 import socket
 import ssl
 import subprocess
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 from fake_dispatcher import FakeDispatcher, say
-from http_server import Serving, connected, get, post, run, serving
+from http_server import Client, Serving, connected, get, post, run, serving
 from small_app import MODEL, ids, make_app
 from starlette.types import Receive, Scope, Send
 from tls import Certificates, client_context, make_certificates
@@ -93,15 +93,16 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_not_lost(files: C
                     break
                 except ssl.SSLWantReadError:
                     writer.write(to_send.read())
-                    received.write(await reader.read(1 << 16))
+                    assert received.write(await reader.read(1 << 16))
             tls.write(get("/5"))
             writer.write(to_send.read())
             reply = b""
             while not reply.endswith(bytes(5)):
                 try:
-                    reply += tls.read()
+                    reply += (piece := tls.read())
+                    assert piece
                 except ssl.SSLWantReadError:
-                    received.write(await reader.read(1 << 16))
+                    assert received.write(await reader.read(1 << 16))
             assert reply.startswith(b"HTTP/1.1 200")
             writer.close()
 
@@ -264,14 +265,31 @@ def test_a_client_that_does_not_read_does_not_keep_its_connection(files: Certifi
     run(main(), LOOPS[loop])
 
 
+@contextlib.asynccontextmanager
+async def narrow(server: Serving, files: Certificates) -> AsyncIterator[Client]:
+    """A client for which its kernel takes next to nothing."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.setblocking(False)
+        await loop.sock_connect(plain, ("127.0.0.1", server.port))
+        reader, writer = await asyncio.open_connection(
+            sock=plain, ssl=client_context(files), server_hostname="127.0.0.1", limit=4096
+        )
+        try:
+            yield Client(reader, writer)
+        finally:
+            writer.transport.abort()
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_client_that_reads_slowly_gets_everything(files: Certificates, loop: str) -> None:
     """Longer than it may read nothing, but never without a byte for so long."""
-    size = 2 << 20
+    size = 8 << 20
 
     async def main() -> None:
         async with serving(bytes_app, HttpLimits(send_timeout_s=0.5), tls=Tls(config(files))) as server:
-            async with connected(server.port, client_context(files)) as client:
+            async with narrow(server, files) as client:
                 await client.send(get(f"/{size}", "connection: close"))
                 for _ in range(12):
                     assert len(await client.reader.readexactly(size // 16)) == size // 16
@@ -283,7 +301,27 @@ def test_a_client_that_reads_slowly_gets_everything(files: Certificates, loop: s
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_large_body_gets_its_413_and_no_reset(files: Certificates, loop: str) -> None:
+def test_a_stop_waits_until_a_slow_reader_has_everything(files: Certificates, loop: str) -> None:
+    async def main() -> None:
+        async with serving(bytes_app, tls=Tls(config(files))) as server:
+            async with narrow(server, files) as client:
+                await client.send(get("/8000000"))
+                assert (await client.reader.readline()).startswith(b"HTTP/1.1 200")
+                while server.state.tasks:
+                    await asyncio.sleep(0)
+                assert await server.room.send_rest(0.05) == 1
+                rest = asyncio.create_task(server.room.send_rest(20.0))
+                assert len(await client.reader.read()) > 8_000_000
+                assert await rest == 0
+            await ends(server)
+
+    run(main(), LOOPS[loop])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_large_body_gets_its_413_and_no_reset(
+    files: Certificates, loop: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The client sends everything before it reads anything, as many do."""
 
     async def main() -> None:
@@ -295,6 +333,7 @@ def test_a_large_body_gets_its_413_and_no_reset(files: Certificates, loop: str) 
             await ends(server)
 
     run(main(), LOOPS[loop])
+    assert not caplog.records
 
 
 def encrypted(files: Certificates, path: Path) -> Path:
