@@ -66,19 +66,24 @@ def load_context(config: TlsConfig) -> ssl.SSLContext:
 
     try:
         context.load_cert_chain(certificate, key, password=refuse_password)
-    except ssl.SSLError as error:
+    except OSError as error:
         files = f"{certificate} and {key}" if key is not None else f"{certificate}"
-        if error.reason == "KEY_VALUES_MISMATCH":
+        if _reason(error) == "KEY_VALUES_MISMATCH":
             raise ConfigError(f"--ssl-certfile: the certificate and the private key of {files} do not match") from None
-        raise ConfigError(f"--ssl-certfile: {files} cannot be used: {error.reason or error}") from None
+        raise ConfigError(f"--ssl-certfile: {files} cannot be used: {_reason(error)}") from None
     if authorities is not None:
         _check_pem("--ssl-ca-certs", authorities, b"CERTIFICATE-----", "a certificate")
         try:
             context.load_verify_locations(authorities)
-        except ssl.SSLError as error:
-            raise ConfigError(f"--ssl-ca-certs: {authorities} cannot be used: {error.reason or error}") from None
+        except OSError as error:
+            raise ConfigError(f"--ssl-ca-certs: {authorities} cannot be used: {_reason(error)}") from None
     context.verify_mode = _VERIFY[config.client_certificates]
     return context
+
+
+def _reason(error: OSError) -> str:
+    """OpenSSL's word for what is wrong, or the system's where a file has just gone."""
+    return (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or str(error)
 
 
 def _check_pem(flag: str, path: Path, sign: bytes, what: str) -> None:

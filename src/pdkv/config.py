@@ -261,6 +261,7 @@ class HealthConfig:
         "redis:// URL (or @FILE that holds it) of a server by which several routers tell each other which engines "
         "are suspects or fail; empty: none",
         metavar="URL",
+        secret=True,
     )
 
     def __post_init__(self) -> None:

@@ -35,13 +35,14 @@ def option(default: Any = _REQUIRED, help: str = "", **details: Any) -> Any:
         default: absent: the option must be given.
         help: one line for people.
         details: any of ge, gt, le (bounds of a number), multiple_of, size=True (bytes, written such as 512MiB),
-            convert (a function from text to value that raises ValueError with what was expected), metavar, and
-            aliases (other projects' names for it, which are suggested and not accepted).
+            convert (a function from text to value that raises ValueError with what was expected), metavar,
+            aliases (other projects' names for it, which are suggested and not accepted), and secret=True (it may hold
+            a password: no `repr` shows it).
     """
     metadata = {"help": help, **details}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, repr=False, metadata=metadata)  # it may hold a password
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, repr=not details.get("secret"), metadata=metadata)
 
 
 def parse_size(text: str) -> int:
@@ -89,7 +90,7 @@ class Option:
     kind: Any  # the field's type, without `| None`
     optional: bool  # whether None is a value
     default: Any  # dataclasses.MISSING: it must be given
-    details: Mapping[str, Any]  # help, ge, gt, le, multiple_of, size, convert, metavar, aliases
+    details: Mapping[str, Any]  # help, ge, gt, le, multiple_of, size, convert, metavar, aliases, secret
 
     @classmethod
     def of_hint(cls, name: str, hint: Any, default: Any, details: Mapping[str, Any] | None = None) -> Self:

@@ -165,6 +165,15 @@ def test_a_command_line_of_vllm_asks_for_the_same_client_certificates() -> None:
     assert deployment(*files[:4], "--ssl-cert-reqs", "0").router.tls.client_certificates == "none"
 
 
+def test_a_password_in_the_url_of_redis_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pdkv.launch.logs.configure_logging", lambda *_: None)
+    monkeypatch.setattr(launcher, "launch", lambda _: 0)
+    assert run("launch", "--redis", "redis://:pw@host/0") == 0
+    assert "--redis redis://***@host/0: every user of this host can read the password" in caplog.text
+
+
 def test_the_defaults_are_the_dataclasses(tmp_path: Path) -> None:
     read = deployment()
     assert read.prefill == read.decode == EngineConfig()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdkv.cli.options import Flag, add_flags, build, collect, flags_of, warn_of_secrets
+from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, collect, flags_of, warn_of_secrets
 from pdkv.config import (
     AccessConfig,
     AdmissionConfig,
@@ -141,5 +141,6 @@ def run(arguments: argparse.Namespace) -> int:
     from pdkv.launch.logs import configure_logging
 
     configure_logging("launcher", deployment.launch.log_level, deployment.router.observability.log_format)
-    warn_of_secrets(arguments.connector_config or ())
+    warn_of_secrets(CONNECTOR_CONFIG, arguments.connector_config or ())
+    warn_of_secrets("--redis", [arguments.redis or ""])
     return launch(deployment)

@@ -199,18 +199,20 @@ CONNECTOR_CONFIG = "--connector-config"
 
 def connector_options(texts: Sequence[str]) -> dict[str, str]:
     """The options of --connector-config where there is only the flag; warns of a password. Raises ConfigError."""
-    warn_of_secrets(texts)
+    warn_of_secrets(CONNECTOR_CONFIG, texts)
     return convert_map(texts, CONNECTOR_CONFIG)
 
 
-def warn_of_secrets(texts: Sequence[str]) -> None:
-    """Warn, once, if --connector-config has a password on the command line."""
+def warn_of_secrets(flag: str, texts: Sequence[str]) -> None:
+    """Warn, once, if the flag has a password on the command line. `texts`: KEY=URL or a URL alone."""
     text = next((text for text in texts if has_secret(text)), None)
     if text is not None:
+        key, separator, _ = text.partition("=")
+        file = f"{key}=@FILE" if separator and "://" not in key else f"{flag} @FILE"
         logger.warning(
-            "%s %s: every user of this host can read the password on the command line; use %s=@FILE, "
-            "--config FILE or the variable PDKV_CONNECTOR_CONFIG instead",
-            CONNECTOR_CONFIG, without_secrets(text), text.partition("=")[0],
+            "%s %s: every user of this host can read the password on the command line; use %s, "
+            "--config FILE or the variable %s instead",
+            flag, without_secrets(text), file, ENVIRONMENT_PREFIX + flag[2:].replace("-", "_").upper(),
         )  # fmt: skip
 
 
