@@ -13,7 +13,8 @@ from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.engines.probes import Prober
 from pdkv.router.generations.changes import Changes
-from pdkv.router.generations.flow import FlowMessage, RequestFlow, Sends
+from pdkv.router.generations.flow import RequestFlow, Sends
+from pdkv.router.generations.flow_state import FlowMessage
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.recovery import Recovery
