@@ -91,14 +91,17 @@ def _details(report: Report) -> list[str]:
         f"- seed {report.seed}; full disk and /dev/shm by {disk}",
         f"- events: {_counts(report.events)}",
         f"- requests: {_counts(report.outcomes)}",
-        f"- of them read to the end, within 10 s: {_counts(report.patient)}",
         f"- prompt tokens from elsewhere, on decode engines alive at the end: {report.remote_tokens}",
         f"- descriptors before → afterwards: {_pairs(report.descriptors)}",
         f"- MiB resident before → afterwards: {_pairs(report.resident_mib)}",
-        f"- the router's counts of what is under way, exactly 0 at the last rest: {report.zero_accounts}",
-        f"- the router's memory at rest: {report.router_memory or 'not judged, it was killed too often'}",
         f"- what held the router's event loop for more than 20 ms: {_counts(report.loop_stalls)}",
     ]
+    if report.zero_accounts:  # reports of before have none of these
+        lines += [
+            f"- of the requests read to the end, within 10 s: {_counts(report.patient)}",
+            f"- the router's counts of what is under way, exactly 0 at the last rest: {report.zero_accounts}",
+            f"- the router's memory at rest: {report.router_memory or 'not judged, it was killed too often'}",
+        ]
     if report.strangers:
         lines.append(f"- strangers' connections that Gloo keeps between ranks: {report.strangers}")
     return lines + [f"- **violation** {text}" for text in report.violations]
