@@ -1,10 +1,10 @@
 """What is Redis's own: memory limits, times to live, passwords, errors in the middle of a batch."""
 
-import resource
 from collections.abc import Callable, Iterator
 
 import pytest
 import redis
+from no_descriptors import no_descriptors
 from store_servers import RedisServer
 
 from pdkv.errors import StoreError, StoreFull, StoreUnavailable
@@ -51,13 +51,8 @@ def test_an_engine_without_descriptors_has_a_store_that_is_unavailable(redis_url
     store = open_(redis_url)
     store.put(items(b"a", size=10))
     client = open_(redis_url)  # which has no connection yet
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-    try:
-        with pytest.raises(StoreUnavailable, match="Too many open files"):
-            client.contains([b"a"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with no_descriptors(), pytest.raises(StoreUnavailable, match="Too many open files"):
+        client.contains([b"a"])
     assert client.contains([b"a"]) == [True]
 
 

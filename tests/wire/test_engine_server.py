@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from no_descriptors import no_descriptors
 from traffic import stop_process
 from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive, tokens
 
@@ -251,6 +252,14 @@ def test_two_engines_on_one_endpoint_and_bad_endpoints_are_start_up_errors(tmp_p
         EngineServer(server.endpoint, make_card())
     server.close()
     server.close()
+
+
+def test_no_descriptor_for_a_socket_is_a_start_up_error(tmp_path: Path) -> None:
+    """It was a traceback in the log of an engine that started while it could open nothing. Found by a soak."""
+    endpoint = f"ipc://{tmp_path}/engine"
+    with no_descriptors(), pytest.raises(StartupError, match=f"decode-0 gets no socket .*{endpoint}.* open files"):
+        EngineServer(endpoint, make_card())
+    EngineServer(endpoint, make_card()).close()
 
 
 ENGINE_PROGRAM = """

@@ -95,13 +95,16 @@ class EngineServer:
         `watch`: the steps of the engine, for its beats.
 
         Raises:
-            StartupError: the endpoint cannot be bound.
+            StartupError: no socket can be had, or the endpoint cannot be bound.
         """
+        try:
+            self._context = zmq.Context()
+            self._socket = self._context.socket(zmq.ROUTER)
+        except zmq.ZMQError as error:
+            raise StartupError(f"{card.engine} gets no socket to listen on {endpoint}: {error}") from error
         self.card = card
         self.num_dropped = 0  # malformed frames and messages, and frames of peers that never said Hello
         self.num_gaps = 0  # frames that came with another number than the next
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
         configure_socket(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a router that is gone must not pass unseen
         self._watch = watch or StepWatch()

@@ -1,7 +1,6 @@
 """The batched sampler against a plain per-request reference in float64, and each parameter by hand."""
 
 import math
-import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from no_descriptors import no_descriptors
 
 from pdkv.engine.plan import NewRequest, SampledTokens
 from pdkv.engine.sampling.checks import check_for_vocab
@@ -62,12 +62,8 @@ def test_a_step_opens_no_file() -> None:
     state = SamplingState(1, 50, CPU, ())
     state.add(0, new)
     token_ids = np.array([new.prompt_token_ids], np.int32)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-    try:
+    with no_descriptors():
         sampled = state.sample(logits, np.array([0]), token_ids, np.array([3]))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert tokens_of(sampled) == expected
 
 
