@@ -40,28 +40,29 @@ class LongBodies(Generic[T]):
             return self._whole[ignore_unknown].decode(body)
         rest = self._rest[ignore_unknown].decode(body)
         fields = {name: getattr(rest, name) for name in rest.__struct_fields__}
-        fields[self._field] = self._read(raw[1:-1])
+        fields[self._field] = self._read(raw)
         return self._strict(**fields)
 
-    def _read(self, inner: bytes) -> list[int] | list[list[int]]:
-        """The ids between the outermost brackets: of one prompt, or of several."""
-        if self._is_flat or b"[" not in inner:
-            return self._read_ids(inner)
+    def _read(self, raw: bytes) -> list[int] | list[list[int]]:
+        """The ids in a list, or in lists within it: of one prompt, or of several."""
+        last = len(raw) - 1
+        if self._is_flat or raw.find(b"[", 1) < 0:
+            return self._read_ids(raw, 1, last)
         lists = []
-        begin = end = 0
-        while (begin := inner.find(b"[", end)) >= 0:
-            if inner[end:begin].strip(_SPACES_AND_COMMAS):
+        end = 1
+        while (begin := raw.find(b"[", end)) >= 0:
+            if raw[end:begin].strip(_SPACES_AND_COMMAS):
                 break
-            end = inner.find(b"]", begin) + 1
-            lists.append(self._read_ids(inner[begin + 1 : end - 1]))
-        if inner[end:].strip(_SPACES_AND_COMMAS):
+            end = raw.find(b"]", begin) + 1
+            lists.append(self._read_ids(raw, begin + 1, end - 1))
+        if raw[end:last].strip(_SPACES_AND_COMMAS):
             text = f"{self._field} must be of one kind: texts, token ids, or lists of token ids"
             raise InvalidRequest(text, param=self._field)
         return lists
 
-    def _read_ids(self, inner: bytes) -> list[int]:
+    def _read_ids(self, raw: bytes, begin: int, end: int) -> list[int]:
         token_ids: list[int] = []
-        for piece in _pieces(inner):
+        for piece in _pieces(raw, begin, end):
             token_ids += getattr(self._ids.decode(b'{"%b":[%b]}' % (self._field.encode(), piece)), self._field)
         return token_ids
 
@@ -71,10 +72,9 @@ def _with_raw(kind: type[Any], field: str) -> type[Any]:
     return msgspec.defstruct(kind.__name__, [(field, msgspec.Raw)], bases=(kind,), frozen=True, kw_only=True)
 
 
-def _pieces(inner: bytes) -> Iterator[bytes]:
-    """Numbers between commas, cut at commas."""
-    begin = 0
-    while (end := inner.find(b",", begin + PIECE_BYTES)) >= 0:
-        yield inner[begin:end]
-        begin = end + 1
-    yield inner[begin:]
+def _pieces(raw: bytes, begin: int, end: int) -> Iterator[bytes]:
+    """What stands between two places, numbers and commas, cut at commas."""
+    while (cut := raw.find(b",", begin + PIECE_BYTES, end)) >= 0:
+        yield raw[begin:cut]
+        begin = cut + 1
+    yield raw[begin:end]

@@ -7,7 +7,8 @@ PdkvError
 │   ├── UnknownConnector     a connector name that no registry entry or entry point has
 │   └── IncompatiblePeers    two engine cards that cannot exchange KV
 ├── StartupError             a process that did not become ready
-│   └── DiedEarly            it ended before that
+│   ├── DiedEarly            it ended before that
+│   └── OtherRankGone        another rank of its engine did, which may say why
 ├── RankError                one rank of an engine failed, and the engine with it
 │   ├── RankTimeout          it did not answer in time
 │   └── RankGone             it went away
@@ -91,6 +92,10 @@ class StartupError(PdkvError):
 
 class DiedEarly(StartupError):
     """A child closed its acknowledgements, or ended, before it was ready."""
+
+
+class OtherRankGone(StartupError):
+    """A rank could not start without another one, which went away before it was ready: the reason is that one's."""
 
 
 class RankError(PdkvError):

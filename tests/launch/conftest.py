@@ -20,6 +20,13 @@ if behaviour == "die":
 if behaviour == "refuse":
     os.write(ack_fd, b'{"type":"StartFailed","message":"dtype is wrong","config":true}\\n')
     sys.exit(1)
+if behaviour.startswith("miss a rank"):
+    held = open(behaviour.split()[-1], "w")
+    os.write(ack_fd, b'{"type":"StartFailed","message":"rank 0 went away","config":false,"rank_gone":true}\\n')
+if behaviour.startswith("fail behind it"):
+    open(behaviour.split()[-1]).read()  # until that one has been heard and ended
+    os.write(ack_fd, b'{"type":"StartFailed","message":"no room","config":false}\\n')
+    sys.exit(1)
 def eat():
     with open(behaviour.split()[-1] + "/cgroup.procs", "w") as group:
         group.write(str(os.getpid()))
@@ -30,7 +37,7 @@ if behaviour == "stop":
     os.kill(os.getpid(), signal.SIGSTOP)
 if behaviour.startswith("model"):
     os.write(ack_fd, b'{"type":"Identified","model":"%s"}\\n' % behaviour.split()[1].encode())
-if behaviour != "silent":
+if behaviour != "silent" and not behaviour.startswith("miss"):
     os.write(ack_fd, b'{"type":"Progress","text":"half"}\\n{"type":"Started"}\\n')
     os.close(ack_fd)
 if behaviour.startswith("serve and eat"):

@@ -201,6 +201,12 @@ def test_an_engine_that_nobody_knows_of_is_reaped(lifeline: int, how: str) -> No
     """It was a zombie as long as the launch lived. Found by a soak."""
 
     async def main() -> None:
+        strangers = {child.pid for child in psutil.Process().children()}  # servers of other tests
+
+        def others_than(server: ForkServer) -> set[int]:
+            """Children of this process, zombies included."""
+            return {child.pid for child in psutil.Process().children()} - {server.child.pid} - strangers
+
         server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
         first, second = AckSocket(), AckSocket()
         known = await server.fork_engine(SPEC, first.child_fd, timeout_s=20)
@@ -232,11 +238,6 @@ def test_an_engine_that_nobody_knows_of_is_reaped(lifeline: int, how: str) -> No
 async def until(check: Callable[[], bool]) -> None:
     """Nobody reports what is looked at here."""
     await asyncio.to_thread(wait_until_true, check, "it is so")
-
-
-def others_than(server: ForkServer) -> set[int]:
-    """Children of this process, zombies included."""
-    return {child.pid for child in psutil.Process().children()} - {server.child.pid}
 
 
 @pytest.mark.usefixtures("subreaper")

@@ -477,6 +477,19 @@ def test_with_one_rank_all_ranks_end_and_come_back(ranked_deck: Deck, victim: st
     assert [store.exists() for store in dict.fromkeys(deck.stores)] == [False, True]
 
 
+def test_the_reason_is_that_of_the_rank_that_failed_itself(ranked_deck: Deck, tmp_path: Path) -> None:
+    """What missed it may have said so first; the user saw only that."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    ranked_deck.behaviour |= {"decode-1": f"fail behind it {fifo}", "decode-1.1": f"miss a rank {fifo}"}
+
+    async def scenario() -> None:
+        with pytest.raises(StartupError, match="decode-1: no room"):
+            await ranked_deck.supervisor.start()
+
+    ranked_deck.run(scenario)
+
+
 @pytest.mark.parametrize("name", ["decode-1", "decode-1.1"])
 @pytest.mark.parametrize(("behaviour", "error"), [("die", StartupError), ("refuse", ConfigError)])
 def test_a_rank_that_does_not_start_leaves_none_of_its_engine(

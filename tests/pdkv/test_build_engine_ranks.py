@@ -180,7 +180,8 @@ def test_seeds_penalties_and_logprobs_are_those_of_one_rank(hf_model: HFModel, m
     for a, b in zip(of_type(one, Tokens), of_type(two, Tokens), strict=True):
         assert isinstance(a, Tokens)
         assert isinstance(b, Tokens)
-        for entries, others in ((a.logprobs, b.logprobs), (a.prompt_logprobs, b.prompt_logprobs)):
+        prompts = [m.prompt_logprobs.decode() if m.prompt_logprobs is not None else None for m in (a, b)]
+        for entries, others in ((a.logprobs, b.logprobs), prompts):
             assert (entries is None) == (others is None)
             for entry, other in zip(entries or [], others or [], strict=True):
                 assert (entry is None) == (other is None)

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 
-from pdkv.errors import ConfigError, RankError
+from pdkv.errors import ConfigError, RankError, RankGone
 from pdkv.launch.specs import KNOWN, Ack, Identified, Progress, Started, StartFailed, encode
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Acknowledger:
             logger.error("cannot start", exc_info=error)
         message = str(error) if config else f"{type(error).__name__}: {error}"
         with contextlib.suppress(StartGivenUp):  # another process failed first: the launcher has its reason
-            self._write(StartFailed(message, config=config))
+            self._write(StartFailed(message, config=config, rank_gone=isinstance(error, RankGone)))
         self._close()
 
     def _close(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from pdkv.errors import ConfigError, DiedEarly, MalformedMessage, StartupError
+from pdkv.errors import ConfigError, DiedEarly, MalformedMessage, OtherRankGone, StartupError
 from pdkv.host.memory_limits import num_oom_kills
 from pdkv.host.process_info import process_name
 from pdkv.launch.fork_server import ENVIRONMENT
@@ -213,7 +213,8 @@ class AckSocket:
 
         Raises:
             ConfigError: it reported that a flag, file or value is at fault.
-            StartupError: it failed otherwise, died (DiedEarly), or was silent for `timeout_s`.
+            StartupError: it failed otherwise, missed another rank (OtherRankGone), died (DiedEarly), or was silent for
+                `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -225,6 +226,8 @@ class AckSocket:
                             on_identity(model)
                         case StartFailed(message=message, config=True):
                             raise ConfigError(message)
+                        case StartFailed(message=message, rank_gone=True):
+                            raise OtherRankGone(f"{name}: {message}")
                         case StartFailed(message=message):
                             raise StartupError(f"{name}: {message}")
                         case _:

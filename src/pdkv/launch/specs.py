@@ -73,10 +73,11 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """The process cannot become ready. `config` says that a flag, file or value is at fault."""
+    """The process cannot become ready."""
 
     message: str
-    config: bool
+    config: bool  # a flag, file or value is at fault
+    rank_gone: bool = False  # another rank went away before, and should have said why
 
 
 KNOWN = b"k"

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pdkv.errors import ConfigError, DiedEarly, IncompatiblePeers, StartupError
+from pdkv.errors import ConfigError, DiedEarly, IncompatiblePeers, OtherRankGone, StartupError
 from pdkv.launch.children import (
     AckSocket,
     Child,
@@ -33,6 +33,7 @@ from pdkv.wire.refusal_note import RefusalNote
 _ROUTER = "router"
 _ROUTER_GRACE_S = 2.0  # with the engines' below the five seconds that a stop may take
 _ENGINE_GRACE_S = 1.5
+_OTHER_RANKS_S = 5.0  # between the failure of a rank and that of another one, which was its cause
 _LAST_WORD_S = 1.0  # between the end of a child's acknowledgements and its own
 
 logger = logging.getLogger(__name__)
@@ -221,6 +222,8 @@ class Supervisor:
             return await asyncio.gather(*starts)
         except Exception as error:
             links.close()  # a rank that is being forked finds nobody
+            if isinstance(error, OtherRankGone):
+                error = await _own_failure(starts) or error
             await self._kill(ranks)
             failures = await asyncio.gather(*starts, return_exceptions=True)
             await self._kill(ranks)
@@ -333,6 +336,22 @@ class Supervisor:
         """Kill all children at once, for whoever does not want to wait for `stop`."""
         for child in self._children:
             child.send_signal(signal.SIGKILL)
+
+
+async def _own_failure(starts: Sequence["asyncio.Future[Child]"]) -> Exception | None:
+    """Of ranks that start: what failed in one of them itself, as far as they say so soon."""
+    pending = set(starts)
+    deadline = time.monotonic() + _OTHER_RANKS_S
+    while pending:
+        timeout_s = max(deadline - time.monotonic(), 0.0)
+        done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for start in done:
+            failure = start.exception()
+            if isinstance(failure, Exception) and not isinstance(failure, OtherRankGone):
+                return failure
+        if not done:
+            break
+    return None
 
 
 def _fresh_store(path: Path, epoch: str) -> Path:

@@ -89,8 +89,8 @@ def test_no_piece_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> N
     pieces = long_bodies._pieces
     sizes = []
 
-    def watched(inner: bytes) -> Iterator[bytes]:
-        for piece in pieces(inner):
+    def watched(raw: bytes, begin: int, end: int) -> Iterator[bytes]:
+        for piece in pieces(raw, begin, end):
             sizes.append(len(piece))
             yield piece
 
