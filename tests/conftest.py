@@ -1,5 +1,6 @@
 """Fixtures that several folders share: small random Hugging Face models."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if isinstance(item, pytest.Function) and starts_processes(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in {*left_out}]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """A test that runs a command in this process leaves no log level to the next one."""
+    loggers = [logging.getLogger(name) for name in ("", "pdkv", "pdkv.access")]
+    levels = [logger.level for logger in loggers]
+    try:
+        return (yield)
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 HFModel = Callable[..., Path]
