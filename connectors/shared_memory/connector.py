@@ -8,6 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.arena.block_table import SharedBlockTable
+from pdkv.connectors.arena.memory import Arena
+from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
@@ -17,10 +20,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.pull_scheduler import PullMetadata
-from pdkv.connectors.shared_memory.arena import Arena
-from pdkv.connectors.shared_memory.block_table import SharedBlockTable
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions
-from pdkv.connectors.shared_memory.peers import PeerArenas
 from pdkv.connectors.shared_memory.scheduler import SharedMemoryScheduler
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
 from pdkv.errors import ConfigError

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.arena.block_table import SharedBlockTable, Words, key_words
+from pdkv.connectors.arena.memory import PeerArena
+from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig, RequestView
 from pdkv.connectors.peer.pull_scheduler import Match, PullScheduler
-from pdkv.connectors.shared_memory.arena import PeerArena
-from pdkv.connectors.shared_memory.block_table import SharedBlockTable, Words, key_words
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions
-from pdkv.connectors.shared_memory.peers import PeerArenas
 from pdkv.connectors.transfer.planning import whole_blocks
 from pdkv.errors import PdkvError
 from pdkv.wire.messages import EngineCard

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from pdkv.connectors.arena.block_table import BlockTableReader, fence
+from pdkv.connectors.arena.memory import Arena, PeerArena, token_view
+from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.pull_scheduler import BlockLoad
 from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
-from pdkv.connectors.shared_memory.arena import Arena, PeerArena, token_view
-from pdkv.connectors.shared_memory.block_table import BlockTableReader, fence
-from pdkv.connectors.shared_memory.peers import PeerArenas
 from pdkv.connectors.transfer.block_copy import STAGING_BYTES, Bytes, copy_blocks, copy_segments
 from pdkv.connectors.transfer.lanes import SHARED_LANE, Lane, LaneConfig
 from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, token_segments

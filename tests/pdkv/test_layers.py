@@ -35,6 +35,7 @@ LAYERS = (
     "pdkv.connectors.stats",
     "pdkv.connectors.transfer",
     "pdkv.connectors.peer",
+    "pdkv.connectors.arena",
     "pdkv.connectors.store",
     "pdkv.connectors",
     "pdkv.engine.plan",

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pdkv.connectors.arena.memory import PeerArena
 from pdkv.connectors.base import (
     NO_TRANSFERS,
     KVConnectorMetadata,
@@ -19,7 +20,6 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.peer.pull_worker import PullPiece
-from pdkv.connectors.shared_memory.arena import PeerArena
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.shared_memory.scheduler import SharedMemoryScheduler
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker

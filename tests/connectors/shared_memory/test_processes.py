@@ -20,10 +20,10 @@ import shared_memory_peer
 from traffic import wait_until_true
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.arena.block_table import key_words
+from pdkv.connectors.arena.memory import Arena, ArenaAddress, ArenaShape, PeerArena, open_peer_arena
 from pdkv.connectors.base import ConnectorConfig, TransferOutcome
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
-from pdkv.connectors.shared_memory.arena import Arena, ArenaAddress, ArenaShape, PeerArena, open_peer_arena
-from pdkv.connectors.shared_memory.block_table import key_words
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
 from pdkv.errors import IncompatiblePeers, PdkvError, PeerGone, StaleEpoch
 from pdkv.wire.messages import EngineCard, KVLayout

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdkv.connectors.shared_memory.block_table import (
+from pdkv.connectors.arena.block_table import (
     NO_UNIT,
     WAYS,
     BlockTableReader,

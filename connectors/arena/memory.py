@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.shared_memory.block_table import BlockTableReader, TableArrays, TableShape
+from pdkv.connectors.arena.block_table import BlockTableReader, TableArrays, TableShape
 from pdkv.connectors.transfer.block_copy import Bytes
 from pdkv.errors import (
     ConfigError,

@@ -4,9 +4,9 @@ import logging
 
 import msgspec
 
+from pdkv.connectors.arena.memory import ArenaAddress, PeerArena, open_peer_arena
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
-from pdkv.connectors.shared_memory.arena import ArenaAddress, PeerArena, open_peer_arena
 from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, StaleEpoch, TransferError
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import EngineCard
