@@ -21,6 +21,7 @@ from pdkv.wire.frames import (
 )
 from pdkv.wire.messages import (
     MAX_LIST,
+    MAX_TRIAL_TOKENS,
     PART_TOKENS,
     Abort,
     BlockRemoved,
@@ -255,9 +256,31 @@ def test_logprobs_of_a_prompt_are_decoded_apart_in_parts() -> None:
 
 
 @pytest.mark.parametrize(
+    "message",
+    [
+        Tokens("r", 0, 0, [], prompt_logprobs=PromptLogprobs(MAX_LIST + 1, [])),
+        Submit(
+            request_id="r",
+            transfer_id="t",
+            attempt=0,
+            prompt_token_ids=[1],
+            params=SamplingParams(),
+            trial_tokens=MAX_TRIAL_TOKENS + 1,
+        ),
+    ],
+    ids=["prompt logprobs", "trial tokens"],
+)
+def test_counts_in_messages_are_bounded(message: EngineToRouter | RouterToEngine) -> None:
+    """A peer can neither announce more than a list holds nor have an engine to itself for long."""
+    received = decode_message(bytes(encode_message(message)))
+    assert isinstance(received, BadMessage)
+
+
+@pytest.mark.parametrize(
     ("packed", "text"),
     [
         (PromptLogprobs(3, PromptLogprobs.of([None, None]).parts), "2 prompt logprobs instead of 3"),
+        (PromptLogprobs(1, [msgspec.msgpack.encode([None, None]), b"not looked at"]), "2 prompt logprobs instead of 1"),
         (PromptLogprobs(1, [b"\x00"]), "Expected `array`"),
         (PromptLogprobs(1, [b"\x91"]), "truncated"),
         (PromptLogprobs(1, [msgspec.msgpack.encode([[-1, 0.0, 1]])]), "Expected `int` >= 0"),

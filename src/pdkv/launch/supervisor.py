@@ -229,6 +229,8 @@ class Supervisor:
             await self._kill(ranks)
             raise next((e for e in failures if isinstance(e, ConfigError)), error) from None
         finally:
+            for start in starts:
+                start.cancel()  # only where this is cancelled itself is one of them under way
             links.close()
 
     async def _kill(self, children: Collection[Child]) -> None:

@@ -54,6 +54,9 @@ MAX_MEDIUM_CHARS = 128
 MAX_LAYERS = 4096
 """Of a model, and so of its KV groups."""
 
+MAX_TRIAL_TOKENS = 64
+"""Of a request that its engine computes alone: all others stand still meanwhile."""
+
 MAX_TIMEOUT_S = 1e9
 """Of a request; who has none gets this one."""
 
@@ -217,7 +220,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Of each token of a prompt, still encoded: of a long prompt, they take 300 ms to decode, on a thread."""
 
-    count: Natural
+    count: Annotated[int, Meta(ge=0, le=MAX_LIST)]
     parts: Annotated[list[bytes], Meta(max_length=MAX_LIST)]  # entries of PART_TOKENS tokens each, the rest in the last
 
     @classmethod
@@ -231,6 +234,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
         entries: list[TokenLogprob | None] = []
         for part in self.parts:
             entries += decode_total(_part, part)
+            if len(entries) > self.count:
+                break  # no more of them than a peer may have announced
         if len(entries) != self.count:
             raise MalformedMessage(f"{len(entries)} prompt logprobs instead of {self.count}")
         return entries
@@ -273,7 +278,8 @@ class Submit(Message, frozen=True, kw_only=True):
     conditional: bool = False  # await_peer only: the engine may decline and prefill by itself
     handoff: KVHandoff | None = None  # await_peer, prefill first
     ticket: Blob | None = None  # handoff, needs peer first
-    trial_tokens: Count = 0  # so many new tokens it gets alone: it may have ended an engine (Trial)
+    trial_tokens: Annotated[int, Meta(ge=0, le=MAX_TRIAL_TOKENS)] = 0
+    """So many new tokens it gets alone: it may have ended an engine (Trial)."""
     label: Id = ""  # the client's own name of the request: for logs only
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""  # W3C; likewise
 
