@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.paced_engine import NAME
-from benchmarks.servers import STOP_TIMEOUT_S, process_cpu_seconds
+from benchmarks.servers import end_process, process_cpu_seconds
 from pdkv.config import HttpLimits, RouterConfig
 from pdkv.host.sockets import LISTEN_BACKLOG
 from pdkv.launch.specs import RouterSpec, encode
@@ -79,13 +78,12 @@ def router_alone(model: Path, *, pace_s: float, num_seqs: int, max_connections: 
 @contextlib.contextmanager
 def _process(command: list[str], log: Path, **options: object) -> "Iterator[subprocess.Popen[bytes]]":
     with log.open("wb") as out:
-        process: subprocess.Popen[bytes] = subprocess.Popen(command, stderr=out, cwd=_ROOT, **options)  # type: ignore[call-overload]
+        process: subprocess.Popen[bytes] = subprocess.Popen(  # type: ignore[call-overload]
+            command, stderr=out, cwd=_ROOT, start_new_session=True, **options
+        )
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process)
+        if process.stdout is not None:
+            process.stdout.close()

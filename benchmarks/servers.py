@@ -78,7 +78,7 @@ def running(
             error.add_note(f"the end of the log of {url}:\n{_tail(log)}")
             raise
         finally:
-            _end(process)
+            end_process(process)
 
 
 def _tail(log: Path, num_lines: int = 30) -> str:
@@ -100,7 +100,8 @@ def _spawn(
     )
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def end_process(process: "subprocess.Popen[bytes]") -> None:
+    """End a process that leads a session of its own, and whatever it has started."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -27,13 +27,6 @@ pytestmark = needs_nixl
 
 
 @pytest.fixture
-def own() -> Iterator[Own]:
-    own = own_agent()
-    yield own
-    own.close()
-
-
-@pytest.fixture
 def start_peer() -> Iterator[Callable[..., Peer]]:
     peers: list[Peer] = []
 

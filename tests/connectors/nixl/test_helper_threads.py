@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from nixl_peer import Listening as Own
-from nixl_rig import NO_DOORBELL, PIECE, WAIT_S, Peer, needs_nixl, own_agent
+from nixl_rig import NO_DOORBELL, PIECE, WAIT_S, Peer, needs_nixl
 from traffic import wait_until_true
 
 from pdkv.connectors.nixl.agent import NixlAgent
@@ -18,13 +18,6 @@ from pdkv.errors import PeerGone, TransferCancelled
 from pdkv.host.host_id import host_id
 
 pytestmark = needs_nixl
-
-
-@pytest.fixture
-def own() -> Iterator[Own]:
-    own = own_agent()
-    yield own
-    own.close()
 
 
 @pytest.fixture

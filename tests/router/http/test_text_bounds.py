@@ -251,11 +251,10 @@ def test_large_bodies_do_not_hold_up_small_ones() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """Its work is in the queue behind another's; health is answered all the while."""
-    app = make_app(FakeDispatcher(say(ids("ab"))))  # which tokenizes, too
-    gate, encoded = Gate(), []
+def hold_the_first(monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, list[str]]:
+    """The gate at which the tokenizer waits with a text that begins with 1, and the first characters of its texts."""
+    gate = Gate()
+    encoded: list[str] = []
     encode = Tokenizer.encode
 
     def slow(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -265,6 +264,14 @@ def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPat
         return encode(self, text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode", slow)
+    return gate, encoded
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Its work is in the queue behind another's; health is answered all the while."""
+    app = make_app(FakeDispatcher(say(ids("ab"))))  # which tokenizes, too
+    gate, encoded = hold_the_first(monkeypatch)
     monkeypatch.setattr(Tokenizer, "render_chat", lambda self, messages, **_: messages[0]["content"])
 
     def body(text: str) -> bytes:
@@ -294,16 +301,7 @@ def test_a_client_that_leaves_is_not_tokenized_for(monkeypatch: pytest.MonkeyPat
 def test_of_a_client_that_leaves_no_further_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer cannot be interrupted, but a request may have hundreds of prompts."""
     app = make_app(FakeDispatcher(say(ids("ab"))))  # which tokenizes, too
-    gate, encoded = Gate(), []
-    encode = Tokenizer.encode
-
-    def slow(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        encoded.append(text[0])
-        if text[0] == "1":
-            gate.work(lambda: False)
-        return encode(self, text, add_special_tokens=add_special_tokens)
-
-    monkeypatch.setattr(Tokenizer, "encode", slow)
+    gate, encoded = hold_the_first(monkeypatch)
 
     def body(prompt: list[str]) -> bytes:
         return json.dumps({"model": MODEL, "max_tokens": 1, "prompt": prompt}).encode().ljust(INLINE_BYTES + 1)

@@ -6,51 +6,28 @@ says how many tokens of a request have been computed when its next step is the e
 
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from refusing import OF, SWITCH, without_own
+from spoiled import Spoiled
 
-from pdkv.connectors.base import KVConnector, Observed, SchedulerConnector, Shown
-from pdkv.connectors.registry import load_connector
-
-
-class Dying(KVConnector):
-    """Stands for the class that its options choose: see `for_options`."""
-
-    @classmethod
-    def for_options(cls, options: Mapping[str, str]) -> type[KVConnector]:
-        """A subclass of the connector that is meant."""
-        switch = Path(options[SWITCH])
-        chosen = load_connector(options[OF]).for_options(without_own(options))
-
-        class Mortal(chosen):  # type: ignore[misc, valid-type]
-            @classmethod
-            def parse_options(cls, options: Mapping[str, str]) -> Any:
-                return super().parse_options(without_own(options))
-
-            @classmethod
-            def for_options(cls, options: Mapping[str, str]) -> type[KVConnector]:
-                return cls
-
-            def make_scheduler_side(self) -> SchedulerConnector:
-                side: SchedulerConnector = super().make_scheduler_side()
-                _die_at(side, switch)
-                return side
-
-        return Mortal
+from pdkv.connectors.base import Observed, Shown
 
 
-def _die_at(side: Any, switch: Path) -> None:
-    build = side.build_connector_meta
-    side.observes = side.observes | Observed(Shown.ALL, Shown.NONE, waiting_keys=False)
+class Dying(Spoiled):
+    """Ends its process."""
 
-    def build_connector_meta(view: Any) -> Any:
-        at = int(switch.read_text()) if switch.exists() else -1
-        if any(s.request.kv != "handoff" and s.start == at for s in view.scheduled):
-            switch.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return build(view)
+    @staticmethod
+    def spoil(connector: Any, side: Any, switch: Path) -> None:
+        """Kill the process in the step that the file says."""
+        build = side.build_connector_meta
+        side.observes = side.observes | Observed(Shown.ALL, Shown.NONE, waiting_keys=False)
 
-    side.build_connector_meta = build_connector_meta
+        def build_connector_meta(view: Any) -> Any:
+            at = int(switch.read_text()) if switch.exists() else -1
+            if any(s.request.kv != "handoff" and s.start == at for s in view.scheduled):
+                switch.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return build(view)
+
+        side.build_connector_meta = build_connector_meta
