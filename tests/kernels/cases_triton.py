@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from attention_case import MIXES, Case, Shape, layers_of
@@ -10,6 +11,8 @@ from attention_case import MIXES, Case, Shape, layers_of
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.engine.attention import cuda as attention_cuda
 from pdkv.engine.attention.cuda import CudaAttention
+from pdkv.kernels.digest import hash_rows, seeds_of
+from pdkv.kernels.digest_triton import digests_triton
 from pdkv.kernels.kv_copy import gather_blocks_reference, scatter_blocks_reference, write_kv_reference
 from pdkv.kernels.kv_copy_triton import copy_blocks_triton, write_kv_triton
 from pdkv.kernels.paged_attention import paged_attention_reference
@@ -238,3 +241,24 @@ def test_blocks_travel_both_ways(layers: tuple[int, int], device: torch.device) 
     copy_blocks_triton(target, ids.flip(0), gathered, *layers, to_pool=True)
     scatter_blocks_reference(expected_target, ids.flip(0), gathered, layers)
     assert torch.equal(target, expected_target)
+
+
+@pytest.mark.parametrize("row_words", [2, 7, 8, 64, 100])
+def test_digests(row_words: int, device: torch.device) -> None:
+    """Of a part of heads and of tokens, with the bits that the kernels for host memory have."""
+    units, sides, heads = 5, 4, 3
+    pool = np.random.default_rng(row_words).integers(0, 256, (units, sides, heads, row_words * 8), dtype=np.uint8)
+    taken, first_head, unit_words = [4, 0, 3], 1, sides * heads * row_words
+    words = np.array([row_words, 1, row_words // 2 + 1], dtype=np.int64)
+    seeds = seeds_of(range(sides // 2), range(7, 9))
+    expected = np.stack(
+        [hash_rows(pool[u, :, 1:, : 8 * w], seeds).sum(0) for u, w in zip(taken, words.tolist(), strict=True)]
+    )
+    result = digests_triton(
+        torch.from_numpy(pool.reshape(-1).view(np.int64)).to(device),
+        torch.tensor([u * unit_words + first_head * row_words for u in taken], device=device),
+        torch.from_numpy(words).to(device),
+        torch.from_numpy(seeds.view(np.int64)).to(device),
+        (heads * row_words, row_words),
+    )
+    assert np.array_equal(result.cpu().numpy().view(np.uint64), expected)

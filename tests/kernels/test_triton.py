@@ -76,6 +76,14 @@ def test_copies_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert compile_for_gpu(_copy_blocks_kernel, pointers, constants)["cubin"]
 
 
+def test_digest_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from pdkv.kernels.digest_triton import _digest_kernel
+
+    names = ("pool", "offsets", "words", "seeds", "constants", "digests")
+    assert compile_for_gpu(_digest_kernel, dict.fromkeys(names, "*i64"), {"STRIPES": 64})["cubin"]
+
+
 def test_kernels_import_without_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; import pdkv.kernels; assert 'triton.language' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
