@@ -355,8 +355,9 @@ class WorkerConnector(ABC):
     """The side beside one rank's KV cache.
 
     Calls of one step, in order: start_load_kv, per layer wait_for_layer_load and save_kv_layer, wait_for_save,
-    get_finished. No call posts a transfer or waits for the transport on the step thread. Whoever reads KV that was
-    computed here, to save or to send it, first waits for `meta.earlier_steps` or `meta.this_step` on its own stream.
+    get_finished, which is also called between two steps. No call posts a transfer or waits for the transport on the
+    step thread. Whoever reads KV that was computed here, to save or to send it, first waits for `meta.earlier_steps` or
+    `meta.this_step` on its own stream.
     """
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdkv.connectors.base import TransferKey, TransferOutcome
 from pdkv.engine.executor import Executor
-from pdkv.engine.external import ExternalKV
+from pdkv.engine.external import EndedSend, ExternalKV
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.intake import Prepared, root_of
 from pdkv.engine.lower_tiers import LowerTiers
@@ -181,6 +181,8 @@ class EngineCore:
 
     def begin_step(self, now: float) -> StepOutput:
         """Schedule and execute. Its finish_step may lag: at most two steps may have begun when one is finished."""
+        if ended := self.executor.take_finished():  # what they bring is in this step, not behind an empty one
+            self._sends_ended(self.scheduler.settle(ended))
         self.expire(now)
         self._dirty = False
         self._last_step = now
@@ -216,10 +218,13 @@ class EngineCore:
         for request, failure in result.failed:
             self.counters.non_finite += failure.code == NonFiniteLogits.code
             self._fail(request, failure.code, failure.message, False)
-        for send in result.sends:
-            self.prefill.sending_ended(*send)
+        self._sends_ended(result.sends)
         self._fail_rejected()
         self.watch.end()
+
+    def _sends_ended(self, sends: Sequence[EndedSend]) -> None:
+        for send in sends:
+            self.prefill.sending_ended(*send)
 
     def take_messages(self, now: float) -> list[tuple[str, list[EngineToRouter]]]:
         """Messages for each router since the last call, cache events and load among them."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from pdkv.config import EngineConfig
-from pdkv.connectors.base import WorkerConnector
+from pdkv.connectors.base import NO_TRANSFERS, TransferResults, WorkerConnector
 from pdkv.engine.dtype import resolve_dtype
 from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
 from pdkv.engine.kv_cache import (
@@ -38,6 +38,14 @@ class Executor(ABC):
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step on all ranks and return their common output. Blocks; raises what a rank raised."""
+
+    def take_finished(self) -> TransferResults:
+        """Between steps: transfers that ended since the last one, so that the next one can plan with them.
+
+        Not more than a saving: what it leaves is in the next step's output. An engine of several ranks leaves all of
+        it, since a transfer has ended when it has on every rank.
+        """
+        return NO_TRANSFERS
 
     @abstractmethod
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
@@ -191,6 +199,10 @@ class InProcessExecutor(ModelExecutor):
         if self._threads is not None:
             self._threads.use_for(plan.num_tokens)
         return self._runner.execute(plan)
+
+    def take_finished(self) -> TransferResults:
+        # One of several ranks is asked by its steps: what this one has ended others may not have.
+        return self._runner.take_finished() if self._runner is not None and self.shard.size == 1 else NO_TRANSFERS
 
     def take_drawn(self, token_ids: Sequence[Sequence[int]]) -> None:
         """What rank 0 drew in the last step, in that step's order: for the other ranks, before the next one."""

@@ -80,13 +80,16 @@ class Loads:
 
     # --- end ------------------------------------------------------------------------------------------------------
 
-    def settle(self, ended: list[EndedLoad], step_id: int) -> None:
-        """The transfers of these loads are over, and so is the step; a layerwise load that it left open has failed."""
+    def settle(self, ended: list[EndedLoad]) -> None:
+        """The transfers of these loads are over."""
         for load, ok, outcome in ended:
             if ok:
                 self._finished(load, outcome)
             else:
                 self._failed(load, outcome, transfer_ended=True)
+
+    def end_step(self, step_id: int) -> None:
+        """The step is over; a layerwise load that it left open has failed."""
         for load in [x for x in self._external.layerwise.values() if x.layerwise_step == step_id]:
             self._failed(load, _TIMED_OUT, transfer_ended=False)
 

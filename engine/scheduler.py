@@ -10,7 +10,7 @@ from itertools import islice
 from math import inf
 from typing import Literal, NamedTuple
 
-from pdkv.connectors.base import MatchedTokens
+from pdkv.connectors.base import MatchedTokens, TransferResults
 from pdkv.engine.external import NUM_PREFETCH_REQUESTS, EndedSend, ExternalKV
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.kv_cache_manager import KVCacheManager, PrefixHit
@@ -114,11 +114,10 @@ class Scheduler:
 
     def update(self, output: StepOutput) -> StepResult:
         """Confirm a step: transfers are settled, counters advance, full blocks enter the cache."""
-        settled = self.external.settle(output.transfers)
-        self.loads.settle(settled.loads, output.step_id)
-        result = StepResult([], [], settled.sends)
+        result = StepResult([], [], self.settle(output.transfers))
+        self.loads.end_step(output.step_id)
         shares = self._in_flight.pop(output.step_id, ())
-        if shares or settled.freed:  # they may have held back tokens or blocks
+        if shares:  # they may have held back tokens or blocks
             self.queues.needs_step = True
         for request, restarts, stop, samples in shares:
             if restarts != request.restarts:
@@ -142,6 +141,14 @@ class Scheduler:
         if self.kv.end_step(output.step_id):
             self.queues.needs_step = True
         return result
+
+    def settle(self, results: TransferResults) -> list[EndedSend]:
+        """Transfers have ended, with a step or between two: loads, holds and quarantines end with them."""
+        settled = self.external.settle(results)
+        self.loads.settle(settled.loads)
+        if settled.freed:  # they may have held back tokens or blocks
+            self.queues.needs_step = True
+        return settled.sends
 
     def add(self, request: Request) -> None:
         """A new request comes."""

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from pdkv.config import EngineConfig
-from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutcome, TransferResults, WorkerConnector
+from pdkv.connectors.base import (
+    NO_TRANSFERS,
+    KVConnectorMetadata,
+    Stats,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+    WorkerConnector,
+)
 from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.kv_cache import num_blocks_that_fit
@@ -14,7 +22,7 @@ from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
 from pdkv.errors import ConfigError
 from pdkv.models.config import load_model_config
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.messages import ConnectorStats, EngineCard
 from tests.engine.step_driver import StepDriver
 from tests.engine.transformers_oracle import draw_prompts, logprobs
 
@@ -188,3 +196,21 @@ def test_cuda_that_is_not_there_is_refused(tiny_model_dir: Path) -> None:
     config = EngineConfig(model=tiny_model_dir, device="cuda")
     with pytest.raises(ConfigError, match="cuda"):
         InProcessExecutor(load_model_config(tiny_model_dir), config, max_num_batched_tokens=64)
+
+
+def test_what_ended_between_two_steps_is_told_before_the_next_one_which_brings_the_counts(tiny_model_dir: Path) -> None:
+    class Counting(Recorder):
+        ended = True
+
+        def get_finished(self) -> TransferResults:
+            return super().get_finished() if self.ended else NO_TRANSFERS
+
+        def get_stats(self) -> Stats:
+            return {"": ConnectorStats(loads=1)}
+
+    worker = Counting()
+    driver = StepDriver(tiny_model_dir, worker=worker)
+    assert driver.runner.take_finished().finished_sending
+    worker.ended = False
+    assert driver.step({}).connector_stats == {"": ConnectorStats(loads=1)}
+    assert driver.step({}).connector_stats is None

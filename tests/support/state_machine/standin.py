@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
+from pdkv.connectors.base import NO_TRANSFERS, TransferResults, WorkerConnector
 from pdkv.engine.block_pool import BlockPool
 from pdkv.engine.executor import Executor
 from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
@@ -102,6 +102,9 @@ class StandInExecutor(Executor):
         sampled = self._forward(plan)
         transfers = self.worker.get_finished() if self.worker is not None else NO_TRANSFERS
         return StepOutput(plan.step_id, sampled, {}, transfers)
+
+    def take_finished(self) -> TransferResults:
+        return self.worker.get_finished() if self.worker is not None else NO_TRANSFERS
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         if self.worker is not None:

@@ -1,0 +1,176 @@
+"""Between the end of a load and the first row of its request no step computes nothing: real engines and connectors."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import of_type, submit
+
+from pdkv.build_engine import build_engine
+from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.connectors.transfer.worker import TransferWorker
+from pdkv.engine.core import EngineCore
+from pdkv.engine.plan import StepOutput, StepPlan
+from pdkv.wire.messages import (
+    Allocated,
+    Continue,
+    EngineToRouter,
+    Finished,
+    HandedOff,
+    KVTicket,
+    Peers,
+    RouterToEngine,
+    Tokens,
+)
+
+PROMPT = list(range(5, 105))  # six blocks and a part of one
+WAIT_S = 60.0
+
+
+class Stepped:
+    """An engine whose steps are counted, run by the test as an engine's own loop would run it."""
+
+    def __init__(self, name: str, model: Path, connector: str, options: Mapping[str, str], stack: ExitStack) -> None:
+        self.news = threading.Event()
+        self.computed: list[int] = []  # tokens of each step
+        self.core: EngineCore = build_engine(
+            EngineConfig(model=model, device="cpu", kv_cache_memory=4 << 20, threads=1, max_num_seqs=4),
+            HandoffConfig(connector=connector, connector_config=options),
+            name=name,
+            epoch=f"{name}.1",
+            notify=self.news.set,
+        )
+        stack.callback(self.core.shutdown)
+        self.core.router_joined("r", "1")
+        execute = self.core.executor.execute
+
+        def counted(plan: StepPlan) -> StepOutput:
+            self.computed.append(plan.num_tokens)
+            return execute(plan)
+
+        self.core.executor.execute = counted  # type: ignore[method-assign]
+
+    def tell(self, *messages: RouterToEngine) -> list[EngineToRouter]:
+        """Messages of one frame, and the steps until nothing is to be done without news."""
+        for message in messages:
+            self.core.handle("r", message, time.monotonic())
+        return self.run()
+
+    def run(self) -> list[EngineToRouter]:
+        """Steps until there is nothing to be done."""
+        sent: list[EngineToRouter] = []
+        while True:
+            if self.news.is_set():
+                self.news.clear()
+                self.core.wake()
+            if not self.core.has_work:
+                return sent
+            now = time.monotonic()
+            self.core.step(now)
+            for _, messages in self.core.take_messages(now):
+                sent += messages
+
+    def run_until(self, kind: type) -> list[EngineToRouter]:
+        """`run`, and wait for news, until there is a message of this type."""
+        sent = self.run()
+        while not of_type(sent, kind):
+            assert self.news.wait(WAIT_S)
+            sent += self.run()
+        return sent
+
+
+class Gate:
+    """Holds every job of all I/O threads while it is closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._opened = threading.Event()
+        self._opened.set()
+        run: Any = TransferWorker._run
+
+        def held(worker: TransferWorker, *args: Any) -> None:
+            assert self._opened.wait(WAIT_S)
+            run(worker, *args)
+
+        monkeypatch.setattr(TransferWorker, "_run", held)
+        self.close, self.open = self._opened.clear, self._opened.set
+
+
+def steps_behind_load(reader: Stepped, gate: Gate) -> list[int]:
+    """Tokens of the reader's steps from the moment at which its load may end to the first one that computes."""
+    assert not reader.core.has_work  # it waits for the load, and for nothing else
+    reader.computed.clear()
+    gate.open()
+    while not any(reader.computed):
+        assert reader.news.wait(WAIT_S)
+        reader.run()
+    return reader.computed[: next(i for i, count in enumerate(reader.computed) if count) + 1]
+
+
+def pair(model: Path, connector: str, options: Mapping[str, str], stack: ExitStack) -> tuple[Stepped, Stepped]:
+    """Two engines that know each other."""
+    source, reader = (Stepped(name, model, connector, options, stack) for name in ("source", "reader"))
+    source.tell(Peers([reader.core.card]))
+    reader.tell(Peers([source.core.card]))
+    return source, reader
+
+
+def first_token(sent: Sequence[EngineToRouter]) -> list[int]:
+    (tokens,) = of_type(list(sent), Tokens)
+    assert isinstance(tokens, Tokens)
+    return tokens.token_ids
+
+
+@pytest.mark.parametrize("connector", ["shared_memory", "nixl"])
+def test_a_pulled_request_decodes_in_the_step_that_learns_of_its_kv(
+    connector: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with ExitStack() as stack:
+        source, reader = pair(tiny_model_dir, connector, {}, stack)
+        sent = source.tell(submit(PROMPT, until="first_token", kv="handoff"))
+        (handed_off,) = of_type(sent, HandedOff)
+        assert isinstance(handed_off, HandedOff)
+        gate.close()
+        output = first_token(sent)
+        reader.tell(submit(PROMPT, kv="await_peer", output_token_ids=output, handoff=handed_off.handoff))
+        assert steps_behind_load(reader, gate) == [1]
+
+
+@pytest.mark.parametrize(("connector", "options"), [("p2p", {}), ("nixl", {"mode": "push"})])
+def test_a_request_whose_kv_is_pushed_decodes_in_the_step_that_learns_of_it(
+    connector: str, options: Mapping[str, str], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with ExitStack() as stack:
+        source, reader = pair(tiny_model_dir, connector, options, stack)
+        (allocated,) = of_type(reader.tell(submit(PROMPT, kv="await_peer")), Allocated)
+        assert isinstance(allocated, Allocated)
+        assert allocated.ticket is not None
+        gate.close()
+        sent = source.tell(submit(PROMPT, until="first_token", kv="handoff"), KVTicket("a", 0, allocated.ticket))
+        reader.tell(Continue("a", 0, first_token(sent)))
+        assert steps_behind_load(reader, gate) == [1]
+
+
+def test_a_hit_in_a_store_is_continued_in_the_step_that_learns_of_it(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with ExitStack() as stack:
+        options = {"url": "memory://no-empty-step", "tokens_per_value": "16"}
+        source, reader = pair(tiny_model_dir, "store", options, stack)
+        source.tell(submit(PROMPT, max_tokens=1))
+        source.run_until(Finished)  # behind the store's answer
+        while not source.core.external.is_idle:  # it saves
+            assert source.news.wait(WAIT_S)
+            source.run()
+        gate.close()
+        reader.tell(submit(PROMPT))
+        while not reader.core.external.loads:  # the store answers whether it has the prompt
+            assert reader.news.wait(WAIT_S)
+            reader.run()
+        assert steps_behind_load(reader, gate) == [len(PROMPT) % 16]
