@@ -1,6 +1,11 @@
 """Connectors against memcpy and against the bare transport below them, as `pd connector bench` measures them."""
 
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -11,25 +16,29 @@ from benchmarks.models import find_model
 from benchmarks.redis_server import redis_server
 from benchmarks.report import Claim, Context
 from benchmarks.servers import pdkv
-from pdkv.connector_kit.bench.effects import measure_push_tail, measure_scheduler_cost, measure_slowdown
+from pdkv.connector_kit.bench.effects import measure_scheduler_cost, measure_slowdown
 from pdkv.connector_kit.bench.measure import Row, measure
 from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES, Plan, make_plan
+from pdkv.connector_kit.bench.spread import Spread
+from pdkv.connector_kit.bench.tail import PACE, measure_push_tail
+from pdkv.connector_kit.bench.tail import TOKENS as TAIL_TOKENS
 
 TOKENS = 4096
-PUSHED = 2048
+PIECES = ("512 KiB", "16 KiB")
 SCATTERED = "4x2x32"
-"""A layout whose blocks have 16 KiB: too small to be moved one by one."""
+"""A layout whose blocks have 16 KiB: too small to be moved one by one. Those of mid have 512 KiB."""
 
 SCATTERED_TOKENS = 32768
 CACHED = (1024, 16384)
 """Blocks of others in a peer's pool or in a store, few and many."""
 
+PATHS: Mapping[str, Mapping[str, str]] = {"arena": {}}
+SOCKETS: Mapping[str, Mapping[str, str]] = {"unix": {}}
+STEP_THREAD_MS = 0.3
 SLOWDOWN_LIMIT = 0.10
-TAIL_SHARE, TAIL_SLACK_MS = 0.25, 2.0
-PUSHED_S = 0.88
-"""The forward pass of mid for PUSHED tokens on two threads."""
-
 SCHEDULER_LIMIT = 1.5
+ROUNDS_BEFORE = 7
+BEFORE_S = 300.0
 QUICK_REGION_BYTES = 1 << 22
 
 
@@ -37,23 +46,47 @@ def run_shared_memory(context: Context) -> list[Claim]:
     """Loads against memcpy."""
     rows = _rows(context, "shared_memory", {})
     claims = [
-        Claim(f"mid, {row.tokens} tokens, {row.pattern}, of memcpy", row.ratio_to_memcpy, 0.5, "higher", _figures(row))
+        Claim.of(f"mid, {row.tokens} tokens, {row.pattern}, of memcpy", row.ratio_to_memcpy, 0.5, "higher",
+                 _figures(row))
         for row in rows
-    ]
-    return [*claims, *_effects(context, "shared_memory", {})]
+    ]  # fmt: skip
+    return [*claims, _step_thread("shared_memory", rows[0]), *_effects(context, "shared_memory", {})]
 
 
 def run_nixl(context: Context) -> list[Claim]:
-    """Pull and push, large pieces and small ones."""
+    """Pull and push within a host, beside the other paths that there are."""
     claims = []
     for mode in ("pull", "push"):
-        claims += _against_bare(context, "nixl", {"mode": mode}, f"{mode}, ", 0.9)
+        for path, options in PATHS.items():
+            large, _ = rows = _large_and_small(context, "nixl", {"mode": mode, **options})
+            if path == "ucx":
+                claims.append(Claim.of(f"{mode} by ucx, 512 KiB pieces, of one READ of the same bytes",
+                                       _known(large.ratio_to_raw), 0.9, "higher", _figures(large)))  # fmt: skip
+                continue
+            claims += [
+                Claim.of(f"{mode} by {path}, {piece} pieces, of a memcpy of such pieces from a mapped arena",
+                         _known(row.ratio_to_per_piece), limit, "higher", _figures(row))
+                for piece, limit, row in zip(PIECES, (0.95, 0.7), rows, strict=True)
+            ]  # fmt: skip
+            if path == "arena":
+                claims.append(_step_thread(f"nixl {mode}", large))
     return [*claims, *_tails(context, "nixl", {"mode": "push"}), *_effects(context, "nixl", {"mode": "push"})]
 
 
 def run_p2p(context: Context) -> list[Claim]:
-    """Large pieces and small ones, over Gloo."""
-    claims = _against_bare(context, "p2p", {}, "", 0.8)
+    """Large pieces and small ones over both kinds of sockets, against a bare message and against an earlier version."""
+    claims = []
+    for sockets, options in SOCKETS.items():
+        rows = _large_and_small(context, "p2p", options)
+        claims += [
+            Claim.of(f"{sockets}, {piece} pieces, of one bare message over such a socket", _known(row.ratio_to_raw),
+                     limit, "higher", _figures(row))
+            for piece, limit, row in zip(PIECES, (0.95, 0.8), rows, strict=True)
+        ]  # fmt: skip
+        if sockets == "unix":
+            claims.append(_step_thread("p2p", rows[0]))
+    if context.before is not None:
+        claims += _against_before(context, "p2p", context.before)
     return [*claims, *_tails(context, "p2p", {}), *_effects(context, "p2p", {})]
 
 
@@ -61,11 +94,10 @@ def run_store_redis(context: Context) -> list[Claim]:
     """A store's hits against redis-py's pipelined GET, against recomputing, and behind the layers that compute."""
     with redis_server() as url:
         options = {"url": url}
-        claims = [
-            Claim(f"mid, {row.tokens} tokens, of a bare pipelined GET", _known(row.ratio_to_raw), 0.7, "higher",
-                  _figures(row))
-            for row in _rows(context, "store", options, patterns=["aged"], **({} if context.quick else {"repeats": 9}))
-        ]  # fmt: skip
+        [row] = _rows(context, "store", options, patterns=["aged"], **({} if context.quick else {"repeats": 9}))
+        name = f"mid, {row.tokens} tokens, of a bare pipelined GET"
+        claims = [Claim.of(name, _known(row.ratio_to_raw), 0.7, "higher", _figures(row))]
+        claims.append(_step_thread("store on Redis", row))
         claims += _effects(context, "store", options)
         claims += _tiers(context, url)
         claims += layerwise.run(context, url)
@@ -87,49 +119,82 @@ def _rows(context: Context, connector: str, options: Mapping[str, str], **argume
     return measure(_plan(context, connector, options, **arguments))
 
 
-def _known(value: float | None) -> float:
-    if value is None:
+def _known(spread: Spread | None) -> Spread:
+    if spread is None:
         raise RuntimeError("the connector has no bare transport to be compared with")
-    return value
+    return spread
 
 
 def _figures(row: Row) -> dict[str, float]:
+    """GB/s, and what they are of."""
+    rates = {"GB/s": row.gb_s, "memcpy": row.memcpy_gb_s, "bare": row.raw_gb_s, "bare in pieces": row.per_piece_gb_s}
     return {
-        "GB/s": row.gb_s, "memcpy": row.memcpy_gb_s, "bare": row.raw_gb_s or 0.0,
-        "per piece": row.per_piece_gb_s or 0.0, "pieces": float(row.pieces), "ms": row.ms,
+        **{name: spread.median for name, spread in rates.items() if spread is not None},
+        "pieces": float(row.pieces), "ms": row.ms.median,
     }  # fmt: skip
 
 
-def _against_bare(context: Context, connector: str, options: Mapping[str, str], name: str, limit: float) -> list[Claim]:
-    """Blocks of 512 KiB, and scattered ones of 16 KiB."""
-    [large] = _rows(context, connector, options, patterns=["aged"])
+def _large_and_small(context: Context, connector: str, options: Mapping[str, str]) -> tuple[Row, Row]:
+    """Scattered blocks of 512 KiB, and of 16 KiB; the bare transport has pieces of that size, too."""
+    [large] = _rows(context, connector, options, patterns=["aged"], piece_bytes=512 * 1024)
     tokens = [1024 if context.quick else SCATTERED_TOKENS]
     [small] = _rows(
         context, connector, options, patterns=["aged"], layout=SCATTERED, tokens=tokens, piece_bytes=16 * 1024
     )
-    return [
-        Claim(f"{name}512 KiB pieces, of bare", _known(large.ratio_to_raw), limit, "higher", _figures(large)),
-        Claim(f"{name}16 KiB pieces, of bare", _known(small.ratio_to_raw), 0.6, "higher", _figures(small)),
-        Claim(f"{name}16 KiB pieces, of one by one", _known(small.ratio_to_per_piece), 2.3, "higher",
-              _figures(small)),
+    return large, small
+
+
+def _step_thread(name: str, row: Row) -> Claim:
+    """CPU time of all calls of the connector on one engine's step thread, for one request: of the engine with more."""
+    sides = {"prefill": row.producer_step_ms, "decode": row.consumer_step_ms}
+    figures = {f"{side} ms": spread.median for side, spread in sides.items()}
+    most = max(sides.values(), key=lambda spread: spread.median)
+    ratio = Spread(*(value / STEP_THREAD_MS for value in (most.low, most.median, most.high)))
+    title = f"{name}: step-thread time of a transfer of {row.tokens} tokens / {STEP_THREAD_MS} ms"
+    return Claim.of(title, ratio, 1.0, "lower", figures)
+
+
+def _against_before(context: Context, connector: str, before: Path) -> list[Claim]:
+    """GB/s of this version and of that in another virtual environment, each in its own processes, by turns."""
+    claims = []
+    pythons = {"now": Path(sys.executable), "before": before / "bin" / "python"}
+    for piece, layout, tokens in zip(PIECES, ("mid", SCATTERED), (TOKENS, SCATTERED_TOKENS), strict=True):
+        length = 256 if context.quick else tokens
+        rates: dict[str, list[float]] = {name: [] for name in pythons}
+        for turn in range(1 if context.quick else ROUNDS_BEFORE):
+            for name in sorted(pythons, reverse=turn % 2 == 0):
+                rates[name].append(_bench_gb_s(pythons[name], connector, layout, length, 1 if context.quick else 7))
+        ratio = Spread.of(now / then for now, then in zip(rates["now"], rates["before"], strict=True))
+        figures = {f"{name} GB/s": median(each) for name, each in rates.items()}
+        claims.append(Claim.of(f"{piece} pieces, now / before", ratio, 2.0, "higher", figures))
+    return claims
+
+
+def _bench_gb_s(python: Path, connector: str, layout: str, tokens: int, repeats: int) -> float:
+    """As an installation's own `pd connector bench` says. Raises RuntimeError."""
+    command = [
+        str(python), "-m", "pdkv.cli.main", "connector", "bench", connector, "--model-layout", layout,
+        "--tokens", str(tokens), "--repeats", str(repeats), "--pattern", "aged", "--no-throttle", "--json",
     ]  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as folder:  # not in the repository: see servers.py
+        ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=BEFORE_S, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"{python} cannot measure {connector}: {ended.stderr.strip()[-400:]}")
+    rate = json.loads(ended.stdout)["rows"][0]["gb_s"]
+    return float(rate["median"] if isinstance(rate, dict) else rate)  # before 2026-11-23 it was a number
 
 
 def _tails(context: Context, connector: str, options: Mapping[str, str]) -> list[Claim]:
     """What is left of a push when prefill has ended: of a prompt in one step, as by default, and in four."""
-    return [_tail(context, connector, options, num_steps) for num_steps in (1, 4)]
-
-
-def _tail(context: Context, connector: str, options: Mapping[str, str], num_steps: int) -> Claim:
-    tokens, step_s = (128, 0.01) if context.quick else (PUSHED, PUSHED_S)
-    plan = _plan(context, connector, options, tokens=[tokens])
-    tail = measure_push_tail(
-        plan, tokens, chunk=tokens // num_steps, step_s=step_s / num_steps, repeats=2 if context.quick else 7
-    )
-    allowed = TAIL_SHARE * tail.bare_ms + TAIL_SLACK_MS
-    figures = {"tail ms": tail.tail_ms, "bare ms": tail.bare_ms, "allowed ms": allowed}
-    name = f"mid, {tokens} tokens in steps of {tokens // num_steps}, push behind prefill, of what is allowed"
-    return Claim(name, tail.tail_ms / allowed, 1.0, "lower", figures)
+    tokens = 128 if context.quick else TAIL_TOKENS
+    plan = _plan(context, connector, options, tokens=[tokens], repeats=2 if context.quick else 9)
+    return [
+        Claim.of(
+            f"mid, {tokens} tokens in steps of {tokens // tail.steps}, push behind prefill, of what is allowed",
+            tail.ratio_to_allowed, 1.0, "lower", {"tail ms": tail.tail_ms.median, "bare ms": tail.bare_ms.median},
+        )
+        for tail in measure_push_tail(plan, tokens, pace=12_800.0 if context.quick else PACE)
+    ]  # fmt: skip
 
 
 def _effects(context: Context, connector: str, options: Mapping[str, str]) -> list[Claim]:
@@ -170,8 +235,9 @@ def _tiers(context: Context, redis_url: str) -> list[Claim]:
             context, connector, options, tokens=[tokens], patterns=["aged"], one_process=one_process, bare=False
         )
         [row] = measure(plan)
-        claims.append(Claim(f"mid, {tokens} tokens from {name}, of recomputing", row.ms / 1e3 / computed, 1.0, "lower",
-                            {"hit ms": row.ms, "recompute ms": computed * 1e3, "GB/s": row.gb_s}))  # fmt: skip
+        figures = {"hit ms": row.ms.median, "recompute ms": computed * 1e3, "GB/s": row.gb_s.median}
+        ratio = row.ms.median / 1e3 / computed
+        claims.append(Claim(f"mid, {tokens} tokens from {name}, of recomputing", ratio, 1.0, "lower", figures))
     return claims
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from pdkv.connector_kit.bench.spread import Spread
 from pdkv.host.processor import instruction_set
 
 RESULTS = Path(__file__).parent / "results"
@@ -33,6 +34,14 @@ class Claim(msgspec.Struct, frozen=True):
     limit: float
     better: Literal["higher", "lower"]
     figures: dict[str, float]
+    quartiles: tuple[float, float] | None = None  # of the ratios of all rounds, whose median `ratio` is
+
+    @classmethod
+    def of(
+        cls, name: str, ratio: Spread, limit: float, better: Literal["higher", "lower"], figures: dict[str, float]
+    ) -> "Claim":
+        """One about ratios that were taken in each round."""
+        return cls(name, ratio.median, limit, better, figures, (ratio.low, ratio.high))
 
     @property
     def met(self) -> bool:
@@ -100,7 +109,7 @@ def markdown(document: dict[str, Any]) -> str:
         "",
         f"{machine['cpu']}, {machine['isa']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
         f"Python {machine['python']}, torch {machine['torch']}, pdkv {machine['pdkv']}. "
-        "Every figure is a ratio within one run.",
+        "Every figure is a ratio within one run; in brackets the quartiles of its rounds.",
         "",
         "| benchmark | claim | measured | wanted | | figures |",
         "|---|---|---|---|---|---|",
@@ -110,7 +119,9 @@ def markdown(document: dict[str, Any]) -> str:
             sign = "≥" if claim["better"] == "higher" else "≤"
             figures = ", ".join(f"{key} {_short(value)}" for key, value in claim["figures"].items())
             mark = "met" if claim["met"] else "**missed**"
-            measured, wanted = f"{claim['ratio']:.2f}", f"{sign} {claim['limit']:.2f}"
+            low, high = claim.get("quartiles") or (None, None)
+            spread = "" if low is None else f" ({low:.2f} to {high:.2f})"
+            measured, wanted = f"{claim['ratio']:.2f}{spread}", f"{sign} {claim['limit']:.2f}"
             lines.append(f"| {name} | {claim['name']} | {measured} | {wanted} | {mark} | {figures} |")
     lines += ["", "Load average before each: " + ", ".join(
         f"{name} {outcome['load_before']}" for name, outcome in document["benchmarks"].items()
@@ -125,7 +136,8 @@ def show(name: str, claims: Sequence[Claim]) -> str:
         sign = ">=" if claim.better == "higher" else "<="
         figures = ", ".join(f"{key} {_short(value)}" for key, value in claim.figures.items())
         verdict = "met" if claim.met else "MISSED"
-        rows.append(f"{name}: {claim.name}: {claim.ratio:.3f} ({sign} {claim.limit:.2f}, {verdict}); {figures}")
+        spread = f" [{claim.quartiles[0]:.3f} to {claim.quartiles[1]:.3f}]" if claim.quartiles else ""
+        rows.append(f"{name}: {claim.name}: {claim.ratio:.3f}{spread} ({sign} {claim.limit:.2f}, {verdict}); {figures}")
     return "\n".join(rows)
 
 

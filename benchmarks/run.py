@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all; {', '.join(BENCHMARKS)}")
     parser.add_argument("--models", type=Path, default=WORK / "models", help="where random models are, or are made")
     parser.add_argument("--vllm", type=Path, default=WORK / "vllm", help="virtual environment with vLLM's CPU build")
-    parser.add_argument("--before", type=Path, help="virtual environment with an earlier pdkv, for `front`")
+    parser.add_argument(
+        "--before", type=Path, help="virtual environment with an earlier pdkv, for `front` and `connector_p2p`"
+    )
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="smoke run; nothing is written without --out")
     options = parser.parse_args(arguments)

@@ -1,7 +1,9 @@
-"""The price of the hand-off at concurrency 1: TTFT of 1P1D against one aggregated engine with as many threads, and the
-gap from the first to the second token against a decode step and the bare copy of the prompt's KV.
+"""The price of the hand-off at concurrency 1: TTFT of 1P1D against one aggregated engine with as many threads, and, for
+each connector, the gap from the first to the second token against a decode step and the bare copy of the prompt's KV.
 """
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 
 from benchmarks.client import Reply
@@ -13,51 +15,72 @@ from benchmarks.servers import Server, pdkv
 from benchmarks.versus import INPUT_LEN, workload
 from pdkv.connector_kit.bench.layouts import parse_layout
 from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES
+from pdkv.connector_kit.bench.spread import Spread
 from pdkv.connector_kit.bench.yardsticks import Memcpy
 
-THREADS = 2
+OPTIONS = ("--threads", "2", "--kv-cache-memory", "512MiB")
 TTFT_LIMIT = 1.1
 COPY_FACTOR, SLACK_S = 1.2, 3e-3
+CONNECTORS: Mapping[str, Sequence[str]] = {
+    "shared_memory": (),
+    "nixl pull": ("--connector", "nixl"),
+    "nixl push": ("--connector", "nixl", "--connector-config", "mode=push"),
+    "p2p": ("--connector", "p2p"),
+}
+"""What engines of each are told; the first one is the default."""
 
 
 def run(context: Context, size: str) -> list[Claim]:
-    """Two claims."""
+    """TTFT with the default connector, and the gap with each connector, where the model is not a tiny one."""
     model = find_model(context.models, size)
-    options = ("--threads", str(THREADS), "--kv-cache-memory", "512MiB")
-    num_requests, rounds = (2, 1) if context.quick else (5, 8 if size == "tiny" else 4)
-    split_replies: list[Reply] = []
-    aggregated_replies: list[Reply] = []
+    default, *others = CONNECTORS
+    claims = _ttft_and_gap(context, size, model, default)
+    for name in others if size != "tiny" else ():
+        with pdkv(model, prefill=1, decode=1, options=(*OPTIONS, *CONNECTORS[name])) as split:
+            claims.append(_gap(size, name, _rounds(context, size, split)))
+    return claims
+
+
+def _ttft_and_gap(context: Context, size: str, model: Path, name: str) -> list[Claim]:
     with (
-        pdkv(model, prefill=1, decode=1, options=options) as split,
-        pdkv(model, prefill=0, decode=1, options=options) as aggregated,
+        pdkv(model, prefill=1, decode=1, options=(*OPTIONS, *CONNECTORS[name])) as split,
+        pdkv(model, prefill=0, decode=1, options=OPTIONS) as aggregated,
     ):
-        for server in (split, aggregated):
-            _send(server, 3)  # warm
-        for _ in range(rounds):
-            split_replies += _send(split, num_requests)
-            aggregated_replies += _send(aggregated, num_requests)
-    ttft = median(reply.ttft for reply in split_replies)
-    aggregated_ttft = median(reply.ttft for reply in aggregated_replies)
-    gap = median(reply.gaps[0] for reply in split_replies)
-    step = median(later for reply in split_replies for later in reply.gaps[1:])
-    copy = _copy_seconds(size)
-    allowed = step + COPY_FACTOR * copy + SLACK_S
+        rounds = _rounds(context, size, split, aggregated)
+    figures = {
+        f"{who} ms": median(reply.ttft for each in rounds for reply in each[who]) * 1e3
+        for who in ("1P1D", "aggregated")
+    }
+    ratio = Spread.of(
+        median(reply.ttft for reply in each["1P1D"]) / median(reply.ttft for reply in each["aggregated"])
+        for each in rounds
+    )
+    return [Claim.of(f"{size}, TTFT", ratio, TTFT_LIMIT, "lower", figures), _gap(size, name, rounds)]
+
+
+Round = Mapping[str, Sequence[Reply]]
+"""Replies of "1P1D" and, where it takes turns with an aggregated engine, of "aggregated"."""
+
+
+def _rounds(context: Context, size: str, split: Server, aggregated: Server | None = None) -> list[Round]:
+    num_requests, count = (2, 1) if context.quick else (5, 8 if size == "tiny" else 6)
+    servers = {"1P1D": split} | ({"aggregated": aggregated} if aggregated is not None else {})
+    for server in servers.values():
+        _send(server, 3)  # warm
     return [
-        Claim(
-            f"{size}, TTFT",
-            ttft / aggregated_ttft,
-            TTFT_LIMIT,
-            "lower",
-            {"1P1D ms": ttft * 1e3, "aggregated ms": aggregated_ttft * 1e3},
-        ),
-        Claim(
-            f"{size}, first to second token, of what is allowed",
-            gap / allowed,
-            1.0,
-            "lower",
-            {"gap ms": gap * 1e3, "step ms": step * 1e3, "copy ms": copy * 1e3, "allowed ms": allowed * 1e3},
-        ),
+        {who: _send(servers[who], num_requests) for who in sorted(servers, reverse=turn % 2 == 0)}
+        for turn in range(count)
     ]
+
+
+def _gap(size: str, name: str, rounds: Sequence[Round]) -> Claim:
+    """From the first to the second token, and what it may be: a step of the same round, and a copy."""
+    copy = _copy_seconds(size)
+    gaps = [median(reply.gaps[0] for reply in each["1P1D"]) for each in rounds]
+    steps = [median(later for reply in each["1P1D"] for later in reply.gaps[1:]) for each in rounds]
+    ratio = Spread.of(gap / (step + COPY_FACTOR * copy + SLACK_S) for gap, step in zip(gaps, steps, strict=True))
+    figures = {"gap ms": median(gaps) * 1e3, "step ms": median(steps) * 1e3, "copy ms": copy * 1e3}
+    return Claim.of(f"{size}, {name}, first to second token, of what is allowed", ratio, 1.0, "lower", figures)
 
 
 def _send(server: Server, num_requests: int) -> list[Reply]:

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.pd_balance import balance
 from benchmarks.report import Claim, Outcome, save, show
 from benchmarks.run import BENCHMARKS, NEEDS_PEER, main
+from pdkv.connector_kit.bench.spread import Spread
 from pdkv.host.processor import instruction_set
 
 FAST = Claim("fast", 1.3, 1.2, "higher", {"tok/s": 1234.5})
@@ -42,6 +43,24 @@ def test_what_was_missed_is_shown(tmp_path: Path) -> None:
     table = save({"b": outcome(SLOW)}, tmp_path).read_text()
     assert "| b | slow | 1.60 | ≤ 1.50 | **missed** | ms 0.125 |" in table
     assert "MISSED" in show("b", [SLOW])
+
+
+def test_the_quartiles_of_the_rounds_stand_beside_their_median(tmp_path: Path) -> None:
+    claim = Claim.of("fast", Spread(0.9, 1.0, 1.1), 0.95, "higher", {})
+    assert claim.ratio == 1.0
+    assert claim.met
+    path = save({"a": outcome(claim), "b": outcome(FAST)}, tmp_path)
+    assert "| a | fast | 1.00 (0.90 to 1.10) | ≥ 0.95 | met |  |" in path.read_text()
+    assert "1.30 | ≥ 1.20" in path.read_text()
+    assert "1.000 [0.900 to 1.100]" in show("a", [claim])
+
+
+def test_a_document_from_before_the_quartiles_is_shown(tmp_path: Path) -> None:
+    path = save({"a": outcome(FAST)}, tmp_path).with_suffix(".json")
+    document = json.loads(path.read_text())
+    del document["benchmarks"]["a"]["claims"][0]["quartiles"]
+    path.write_text(json.dumps(document))
+    assert "| a | fast | 1.30 | ≥ 1.20 |" in save({"b": outcome(SLOW)}, tmp_path).read_text()
 
 
 def test_balance_of_equal_phases_is_all_and_of_one_phase_alone_is_half() -> None:

@@ -1,25 +1,33 @@
 """`pd connector bench`: rows are complete, pieces are those of the plan, and what is compared has moved the bytes."""
 
 import json
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from pdkv.cli.main import main
+from pdkv.connector_kit.bench import measure as measure_module
 from pdkv.connector_kit.bench import plan as plans
 from pdkv.connector_kit.bench.aged_pools import PATTERNS, AgedBooks, ContiguousBooks
-from pdkv.connector_kit.bench.bare import BARE_SIDE, bare_of
-from pdkv.connector_kit.bench.effects import measure_push_tail, measure_scheduler_cost, measure_slowdown
+from pdkv.connector_kit.bench.bare import BARE_SIDE, BareTransport, Bytes, bare_of
+from pdkv.connector_kit.bench.effects import measure_scheduler_cost, measure_slowdown
 from pdkv.connector_kit.bench.layouts import LAYOUTS, parse_layout
-from pdkv.connector_kit.bench.measure import Row, measure
+from pdkv.connector_kit.bench.measure import Round, Row, _row, _take_turns, measure
 from pdkv.connector_kit.bench.pieces import planned_pieces, stored_pieces
-from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer
+from pdkv.connector_kit.bench.spread import Spread
+from pdkv.connector_kit.bench.tail import measure_push_tail
+from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer, Timing
 from pdkv.connector_kit.bench.yardsticks import Bare
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.processes import Zygote
@@ -30,8 +38,8 @@ from pdkv.errors import ConfigError
 
 SMALL = "2x2x16"
 WANTED = [
-    "connector", "tokens", "bytes", "pieces", "gb_s", "memcpy_gb_s", "ratio_to_memcpy", "raw_gb_s", "ratio_to_raw",
-    "per_piece_gb_s",
+    "connector", "tokens", "bytes", "pieces", "rounds", "ms", "gb_s", "memcpy_gb_s", "ratio_to_memcpy", "raw_gb_s",
+    "ratio_to_raw", "per_piece_gb_s", "ratio_to_per_piece", "producer_step_ms", "consumer_step_ms",
 ]  # fmt: skip
 
 
@@ -55,7 +63,67 @@ def plan_of(connector: str, **arguments: Any) -> plans.Plan:
 def check_row(row: Row) -> None:
     built = msgspec.to_builtins(row)
     for name in WANTED:
-        assert isinstance(built[name], str) or (isfinite(built[name]) and built[name] > 0), name
+        value = built[name]
+        if isinstance(value, dict):
+            check_spread(Spread(**value))
+        else:
+            assert isinstance(value, str) or value > 0, name
+
+
+def check_spread(spread: Spread) -> None:
+    assert isfinite(spread.high)
+    assert 0 < spread.low <= spread.median <= spread.high
+
+
+def test_a_spread_is_the_median_and_its_quartiles() -> None:
+    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(2.0, 3.0, 4.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+    assert Spread.of(iter([1.0, 3.0])).median == 2.0
+
+
+class Scripted:
+    """Yardsticks and transfers that take turns; each round has a pace of its own."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def yardstick(self, name: str, seconds: float) -> float:
+        self.order.append(name)
+        return seconds
+
+    def measure(self) -> Timing:
+        self.order.append("transfer")
+        return Timing(3.0, 1.0, 0.0, 0.0, 0.0, None)
+
+
+def test_what_is_compared_takes_turns_and_each_comes_first_at_times() -> None:
+    scripted = Scripted()
+    yardsticks = {name: partial(scripted.yardstick, name, 2.0) for name in ("memcpy", "raw")}
+    took = [_take_turns(turn, scripted, yardsticks) for turn in range(3)]  # type: ignore[arg-type]
+    assert scripted.order == [
+        "transfer", "memcpy", "raw", "memcpy", "raw", "transfer", "raw", "transfer", "memcpy",
+    ]  # fmt: skip
+    assert [(each.seconds, each.yardsticks) for each in took] == [(4.0, {"memcpy": 2.0, "raw": 2.0})] * 3
+
+
+def test_ratios_are_those_of_the_same_round() -> None:
+    """A slow phase of the machine slows both: the ratio of the medians would be another one."""
+    rounds = [
+        Round(Timing(seconds, 0.0, 0.0, 2e-3, 4e-3, None), {"memcpy": seconds / 2, "raw": raw, "per_piece": seconds})
+        for seconds, raw in ((1.0, 0.9), (10.0, 5.0), (2.0, 1.0))
+    ]
+    row = _row(plan_of("shared_memory"), "aged", 40, 10**9, 3, rounds)
+    assert row.ratio_to_memcpy == Spread(0.5, 0.5, 0.5)
+    assert row.ratio_to_raw == Spread(0.5, 0.5, 0.7)
+    assert row.ratio_to_per_piece == Spread(1.0, 1.0, 1.0)
+    assert row.ms.median == 2000.0
+    assert row.gb_s == Spread.of([1.0, 0.1, 0.5])
+    assert (row.producer_step_ms.median, row.consumer_step_ms.median) == (2.0, 4.0)
+    assert row.save_gb_s is None
+    assert (
+        _row(plan_of("shared_memory"), "aged", 40, 1, 3, [rounds[0]._replace(yardsticks={"memcpy": 1.0})]).raw_gb_s
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,11 +219,15 @@ def test_prefill_steps_are_measured_beside_a_throttled_transport() -> None:
 
 
 def test_the_tail_of_a_push_is_measured_and_a_pull_has_none() -> None:
-    tail = measure_push_tail(plan_of("memory", options={"mode": "push"}), 64, chunk=32, step_s=0.01, repeats=1)
-    assert tail.tail_ms > 0
-    assert tail.bare_ms > 0
+    plan = plan_of("memory", options={"mode": "push"})
+    tails = measure_push_tail(plan, 64, step_counts=(1, 2), pace=6400.0)
+    assert [(tail.steps, tail.tokens, tail.rounds) for tail in tails] == [(1, 64, 1), (2, 64, 1)]
+    for tail in tails:
+        for spread in (tail.tail_ms, tail.bare_ms, tail.ratio_to_allowed):
+            check_spread(spread)
+        assert tail.ratio_to_allowed.median == pytest.approx(tail.tail_ms.median / (0.25 * tail.bare_ms.median + 2.0))
     with pytest.raises(NotApplicable):
-        measure_push_tail(plan_of("memory"), 64, repeats=1)
+        measure_push_tail(plan_of("memory"), 64)
 
 
 def test_the_schedulers_questions_are_measured_with_few_and_many_cached_blocks() -> None:
@@ -174,6 +246,53 @@ def test_a_third_party_names_its_bare_transport() -> None:
     assert bare_of("theirs:Own", object, {}) is None
     target = connector_target("store")
     assert "Redis" in str(bare_of(target, load_connector("store"), {"url": "unix:///x,file:///y"}))
+
+
+def test_an_option_says_which_bare_transport_lies_below() -> None:
+    def bare(name: str, **options: str) -> str:
+        target = connector_target(name)
+        return str(bare_of(target, object, options)).rpartition(":")[2]
+
+    assert bare("p2p") == bare("p2p", sockets="unix") == "UnixMessage"
+    assert bare("p2p", sockets="tcp") == "TcpMessage"
+    assert bare("nixl") == bare("nixl", path="arena") == bare("nixl", path="cma") == "SharedMapping"
+    assert bare("nixl", path="ucx") == "NixlRead"
+
+
+@pytest.mark.parametrize(
+    "name", ["bare:SharedMapping", "bare:LocalCopy", "bare_socket:UnixMessage", "bare_socket:TcpMessage"]
+)
+def test_all_of_the_bytes_arrive_where_they_belong(name: str, tmp_path: Path) -> None:
+    """Both sides in one process: what the reader has is compared."""
+    size, piece = 1 << 14, 1 << 11
+    spec = p.OpenBare(BARE_SIDE, "", size, piece, size, 2 * size, {"directory": str(tmp_path)})
+    kind = resolve_name(f"pdkv.connector_kit.bench.{name}")
+    source, reader = kind(spec), kind(spec)
+    try:
+        reader.connect(source.offer())
+        sent = np.random.default_rng(1).integers(0, 255, 2 * size, dtype=np.uint8)
+        memory(source if "bare_socket" in name else reader, "_source")[:] = sent
+        for turn, in_pieces in enumerate((False, True)):
+            source.turn = reader.turn = turn
+            got = memory(reader, "_target")[turn * size :][:size]
+            got[:] = 0
+            sending = threading.Thread(target=source.send, args=(in_pieces, 10.0))
+            sending.start()
+            reader.fetch(in_pieces, 10.0)
+            sending.join(10.0)
+            expected = sent[turn * size :][:size].copy()
+            if in_pieces:
+                for first, to in zip(reader.source_offsets, reader.target_offsets, strict=True):
+                    expected[to : to + piece] = sent[turn * size + first :][:piece]
+            assert np.array_equal(got, expected)
+    finally:
+        reader.close()
+        source.close()
+
+
+def memory(transport: BareTransport, name: str) -> Bytes:
+    found: Bytes = getattr(transport, "_region" if hasattr(transport, "_region") else name)
+    return found
 
 
 def test_what_a_store_keeps_of_a_measurement_is_bounded() -> None:
@@ -206,6 +325,51 @@ def test_the_command_prints_a_table_a_plot_and_json(capsys: pytest.CaptureFixtur
     assert set(WANTED) <= set(row)
 
 
+def test_the_command_draws_a_plot_beside_memcpy_and_bare(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "plot.svg"
+    command = ["connector", "bench", "shared_memory", "--model-layout", "small", "--tokens", "40", "80"]
+    assert main([*command, "--repeats", "2", "--no-throttle", "--plot", str(plot)]) == 0
+    text = plot.read_text()
+    for label in (
+        "memcpy",
+        "shared_memory, aged",
+        "shared_memory, contiguous",
+        "bare, in one piece",
+        "bare, per piece",
+    ):
+        assert f"<!-- {label} -->" in text
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure_module, "open_setting", None)
+    command = ["connector", "bench", "shared_memory", "--plot"]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib.figure", None)
+        assert main([*command, "plot.png"]) == 2
+    assert "pdkv[plot]" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    assert main([*command, str(tmp_path / "plot.docx")]) == 2
+    assert ".docx" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "nowhere" / "plot.png")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_the_command_measures_the_tail_of_a_push_only(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["connector", "bench", "memory", "--model-layout", "tiny", "--tail", "--tokens", "32", "--repeats", "1"]
+    assert main([*command, "--connector-config", "mode=push"]) == 0
+    text = capsys.readouterr().out
+    assert "32 tokens in 1 step:" in text
+    assert "32 tokens in 4 steps:" in text
+    assert main([*command, "--connector-config", "mode=push", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [tail["steps"] for tail in document["tails"]] == [1, 4]
+    assert main(command) == 2
+    assert "does not push" in capsys.readouterr().err
+
+
 def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--tp-pair", "2"], ["--tokens", "0"], ["--model-layout", "huge"], ["--connector-config", "x=1"]):
         assert main(["connector", "bench", "shared_memory", *wrong]) == 2
@@ -215,8 +379,9 @@ def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bare_transports_move_all_bytes_whole_and_in_pieces(tmp_path: Path) -> None:
     plan = plan_of("shared_memory")
     with plans.open_setting(plan) as setting:
-        for name in ("LocalCopy", "SharedMapping", "FileRead"):
-            target = f"pdkv.connector_kit.bench.bare:{name}"
+        for name in ("bare:LocalCopy", "bare:SharedMapping", "bare:FileRead", "bare_socket:UnixMessage",
+                     "bare_socket:TcpMessage"):  # fmt: skip
+            target = f"pdkv.connector_kit.bench.{name}"
             spec = p.OpenBare(BARE_SIDE, target, 1 << 16, 1 << 12, 1 << 14, 1 << 18, {"directory": str(tmp_path)})
             with Bare(setting.zygote, spec) as bare:
                 assert bare.seconds(in_pieces=False) > 0

@@ -3,12 +3,16 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdkv.cli.options import connector_options
 from pdkv.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pdkv.connector_kit.bench.plan import Plan
+
 TOKENS = (64, 256, 1024, 4096, 8192)
+TAIL_TOKENS = 2048
 
 
 def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
@@ -20,8 +24,8 @@ def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
         description=f"{summary.capitalize()} between two engines without a model, by request length, on pools whose "
         "free blocks lie as after 10,000 random allocations and frees (aged) and side by side (contiguous). Beside it: "
         "memcpy (one thread), and the bare transport moving the same bytes in one piece, and in one piece per (layer, "
-        "K or V, block). Then what prefill steps lose beside a transport throttled to a tenth of their pace. Leave "
-        "the machine alone meanwhile.",
+        "K or V, block). All of them take turns; medians, quartiles and ratios are those of the same rounds. Then what "
+        "prefill steps lose beside a transport throttled to a tenth of their pace. Leave the machine alone meanwhile.",
     )
     add = parser.add_argument
     add("connector", metavar="NAME|module:Class", help="what to measure")
@@ -29,61 +33,95 @@ def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
         help='options of the connector; "{directory}" in a value is a private directory')  # fmt: skip
     add("--model-layout", default="mid", metavar="LAYOUT",
         help="tiny, small, mid, or LAYERSxHEADSxHEAD_SIZE[:DTYPE] (default: mid)")  # fmt: skip
-    add("--tokens", type=int, nargs="+", default=list(TOKENS), metavar="N",
-        help=f"lengths (default: {' '.join(map(str, TOKENS))})")  # fmt: skip
-    add("--repeats", type=int, default=7, metavar="N", help="loads per row (default: 7)")
+    add("--tokens", type=int, nargs="+", metavar="N",
+        help=f"lengths (default: {' '.join(map(str, TOKENS))}; with --tail: {TAIL_TOKENS})")  # fmt: skip
+    add("--repeats", type=int, default=7, metavar="N", help="rounds per row (default: 7)")
     add("--tp-pair", default="1,1", metavar="P,D", help="ranks of the producer and of the consumer (default: 1,1)")
     add("--block-sizes", default="16,16", metavar="P,D", help="tokens per block (default: 16,16)")
     add("--pattern", action="append", default=[], choices=("aged", "contiguous"), help="this one only")
     add("--one-process", action="store_true", help="both engines in one process, as for a store of url=memory://")
     add("--no-throttle", action="store_true", help="leave the throttled transport out")
-    add("--plot", type=Path, metavar="PNG", help="write the plot there (needs matplotlib), instead of a text plot")
+    add("--tail", action="store_true", help="of a push: measure what is left of it when the forward pass of a prompt "
+        "ends, in one step and in four, and nothing else")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE", help="draw bandwidth by length there, as .png, .svg or .pdf (needs "
+        "matplotlib: pdkv[plot]), instead of a text plot")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run_bench)
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Run `pd connector bench`."""
-    import msgspec
-
-    from pdkv.connector_kit.bench import report
-    from pdkv.connector_kit.bench.effects import measure_slowdown
-    from pdkv.connector_kit.bench.measure import Row, measure
     from pdkv.connector_kit.bench.plan import make_plan
 
-    if arguments.repeats < 1 or min(arguments.tokens) < 1:
+    tokens = sorted(set(arguments.tokens or ([TAIL_TOKENS] if arguments.tail else TOKENS)))
+    if arguments.repeats < 1 or tokens[0] < 1:
         raise ConfigError("--repeats and --tokens: numbers above 0 were expected")
     plan = make_plan(
         arguments.connector,
         options=connector_options(arguments.connector_config),
         layout=arguments.model_layout,
-        tokens=sorted(set(arguments.tokens)),
+        tokens=tokens,
         tp_pair=_pair(arguments.tp_pair, "--tp-pair"),
         block_sizes=_pair(arguments.block_sizes, "--block-sizes"),
         repeats=arguments.repeats,
         patterns=arguments.pattern,
         one_process=arguments.one_process,
     )
-    if not arguments.json:
+    if arguments.tail:
+        _run_tail(plan, as_json=arguments.json)
+    else:
+        _run_rows(plan, as_json=arguments.json, plot=arguments.plot, throttled=not arguments.no_throttle)
+    return 0
+
+
+def _run_tail(plan: "Plan", *, as_json: bool) -> None:
+    from pdkv.connector_kit.bench import report
+    from pdkv.connector_kit.bench.tail import measure_push_tail
+    from pdkv.connector_kit.rig.world import NotApplicable
+
+    found = []
+    for num_tokens in plan.tokens:
+        try:
+            tails = measure_push_tail(plan, num_tokens)
+        except NotApplicable as error:
+            raise ConfigError(f"--tail: {error}") from None
+        found += tails
+        for tail in tails if not as_json else ():
+            report.print_tail(tail, sys.stdout)
+    if as_json:
+        _print_json({"connector": plan.connector, "tails": found})
+
+
+def _run_rows(plan: "Plan", *, as_json: bool, plot: Path | None, throttled: bool) -> None:
+    from pdkv.connector_kit.bench import report
+    from pdkv.connector_kit.bench.effects import measure_slowdown
+    from pdkv.connector_kit.bench.measure import Row, measure
+    from pdkv.connector_kit.bench.plot import Plot
+
+    drawing = None if plot is None else Plot(plot)
+    if not as_json:
         report.print_head(sys.stdout)
 
     def show(row: Row) -> None:
-        if not arguments.json:
+        if not as_json:
             report.print_row(row, sys.stdout)
 
     rows = measure(plan, show)
-    slowdown = None if arguments.no_throttle else measure_slowdown(plan)
-    if arguments.json:
-        document = {"connector": arguments.connector, "rows": rows, "throttled": slowdown}
-        print(msgspec.json.encode(document).decode())
+    slowdown = measure_slowdown(plan) if throttled else None
+    if as_json:
+        _print_json({"connector": plan.connector, "rows": rows, "throttled": slowdown})
     elif slowdown is not None:
         report.print_slowdown(slowdown, sys.stdout)
-    if arguments.plot is not None:
-        if not report.save_plot(rows, arguments.plot):
-            raise ConfigError("--plot needs matplotlib: pip install matplotlib")
-    elif not arguments.json:
+    if drawing is not None:
+        drawing.save(rows)
+    elif not as_json:
         report.print_plot(rows, sys.stdout)
-    return 0
+
+
+def _print_json(document: object) -> None:
+    import msgspec
+
+    print(msgspec.json.encode(document).decode())
 
 
 def _pair(text: str, flag: str) -> tuple[int, int]:

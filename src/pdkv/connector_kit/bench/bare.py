@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connector_kit.rig import protocol as p
+from pdkv.kernels import host
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -24,10 +25,16 @@ _BARE: Mapping[str, str] = {
     "pdkv.connectors.memory.connector": "pdkv.connector_kit.bench.bare:LocalCopy",
     "pdkv.connectors.shared_memory.connector": "pdkv.connector_kit.bench.bare:SharedMapping",
     "pdkv.connectors.store.shared_storage": "pdkv.connector_kit.bench.bare:FileRead",
-    "pdkv.connectors.nixl.connector": "pdkv.connector_kit.bench.bare_nixl:NixlRead",
-    "pdkv.connectors.p2p.connector": "pdkv.connector_kit.bench.bare_gloo:GlooSend",
+    "pdkv.connectors.nixl.connector": "pdkv.connector_kit.bench.bare:SharedMapping",
+    "pdkv.connectors.p2p.connector": "pdkv.connector_kit.bench.bare_socket:UnixMessage",
 }
 """By module."""
+
+_CHOSEN: Mapping[tuple[str, str, str], str] = {
+    ("pdkv.connectors.nixl.connector", "path", "ucx"): "pdkv.connector_kit.bench.bare_nixl:NixlRead",
+    ("pdkv.connectors.p2p.connector", "sockets", "tcp"): "pdkv.connector_kit.bench.bare_socket:TcpMessage",
+}
+"""By module, and an option with which it uses another transport."""
 
 _OF_STORES: Mapping[str, str] = {
     "memory": "pdkv.connector_kit.bench.bare:LocalCopy",
@@ -49,7 +56,11 @@ def bare_of(target: str, connector: type, options: Mapping[str, str]) -> str | N
         return own
     if target.startswith("pdkv.connectors.store.url:"):
         return _OF_STORES.get(options.get("url", "").partition("://")[0])
-    return _BARE.get(target.partition(":")[0])
+    module = target.partition(":")[0]
+    for (name, option, value), bare in _CHOSEN.items():
+        if module == name and options.get(option) == value:
+            return bare
+    return _BARE.get(module)
 
 
 class BareTransport(ABC):
@@ -149,12 +160,16 @@ class LocalCopy(BareTransport):
             target[:] = source
             return
         size = self.piece_bytes
+        if host.available():  # one memcpy after the other, nothing else
+            rows = host.Rows(1, 0, 0, 1, 0, 0, size)
+            host.copy_pieces(target.ctypes.data, source.ctypes.data, self.target_offsets, self.source_offsets, rows)
+            return
         for first, to in zip(self.source_offsets.tolist(), self.target_offsets.tolist(), strict=True):
             target[to : to + size] = source[first : first + size]
 
 
 class SharedMapping(LocalCopy):
-    """memcpy out of memory that another process has written."""
+    """memcpy by one thread out of memory that another process has written, and this one maps."""
 
     _fd: int = -1
 

@@ -1,4 +1,4 @@
-"""A connector's effect on steps: beside a slow transport, at the end of a push, and by the scheduler's questions."""
+"""A connector's effect on steps: beside a slow transport, and by the scheduler's questions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,11 +8,9 @@ import msgspec
 
 from pdkv.connector_kit.bench.plan import Plan, open_setting, sized
 from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer
-from pdkv.connector_kit.bench.yardsticks import measure_bare
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.handover import new_name, new_text
 from pdkv.connector_kit.rig.request import Request
-from pdkv.connector_kit.rig.world import NotApplicable, require
 
 THROTTLED_TO = 0.1
 """Of the pace at which the forward pass makes KV."""
@@ -30,16 +28,6 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: float  # 0.1: a tenth longer
 
 
-class PushTail(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left of a push when the forward pass ends."""
-
-    connector: str
-    layout: str
-    tokens: int
-    tail_ms: float  # from the end of the step with the last chunk to the reader's report
-    bare_ms: float  # all of the bytes on the bare transport
-
-
 class SchedulerCost(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time of the scheduler side for one request."""
 
@@ -49,7 +37,7 @@ class SchedulerCost(msgspec.Struct, frozen=True, kw_only=True):
     lookup_us: float | None  # content that nobody has; None: it finds nothing by content
 
 
-class _Steps(TimedTransfer):
+class Steps(TimedTransfer):
     """A prompt whose chunks are timed."""
 
     def step(self, start: int) -> float:
@@ -127,17 +115,17 @@ def measure_slowdown(
 
 
 def _idle_round(world: BenchWorld, tokens: int, chunk: int) -> float:
-    prompt = _Steps(world, tokens, chunk=chunk)
+    prompt = Steps(world, tokens, chunk=chunk)
     prompt.begin_prefill()
     seconds = mean([prompt.idle_step(start) for start in prompt.starts])
     prompt.abort()
-    _rest(world)
+    come_to_rest(world)
     return seconds
 
 
 def _busy_round(world: BenchWorld, tokens: int, chunk: int, rate: float) -> float:
     """A load of the prompt before is under way (pull, store), or the prompt's own chunks are (push)."""
-    before, prompt = TimedTransfer(world, tokens), _Steps(world, tokens, chunk=chunk)
+    before, prompt = TimedTransfer(world, tokens), Steps(world, tokens, chunk=chunk)
     if prompt.is_push:
         _throttle(world, rate)
         prompt.expect()
@@ -152,7 +140,7 @@ def _busy_round(world: BenchWorld, tokens: int, chunk: int, rate: float) -> floa
     _throttle(world, 0.0)
     for transfer in (prompt, before):
         transfer.abort()
-    _rest(world)
+    come_to_rest(world)
     return seconds
 
 
@@ -161,41 +149,9 @@ def _throttle(world: BenchWorld, rate: float) -> None:
         engine.ask_all(p.Throttle(rate), p.Done)
 
 
-def _rest(world: BenchWorld) -> None:
+def come_to_rest(world: BenchWorld) -> None:
+    """Until neither engine has anything to do."""
     world.until(lambda: world.writer.is_idle and world.reader.is_idle, "both sides come to rest")
-
-
-def measure_push_tail(
-    plan: Plan, num_tokens: int, *, chunk: int = 512, step_s: float = 0.2, repeats: int = 5
-) -> PushTail:
-    """How much of a push is left when the forward pass has ended. Raises NotApplicable for other kinds."""
-    shapes = [sized(shape, num_tokens, plan.region_bytes) for shape in (plan.producer, plan.consumer)]
-    tails: list[float] = []
-    with open_setting(plan) as setting, BenchWorld(setting, *shapes) as world:
-        if world.writer.built.kind != "push":
-            raise NotApplicable(f"{plan.connector} does not push")
-        world.scatter("aged")
-        TimedTransfer(world, num_tokens).measure()
-        world.writer.ask_all(p.Forward(step_s / plan.producer.num_layers), p.Done)
-        for _ in range(repeats):
-            prompt = _Steps(world, num_tokens, chunk=chunk)
-            prompt.expect()
-            prompt.begin_prefill()
-            for start in prompt.starts[:-1]:
-                prompt.step(start)
-            tails.append(prompt.tail())
-            require(not prompt.wait().code, f"{prompt.describe()} failed: {prompt.wait().code}")
-            world.until(lambda key=prompt.key: key in world.writer.sent, "the sending ends")  # type: ignore[misc]
-            prompt.end()
-            _rest(world)
-        bare = measure_bare(plan, setting, num_tokens, repeats)
-    return PushTail(
-        connector=plan.connector,
-        layout=plan.layout,
-        tokens=num_tokens,
-        tail_ms=median(tails) * 1e3,
-        bare_ms=bare * 1e3,
-    )
 
 
 def measure_scheduler_cost(

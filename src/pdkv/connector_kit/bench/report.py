@@ -1,33 +1,47 @@
-"""Prints measurements for people: a table, and a plot of bandwidth by length."""
+"""Prints measurements for people: a table, and a text plot of bandwidth by length."""
 
 from collections.abc import Sequence
-from importlib import import_module
-from pathlib import Path
 from typing import TextIO
 
 from pdkv.connector_kit.bench.effects import Slowdown
 from pdkv.connector_kit.bench.measure import Row
+from pdkv.connector_kit.bench.spread import Spread
+from pdkv.connector_kit.bench.tail import BARE_SHARE, SLACK_MS, PushTail
 
 _HEAD = (
-    f"{'pattern':<11} {'tokens':>7} {'MiB':>7} {'pieces':>7} {'ms':>9} {'GB/s':>7} {'memcpy':>7} {'bare':>7} "
-    f"{'per piece':>9} {'x memcpy':>8} {'x bare':>7} {'save':>7}"
+    f"{'pattern':<11} {'tokens':>7} {'MiB':>7} {'pieces':>7} {'ms':>20} {'GB/s':>7} {'memcpy':>7} {'bare':>7} "
+    f"{'per piece':>9} {'x memcpy':>16} {'x bare':>16} {'x per piece':>16} {'step p, d':>11} {'save':>7}"
 )
 _BAR = 50
 
 
 def print_head(out: TextIO) -> None:
-    """The table's first line. Rates are GB/s."""
+    """The table's first lines."""
+    print("medians, beside them lower-upper quartiles; rates in GB/s; ratios are taken in each round", file=out)
     print(_HEAD, file=out, flush=True)
 
 
 def print_row(row: Row, out: TextIO) -> None:
     """Print one line of the table."""
+    steps = f"{row.producer_step_ms.median:>5.2f} {row.consumer_step_ms.median:>5.2f}"
     print(
-        f"{row.pattern:<11} {row.tokens:>7} {row.bytes / 2**20:>7.2f} {row.pieces:>7} {row.ms:>9.3f} {row.gb_s:>7.2f} "
-        f"{row.memcpy_gb_s:>7.2f} {_rate(row.raw_gb_s):>7} {_rate(row.per_piece_gb_s):>9} {row.ratio_to_memcpy:>8.2f} "
-        f"{_rate(row.ratio_to_raw):>7} {_rate(row.save_gb_s):>7}",
+        f"{row.pattern:<11} {row.tokens:>7} {row.bytes / 2**20:>7.2f} {row.pieces:>7} {_spread(row.ms):>20} "
+        f"{row.gb_s.median:>7.2f} {row.memcpy_gb_s.median:>7.2f} {_median(row.raw_gb_s):>7} "
+        f"{_median(row.per_piece_gb_s):>9} {_spread(row.ratio_to_memcpy):>16} {_spread(row.ratio_to_raw):>16} "
+        f"{_spread(row.ratio_to_per_piece):>16} {steps} "
+        f"{_median(row.save_gb_s):>7}",
         file=out,
         flush=True,
+    )
+
+
+def print_tail(tail: PushTail, out: TextIO) -> None:
+    """One line."""
+    print(
+        f"{tail.tokens} tokens in {tail.steps} step{'s' * (tail.steps > 1)}: {_spread(tail.tail_ms)} ms are left when "
+        f"the forward pass ends, the bare transfer takes {_spread(tail.bare_ms)} ms; of {BARE_SHARE:.0%} of it and "
+        f"{SLACK_MS:g} ms: {_spread(tail.ratio_to_allowed)}",
+        file=out,
     )
 
 
@@ -43,38 +57,19 @@ def print_slowdown(slowdown: Slowdown, out: TextIO) -> None:
 
 def print_plot(rows: Sequence[Row], out: TextIO) -> None:
     """GB/s by length, one bar per row: # the connector, | memcpy, + the bare transport."""
-    top = max(max(row.gb_s, row.memcpy_gb_s, row.raw_gb_s or 0.0) for row in rows)
+    medians = [[rate.median for rate in (row.gb_s, row.memcpy_gb_s, row.raw_gb_s) if rate is not None] for row in rows]
+    top = max(max(each) for each in medians)
     print(f"GB/s, full scale {top:.1f}; # the connector, + bare, | memcpy", file=out)
-    for row in rows:
-        bar = list(("#" * round(row.gb_s / top * _BAR)).ljust(_BAR + 1))
-        if row.raw_gb_s is not None:
-            bar[round(row.raw_gb_s / top * _BAR)] = "+"
-        bar[round(row.memcpy_gb_s / top * _BAR)] = "|"
+    for row, (own, memcpy, *raw) in zip(rows, medians, strict=True):
+        bar = list(("#" * round(own / top * _BAR)).ljust(_BAR + 1))
+        for mark, rate in (*(("+", each) for each in raw), ("|", memcpy)):
+            bar[round(rate / top * _BAR)] = mark
         print(f"{row.pattern:<11} {row.tokens:>7} {''.join(bar)}", file=out)
 
 
-def save_plot(rows: Sequence[Row], path: Path) -> bool:
-    """GB/s by request length as PNG. False: matplotlib is not installed, nothing is written."""
-    try:
-        module = import_module("matplotlib.figure")
-    except ImportError:
-        return False
-    figure = module.Figure(figsize=(8, 5))
-    axes = figure.subplots()
-    for pattern in dict.fromkeys(row.pattern for row in rows):
-        chosen = [row for row in rows if row.pattern == pattern]
-        tokens = [row.tokens for row in chosen]
-        axes.plot(tokens, [row.gb_s for row in chosen], marker="o", label=f"{rows[0].connector}, {pattern}")
-    longest = {row.tokens: row for row in rows}
-    tokens = list(longest)
-    axes.plot(tokens, [row.memcpy_gb_s for row in longest.values()], "k--", label="memcpy")
-    if all(row.raw_gb_s is not None for row in longest.values()):
-        axes.plot(tokens, [row.raw_gb_s for row in longest.values()], "k:", label="bare transport")
-    axes.set(xscale="log", xlabel="tokens", ylabel="GB/s", title=f"KV of {rows[0].layout}", ylim=(0, None))
-    axes.legend()
-    figure.savefig(path)
-    return True
+def _median(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{spread.median:.2f}"
 
 
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _spread(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{spread.median:.2f} {spread.low:.2f}-{spread.high:.2f}"

@@ -119,7 +119,7 @@ class TimedRank(HostedRank):
         try:
             while True:
                 self._woken.clear()
-                report = self._report(worker.get_finished()).results
+                report = self._report(self._watch.call("get_finished", worker.get_finished)).results
                 for name in p.Results.__struct_fields__:
                     getattr(reports, name).extend(getattr(report, name))
                 if all(key in self._ended for key in keys) or time.monotonic() >= deadline:

@@ -11,6 +11,7 @@ from pdkv.connector_kit.rig.world import Violation, World, require
 from pdkv.connectors.base import TransferKey
 
 _ON_SCHEDULER = frozenset({"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"})
+_BETWEEN_STEPS = frozenset({"update_peers"})
 
 
 class Span(NamedTuple):
@@ -33,6 +34,8 @@ class Timing(NamedTuple):
     transfer_s: float  # from the step that begins it to its report on all of the reader's ranks
     scheduler_s: float  # allocation and metadata, where it begins
     scheduler_cpu_s: float  # the same and the questions before, without waiting for a processor
+    producer_step_s: float  # CPU time of all of the connector's calls on the step thread of rank 0, by both sides
+    consumer_step_s: float
     save_s: float | None  # store: from the step that begins it to its report on the writer
 
 
@@ -40,6 +43,7 @@ class TimedEngine(Engine):
     """An engine whose ranks time the connector's calls."""
 
     rank: ClassVar[str] = "pdkv.connector_kit.bench.timed_rank:TimedRank"
+    step_cpu_s = 0.0  # of rank 0, in all calls that were taken so far
 
     def await_ends(self, keys: Sequence[TransferKey]) -> None:
         """Tell all ranks to wait for the ends of transfers; `take_executed` must follow."""
@@ -66,7 +70,9 @@ class TimedEngine(Engine):
 
     def take_cost(self) -> Cost:
         """Seconds of the scheduler side's calls since the last time."""
-        records = [r for r in self.ask(p.TakeCalls(), p.Calls).records if r.name in _ON_SCHEDULER]
+        taken = self.ask(p.TakeCalls(), p.Calls).records
+        self.step_cpu_s += sum(record.cpu_s for record in taken if record.name not in _BETWEEN_STEPS)
+        records = [record for record in taken if record.name in _ON_SCHEDULER]
         cpu_s = sum(record.cpu_s for record in records)
         return Cost(cpu_s + sum(record.blocked_s for record in records), cpu_s)
 
@@ -128,6 +134,7 @@ class TimedTransfer(Handover):
         Raises:
             Violation: it fails or, with `compare`, what arrives is not what was sent.
         """
+        began = self._step_cpu_s()
         timing = self._push() if self.is_push else self._pull()
         outcome = self.wait()
         require(not outcome.code, f"load of {self.describe()} failed: {outcome.code}")
@@ -137,7 +144,14 @@ class TimedTransfer(Handover):
             self.world.until(lambda: self.key in self.producer.sent, f"the end of sending {self.describe()} is told")
         self.end()
         self.world.until(lambda: self.writer.is_idle and self.reader.is_idle, "both sides come to rest")
-        return timing
+        producer, consumer = (after - before for before, after in zip(began, self._step_cpu_s(), strict=True))
+        return timing._replace(producer_step_s=producer, consumer_step_s=consumer)
+
+    def _step_cpu_s(self) -> tuple[float, float]:
+        """CPU seconds of the step threads of writer and reader so far."""
+        for engine in (self.writer, self.reader):
+            engine.take_cost()
+        return self.writer.step_cpu_s, self.reader.step_cpu_s
 
     @property
     def tables(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -159,7 +173,7 @@ class TimedTransfer(Handover):
         plan = self.consumer.plan()
         cost = self.reader.take_cost()
         span = self.reader.run_and_await(plan, [self.key])
-        return Timing(span.ended - span.began, cost.wall_s, match.cpu_s + cost.cpu_s, save_s)
+        return Timing(span.ended - span.began, cost.wall_s, match.cpu_s + cost.cpu_s, 0.0, 0.0, save_s)
 
     def _save(self) -> float:
         span = self.writer.run_and_await(self.producer.plan(), [self.key])
@@ -183,7 +197,7 @@ class TimedTransfer(Handover):
         plan = self.producer.plan()
         cost = self.writer.take_cost()
         span = push_span(self.writer, self.reader, plan, self.key)
-        return Timing(span.ended - span.began, cost.wall_s, match.cpu_s + cost.cpu_s, None)
+        return Timing(span.ended - span.began, cost.wall_s, match.cpu_s + cost.cpu_s, 0.0, 0.0, None)
 
     def _remember(self) -> None:
         self._source_ids, self._target_ids = list(self.leased), list(self.receiver.block_ids)
