@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -64,6 +65,44 @@ def test_a_bad_message_fails_its_own_request_and_the_rest_of_its_frame_is_handle
     )  # fmt: skip
     assert server.num_dropped == 2
     peer.close()
+
+
+def test_a_router_that_reads_no_more_takes_no_memory_and_is_sent_away(
+    tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody reads was kept for ever. Others are served meanwhile, and it may come again when it reads."""
+    monkeypatch.setattr(transport, "MAX_UNREAD_FRAMES", 100)
+    endpoint = f"ipc://{tmp_path}/e"
+    server = EngineServer(endpoint, make_card())
+    deaf, other = (raw_peer(context, endpoint) for _ in range(2))
+    deaf.rcvhwm = 1  # else its own end would take them all
+    deaf.disconnect(endpoint)
+    deaf.connect(endpoint)
+    for name, peer in (("deaf", deaf), ("other", other)):
+        peer.send(encode_frame(Frame(0, [Hello(name, "e1")])))
+        receive(server, 1)
+    long = Tokens("q", 0, 0, list(range(20_000)))
+    num_sent = 0
+    while ("deaf", RouterLeft("e1")) not in server.receive():
+        server.send("deaf", [long])
+        num_sent += 1
+        assert num_sent < 1000, "nothing bounds what waits for it"
+    server.send("deaf", [long])  # to nobody
+    server.send("other", [tokens(1)])
+    assert isinstance(heard(other)[0], Ready)
+    assert heard(other) == [tokens(1)]
+    frames = []
+    while not any(isinstance(message, Disconnect) for frame in frames[-1:] for message in frame.messages):
+        if deaf.poll(1):
+            frames.append(decode_frame(deaf.recv()))
+        server.receive()
+    assert [frame.number for frame in frames] == list(range(len(frames))), "each is there, the farewell the last"
+    deaf.send(encode_frame(Frame(0, [Hello("deaf", "e2")])))
+    assert ("deaf", RouterJoined("e2")) in receive(server, 1)
+    assert isinstance(heard(deaf)[0], Ready)
+    for peer in (deaf, other):
+        peer.close()
+    server.close()
 
 
 @pytest.mark.parametrize("broken", [b"\xc1", raw_frame(7)], ids=["no frame", "a gap"])

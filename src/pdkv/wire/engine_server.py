@@ -44,6 +44,9 @@ from pdkv.wire.step_watch import StepWatch
 MAX_ROUTERS = 64
 """Routers that one engine serves at a time; the Hello of a further one is dropped."""
 
+MAX_UNREAD_FRAMES = 10_000
+"""Frames that wait here for one router; one that reads no more is sent away, before what it owes takes all memory."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -106,11 +109,13 @@ class EngineServer:
         self.num_dropped = 0  # malformed frames and messages, and frames of peers that never said Hello
         self.num_gaps = 0  # frames that came with another number than the next
         configure_socket(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a router that is gone must not pass unseen
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send that cannot be is an error: nothing is dropped unseen
+        self._socket.setsockopt(zmq.SNDHWM, MAX_UNREAD_FRAMES)
         self._watch = watch or StepWatch()
         self._heartbeat: Heartbeat | None = None
         self._peers: dict[bytes, _RouterPeer] = {}
         self._routers: dict[str, _RouterPeer] = {}
+        self._unread: dict[bytes, _RouterPeer] = {}  # sent away, and to be told when they read again; by identity
         self._events: deque[tuple[str, Received]] = deque()
         self._log_limit = LogLimit()
         self._poller = zmq.Poller()
@@ -161,6 +166,8 @@ class EngineServer:
         A message that cannot be read is refused here; instead of it comes an Abort of what it was about.
         """
         received: list[tuple[str, Received]] = []
+        if self._unread:
+            self._tell_unread()
         while True:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -237,7 +244,26 @@ class EngineServer:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
+            if error.errno == zmq.EAGAIN:
+                self._log(f"router {peer.router_id} is sent away: it has not read {MAX_UNREAD_FRAMES} frames")
+                peer.next_sent -= 1
+                self._unread[peer.identity] = peer
             self._lose(peer)
+
+    def _tell_unread(self) -> None:
+        """Those who did not read and were sent away hear of it as soon as something can be sent to them."""
+        for identity, peer in list(self._unread.items()):
+            if identity not in self._peers:  # else it has said Hello anew
+                farewell = [encode_message(Disconnect(f"{MAX_UNREAD_FRAMES} frames were not read"))]
+                data = encode_raw_frame(peer.next_sent, farewell, begun=peer.next_received, handled=peer.num_handled)
+                try:
+                    self._socket.send_multipart((identity, data), zmq.NOBLOCK)
+                except zmq.Again:
+                    continue
+                except zmq.ZMQError as error:
+                    if error.errno != zmq.EHOSTUNREACH:
+                        raise
+            del self._unread[identity]
 
     def _replace(self, router_id: str, message: EngineToRouter, error: UnsendableMessage) -> list[msgspec.Raw]:
         """What is said instead of a message that cannot be sent."""
