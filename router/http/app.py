@@ -144,10 +144,11 @@ def create_app(
     def generate(path: str, endpoint: GenerateEndpoint) -> Route:
         return Route(path, Deferred(drain.counted(endpoint)), methods=["POST"])
 
-    pool = TextPool(limits.max_queued_text)
+    pool = TextPool(limits.max_queued_text, limits.max_body_bytes)
     held = {
         "open_requests": lambda: drain.num_requests,
         "body_bytes": lambda: bodies.held,
+        "waiting_bodies": lambda: bodies.num_waiting,
         "text_bytes": lambda: pool.held,
         "open_generations": lambda: dispatcher.num_running,
     }
@@ -237,7 +238,8 @@ def _middleware(keys: KeyRing | None, access: AccessConfig) -> list[Middleware]:
 
 def body_budget(limits: HttpLimits) -> ByteBudget:
     """Of all bodies that are received or not yet tokenized."""
-    return ByteBudget(limits.max_body_memory, "the bodies")
+    memory = limits.max_body_memory
+    return ByteBudget(memory, "the bodies", largest=limits.max_body_bytes, unread=memory // 4)
 
 
 def _model_provider(dispatcher: "Dispatcher", model: ServedModel) -> Callable[[], ServedModel]:

@@ -8,7 +8,7 @@ import msgspec
 
 from pdkv.errors import InvalidRequest
 from pdkv.limits import MAX_MESSAGES
-from pdkv.router.http.body_size import check_size
+from pdkv.router.http.body_size import Characters, check_size
 from pdkv.router.http.prompts import Prompt, Truncation, check_chars, encode
 from pdkv.router.http.protocol import ChatBody, Message, TokenizeChatBody, ToolCall
 from pdkv.router.http.served_model import Cancelled, ServedModel
@@ -80,7 +80,7 @@ def _check_messages(messages: Sequence[Message], model: ServedModel, *, truncate
                 param=f"messages[{index}].content",
             )
     calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]
-    check_size(",".join(text for text in calls if isinstance(text, str)).encode())  # they are JSON, too
+    check_size(Characters(",".join(text for text in calls if isinstance(text, str))))  # they are JSON, too
     if not truncated:
         check_chars(sum(map(_num_chars, messages)), model, "messages")
 

@@ -31,6 +31,9 @@ _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`")
 _WRONG_VALUE = re.compile(r"^Invalid enum value (?P<value>.*)$", re.DOTALL)
 _INDEX = re.compile(r"\[[^]]*]")
 
+_MAX_MESSAGE = 16 * 1024
+"""Characters of msgspec's message of which the ends are read: what it is at one of them, where it is at the other."""
+
 T = TypeVar("T")
 
 
@@ -102,6 +105,8 @@ def _options(type_: inspect.Type) -> Sequence[inspect.Type]:
 
 def _invalid_field(text: str, type_: inspect.Type) -> InvalidRequest:
     """msgspec's message as an error that names the field."""
+    if len(text) > _MAX_MESSAGE:  # it repeats what was sent, and each step below would make a copy
+        text = text[: _MAX_MESSAGE // 2] + text[-_MAX_MESSAGE // 2 :]
     at = _AT.search(text)
     path = clip(at["path"].replace("[...]", "[]")) if at else ""
     what = text[: at.start()] if at else text

@@ -93,7 +93,7 @@ class GenerateEndpoint:
         outcome, param = "internal_error", None
         try:
             with self._admission.arrive(scope.get(TENANT, self._admission.anonymous)) as visit:
-                outcome = await self._serve(headers, receive, exchange, metrics, visit)
+                outcome = await self._serve(scope, receive, exchange, metrics, visit)
         except Disconnected:
             outcome = "disconnected"
         except PdkvError as error:
@@ -113,13 +113,13 @@ class GenerateEndpoint:
                     self._tracer.end(span, report.served())
 
     async def _serve(
-        self, headers: Headers, receive: Receive, exchange: "_Exchange", metrics: RequestMetrics, visit: Visit
+        self, scope: Scope, receive: Receive, exchange: "_Exchange", metrics: RequestMetrics, visit: Visit
     ) -> str:
         """Serve one request and say how it ended."""
         exchange.check_label()
-        deadline = Deadline(_client_timeout(headers), self._request_timeout_s)
+        deadline = Deadline(_client_timeout(Headers(scope=scope)), self._request_timeout_s)
         model = self._model()
-        job, gone = await self._receive_job(headers, receive, exchange, model, deadline)
+        job, gone = await self._receive_job(scope, receive, exchange, model, deadline)
         try:
             job = self._admit(job, visit)
         except BaseException:
@@ -173,7 +173,7 @@ class GenerateEndpoint:
         return job if salt == job.cache_salt else msgspec.structs.replace(job, cache_salt=salt)
 
     async def _receive_job(
-        self, headers: Headers, receive: Receive, exchange: "_Exchange", model: ServedModel, deadline: Deadline
+        self, scope: Scope, receive: Receive, exchange: "_Exchange", model: ServedModel, deadline: Deadline
     ) -> tuple[Job, "asyncio.Task[None]"]:
         """The checked request, and the task that ends when the client goes away."""
 
@@ -184,7 +184,7 @@ class GenerateEndpoint:
             exchange.body_is_here = True
 
         return await self._intake.read(
-            headers, receive, prepare, deadline, request_id=exchange.request_id, on_body=on_body
+            scope, receive, prepare, deadline, request_id=exchange.request_id, on_body=on_body
         )
 
 

@@ -10,6 +10,7 @@ from pdkv.router.http.exposition import gauge
 _HELP = {
     "open_requests": "Requests to generate whose answers are not out, from their headers to their last byte.",
     "body_bytes": "Bodies that are read or worked on.",
+    "waiting_bodies": "Bodies that wait for room to be read.",
     "text_bytes": "Texts that wait to be tokenized, or are.",
     "open_generations": "Choices that have begun and are not over.",
 }

@@ -5,14 +5,13 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-from starlette.datastructures import Headers
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from pdkv.config import HttpLimits
-from pdkv.errors import InvalidRequest, RequestTimeout
-from pdkv.router.http.budget import ByteBudget, Share
+from pdkv.errors import RequestTimeout
+from pdkv.router.http.budget import ByteBudget
 from pdkv.router.http.deadline import Deadline
-from pdkv.router.http.request_body import Disconnected, read_body
+from pdkv.router.http.request_body import BodyReader, Disconnected
 from pdkv.router.http.served_model import Cancelled
 from pdkv.router.http.text_pool import INLINE_BYTES, TextPool
 
@@ -29,7 +28,7 @@ class Intake:
 
     async def read(
         self,
-        headers: Headers,
+        scope: Scope,
         receive: Receive,
         prepare: Callable[[bytes | bytearray, Cancelled], T],
         deadline: Deadline,
@@ -44,21 +43,11 @@ class Intake:
         Raises:
             InvalidRequest: the body is too large, or came too slowly; or what `prepare` raises.
             RequestTimeout: the deadline has passed.
-            ServerBusy: there is no room for it now.
+            ServerBusy: there was no room for it in time.
             Disconnected: the client is gone.
         """
-        body_timeout_s = min(deadline.left_s, self._limits.body_timeout_s)
-        with Share(self._bodies) as share:
-            try:
-                body = await read_body(
-                    headers, receive, share, limit=self._limits.max_body_bytes, timeout_s=body_timeout_s
-                )
-            except TimeoutError:
-                what = "the body did not arrive within"
-                if deadline.timeout_s <= self._limits.body_timeout_s:
-                    raise RequestTimeout(f"{what} {deadline.timeout_s:g} s", request_id=request_id) from None
-                text = f"{what} {self._limits.body_timeout_s:g} s (--body-timeout-s)"
-                raise InvalidRequest(text, status=408) from None
+        with BodyReader(scope, receive, self._bodies, self._limits, deadline, request_id=request_id) as reader:
+            body = await reader.read()
             on_body()
             gone = asyncio.create_task(_wait_until_gone(receive))
             try:

@@ -6,7 +6,8 @@ closes on clients that still send, which then see a reset instead of the answer.
 
 import asyncio
 import enum
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import httptools
 import msgspec
@@ -17,8 +18,9 @@ from uvicorn.server import ServerState
 from pdkv.config import HttpLimits
 from pdkv.errors import ServerBusy
 from pdkv.limits import clip
-from pdkv.router.http.budget import ByteBudget
+from pdkv.router.http.budget import SMALL_BYTES, ByteBudget, Held
 from pdkv.router.http.connections import Connections
+from pdkv.router.http.paused_body import PAUSE_BODY, PausedBody
 from pdkv.router.http.responses import error_body
 
 _SLICE = 16 * 1024
@@ -96,11 +98,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal: tuple[int, str] | None = None  # why the request being parsed is refused
         self._deaf = False  # a response is under way, and what comes behind its request is no request
         self._rest = b""  # received behind a request that waits for its turn
+        self._kept = Held()  # its bytes
         self._header_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self._num_unread = 0  # bytes that the client had to read when that timer was set
         self._num_dropped = 0
+        self._paused: PausedBody | None = None  # the body that was kept waiting last
         self.underlying: asyncio.Transport | None = None  # what TLS writes to; set before the connection is made
 
     # --- the connection -------------------------------------------------------------------------------------------
@@ -121,6 +125,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._room.lost(self)
         self._stop_timers()
         self._drop_rest()
+        if self._paused is not None:
+            self._paused.left()
+        if self.scope is not None:
+            cast(dict[str, Any], self.scope).pop(PAUSE_BODY, None)  # else the two know each other
         if isinstance(self.transport, _Transport):
             self.transport.closed = True
         super().connection_lost(exc)
@@ -286,7 +294,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _keep(self, data: bytes) -> None:
         """Until the requests before it are answered."""
         try:
-            self._bodies.take(len(data))
+            self._bodies.take(self._kept, len(data))
         except ServerBusy:
             self._be_deaf()
             return
@@ -294,7 +302,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.flow.pause_reading()
 
     def _drop_rest(self) -> None:
-        self._bodies.give(len(self._rest))
+        self._bodies.give(self._kept)
         self._rest = b""
 
     def _parse_rest(self) -> None:
@@ -336,12 +344,22 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._room.leave(self)
             else:
                 self._room.receiving(self)
+            cast(dict[str, Any], self.scope)[PAUSE_BODY] = self._pause_body
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         if self._refusal is None:
             super().on_body(body)
+            if self._body_bytes > SMALL_BYTES:
+                self.flow.pause_reading()  # the application receives when there is room for more
+
+    def _pause_body(self, on_left: Callable[[], None]) -> PausedBody:
+        """A `PauseBody`. Who is kept waiting is not to blame: it makes no room for other connections."""
+        self._room.leave(self)
+        self.flow.pause_reading()
+        self._paused = PausedBody(self._connection, len(self.cycle.body), on_left)
+        return self._paused
 
     def on_message_complete(self) -> None:
         self._phase = _Phase.IDLE

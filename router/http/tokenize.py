@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -112,7 +111,7 @@ class TextEndpoint:
             try:
                 stay.enter_context(self._admission.arrive(scope.get(TENANT, self._admission.anonymous)))
                 data, gone = await self._intake.read(
-                    Headers(scope=scope), receive, work, Deadline(self._timeout_s), request_id="", on_body=on_body
+                    scope, receive, work, Deadline(self._timeout_s), request_id="", on_body=on_body
                 )
                 gone.cancel()
                 status = 200

@@ -128,10 +128,13 @@ class HttpLimits:
 
     max_body_bytes: int = option(4 << 20, "size of a request body; larger ones get 413", size=True, ge=1)
     max_body_memory: int = option(
-        64 << 20, "request bodies held at once until they are tokenized; beyond it requests get 503", size=True, ge=1
+        24 << 20,
+        "request bodies held at once until they are tokenized; beyond it they wait to be read",
+        size=True,
+        ge=1,
     )
     max_queued_text: int = option(
-        16 << 20, "request bodies in the tokenizer or waiting for it; beyond it requests get 503", size=True, ge=1
+        16 << 20, "request bodies in the tokenizer or in its queue; beyond it they wait for the queue", size=True, ge=1
     )
     max_header_bytes: int = option(32 << 10, "size of a request line and headers; larger ones get 431", size=True, ge=1)
     max_headers: int = option(100, "number of headers of a request; more get 431", ge=1)
@@ -142,7 +145,9 @@ class HttpLimits:
     header_timeout_s: float = seconds(
         10.0, "how long headers may take, from a request's first byte on; a connection's first ones: from connecting on"
     )
-    body_timeout_s: float = seconds(60.0, "how long a request's body may take")
+    body_timeout_s: float = seconds(
+        60.0, "how long a request's body may take, and how long it may wait for room before that"
+    )
     idle_timeout_s: float = seconds(75.0, "how long a connection may stay open between requests")
     request_timeout_s: float = seconds(
         600.0,

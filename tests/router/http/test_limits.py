@@ -17,12 +17,11 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from pdkv.config import HttpLimits
-from pdkv.errors import ConfigError, ServerBusy
+from pdkv.errors import ConfigError
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http import connections as http_connections
-from pdkv.router.http.app import body_budget
-from pdkv.router.http.budget import ByteBudget, Share
+from pdkv.router.http.budget import ByteBudget
 from pdkv.router.http.connections import connection_limit
 from pdkv.router.http.drain import Drain
 from pdkv.router.process import _Stopping
@@ -354,7 +353,7 @@ def test_a_body_that_does_not_come_makes_room(monkeypatch: pytest.MonkeyPatch) -
     half = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n\r\n" + b" " * 40
 
     async def main() -> None:
-        dispatcher, bodies = FakeDispatcher(), body_budget(HttpLimits())
+        dispatcher, bodies = FakeDispatcher(), ByteBudget(64 << 20, "bytes")
         app = make_app(dispatcher, bodies=bodies)
         async with (
             serving(app, bodies=bodies, max_connections=3) as server,
@@ -463,40 +462,6 @@ def test_there_is_room_for_what_is_no_connection() -> None:
     assert connection_limit(100, 10_000, 4) == 100
     assert 100 < connection_limit(8192, 256, 4) < 256 - 32
     assert connection_limit(8192, 16, 4) >= 1
-
-
-def test_bodies_are_bounded_together() -> None:
-    limits = HttpLimits(max_body_bytes=1000, max_body_memory=1000)
-    bodies = body_budget(limits)
-
-    async def main() -> None:
-        app = make_app(FakeDispatcher(say(ids("ab"))), limits=limits, bodies=bodies)
-        async with serving(app, limits, bodies=bodies) as server, connected(server.port) as slow:
-            await slow.send(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 900\r\n\r\n" + b" " * 800)
-            while bodies.held < 800:
-                await asyncio.sleep(0)
-            async with connected(server.port) as client:
-                await client.send(post(COMPLETIONS, PROMPT.ljust(400)))
-                reply = await client.reply()
-                assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-                assert reply.error()["code"] == "server_busy"
-                assert reply.headers["connection"] == "close"
-            await slow.send(PROMPT.ljust(100))
-            assert (await slow.reply()).status == 200
-            async with connected(server.port) as client:
-                await client.send(post(COMPLETIONS, PROMPT.ljust(400)))
-                assert (await client.reply()).status == 200
-
-    run(main())
-
-
-def test_a_budget_lets_one_pass_that_is_larger_than_itself() -> None:
-    budget = ByteBudget(10, "bytes")
-    with Share(budget) as share:
-        share.take(20)
-        with pytest.raises(ServerBusy, match="bytes of all requests together exceed 10"):
-            budget.take(1)
-    assert budget.held == 0
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,23 @@
 import itertools
 import json
 import random
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
+from small_app import tokenizer
 
 from pdkv.errors import InvalidRequest
 from pdkv.router.http import body_size, decoding, long_bodies
-from pdkv.router.http.body_size import MAX_VALUES_AT_ONCE, check_size
+from pdkv.router.http.body_size import MAX_VALUES_AT_ONCE, Characters, _outside_strings, check_size
+from pdkv.router.http.chat import read_conversation
 from pdkv.router.http.decoding import CHAT, COMPLETION, DETOKENIZE, BodyDecoder
-from pdkv.router.http.protocol import CompletionBody, LenientCompletionBody
+from pdkv.router.http.protocol import ChatBody, CompletionBody, LenientCompletionBody, Message, ToolCall, ToolFunction
+from pdkv.router.http.served_model import ServedModel
+
+SIZE = 2 << 20
 
 LISTS = [
     "[]", "[1]", "[ 1 , 22,333 ,4444]", "[1,2,3]\n", "[[1,2],[3]]", "[ [1 , 2] ,\n[] , [3]]", "[[]]",
@@ -154,3 +160,36 @@ def test_lenient_bodies_become_what_strict_ones_are() -> None:
     assert type(decoded) is CompletionBody
     assert decoded.stream_options is not None
     assert decoded.stream_options.include_usage
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Bytes that were allocated at once while a body was refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest):
+            work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_error_about_a_long_name_makes_no_copies_of_it() -> None:
+    """It is in msgspec's message, which has to be made of it: two copies for a moment, and no third."""
+    name = b"s" * SIZE
+    body = b'{"model": "m", "prompt": "x", "stream_options": {"%b": 1}}' % name
+    assert peak_of(lambda: COMPLETION.decode(body)) < 2.5 * SIZE
+
+
+def test_the_arguments_of_a_call_are_counted_without_a_copy() -> None:
+    call = ToolCall(function=ToolFunction(name="f", arguments="[" + "[5]," * (SIZE // 4) + "5]"))
+    body = ChatBody(model="m", messages=[Message(role="assistant", tool_calls=[call])])
+    model = ServedModel(
+        name="m", tokenizer=tokenizer(), vocab_size=256, eos_token_ids=(), max_model_len=SIZE, sampling_defaults={}
+    )
+    assert peak_of(lambda: read_conversation(body, model, lambda: False)) < 0.75 * SIZE
+
+
+@pytest.mark.parametrize("text", ["é" * 300_000 + '"[', "\\" * 262_145 + '"' + "[", '"' + "\\\\" * 131_072 + '"[,'])
+def test_characters_are_counted_as_their_bytes(text: str) -> None:
+    parts = [b"".join(_outside_strings(data)) for data in (text.encode(), Characters(text))]
+    assert parts[0] == parts[1]

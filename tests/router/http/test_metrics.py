@@ -229,7 +229,7 @@ def test_what_requests_hold_is_there_while_they_run_and_zero_afterwards() -> Non
     async def main() -> None:
         dispatcher = FakeDispatcher()
         app = make_app(dispatcher)
-        names = ("pdkv_open_requests", "pdkv_open_generations", "pdkv_requests_in_flight")
+        names: tuple[str, ...] = ("pdkv_open_requests", "pdkv_open_generations", "pdkv_requests_in_flight")
         _, task = begin(app, "POST", "/v1/completions", {"prompt": "x"})
         generation = await dispatcher.next_generation(0)
         samples = await scrape(app)
@@ -237,7 +237,8 @@ def test_what_requests_hold_is_there_while_they_run_and_zero_afterwards() -> Non
         generation.put(tokens(*ids("a"), end="stop"))
         await task
         samples = await scrape(app)
-        assert [samples[(name,)] for name in (*names, "pdkv_body_bytes", "pdkv_text_bytes")] == [0] * 5
+        names += ("pdkv_body_bytes", "pdkv_waiting_bodies", "pdkv_text_bytes")
+        assert [samples[(name,)] for name in names] == [0] * 6
 
     run(main())
 

@@ -14,7 +14,7 @@ from fake_dispatcher import FakeDispatcher, say
 from small_app import MODEL, ids, make_app, model_config, tokenizer
 
 from pdkv.config import HttpLimits
-from pdkv.errors import InvalidRequest, ServerBusy
+from pdkv.errors import InvalidRequest
 from pdkv.router.http import app as app_module
 from pdkv.router.http import openai
 from pdkv.router.http.decoding import CHAT as CHAT_DECODER
@@ -213,17 +213,18 @@ class Gate:
 
 def test_what_nobody_waits_for_leaves_the_queue_and_the_budget() -> None:
     async def main() -> None:
-        pool = TextPool(10_000)
+        pool = TextPool(10_000, largest=4000)
         gate = Gate()
         running = asyncio.create_task(pool.run(3000, gate.work))
         await asyncio.to_thread(gate.entered.wait)
-        ran = []
+        ran: list[int] = []
         queued = asyncio.create_task(pool.run(4000, lambda cancelled: ran.append(1)))
         await asyncio.sleep(0)
         assert pool.held == 7000
-        with pytest.raises(ServerBusy, match="texts"):
-            await pool.run(4000, lambda cancelled: ran.append(2))
-        for task in (queued, running):
+        waiting = asyncio.create_task(pool.run(4000, lambda cancelled: ran.append(2)))
+        await asyncio.sleep(0)
+        assert pool.held == 7000, "there is no room for it"
+        for task in (waiting, queued, running):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -338,10 +339,9 @@ def test_a_deadline_ends_the_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPa
     run(main())
 
 
-def test_a_full_queue_is_503_and_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = make_app(
-        FakeDispatcher(say(ids("ab"))), limits=HttpLimits(max_queued_text=INLINE_BYTES + 2)
-    )  # tokenizes, too
+def test_what_finds_the_queue_full_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = HttpLimits(max_queued_text=INLINE_BYTES + 2, max_body_bytes=INLINE_BYTES + 1)
+    app = make_app(FakeDispatcher(say(ids("ab"))), limits=limits)  # which tokenizes, too
     gate = Gate()
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: [gate.work(lambda: False)] and [5])
 
@@ -349,11 +349,12 @@ def test_a_full_queue_is_503_and_try_again(monkeypatch: pytest.MonkeyPatch) -> N
         body = json.dumps({"model": MODEL, "prompt": "x"}).encode().ljust(INLINE_BYTES + 1)
         first_reply, first = begin(app, "POST", COMPLETIONS, body)
         await asyncio.to_thread(gate.entered.wait)
-        reply = await call(app, "POST", COMPLETIONS, body)
-        assert (reply.status, reply.json()["error"]["code"], reply.headers["retry-after"]) == (503, "server_busy", "1")
+        others = [begin(app, "POST", COMPLETIONS, body) for _ in range(3)]
+        await asyncio.sleep(0)
         gate.open.set()
         await first
-        assert first_reply.status == 200
+        await asyncio.gather(*(task for _, task in others))
+        assert [reply.status for reply in (first_reply, *(reply for reply, _ in others))] == [200] * 4
 
     run(main())
 

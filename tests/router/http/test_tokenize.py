@@ -1,5 +1,6 @@
 """Endpoints beside generation that clients of vLLM ask: tokens, version, load, ping."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from small_app import MAX_MODEL_LEN, MODEL, ids, make_app, tokenizer
 
 from pdkv import __version__
 from pdkv.config import HttpApi, HttpLimits
-from pdkv.router.http.budget import ByteBudget
+from pdkv.router.http.budget import ByteBudget, Held
 from pdkv.router.http.text_pool import INLINE_BYTES
 
 
@@ -76,9 +77,9 @@ def test_bounds_are_those_of_every_body() -> None:
     limits = HttpLimits(max_body_bytes=100)
     reply = post("/tokenize", {"prompt": "x" * 200}, limits=limits)
     assert (reply.status, reply.headers["connection"]) == (413, "close")
-    full = ByteBudget(100, "the bodies")
-    full.take(100)
-    reply = post("/tokenize", {"prompt": "x"}, bodies=full)
+    full = ByteBudget(0, "the bodies")
+    asyncio.run(full.wait(Held(), 1))  # the one that may be more
+    reply = post("/tokenize", {"prompt": "x"}, bodies=full, limits=HttpLimits(body_timeout_s=0.01))
     assert (reply.status, reply.headers["retry-after"]) == (503, "1")
 
 

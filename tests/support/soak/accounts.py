@@ -11,6 +11,7 @@ COUNTS = (
     "pdkv_open_requests",
     "pdkv_open_generations",
     "pdkv_body_bytes",
+    "pdkv_waiting_bodies",
     "pdkv_text_bytes",
     "pdkv_queue_choices",
     "pdkv_queue_pending_choices",

@@ -27,7 +27,6 @@ from soak.stalls import WATCHDOG, counted, own
 
 CLIENTS = 6
 ANSWER_BOUND_S = 60.0
-LARGE = 1 << 20
 WARM_UP = 100
 """Requests before memory is measured: the allocator's arenas, and what the first request imports."""
 
@@ -62,13 +61,11 @@ class _Clients:
         self._result = result
         self._statuses: Counter[str] = Counter()
         self._kinds: Counter[str] = Counter()
-        self._large = asyncio.Semaphore(2)  # more at once are answered by 503 on purpose
 
     async def work(self, exchanges: Iterator[Exchange]) -> None:
         """Do one after the other."""
         for exchange in exchanges:
-            async with self._large if len(exchange.data) >= LARGE else contextlib.nullcontext():
-                await self._do(exchange)
+            await self._do(exchange)
 
     async def _do(self, exchange: Exchange) -> None:
         self._kinds[exchange.name] += 1

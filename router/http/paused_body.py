@@ -1,0 +1,51 @@
+"""A body that is not read for a while, since there is no room for it."""
+
+import asyncio
+import select
+from collections.abc import Callable
+
+PAUSE_BODY = "pdkv.pause_body"
+"""Where a scope has the PauseBody of a server that can."""
+
+CHECK_S = 1.0
+"""How often its client is looked at: where nothing is read, the event loop does not notice that it has left."""
+
+_LEFT = getattr(select, "POLLRDHUP", 0)  # where there is no such thing it is noticed when it is read again
+
+
+class PausedBody:
+    """Nothing is read from its connection until the application receives again; ends it if its client has left."""
+
+    def __init__(self, connection: asyncio.Transport, num_bytes: int, on_left: Callable[[], None]) -> None:
+        """`on_left` is called by `left`."""
+        self.num_bytes = num_bytes
+        """Those of the body that are here already."""
+        self._connection = connection
+        self._on_left: Callable[[], None] | None = on_left
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(CHECK_S, self._look)
+
+    def left(self) -> None:
+        """The connection is gone. Idempotent."""
+        on_left = self._on_left
+        self.end()
+        if on_left is not None:
+            on_left()
+
+    def end(self) -> None:
+        """There is room: the application goes on. Idempotent."""
+        self._on_left = None
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if _LEFT and not self._connection.is_closing():
+            poll = select.poll()
+            poll.register(self._connection.get_extra_info("socket").fileno(), _LEFT)
+            if poll.poll(0):
+                self._connection.abort()
+            else:
+                self._timer = self._loop.call_later(CHECK_S, self._look)
+
+
+PauseBody = Callable[[Callable[[], None]], PausedBody]
+"""Stops reading from a connection until its application receives. Calls its argument if the client leaves meanwhile."""
