@@ -52,21 +52,21 @@ _lock = threading.Lock()
 _gates: dict[str, Gate] = {}
 
 
-def measured_gate(way: str, move: Move, *, price_s: float = 0.0) -> Gate:
+def measured_gate(way: str, move: Move, *, copies: int = 2, price_s: float = 0.0) -> Gate:
     """The gate of a transport in this process, measured at the first call; that takes some milliseconds.
 
     Args:
         way: names how `move` moves pieces: each is measured once.
+        copies: that gathering makes: one out of the pool here, one into the pool there.
         price_s: what gathering costs once, however many pieces there are.
     """
     with _lock:
         if way not in _gates:
-            _gates[way] = _measure(move, price_s)
+            _gates[way] = _measure(move, copies, price_s)
         return _gates[way]
 
 
-def _measure(move: Move, price_s: float) -> Gate:
-    """Gathering copies twice: out of the pool on one side, into it on the other."""
+def _measure(move: Move, copies: int, price_s: float) -> Gate:
     rows = np.ones((_NUM_PIECES, _ROW_BYTES), np.uint8)
     small_rows = np.ascontiguousarray(rows[:, :_PIECE_BYTES])
     target, order = np.ones_like(rows), as_ids(range(_NUM_PIECES))
@@ -84,8 +84,8 @@ def _measure(move: Move, price_s: float) -> Gate:
         lambda: copy(few),
         lambda: copy(many),
     )
-    byte_s = 2 * max(copied_more - copied, 1e-9) / ((many - few) * _ROW_BYTES)
-    saved_s = (in_pieces - in_one) / _NUM_PIECES - 2 * max(gathered - copied, 0.0) / _NUM_PIECES  # of each piece
+    byte_s = copies * max(copied_more - copied, 1e-9) / ((many - few) * _ROW_BYTES)
+    saved_s = (in_pieces - in_one) / _NUM_PIECES - copies * max(gathered - copied, 0.0) / _NUM_PIECES
     if saved_s <= 0.0:
         return AS_THEY_LIE
     return Gate(min(int(saved_s / byte_s), MAX_BELOW), max(round(price_s / saved_s), 1))

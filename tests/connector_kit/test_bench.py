@@ -368,6 +368,8 @@ def test_the_command_measures_the_tail_of_a_push_only(capsys: pytest.CaptureFixt
     assert [tail["steps"] for tail in document["tails"]] == [1, 4]
     assert main(command) == 2
     assert "does not push" in capsys.readouterr().err
+    assert main([*command, "--plot", "plot.png"]) == 2
+    assert "--plot" in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
         patterns=arguments.pattern,
         one_process=arguments.one_process,
     )
+    if arguments.tail and arguments.plot is not None:
+        raise ConfigError("--plot draws bandwidth by length, which --tail does not measure: leave one of them out")
     if arguments.tail:
         _run_tail(plan, as_json=arguments.json)
     else:

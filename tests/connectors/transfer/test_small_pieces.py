@@ -55,6 +55,17 @@ def test_where_gathering_has_a_price_few_pieces_go_as_they_lie() -> None:
     assert not gate.gathers(gate.at_least - 1, 1)
 
 
+def test_the_more_gathering_copies_the_smaller_must_pieces_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 pieces cost 100 us as they lie, 10 us in one, 30 us gathered; 8 and 256 rows of 4 KiB cost 20 us and 60."""
+    monkeypatch.setattr(small_pieces, "_least_seconds", lambda *works: [100e-6, 10e-6, 30e-6, 20e-6, 60e-6])
+    byte_s = 40e-6 / (248 * 4096)
+    once = measured_gate("once", for_nothing, copies=1)
+    assert once == Gate(int((90e-6 - 10e-6) / 512 / byte_s), 1)
+    twice = measured_gate("twice", for_nothing, price_s=1e-3)
+    assert twice == Gate(int((90e-6 - 20e-6) / 512 / (2 * byte_s)), round(1e-3 / (70e-6 / 512)))
+    assert once.below > twice.below
+
+
 def test_each_way_is_measured_once_whatever_thread_asks() -> None:
     asking = threading.Barrier(4)
     measured: list[int] = []

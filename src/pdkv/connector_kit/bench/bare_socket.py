@@ -25,7 +25,7 @@ class UnixMessage(BareTransport):
     def __init__(self, spec: p.OpenBare) -> None:
         super().__init__(spec)
         self._region: Bytes = self.new_region()
-        self._memory = memoryview(self._region)
+        self._memory = self._region.data
         self._listener: socket.socket | None = None
         self._connection: socket.socket | None = None
 
