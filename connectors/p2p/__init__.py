@@ -1,1 +1,1 @@
-"""Point-to-point messages: NCCL between GPUs, Gloo between hosts without one."""
+"""Point-to-point links: sockets between hosts and within one, NCCL between distinct GPUs."""

@@ -1,6 +1,7 @@
-"""The `p2p` connector: prefill ranks push KV to decode ranks over torch.distributed groups of two, made on demand.
+"""The `p2p` connector: prefill ranks push KV to decode ranks over links of two, made on demand.
 
-NCCL between GPUs, Gloo between CPUs, by the same code. Peers find each other by the addresses in their cards.
+A link is one or two sockets, unix within a host and TCP between hosts; between distinct GPUs KV goes over NCCL. Peers
+find each other by the addresses in their cards.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from pdkv.wire.messages import ConnectorKind
 
 
 class P2PConnector(KVConnector):
-    """One rank's end of all groups."""
+    """One rank's end of all links."""
 
     kind: ClassVar[ConnectorKind] = "push"
     kv_groups: ClassVar[bool] = True
@@ -32,14 +33,10 @@ class P2PConnector(KVConnector):
     options: P2POptions
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        """Raises ConfigError for wrong options or block sizes, or a torch without torch.distributed."""
+        """Raises ConfigError for wrong options or block sizes."""
         super().__init__(config, notify)
         if config.layout.block_size % HASH_BLOCK_SIZE:
             raise ConfigError(f"block_size must be a multiple of {HASH_BLOCK_SIZE}, got {config.layout.block_size}")
-        import torch.distributed
-
-        if not torch.distributed.is_available():
-            raise ConfigError("connector p2p needs torch.distributed, which this build of torch lacks: install another")
         self._peers = P2PPeers(config)  # of both sides
 
     def make_scheduler_side(self) -> SchedulerConnector:

@@ -3,8 +3,10 @@
 Whatever comes in is a link of a peer that knows the secret, or is refused, counted and closed (peer/auth_listener.py).
 """
 
+import hmac
 import itertools
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -12,9 +14,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.p2p.group import Group, GroupFactory
-from pdkv.connectors.p2p.pieces import PieceBuffers
-from pdkv.connectors.p2p.wire import CHANNEL, Control, Offer, Welcome, refusal
+from pdkv.connectors.p2p.link import LinkEnd
+from pdkv.connectors.p2p.sockets import listen
+from pdkv.connectors.p2p.wire import CHANNEL, NCCL, Control, Offer, Welcome, refusal
 from pdkv.connectors.peer.auth import Hello, Party, Session
 from pdkv.connectors.peer.auth_listener import AuthListener
 from pdkv.errors import PdkvError, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout
@@ -25,41 +27,24 @@ MAX_WAITING = 64
 """Links of peers for which there is no room yet."""
 
 
-BACKLOG = 1024
-"""Connections that the kernel keeps until the listener's thread takes them: a burst of strangers fills no queue."""
-
-
 class LinkLimits(NamedTuple):
     """Bounds and times of links."""
 
     max_links: int
     idle_s: float  # a link without traffic closes after so long
     handshake_timeout_s: float
+    timeout_s: float  # of a message over NCCL
 
 
-class Link:
-    """One connection from a peer: its frames and its group. One thread serves it."""
+class Link(LinkEnd):
+    """A link from a peer. One thread serves it."""
 
     def __init__(self, control: Control, peer: Party) -> None:
-        self.control = control
+        super().__init__(control, secrets.token_hex(16))
         self.peer = peer
         self.has_room = False  # among the links that are served
-        self.group: Group | None = None
         self.is_idle = False
         self.gives_way = False  # to another one: its next offer is not taken any more
-        self.buffers: PieceBuffers | None = None  # made for the first piece
-
-    def interrupt(self) -> None:
-        """By any thread: whatever the link's thread waits for, it wakes up, and the link ends."""
-        self.control.interrupt()
-        if self.group is not None:
-            self.group.interrupt()
-
-    def close(self) -> None:
-        """Tear the group down, then the connection. By the link's own thread."""
-        if self.group is not None:
-            self.group.close()
-        self.control.close()
 
 
 class LinkListener:
@@ -72,7 +57,7 @@ class LinkListener:
     def __init__(
         self,
         config: ConnectorConfig,
-        factory: GroupFactory,
+        host: str,
         secret: bytes,
         limits: LinkLimits,
         serve: Callable[[Link, Offer], None],
@@ -80,17 +65,16 @@ class LinkListener:
         """Raises OSError if the host's address cannot be listened on."""
         self._num_failed = 0  # links that broke the rules
         self._party = Party(config.engine, config.epoch, config.rank)
-        self._factory = factory
         self._limits = limits
         self._serve_offer = serve
         self._changed = threading.Condition()  # guards what follows
         self._links: set[Link] = set()
         self._threads: set[threading.Thread] = set()
         self._stopping = False
-        listener = socket.create_server((factory.host, 0), backlog=BACKLOG)
-        self.port: int = listener.getsockname()[1]
+        within, between, self.unix_name = listen(host)
+        self.port: int = between.getsockname()[1]
         self.auth_listener = AuthListener(
-            listener,
+            (within, between),
             secret,
             CHANNEL,
             handshake_timeout_s=limits.handshake_timeout_s,
@@ -114,7 +98,7 @@ class LinkListener:
         with self._changed:
             gone = [link for link in self._links if _is_of(link, engine, epoch)]
         for link in gone:
-            link.control.interrupt()
+            link.interrupt()
 
     def close(self, timeout_s: float) -> None:
         """End all links and wait for their threads, for a bounded time. Idempotent."""
@@ -123,7 +107,7 @@ class LinkListener:
             links, threads = list(self._links), list(self._threads)
             self._changed.notify_all()
         for link in links:
-            link.control.interrupt()
+            link.interrupt()
         deadline = time.monotonic() + timeout_s
         if not self.auth_listener.close(timeout_s):
             logger.error("the thread that accepts links does not end")
@@ -136,10 +120,15 @@ class LinkListener:
 
     def _welcome(self, connection: socket.socket, session: Session, source: str) -> None:
         """A peer that is known, on the listener's thread: a thread of its own serves it."""
-        peer = session.hello.source
-        link = Link(Control(connection, f"engine {peer.engine} rank {peer.rank} at {source}", session), peer)
+        hello = session.hello
+        peer = hello.source
+        control = Control(connection, f"engine {peer.engine} rank {peer.rank} at {source}", session)
+        if hello.purpose not in ("", NCCL):
+            self._attach(control, hello)
+            return
+        link = Link(control, peer)
         name = f"pdkv-p2p-link-{peer.engine}-{peer.rank}"
-        thread = threading.Thread(target=self._serve, args=(link, session.hello), name=name, daemon=True)
+        thread = threading.Thread(target=self._serve, args=(link, hello), name=name, daemon=True)
         with self._changed:
             welcome = not self._stopping and len(self._links) - self._num_known() < MAX_WAITING
             if welcome:
@@ -148,6 +137,18 @@ class LinkListener:
         if not (welcome and self._start(link, thread)):
             self._num_failed += 1
             link.close()
+
+    def _attach(self, control: Control, hello: Hello) -> None:
+        """Make a connection the second socket of its peer's link, which is idle."""
+        token = hello.purpose.encode()
+        with self._changed:
+            links = [link for link in self._links if hmac.compare_digest(link.token.encode(), token)]
+            if links and links[0].peer == hello.source and links[0].second is None and hello.target == self._party:
+                control.send(Welcome(), self._limits.handshake_timeout_s)  # an empty socket takes it at once
+                links[0].second = control.connection
+                return
+        self._num_failed += 1
+        control.close()
 
     def _start(self, link: Link, thread: threading.Thread) -> bool:
         """Whether there was room for another thread."""
@@ -170,6 +171,8 @@ class LinkListener:
             self._num_failed += 1
             logger.exception("a link failed")
         finally:
+            with self._changed:
+                link.token = ""  # no second socket from here on
             link.close()
             with self._changed:
                 self._links.discard(link)
@@ -177,15 +180,16 @@ class LinkListener:
                 self._changed.notify_all()
 
     def _greet(self, link: Link, hello: Hello) -> bool:
-        """See whom the peer means, find room, and make the group. False: it came to nothing."""
+        """See whom the peer means, find room, and welcome it. False: it came to nothing."""
         limit_s = self._limits.handshake_timeout_s
         timeout_s = hello.timeout_s if 0.0 <= hello.timeout_s <= limit_s else limit_s
         try:
             if hello.target != self._party:
                 raise StaleEpoch(f"this is {self._party}, not {hello.target}")
             self._find_room(link, timeout_s)
-            link.control.send(Welcome(), timeout_s)
-            link.group = self._factory.make(link.control, rank=1, timeout_s=timeout_s)
+            link.control.send(Welcome(link.token), timeout_s)
+            if hello.purpose == NCCL:
+                link.make_group(1, timeout_s, self._limits.timeout_s)
         except PdkvError as error:
             self._refuse(link, error)
             return False
@@ -249,7 +253,7 @@ class LinkListener:
         idle = next((link for link in self._links if link.has_room and link.is_idle), None)
         if idle is not None:
             idle.is_idle, idle.gives_way = False, True
-            idle.control.interrupt()
+            idle.interrupt()
         return False
 
 

@@ -1,12 +1,11 @@
 """What `p2p` is told: --connector-config, and where the ranks of its peers are."""
 
-import msgspec
+from typing import Literal
 
-from pdkv.connectors.p2p.wire import Address
+from pdkv.connectors.p2p.wire import Address, read_address
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
-from pdkv.errors import IncompatiblePeers, MalformedMessage
+from pdkv.errors import IncompatiblePeers, MalformedMessage, TransferError
 from pdkv.options import Options, option, seconds
-from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import EngineCard
 
 
@@ -14,13 +13,24 @@ class P2POptions(Options):
     """Options, with their defaults."""
 
     host: str = option("127.0.0.1", "address at which peers reach this host")
+    sockets: Literal["auto", "unix", "tcp"] = option(
+        "auto", "how to reach peers: unix sockets where they run on this host as this user, else TCP"
+    )
     timeout_s: float = seconds(20.0, "deadline of one batch to one rank")
     handshake_timeout_s: float = seconds(5.0, "deadline for two ranks to set up a link")
     idle_s: float = seconds(60.0, "a link without traffic closes after this time")
     max_groups: int = option(64, "most links of one rank in each direction", ge=1, le=4096)
 
+    def unix_name(self, peer: Address, own: Address) -> str:
+        """The unix socket at which to reach a peer; empty: use TCP.
 
-_addresses = msgspec.msgpack.Decoder(Address)
+        Raises:
+            TransferError: only unix sockets may be used, and there is none.
+        """
+        is_here = bool(peer.host_id) and peer.host_id == own.host_id
+        if self.sockets == "unix" and not is_here:
+            raise TransferError(f"sockets=unix, and the peer at {peer.host} runs on another host or as another user")
+        return peer.unix_name if is_here and self.sockets != "tcp" else ""
 
 
 class P2PPeers(PeerCards):
@@ -30,14 +40,15 @@ class P2PPeers(PeerCards):
         """Where one rank listens.
 
         Raises:
-            IncompatiblePeers: the card does not say.
+            IncompatiblePeers: the card does not say, or the rank speaks another version of the frames.
         """
+        who = f"engine {card.engine} (connector {card.connector})"
         try:
-            return decode_total(_addresses, card.rank_blobs[rank])
+            return read_address(card.rank_blobs[rank])
+        except IncompatiblePeers as error:
+            raise IncompatiblePeers(f"{who}: {error}") from None
         except (IndexError, MalformedMessage) as error:
-            raise IncompatiblePeers(
-                f"engine {card.engine} (connector {card.connector}): its card names no address of rank {rank}: {error}"
-            ) from error
+            raise IncompatiblePeers(f"{who}: its card names no address of rank {rank}: {error}") from error
 
     def _accept(self, peer: Incarnation, card: EngineCard) -> None:
         super()._accept(peer, card)

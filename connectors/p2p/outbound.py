@@ -1,14 +1,14 @@
 """A lane's link to one rank of a peer: made when it is needed, made again when it is gone."""
 
-import socket
 import threading
 import time
 
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.p2p.group import Group, GroupFactory
+from pdkv.connectors.p2p.link import LinkEnd
 from pdkv.connectors.p2p.options import P2POptions, P2PPeers
-from pdkv.connectors.p2p.pieces import PieceBuffers
-from pdkv.connectors.p2p.wire import Accepted, Address, Control, Offer, Welcome
+from pdkv.connectors.p2p.pieces import MovePlan, PiecePool, plan_sending
+from pdkv.connectors.p2p.sockets import connect
+from pdkv.connectors.p2p.wire import NCCL, Accepted, Address, Control, Welcome
 from pdkv.connectors.peer.auth import Party
 from pdkv.connectors.peer.push_worker import PushPiece
 from pdkv.connectors.transfer.worker import Job
@@ -20,42 +20,41 @@ DIAL_PAUSES_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, None)
 MAX_OFFERS = 3
 """Links on which one piece is offered, where the receiver closes them at that moment."""
 
+SECOND_SOCKET_BYTES = 8 << 20
+"""From so many bytes on a piece goes over two sockets."""
+
 
 class Outbound:
-    """One lane's end of a link, with its buffers. One thread uses it; any may `interrupt` it."""
+    """One lane's end of a link. One thread uses it; any may `interrupt` it."""
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        options: P2POptions,
-        peers: P2PPeers,
-        factory: GroupFactory,
-    ) -> None:
-        self.num_groups = 0  # made since the start
-        self.buffers: PieceBuffers | None = None  # made for the first piece
-        self.control: Control | None = None
-        self.group: Group | None = None
+    def __init__(self, config: ConnectorConfig, options: P2POptions, peers: P2PPeers, own: Address) -> None:
+        self.num_groups = 0  # links made since the start
+        self._link: LinkEnd | None = None
+        self._dialing: Control | None = None
         self._config = config
         self._options = options
         self._peers = peers
-        self._factory = factory
+        self._own = own
 
-    def offer(self, job: Job, piece: PushPiece, offer: Offer) -> tuple[Control, Group]:
+    def offer(self, job: Job, piece: PushPiece, pool: PiecePool) -> tuple[LinkEnd, MovePlan]:
         """Connect where there is no link, offer a piece, and wait for the receiver to be ready.
 
         Raises:
             TransferError: it is not, within the job's deadline.
         """
+        address = self._peers.address(piece.card, piece.heads.peer_rank)
+        plan = plan_sending(piece, pool, self._options.timeout_s, in_blocks=address.in_blocks)
+        is_large = plan.offer.num_bytes >= SECOND_SOCKET_BYTES
         for number in range(MAX_OFFERS):
-            if self.control is None or self.group is None or not self.control.is_open:
-                self.close()
-                self._connect(job, piece)
-            assert self.control is not None
-            assert self.group is not None
+            link = self._take_link(job, piece, address)
             try:
-                if not isinstance(self.control.ask(offer, job.remaining_s()), Accepted):
-                    raise PeerGone("the receiver did not answer with a Welcome")
-                return self.control, self.group
+                if is_large and link.group is None:
+                    if link.second is None:
+                        link.second = self._dial(job, piece, address, link.token)[0].connection
+                    plan = plan.over_sockets(2)
+                if not isinstance(link.control.ask(plan.offer, job.remaining_s()), Accepted):
+                    raise PeerGone("the receiver did not accept what it was offered")
+                return link, plan
             except PeerGone:  # it was closed as idle at that moment; nothing was sent, so a new link may have the offer
                 self.close()
                 if number == MAX_OFFERS - 1:
@@ -67,62 +66,67 @@ class Outbound:
 
     def interrupt(self) -> None:
         """By any thread: whatever the lane's thread waits for, it wakes up, and the link ends."""
-        control, group = self.control, self.group
-        if control is not None:
-            control.interrupt()
-        if group is not None:
-            group.interrupt()
+        link, dialing = self._link, self._dialing
+        if link is not None:
+            link.interrupt()
+        if dialing is not None:
+            dialing.interrupt()
 
     def close(self) -> None:
-        """Tear the group down, then the connection. Idempotent."""
-        if self.group is not None:
-            self.group.close()
-        if self.control is not None:
-            self.control.close()
-        self.group = self.control = None
+        """End the link. Idempotent."""
+        if self._link is not None:
+            self._link.close()
+        self._link = None
 
-    def _connect(self, job: Job, piece: PushPiece) -> None:
-        """Make the link and its group.
+    def _take_link(self, job: Job, piece: PushPiece, address: Address) -> LinkEnd:
+        """The link, made where there is none. Raises a TransferError: it cannot be had, or is refused."""
+        if self._link is not None and self._link.is_open:
+            return self._link
+        self.close()
+        over_nccl = bool(self._own.gpu and address.gpu and self._own.gpu != address.gpu)
+        control, welcome = self._dial(job, piece, address, NCCL if over_nccl else "")
+        self._link = link = LinkEnd(control, welcome.token)
+        if over_nccl:
+            link.make_group(0, self._options.handshake_timeout_s, self._options.timeout_s)
+        self.num_groups += 1
+        return link
+
+    def _dial(self, job: Job, piece: PushPiece, address: Address, purpose: str) -> tuple[Control, Welcome]:
+        """Connect to the peer's rank, and wait until it has room.
 
         Raises:
-            TransferError: it cannot be had within the job's deadline, or is refused.
+            TransferError: it cannot be reached within the job's deadline, or refuses.
         """
-        card, rank, mine = piece.card, piece.heads.peer_rank, self._config
-        address = self._peers.address(card, rank)
-        if address.backend != self._factory.backend:
-            raise TransferError(f"{address.backend} in engine {card.engine}, {self._factory.backend} here")
         deadline = time.monotonic() + min(job.remaining_s(), self._options.handshake_timeout_s)
-        source, target = Party(mine.engine, mine.epoch, mine.rank), Party(card.engine, card.epoch, rank)
+        mine, card, rank = self._config, piece.card, piece.heads.peer_rank
+        parties = Party(mine.engine, mine.epoch, mine.rank), Party(card.engine, card.epoch, rank)
         for pause_s in DIAL_PAUSES_S:
-            timeout_s = max(deadline - time.monotonic(), 1e-3)
-            control = self.control = _dial(address, target, timeout_s)
+            control = self._connect(address, f"engine {card.engine} rank {rank}", deadline - time.monotonic())
             try:
+                self._dialing = control
                 job.check()  # an interrupt has found no connection until here
-                control.greet(address.secret, source, target, timeout_s)
-                if not isinstance(control.expect(max(deadline - time.monotonic(), 1e-3)), Welcome):
+                control.greet(address.secret, *parties, deadline - time.monotonic(), purpose)
+                welcome = control.expect(deadline - time.monotonic())
+                if not isinstance(welcome, Welcome):
                     raise TransferError(f"engine {card.engine} rank {rank} did not answer with a Welcome")
-                break
+                return control, welcome
             except PeerGone:  # strangers may have pushed this connection out again: so briefly that it pays
-                self.close()
+                control.close()
                 if pause_s is None or time.monotonic() + pause_s >= deadline:
                     raise
                 threading.Event().wait(pause_s)
             except BaseException:
-                self.close()
+                control.close()
                 raise
+            finally:
+                self._dialing = None
+        raise AssertionError("unreachable")
+
+    def _connect(self, address: Address, peer: str, timeout_s: float) -> Control:
+        """A connection to whoever listens at an address. Raises TransferTimeout or PeerGone."""
+        unix_name = self._options.unix_name(address, self._own)
         try:
-            self.group = self._factory.make(control, rank=0, timeout_s=max(deadline - time.monotonic(), 1e-3))
-        except BaseException:
-            self.close()
-            raise
-        self.num_groups += 1
-
-
-def _dial(address: Address, target: Party, timeout_s: float) -> Control:
-    """A connection to whoever listens at an address. Raises TransferTimeout or PeerGone."""
-    peer = f"engine {target.engine} rank {target.rank}"
-    try:
-        return Control(socket.create_connection((address.host, address.port), timeout_s), peer)
-    except OSError as error:
-        kind = TransferTimeout if isinstance(error, TimeoutError) else PeerGone
-        raise kind(f"{peer} cannot be reached: {error}") from error
+            return Control(connect(unix_name, (address.host, address.port), max(timeout_s, 1e-3)), peer)
+        except OSError as error:
+            kind = TransferTimeout if isinstance(error, TimeoutError | BlockingIOError) else PeerGone
+            raise kind(f"{peer} cannot be reached at {unix_name or address.host}: {error}") from error

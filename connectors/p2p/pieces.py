@@ -1,20 +1,22 @@
-"""How a piece travels over a group: as few, large messages, straight from block to block or by way of buffers.
+"""What of a rank's pool a piece consists of, as rows for the sockets; KV on a GPU goes through a pinned buffer.
 
-Runs of blocks that are adjacent on both sides, and large, go as they lie. All else is gathered into a buffer here and
-scattered out of one there: whole blocks where both ends have the same, else units (units.py). Both ends derive the
-same messages from the offer.
+A piece travels as whole blocks where both ends have the same ones, in host memory, else as units (units.py). Either way
+it is a fixed sequence of bytes: each end cuts it into the rows of its own pool.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.p2p.sockets import Iovecs
 from pdkv.connectors.p2p.wire import Offer
+from pdkv.connectors.peer.push_worker import Incoming, PushPiece, range_of
 from pdkv.connectors.step_done import ON_HOST
-from pdkv.connectors.transfer.block_copy import STAGING_BYTES, Bytes, copy_blocks
-from pdkv.connectors.transfer.planning import Ids, as_ids, blocks_of, split_runs, unit_index
+from pdkv.connectors.transfer.block_copy import Bytes
+from pdkv.connectors.transfer.planning import Ids, as_ids, blocks_of, run_starts, unit_index
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.errors import TransferError
 from pdkv.wire.messages import KVLayout
@@ -22,90 +24,36 @@ from pdkv.wire.messages import KVLayout
 if TYPE_CHECKING:
     import torch
 
-DIRECT_BYTES = 256 * 1024
-"""Smaller runs are gathered: a message costs as much as copying so many bytes."""
+BATCH_BYTES = 1 << 20
+"""About so much goes in one call; between two of them a cancel and the deadline are seen."""
 
-MESSAGE_BYTES = 4 * 1024 * 1024
-"""Of a message that goes as it lies; between two of them a cancel and the deadline are seen."""
+STAGED_BYTES = 4 << 20
+"""The same where it goes through a buffer."""
 
-BUFFER_BYTES = 2 * 1024 * 1024
-NUM_BUFFERS = 4
-"""Of gathered messages. Gloo has the receiver ask for each: with less under way the connection runs dry meanwhile."""
-
-MAX_MESSAGES = 1 << 20
+LARGE_ROW_BYTES = 32 * 1024
+"""Smaller rows are digested from a copy of theirs: one call instead of one for each."""
 
 
-class Message(NamedTuple):
-    """Blocks or units of a piece, numbered from the request's first one."""
+class MovePlan(NamedTuple):
+    """A piece in the own pool."""
 
-    positions: Ids
-    is_direct: bool
+    offer: Offer
+    ids: Ids  # blocks or units, in the order in which they travel
+    part: UnitPart | None  # None: whole blocks
 
+    def over_sockets(self, count: int) -> "MovePlan":
+        """The same over so many sockets."""
+        return self._replace(offer=msgspec.structs.replace(self.offer, num_sockets=count))
 
-def plan_blocks(
-    source: Sequence[int], target: Sequence[int] | Ids, first: int, block_bytes: int
-) -> list[tuple[int, int]]:
-    """The runs of an offer in whole blocks: (first block of the request, count) that need no buffer.
-
-    Args:
-        source, target: blocks here and there; both begin with block `first` of the request.
-    """
-    split = split_runs(source, target, -(-DIRECT_BYTES // block_bytes))
-    longest = max(MESSAGE_BYTES // block_bytes, 1)
-    return [
-        (first + position + done, min(longest, run.num_blocks - done))
-        for run, position in zip(split.runs, split.positions, strict=True)
-        for done in range(0, run.num_blocks, longest)
-    ]
-
-
-def messages_of(offer: Offer, block_size: int) -> Iterator[Message]:
-    """The messages of an offer, in order.
-
-    Raises:
-        TransferError: the offer contradicts itself.
-    """
-    wanted = blocks_of(offer.piece.start, offer.piece.stop, block_size)
-    if offer.per_message < 1 or len(wanted) > MAX_MESSAGES * offer.per_message or len(offer.runs) > MAX_MESSAGES:
-        raise TransferError(f"an offer of {len(wanted)} blocks in messages of {offer.per_message}")
-    rest = np.ones(len(wanted), dtype=np.bool_)
-    for first, count in offer.runs:
-        if count < 1 or first < wanted.start or first + count > wanted.stop:
-            raise TransferError(f"a run of {count} blocks from {first}, in an offer of {wanted}")
-        run = slice(first - wanted.start, first - wanted.start + count)
-        if not rest[run].all():
-            raise TransferError(f"a run of {count} blocks from {first} is offered twice")
-        rest[run] = False
-        yield Message(as_ids(range(first, first + count)), True)
-    positions = (np.flatnonzero(rest) + wanted.start).astype(np.int64)
-    for begin in range(0, positions.size, offer.per_message):
-        yield Message(positions[begin : begin + offer.per_message], False)
-
-
-class PieceBuffers:
-    """One thread's buffers, used in turn. Host memory for Gloo, device memory for NCCL."""
-
-    def __init__(self, num_bytes: int, device: "torch.device") -> None:
-        import torch
-
-        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
-        self._turn = 0
-        self.staging = np.empty(STAGING_BYTES, dtype=np.uint8)
-
-    def next(self, num_bytes: int) -> "torch.Tensor":
-        """The buffer that was returned longest ago, (num_bytes,).
-
-        Raises:
-            TransferError: it is not so large; a receive that is smaller than its message would end the process.
-        """
-        if num_bytes > self._buffers[0].numel():
-            raise TransferError(f"a message of {num_bytes} bytes, in buffers of {self._buffers[0].numel()}")
-        self._turn = (self._turn + 1) % NUM_BUFFERS
-        return self._buffers[self._turn][:num_bytes]
+    def batches(self) -> Iterator[Ids]:
+        """What goes in one call each."""
+        count = self.offer.per_batch
+        for first in range(0, self.ids.size, count):
+            yield self.ids[first : first + count]
 
 
 class PiecePool:
-    """A rank's KV pool, out of which and into which messages go. Threads may share it.
+    """A rank's KV pool. Threads may share it.
 
     Args:
         kv_cache: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), contiguous.
@@ -115,88 +63,144 @@ class PiecePool:
         import torch
 
         self.layout = layout
-        self.device = kv_cache.device
-        self._flat = kv_cache.view(-1).view(torch.uint8)
-        self._blocks = self._flat.view(len(kv_cache), -1)
-        self._units = UnitPool(kv_cache)
-        self._rows: Bytes | None = self._blocks.numpy() if kv_cache.device.type == "cpu" else None
+        self.units = UnitPool(kv_cache)
+        self.on_host = self.units.on_cpu
+        self.gpu = ""  # which one, where NCCL can be used
+        self._num_blocks = len(kv_cache)
+        self._flat: Bytes | None = kv_cache.view(-1).view(torch.uint8).numpy() if self.on_host else None
+        if not self.on_host and torch.distributed.is_available():
+            from pdkv.connectors.p2p.nccl import gpu_of
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        return len(self._blocks)
+            self.gpu = gpu_of(kv_cache.device)
 
-    def buffers(self) -> PieceBuffers:
-        """Buffers for one thread."""
-        unit = self._units.unit_bytes(self._units.whole)
-        return PieceBuffers(max(BUFFER_BYTES, self.layout.block_bytes, unit), self.device)
+    def unit_bytes(self, part: UnitPart | None) -> int:
+        """Bytes of one unit's part, or, without one, of a block."""
+        return self.layout.block_bytes if part is None else self.units.unit_bytes(part)
 
-    def direct(self, block_ids: Ids) -> "torch.Tensor":
-        """Adjacent blocks as they lie, flat.
-
-        Raises:
-            TransferError: they are not adjacent.
-        """
-        first, count = int(block_ids[0]), int(block_ids.size)
-        if (block_ids != np.arange(first, first + count)).any():
-            raise TransferError("blocks that are not adjacent cannot go in one piece")
-        return self._blocks[first : first + count].view(-1)
-
-    def message_bytes(self, count: int, part: UnitPart | None) -> int:
-        """Bytes of a gathered message of `count` units, or, without a part, of whole blocks."""
-        return count * (self.layout.block_bytes if part is None else self._units.unit_bytes(part))
-
-    def gather(self, ids: Ids, part: UnitPart | None, buffers: PieceBuffers) -> "torch.Tensor":
-        """Copy units, or whole blocks, into the next buffer."""
-        image = buffers.next(self.message_bytes(ids.size, part))
-        if part is not None:
-            self._gather_units(ids, part, image)
-        elif self._rows is not None:
-            target = image.numpy().reshape(ids.size, -1)
-            copy_blocks(self._rows, target, ids, np.arange(ids.size, dtype=np.int64), buffers.staging)
-        else:
-            self._gather_rows(self._blocks, ids, image)
-        return image
-
-    def scatter(self, ids: Ids, part: UnitPart | None, image: "torch.Tensor", buffers: PieceBuffers) -> None:
-        """The inverse of `gather`."""
-        if part is not None:
-            self._scatter_units(ids, part, image)
-        elif self._rows is not None:
-            source = image.numpy().reshape(ids.size, -1)
-            copy_blocks(source, self._rows, np.arange(ids.size, dtype=np.int64), ids, buffers.staging)
-        else:
-            self._scatter_rows(self._blocks, ids, image)
-
-    def _gather_units(self, units: Ids, part: UnitPart, image: "torch.Tensor") -> None:
-        if self._rows is not None:
-            self._units.gather(units, part, image.numpy(), after=ON_HOST, timeout_s=0.0)  # run_job has waited
-            return
-        row_bytes, row_ids = self._units.row_ids(units, part)
-        self._gather_rows(self._flat.view(-1, row_bytes), row_ids, image)
-
-    def _scatter_units(self, units: Ids, part: UnitPart, image: "torch.Tensor") -> None:
-        if self._rows is not None:
-            self._units.scatter(units, part, image.numpy())
-            return
-        row_bytes, row_ids = self._units.row_ids(units, part)
-        self._scatter_rows(self._flat.view(-1, row_bytes), row_ids, image)
-
-    def _gather_rows(self, rows: "torch.Tensor", ids: Ids, image: "torch.Tensor") -> None:
+    def make_buffer(self) -> Bytes | None:
+        """What one end of a link keeps for itself: pinned memory for KV on a GPU."""
+        if self.on_host:
+            return None
         import torch
 
-        torch.index_select(rows, 0, torch.from_numpy(ids).to(self.device), out=image.view(ids.size, -1))
+        size = max(STAGED_BYTES, self.units.unit_bytes(self.units.whole))
+        buffer: Bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        return buffer
 
-    def _scatter_rows(self, rows: "torch.Tensor", ids: Ids, image: "torch.Tensor") -> None:
-        import torch
+    def outgoing(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> Iovecs:
+        """Where the KV of some blocks or units is to be read."""
+        if buffer is None or part is None:
+            return self._iovecs(ids, part)
+        image = self._image(ids, part, buffer)
+        self.units.gather(ids, part, image, after=ON_HOST, timeout_s=0.0)  # run_job has waited
+        return _one_row(image)
 
-        rows.index_copy_(0, torch.from_numpy(ids).to(self.device), image.view(ids.size, -1))
+    def incoming(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> Iovecs:
+        """Where the KV of some blocks or units is to be written; `landed` has to follow."""
+        if buffer is None or part is None:
+            return self._iovecs(ids, part)
+        return _one_row(self._image(ids, part, buffer))
+
+    def landed(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> None:
+        """Bring what has come into the pool, where it is not there yet."""
+        if buffer is not None and part is not None:
+            self.units.scatter(ids, part, self._image(ids, part, buffer))
+
+    def digest(self, add: Callable[[memoryview], None], ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> None:
+        """Give `add` the bytes of some blocks or units, in the order in which they travel."""
+        if buffer is not None and part is not None:
+            add(self._image(ids, part, buffer).data)
+            return
+        assert self._flat is not None
+        row_bytes, rows = self._rows(ids, part)
+        table = self._flat.reshape(-1, row_bytes)
+        if row_bytes < LARGE_ROW_BYTES:
+            add(np.take(table, rows, axis=0, mode="clip").data)
+        else:
+            for row in rows.tolist():
+                add(table[row].data)
+
+    def _rows(self, ids: Ids, part: UnitPart | None) -> tuple[int, Ids]:
+        """(bytes of a row, numbers of the rows). Raises TransferError for what the pool does not have."""
+        most = self._num_blocks if part is None else self.units.num_units
+        if ids.size and not 0 <= ids.min() <= ids.max() < most:
+            raise TransferError(f"blocks or units {ids.min()} to {ids.max()} of a pool of {most}")
+        return (self.layout.block_bytes, ids) if part is None else self.units.row_ids(ids, part)
+
+    def _iovecs(self, ids: Ids, part: UnitPart | None) -> Iovecs:
+        assert self._flat is not None, "KV on a GPU needs a buffer"
+        row_bytes, rows = self._rows(ids, part)
+        starts = run_starts(rows)
+        iovecs = np.empty((starts.size, 2), dtype=np.uint64)
+        iovecs[:, 0] = self._flat.ctypes.data + rows[starts] * row_bytes
+        iovecs[:, 1] = np.diff(starts, append=rows.size) * row_bytes
+        return iovecs
+
+    def _image(self, ids: Ids, part: UnitPart, buffer: Bytes) -> Bytes:
+        size = ids.size * self.units.unit_bytes(part)
+        if size > buffer.size:
+            raise TransferError(f"{size} bytes at a time, in a buffer of {buffer.size}")
+        return buffer[:size]
+
+
+def _one_row(image: Bytes) -> Iovecs:
+    return np.array([[image.ctypes.data, image.size]], dtype=np.uint64)
+
+
+def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float, *, in_blocks: bool) -> MovePlan:
+    """Whole blocks where both sides have the same ones, else units.
+
+    Args:
+        in_blocks: the receiver takes whole blocks.
+
+    Raises:
+        TransferError: the ticket or the order contradicts itself.
+    """
+    send, heads, own, theirs = piece.send, piece.heads, pool.layout, piece.card.layout
+    whole = own.block_size == theirs.block_size and own.num_kv_heads == theirs.num_kv_heads == heads.num_heads
+    whole = whole and len(piece.layers) == own.num_layers  # else a block is no piece of memory
+    part = None if whole and in_blocks and pool.on_host else piece.part
+    ids = piece_ids(
+        send.block_ids, own.block_size, send.start, send.stop, table_start=send.start, in_units=part is not None
+    )
+    size = pool.unit_bytes(part)
+    offer = Offer(
+        transfer_id=send.ticket.transfer_id,
+        attempt=send.ticket.attempt,
+        piece=range_of(piece),
+        form="blocks" if part is None else "units",
+        num_bytes=ids.size * size,
+        per_batch=max((BATCH_BYTES if in_blocks and pool.on_host else STAGED_BYTES) // size, 1),
+        timeout_s=timeout_s,
+    )
+    return MovePlan(offer, ids, part)
+
+
+def plan_receiving(offer: Offer, incoming: Incoming, pool: PiecePool) -> MovePlan:
+    """Where the bytes of an offer go.
+
+    Raises:
+        TransferError: they are not wanted here, or not in that form, or the offer contradicts itself.
+    """
+    piece, layout = offer.piece, pool.layout
+    incoming.check_range(piece)
+    in_units = offer.form == "units"
+    whole = pool.on_host and (piece.num_heads, piece.num_layers) == (layout.num_kv_heads, layout.num_layers)
+    if not in_units and not whole:
+        raise TransferError(f"{piece} cannot be whole blocks here")
+    start, size = incoming.ticket.start, layout.block_size
+    ids = piece_ids(incoming.block_ids, size, piece.start, piece.stop, table_start=start, in_units=in_units)
+    part = piece.part if in_units else None
+    num_bytes = ids.size * pool.unit_bytes(part)
+    if offer.num_bytes != num_bytes or offer.per_batch < 1:
+        raise TransferError(f"{piece} has {num_bytes} bytes here, {offer.num_bytes} by {offer.per_batch} are offered")
+    return MovePlan(offer, ids, part)
 
 
 def piece_ids(
     block_ids: Sequence[int] | Ids, block_size: int, start: int, stop: int, *, table_start: int, in_units: bool
 ) -> Ids:
-    """The blocks or units of tokens [start, stop) in a pool; the messages' positions count from the first of them.
+    """The blocks or units of tokens [start, stop) in a pool.
 
     Args:
         block_ids: the first one holds token `table_start`.

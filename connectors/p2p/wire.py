@@ -1,20 +1,20 @@
-"""What the two ends of a `p2p` link say to each other beside the KV itself: typed frames on a TCP connection.
+"""What the two ends of a `p2p` link say to each other beside the KV itself: typed frames on a socket.
 
-The sender connects, and both ends prove who they are (peer/auth.py); after Welcome both make a group of two, by Put.
-Then per piece: Offer, Accepted, the KV over the group, Delivered. Anything may be answered by Refused. A frame is a
-sealed header and msgpack.
+The sender connects, both ends prove who they are (peer/auth.py), and the receiver says Welcome when it has room. Then
+per piece: Offer, Accepted, the KV as it lies, End, Delivered. Anything may be answered by Refused. A frame is a sealed
+header and msgpack.
 """
 
-import contextlib
 import socket
-import time
 from typing import Literal
 
 import msgspec
 
+from pdkv.connectors.p2p.sockets import Connection
 from pdkv.connectors.peer.auth import HEADER_BYTES, Party, Session, dial, digest_of
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.errors import (
+    IncompatiblePeers,
     KVNotFound,
     MalformedMessage,
     PdkvError,
@@ -27,23 +27,53 @@ from pdkv.errors import (
 )
 from pdkv.wire.decoding import decode_total
 
-CHANNEL = "p2p"
+FRAMES_VERSION = 2
+"""Of all that is said on a link: cards carry it, and engines of two versions exchange nothing."""
+
+CHANNEL = f"p2p/{FRAMES_VERSION}"
+NCCL = "nccl"
+"""The purpose of a link whose KV goes over NCCL. Of others: none, or the token of a link that gets a second socket."""
+
 MAX_FRAME_BYTES = 1 << 20
 _REASONS: dict[str, type[TransferError]] = {
-    error.code: error for error in (KVNotFound, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout)
+    error.code: error
+    for error in (KVNotFound, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout, Unauthenticated)
 }
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
     """How a rank is reached: in the engine's card. `secret` is known to who has the card, and to nobody else."""
 
+    frames: int  # FRAMES_VERSION; stays the first field
+    host_id: str  # within it, and only there, the abstract unix socket can be reached
+    unix_name: str
     host: str
     port: int
     secret: bytes
-    backend: str  # "gloo" or "nccl"
+    in_blocks: bool  # whole blocks can be taken as they lie: the pool is in host memory
+    gpu: str = ""  # which one, where NCCL can be used
 
     def __repr__(self) -> str:
-        return f"Address({self.host!r}, {self.port}, secret not shown, {self.backend!r})"
+        return f"Address({self.unix_name!r}, {self.host!r}, {self.port}, secret not shown)"
+
+
+class _Version(msgspec.Struct, array_like=True):
+    frames: int
+
+
+_versions = msgspec.msgpack.Decoder(_Version)
+_addresses = msgspec.msgpack.Decoder(Address)
+
+
+def read_address(blob: bytes) -> Address:
+    """Raises IncompatiblePeers for frames of another version, MalformedMessage for what is no address."""
+    version = decode_total(_versions, blob).frames
+    if version != FRAMES_VERSION:
+        raise IncompatiblePeers(
+            f"it speaks version {version} of p2p's frames, and this engine version {FRAMES_VERSION}: "
+            "run the same pdkv on both"
+        )
+    return decode_total(_addresses, blob)
 
 
 class _Frame(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -51,11 +81,13 @@ class _Frame(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Welcome(_Frame, frozen=True):
-    """The receiver makes its half of the group now."""
+    """There is room for the link; the token is for a second socket of it."""
+
+    token: str = ""
 
 
 class Put(_Frame, frozen=True):
-    """While the group is made: a value that the other end looks for."""
+    """While an NCCL group is made: a value that the other end looks for."""
 
     key: str
     value: bytes
@@ -68,13 +100,21 @@ class Offer(_Frame, frozen=True, kw_only=True):
     attempt: int
     piece: PieceRange
     form: Literal["blocks", "units"]  # blocks: of all layers
-    runs: list[tuple[int, int]] = []  # form blocks: (first block of the request, count) that go as they lie
-    per_message: int  # blocks or units of one message
+    num_bytes: int
+    per_batch: int  # blocks or units that go over one socket, before those that go over the next
+    num_sockets: int = 1
     timeout_s: float
 
 
 class Accepted(_Frame, frozen=True):
-    """The receiver is ready for the piece's messages."""
+    """The receiver is ready for the piece."""
+
+
+class End(_Frame, frozen=True):
+    """All of the piece is on its way."""
+
+    body: bytes = b""  # the xxh3-128 of all bytes, seeded by the session; TCP only
+    digests: bytes = b""  # of the KV, by transfer/digest.py
 
 
 class Delivered(_Frame, frozen=True):
@@ -88,7 +128,7 @@ class Refused(_Frame, frozen=True):
     text: str
 
 
-Frame = Welcome | Put | Offer | Accepted | Delivered | Refused
+Frame = Welcome | Put | Offer | Accepted | End | Delivered | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
@@ -100,44 +140,43 @@ def refusal(error: PdkvError) -> Refused:
 
 
 class Control:
-    """One end of a connection. One thread uses it; any may `interrupt` it.
+    """One end of a link's frames, on its first socket. One thread uses it; any may `interrupt` it.
 
     All errors are TransferErrors: PeerGone when the connection ended, TransferTimeout when the peer is silent,
     Unauthenticated for what the peer has not said, TransferError for what is no frame.
     """
 
-    def __init__(self, connection: socket.socket, peer: str, session: Session | None = None) -> None:
+    def __init__(self, connected: socket.socket, peer: str, session: Session | None = None) -> None:
         """`session`: None for an end that dials, which has to `greet` first."""
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connection
+        self.connection = Connection(connected, peer)
         self._peer = peer
         self._session = session
 
-    def greet(self, secret: bytes, source: Party, target: Party, timeout_s: float) -> None:
+    @property
+    def session(self) -> Session:
+        """What both ends have agreed upon."""
+        assert self._session is not None, "greet comes first"
+        return self._session
+
+    def greet(self, secret: bytes, source: Party, target: Party, timeout_s: float, purpose: str = "") -> None:
         """Prove who this is, and have the other end prove it. Raises also what `dial` does."""
-        self._session = dial(self._socket, secret, CHANNEL, source, target, timeout_s)
+        connected = self.connection.socket
+        self._session = dial(connected, secret, CHANNEL, source, target, timeout_s, purpose)
+        connected.setblocking(True)
 
     def send(self, frame: Frame, timeout_s: float) -> None:
         """Send a frame."""
-        assert self._session is not None, "greet comes first"
         data = _encoder.encode(frame)
-        header = self._session.sending.make(len(data), digest_of(data))
-        try:
-            self._socket.settimeout(timeout_s)
-            self._socket.sendall(header + data)
-        except TimeoutError:
-            raise TransferTimeout(f"{self._peer} takes nothing for {timeout_s:g} s") from None
-        except OSError as error:
-            raise PeerGone(f"{self._peer}: {error.strerror or error}") from error
+        header = self.session.sending.make(len(data), digest_of(data))
+        self.connection.send(header + data, timeout_s)
 
     def receive(self, timeout_s: float, *, idle_s: float | None = None) -> Frame:
         """Wait for a frame, for its beginning up to `idle_s` where that is given."""
-        assert self._session is not None, "greet comes first"
-        header = self._read(HEADER_BYTES, timeout_s if idle_s is None else idle_s)
-        size, digest = self._session.receiving.open(header)
+        header = self.connection.receive(HEADER_BYTES, timeout_s if idle_s is None else idle_s)
+        size, digest = self.session.receiving.open(header)
         if not 0 < size <= MAX_FRAME_BYTES:
             raise TransferError(f"{self._peer} sent no frame: {size} bytes are announced")
-        data = self._read(size, timeout_s)
+        data = self.connection.receive(size, timeout_s)
         if digest_of(data) != digest:
             raise Unauthenticated(f"{self._peer}: a message was changed on its way")
         try:
@@ -157,44 +196,10 @@ class Control:
             raise _REASONS.get(answer.code, TransferError)(f"{self._peer} refuses: {answer.text}")
         return answer
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the peer has neither closed the connection nor said something that nobody asked for."""
-        try:
-            self._socket.settimeout(0)
-            self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
-
-    def fileno(self) -> int:
-        """The descriptor, which is ready to be read when the connection has ended, too."""
-        return self._socket.fileno()
-
     def interrupt(self) -> None:
         """By any thread: the connection ends, and a thread that waits here wakes up with PeerGone."""
-        with contextlib.suppress(OSError):  # the peer was faster
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self.connection.interrupt()
 
     def close(self) -> None:
         """By the thread that uses it. Idempotent."""
-        self.interrupt()
-        self._socket.close()
-
-    def _read(self, size: int, timeout_s: float) -> bytes:
-        deadline = time.monotonic() + timeout_s
-        data = bytearray()
-        while len(data) < size:
-            try:
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-                part = self._socket.recv(size - len(data))
-            except TimeoutError:
-                raise TransferTimeout(f"{self._peer} says nothing for {timeout_s:g} s") from None
-            except OSError as error:
-                raise PeerGone(f"{self._peer}: {error.strerror or error}") from error
-            if not part:
-                raise PeerGone(f"{self._peer} closed the connection")
-            data += part
-        return bytes(data)
+        self.connection.close()

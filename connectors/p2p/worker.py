@@ -1,4 +1,4 @@
-"""The worker side of `p2p`: pieces out of this rank's pool over groups of two, and into it.
+"""The worker side of `p2p`: pieces out of this rank's pool over links of two, and into it.
 
 Sending: each rank of a peer has a lane; its thread owns the link to it. Receiving: each link of a peer has a thread.
 A message lands only in a receive that was posted here, and a link that fails or stops in the middle of a piece is torn
@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdkv.connectors.base import ConnectorConfig, TransferKey
-from pdkv.connectors.p2p.group import GroupFactory
 from pdkv.connectors.p2p.listener import Link, LinkLimits, LinkListener
-from pdkv.connectors.p2p.moves import MovePlan, plan_receiving, plan_sending, receive_messages, send_messages
 from pdkv.connectors.p2p.options import P2POptions, P2PPeers
 from pdkv.connectors.p2p.outbound import Outbound
-from pdkv.connectors.p2p.pieces import PieceBuffers, PiecePool
-from pdkv.connectors.p2p.wire import Accepted, Address, Delivered, Offer, refusal
+from pdkv.connectors.p2p.pieces import MovePlan, PiecePool, plan_receiving
+from pdkv.connectors.p2p.sockets import host_id
+from pdkv.connectors.p2p.wire import FRAMES_VERSION, Accepted, Address, Delivered, Offer, refusal
 from pdkv.connectors.peer.auth import SECRET_BYTES
 from pdkv.connectors.peer.push_worker import Incoming, PushPiece, PushWorker
 from pdkv.connectors.transfer.lanes import Lane, LaneConfig
@@ -55,7 +54,7 @@ class P2PWorker(PushWorker):
         self._options = options
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._pool: PiecePool | None = None
-        self._factory: GroupFactory | None = None
+        self._address: Address | None = None
         self._busy_lock = threading.Lock()
         self._busy: dict[Job, set[Outbound | Link]] = {}  # links that a job's pieces travel on now
         self._registered = threading.Condition()
@@ -65,16 +64,17 @@ class P2PWorker(PushWorker):
         options = self._options
         super().register_kv_caches(kv_cache)
         self._pool = PiecePool(kv_cache, self.config.layout)
-        self._factory = GroupFactory(options.host, kv_cache.device.type, options.timeout_s)
-        limits = LinkLimits(options.max_groups, 2 * options.idle_s, options.handshake_timeout_s)
-        self.listener = LinkListener(self.config, self._factory, self._secret, limits, self._take)
+        limits = LinkLimits(options.max_groups, 2 * options.idle_s, options.handshake_timeout_s, options.timeout_s)
+        self.listener = LinkListener(self.config, options.host, self._secret, limits, self._take)
+        self._address = Address(
+            FRAMES_VERSION, host_id(), self.listener.unix_name, options.host, self.listener.port, self._secret,
+            self._pool.on_host, self._pool.gpu,
+        )  # fmt: skip
         self.start_threads()
 
     def handshake(self) -> bytes:
-        assert self._factory is not None, "register_kv_caches comes first"
-        assert self.listener is not None
-        address = Address(self._factory.host, self.listener.port, self._secret, self._factory.backend)
-        return msgspec.msgpack.encode(address)
+        assert self._address is not None, "register_kv_caches comes first"
+        return msgspec.msgpack.encode(self._address)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         super().update_peers(added, removed)
@@ -86,20 +86,16 @@ class P2PWorker(PushWorker):
         super().shutdown()
         if self.listener is not None:
             self.listener.close(JOIN_TIMEOUT_S)
-        self._factory = self._pool = None
+        self._pool = None
 
     # --- what has to stop -----------------------------------------------------------------------------------------
 
     def interrupt(self, job: Job) -> bool:
-        """Break the links that the job is on, off the step thread; its threads then end it."""
-        if job in self._busy:  # without the lock: `_break` may hold it for as long as NCCL takes to abort
-            threading.Thread(target=self._break, args=(job,), name="pdkv-p2p-break", daemon=True).start()
-        return True
-
-    def _break(self, job: Job) -> None:
+        """Break the links that the job is on; its threads then end it."""
         with self._busy_lock:  # no link goes on to another job meanwhile
             for link in self._busy.get(job, ()):
                 link.interrupt()
+        return True
 
     @contextmanager
     def _travels(self, job: Job, link: Outbound | Link) -> Iterator[None]:
@@ -120,8 +116,8 @@ class P2PWorker(PushWorker):
     # --- sending --------------------------------------------------------------------------------------------------
 
     def make_scratch(self, lane: Lane) -> Outbound:
-        assert self._factory is not None
-        return Outbound(self.config, self._options, self._p2p_peers, self._factory)
+        assert self._address is not None
+        return Outbound(self.config, self._options, self._p2p_peers, self._address)
 
     def close_scratch(self, lane: Lane, scratch: Outbound) -> None:
         scratch.close()
@@ -129,20 +125,18 @@ class P2PWorker(PushWorker):
     def send(self, job: Job, piece: PushPiece, scratch: Outbound) -> int:
         pool = self._pool
         assert pool is not None
-        plan = plan_sending(piece, pool, self._options.timeout_s)
         num_groups = scratch.num_groups
         with self._travels(job, scratch):
-            control, group = scratch.offer(job, piece, plan.offer)
+            link, plan = scratch.offer(job, piece, pool)
             self.num_groups += scratch.num_groups - num_groups
             try:
-                num_bytes = send_messages(job, plan, pool, group, _buffers_of(scratch, pool))
-                if not isinstance(control.expect(job.remaining_s()), Delivered):
+                link.send_piece(job, plan, pool)
+                if not isinstance(link.control.expect(job.remaining_s()), Delivered):
                     raise TransferError("the receiver did not say that it has the piece")
-                group.wait_for_all(job.remaining_s())
             except BaseException:
                 scratch.close()  # the receiver waits for what will not come
                 raise
-        return num_bytes
+        return plan.offer.num_bytes
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
@@ -161,7 +155,7 @@ class P2PWorker(PushWorker):
             TransferError: the link cannot be used any more; its transfer has failed.
         """
         try:
-            job, plan = self._expect(offer)
+            job, plan, pool = self._expect(offer)
         except TransferError as error:
             link.control.send(refusal(error), self._options.handshake_timeout_s)
             return
@@ -169,7 +163,7 @@ class P2PWorker(PushWorker):
         try:
             with self._travels(job, link):
                 link.control.send(Accepted(), timeout_s)
-                num_bytes = self._land_messages(job, plan, link, timeout_s)
+                link.receive_piece(job, plan, pool, timeout_s)
         except BaseException as error:
             link.close()  # nothing lands from here on
             self.leave(job)
@@ -177,32 +171,22 @@ class P2PWorker(PushWorker):
             self.stop_jobs(lambda other: other is job, code)
             raise
         self.leave(job)
-        self.landed(job, offer.piece, num_bytes)
+        self.landed(job, offer.piece, offer.num_bytes)
         link.control.send(Delivered(), timeout_s)
 
-    def _expect(self, offer: Offer) -> tuple[Job, MovePlan]:
-        """The receive that an offer is for, entered, and its messages.
+    def _expect(self, offer: Offer) -> tuple[Job, MovePlan, PiecePool]:
+        """The receive that an offer is for, entered, and where its bytes go.
 
         Raises:
             TransferError: nobody wants that here.
         """
-        key = (offer.transfer_id, offer.attempt)
+        key, pool = (offer.transfer_id, offer.attempt), self._pool
+        if pool is None:
+            raise TransferCancelled("this engine stops")
         with self._registered:
             self._registered.wait_for(lambda: key in self._known, min(offer.timeout_s, REGISTRATION_S))
         job, incoming = self.find_incoming(key)
-        plan = plan_receiving(offer, incoming, self.config.layout)
+        plan = plan_receiving(offer, incoming, pool)
         if not self.enter(job):
             raise KVNotFound("the transfer has ended", transfer_id=key[0], attempt=key[1])
-        return job, plan
-
-    def _land_messages(self, job: Job, plan: MovePlan, link: Link, timeout_s: float) -> int:
-        pool, group = self._pool, link.group
-        if pool is None:
-            raise TransferCancelled("this engine stops")
-        assert group is not None
-        return receive_messages(job, plan, pool, group, _buffers_of(link, pool), timeout_s)
-
-
-def _buffers_of(end: Outbound | Link, pool: PiecePool) -> PieceBuffers:
-    end.buffers = end.buffers or pool.buffers()
-    return end.buffers
+        return job, plan, pool

@@ -27,7 +27,7 @@ import msgspec
 from pdkv.errors import MalformedMessage, PeerGone, TransferTimeout, Unauthenticated
 from pdkv.wire.decoding import decode_total
 
-VERSION = 1
+VERSION = 2
 SECRET_BYTES = 32
 MAX_GREETING_BYTES = 1024
 _NONCE_BYTES = 32
@@ -58,6 +58,7 @@ class Hello(_Greeting, frozen=True):
     source: Party
     target: Party
     timeout_s: float  # how long the dialer waits
+    purpose: str = ""  # of this connection among those of the channel
 
 
 class Challenge(_Greeting, frozen=True):
@@ -131,6 +132,7 @@ class Session(NamedTuple):
     hello: Hello
     sending: Seal
     receiving: Seal
+    seed: int  # of digests of what has no seal of its own; 64 bits that nobody else knows
 
 
 class Acceptor:
@@ -195,7 +197,13 @@ class Acceptor:
 
 
 def dial(
-    connection: socket.socket, secret: bytes, channel: str, source: Party, target: Party, timeout_s: float
+    connection: socket.socket,
+    secret: bytes,
+    channel: str,
+    source: Party,
+    target: Party,
+    timeout_s: float,
+    purpose: str = "",
 ) -> Session:
     """The dialer's end of a greeting, on a connection that has just been made. Blocks up to `timeout_s`.
 
@@ -205,7 +213,7 @@ def dial(
         TransferTimeout: the other end is silent.
     """
     deadline = time.monotonic() + timeout_s
-    hello = Hello(VERSION, channel, secrets.token_bytes(_NONCE_BYTES), source, target, timeout_s)
+    hello = Hello(VERSION, channel, secrets.token_bytes(_NONCE_BYTES), source, target, timeout_s, purpose)
     body = _encoder.encode(hello)
     _send(connection, _frame(body), deadline)
     (size,) = _LENGTH.unpack(_read(connection, _LENGTH.size, deadline))
@@ -228,7 +236,8 @@ def dial(
 def _session(secret: bytes, hello: Hello, transcript: bytes, *, dials: bool) -> Session:
     there = Seal(_derive(secret, "dialer to listener", transcript))
     back = Seal(_derive(secret, "listener to dialer", transcript))
-    return Session(hello, there, back) if dials else Session(hello, back, there)
+    seed = int.from_bytes(_derive(secret, "seed", transcript)[:8], "little")
+    return Session(hello, there, back, seed) if dials else Session(hello, back, there, seed)
 
 
 def _transcript(hello: bytes, nonce: bytes) -> bytes:

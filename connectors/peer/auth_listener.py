@@ -1,4 +1,4 @@
-"""A listening socket: one thread authenticates whoever connects, and strangers cannot keep peers out.
+"""Listening sockets: one thread authenticates whoever connects, and strangers cannot keep peers out.
 
 Connections that are not authenticated yet are kept in a small pool, which bounds their number, their number per source
 and their age; if it is full, the oldest is closed. A connection leaves the pool when it has proven that it knows the
@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdkv.connectors.peer.auth import Acceptor, Session
@@ -48,7 +48,7 @@ class AuthListener:
     """Accepts connections and authenticates them.
 
     Args:
-        listener: TCP or unix; owned from now on. On a unix socket only processes of this user get so far.
+        listeners: TCP or unix; owned from now on. On a unix socket only processes of this user get so far.
         secret: of this rank; channel: what the connections are for.
         handshake_timeout_s: a stranger has so long.
         welcome: called on its thread with a connection (blocking) whose peer is known, the session, and a name
@@ -57,7 +57,7 @@ class AuthListener:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         secret: bytes,
         channel: str,
         *,
@@ -66,7 +66,7 @@ class AuthListener:
         name: str,
     ) -> None:
         self.num_refused = 0  # strangers that did not know the secret, were late, or made room
-        self._listener = listener
+        self._listeners = listeners
         self._secret = secret
         self._channel = channel
         self._timeout_s = handshake_timeout_s
@@ -77,8 +77,9 @@ class AuthListener:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -109,13 +110,14 @@ class AuthListener:
             for stranger in list(self._strangers.values()):
                 self._close(stranger)
             self._selector.close()
-            self._listener.close()
+            for listener in self._listeners:
+                listener.close()
             os.close(self._wake)
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._wait_s()):
-            if key.fileobj is self._listener:
-                self._accept()
+            if isinstance(key.fileobj, socket.socket) and key.fileobj in self._listeners:
+                self._accept(key.fileobj)
             elif key.fd == self._wake:
                 return
             elif (stranger := self._strangers.get(key.fd)) is not None:
@@ -125,7 +127,8 @@ class AuthListener:
             self._refuse(oldest, "the handshake took too long")
         if self._paused_until and now >= self._paused_until:
             self._paused_until = 0.0
-            self._selector.register(self._listener, selectors.EVENT_READ)
+            for listener in self._listeners:
+                self._selector.register(listener, selectors.EVENT_READ)
 
     def _wait_s(self) -> float | None:
         """Seconds until the next deadline."""
@@ -133,10 +136,10 @@ class AuthListener:
         due += [self._paused_until] if self._paused_until else []
         return max(min(due) - time.monotonic(), 0.0) if due else None
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
-                connection, address = self._listener.accept()
+                connection, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -178,7 +181,8 @@ class AuthListener:
             self._refuse(next(iter(self._strangers.values())), "no file descriptors are left")
             return
         logger.warning("cannot accept connections: %s", error.strerror)
-        self._selector.unregister(self._listener)
+        for listener in self._listeners:
+            self._selector.unregister(listener)
         self._paused_until = time.monotonic() + _PAUSE_S
 
     def _hear(self, stranger: _Stranger) -> None:

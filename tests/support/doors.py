@@ -54,7 +54,9 @@ def _listener_label(listener: Listener, port: int | None) -> str:
         return "tcp: --port" if own_port == port else f"tcp: {host}"
     path = str(listener.address)
     if path.startswith("\0"):
-        return "abstract: datagrams" if listener.type == socket.SOCK_DGRAM else f"abstract: {path[1:]}"
+        if listener.type == socket.SOCK_DGRAM:
+            return "abstract: datagrams"
+        return "abstract: " + re.sub(r"-[0-9a-f]+$", "-*", path[1:])
     return f"unix: {Path(path).name}"
 
 

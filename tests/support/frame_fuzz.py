@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from pdkv.connectors.p2p.wire import CHANNEL
 from pdkv.connectors.peer import auth as peer_auth
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.frames import decode_frame
@@ -86,7 +87,9 @@ TO_ROUTER: Sequence[EngineToRouter] = (
 )  # fmt: skip
 
 GREETINGS: Sequence[Any] = (
-    peer_auth.Hello(1, "p2p", b"n" * 32, peer_auth.Party("p", "1", 0), peer_auth.Party("d", "1", 0), 5.0),
+    peer_auth.Hello(
+        peer_auth.VERSION, CHANNEL, b"n" * 32, peer_auth.Party("p", "1", 0), peer_auth.Party("d", "1", 0), 5.0
+    ),
     peer_auth.Challenge(b"n" * 32, b"p" * 32), peer_auth.Answer(b"p" * 32),
 )  # fmt: skip
 

@@ -17,15 +17,16 @@ from push_rig import WAIT_S, PushEngine, full_kv, make_layout, view
 from traffic import held_by_process, wait_until_true, wait_until_within
 
 from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.p2p import outbound
 from pdkv.connectors.p2p import pieces as p2p_pieces
 from pdkv.connectors.p2p.connector import P2PConnector
-from pdkv.connectors.p2p.pieces import PieceBuffers, PiecePool, messages_of, plan_blocks
-from pdkv.connectors.p2p.wire import Address, Control, Offer, Welcome
+from pdkv.connectors.p2p.pieces import PiecePool
+from pdkv.connectors.p2p.sockets import listen
+from pdkv.connectors.p2p.wire import FRAMES_VERSION, Address, Control, Welcome
 from pdkv.connectors.peer.auth import Party
 from pdkv.connectors.peer.auth_listener import MAX_STRANGERS
-from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.transfer.block_runs import pack_blocks
-from pdkv.errors import ConfigError, StaleEpoch, TransferError
+from pdkv.errors import ConfigError, StaleEpoch
 
 torch.set_num_threads(1)
 
@@ -55,13 +56,14 @@ def pair(make_engine: Engines, tp: tuple[int, int] = (1, 1), sizes: tuple[int, i
     return prefill, decode
 
 
+@pytest.mark.parametrize("sockets", ["auto", "tcp"])
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16), (32, 32)], ids=str)
 @pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (1, 8), (8, 2)], ids=str)
 def test_tokens_arrive_in_the_blocks_of_every_rank(
-    make_engine: Engines, tp: tuple[int, int], sizes: tuple[int, int]
+    make_engine: Engines, tp: tuple[int, int], sizes: tuple[int, int], sockets: str
 ) -> None:
     """F20: any pair of ranks and block sizes, in chunks, behind a hit of decode's, with a partial tail."""
-    prefill, decode = pair(make_engine, tp, sizes)
+    prefill, decode = pair(make_engine, tp, sizes, sockets=sockets)
     start, num_tokens = 32, 150
     kv = full_kv(num_tokens, prefill.layout)
     source = [i * 7 % 64 for i in range(3, 3 + -(-num_tokens // sizes[0]))]
@@ -104,32 +106,29 @@ def move(prefill: PushEngine, decode: PushEngine, name: str = "t") -> None:
     decode.check(target, kv)
 
 
-LARGE = {"num_layers": 4, "head_size": 64}  # 128 KiB a block: two adjacent ones go as they lie
+LARGE = {"num_layers": 4, "head_size": 64}  # 128 KiB a block
+SOCKETS = pytest.mark.parametrize("sockets", ["unix", "tcp"])
 
 
-@pytest.mark.parametrize("num_messages", [1, 64])
-def test_adjacent_blocks_go_as_they_lie_and_scattered_ones_through_buffers(
-    make_engine: Engines, num_messages: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("batch_bytes", [1, 1 << 20, 1 << 30])
+@SOCKETS
+def test_adjacent_and_scattered_blocks_go_from_pool_to_pool(
+    make_engine: Engines, sockets: str, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(p2p_pieces, "MESSAGE_BYTES", p2p_pieces.DIRECT_BYTES * 32 // num_messages)
-    prefill, decode = pair(make_engine, layouts=LARGE)
+    """In batches of one block, of several, and all at once; large enough for two sockets."""
+    monkeypatch.setattr(p2p_pieces, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(outbound, "SECOND_SOCKET_BYTES", 1 << 20)
+    prefill, decode = pair(make_engine, layouts=LARGE, sockets=sockets)
     assert prefill.layout.block_bytes == 128 * 1024
     source = [*range(10, 20), 1, 5, 3, *range(30, 50), 60]
     target = [*range(20, 30), 1, 2, 3, *range(40, 60), 5]
     kv = full_kv(len(source) * 16 - 3, prefill.layout)
     prefill.fill(source, kv)
-    gathered: list[int] = []
-    gather = PiecePool.gather
-
-    def count(self: PiecePool, ids: Any, *rest: Any) -> torch.Tensor:
-        gathered.extend(ids.tolist())
-        return gather(self, ids, *rest)
-
-    monkeypatch.setattr(PiecePool, "gather", count)
-    transfer(prefill, decode, "t", source, target, len(kv))
-    assert decode.outcome("receiving", ("t", 1)).num_bytes == len(source) * prefill.layout.block_bytes
-    decode.check(target, kv)
-    assert gathered == [1, 5, 3, 60]
+    for name in "tu":
+        transfer(prefill, decode, name, source, target, len(kv))
+        assert decode.outcome("receiving", (name, 1)).num_bytes == len(source) * prefill.layout.block_bytes
+        decode.check(target, kv)
+        decode.pools[0].zero_()
 
 
 def test_a_hundred_transfers_at_once(make_engine: Engines) -> None:
@@ -178,7 +177,7 @@ def test_a_ticket_beyond_its_bound_fails_the_load_at_once(make_engine: Engines) 
         (b"\xc1", "kv_not_found"),
         (["d", "1", "t", 1, 0, 500, pack_blocks(range(32))], "kv_not_found"),  # more tokens than the prompt has
         (["d", "1", "t", 0, 0, 40, pack_blocks(range(3))], "kv_not_found"),  # an earlier attempt's
-        (["d", "1", "t", 1, 0, 40, pack_blocks(range(2))], "transfer_failed"),  # too few blocks
+        (["d", "1", "t", 1, 0, 40, pack_blocks(range(2))], "kv_not_found"),  # too few blocks
         (["d", "0", "t", 1, 0, 40, pack_blocks(range(3))], "stale_epoch"),
         (["x", "1", "t", 1, 0, 40, pack_blocks(range(3))], "peer_gone"),
         (["d", "1", "t", 1, 0, 40, pack_blocks(range(3))], "kv_not_found"),  # nothing is expected there
@@ -219,38 +218,25 @@ def test_wrong_options_are_refused(options: dict[str, str], text: str) -> None:
         P2PConnector(config, lambda: None)
 
 
-def test_offers_that_contradict_themselves_are_no_messages() -> None:
-    good = Offer(
-        transfer_id="t", attempt=1, piece=PieceRange(0, 1, 0, 1, 0, 64), form="blocks", runs=[(1, 2)],
-        per_message=1, timeout_s=1,
-    )  # fmt: skip
-    assert [(m.positions.tolist(), m.is_direct) for m in messages_of(good, 16)] == [
-        ([1, 2], True), ([0], False), ([3], False),
-    ]  # fmt: skip
-    for change in ({"runs": [(1, 4)]}, {"runs": [(0, 2), (1, 2)]}, {"runs": [(-1, 1)]}, {"per_message": 0}):
-        with pytest.raises(TransferError):
-            list(messages_of(msgspec.structs.replace(good, **change), 16))
-
-
-def test_runs_are_cut_into_messages() -> None:
-    block = 512 * 1024
-    assert plan_blocks([5, 6, 7, 9], [0, 1, 2, 3], 10, block) == [(10, 3), (13, 1)]
-    assert plan_blocks(range(20), range(20), 0, block) == [(0, 8), (8, 8), (16, 4)]
-    assert plan_blocks([5, 6, 9], [0, 1, 3], 10, 200 * 1024) == [(10, 2)]
-
-
-def test_a_message_that_is_larger_than_the_buffers_is_an_error(
-    make_engine: Engines, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("change", [{"num_bytes": 1}, {"num_bytes": 1 << 40}, {"per_batch": 0}, {"form": "units"}])
+def test_an_offer_that_contradicts_itself_is_refused(
+    make_engine: Engines, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    """F16: of a peer of another version. Gloo would end the process."""
-    prefill, decode = pair(make_engine)
-    real, pool = PiecePool.buffers, decode.workers[0]._pool
-    small = PieceBuffers(1024, torch.device("cpu"))
+    """F16: of a peer of another shape; nothing of it is waited for."""
+    prefill, decode = pair(make_engine, sizes=(32, 32))
+    real, before = outbound.plan_sending, decode.pools[0].clone()
+
+    def plan(*arguments: Any, **rest: Any) -> Any:
+        made = real(*arguments, **rest)
+        return made._replace(offer=msgspec.structs.replace(made.offer, **change))
+
     with monkeypatch.context() as patch:
-        patch.setattr(PiecePool, "buffers", lambda self: small if self is pool else real(self))
-        transfer(prefill, decode, "t", [9, 3, 1], [0, 2, 4], 40)
-        assert decode.outcome("receiving", ("t", 1)).code == "transfer_failed"
-        assert prefill.outcome("sending", ("t", 1)).code == "peer_gone"
+        patch.setattr(outbound, "plan_sending", plan)
+        transfer(prefill, decode, "t", [9, 3], [0, 2], 40)
+        assert prefill.outcome("sending", ("t", 1)).code == "transfer_failed"
+    decode.cancel(("t", 1))
+    assert torch.equal(decode.pools[0], before)
+    assert decode.outcome("receiving", ("t", 1)).code == "transfer_cancelled"
     move(prefill, decode, "u")
 
 
@@ -258,18 +244,18 @@ def test_a_message_that_is_larger_than_the_buffers_is_an_error(
 
 
 class Gate:
-    """Holds every gathering of a piece until it is opened."""
+    """Holds a sender before every batch of a piece until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Semaphore(0), threading.Event()
-        real = PiecePool.gather
+        real = PiecePool.outgoing
 
-        def gather(*arguments: Any) -> torch.Tensor:
+        def outgoing(*arguments: Any) -> Any:
             self.reached.release()
             assert self.opened.wait(WAIT_S)
             return real(*arguments)
 
-        monkeypatch.setattr(PiecePool, "gather", gather)
+        monkeypatch.setattr(PiecePool, "outgoing", outgoing)
 
     def wait(self) -> None:
         assert self.reached.acquire(timeout=WAIT_S)
@@ -291,7 +277,7 @@ def test_what_comes_after_the_receivers_cancel_is_refused(make_engine: Engines) 
 def test_a_cancel_while_the_piece_travels_ends_when_nothing_can_land(
     make_engine: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdkv.connectors.p2p.moves.BUFFER_BYTES", 1)  # a message per block
+    monkeypatch.setattr(p2p_pieces, "BATCH_BYTES", 1)  # a batch per block
     prefill, decode = pair(make_engine)
     prefill.fill(range(20, 40), full_kv(320, prefill.layout))
     gate = Gate(monkeypatch)
@@ -502,17 +488,22 @@ def test_a_peer_gets_in_while_strangers_connect_in_a_loop(make_engine: Engines) 
     assert next(num_connections) > 100
 
 
-def test_who_holds_a_peers_port_learns_nothing_and_the_send_fails_with_a_type(make_engine: Engines) -> None:
+@SOCKETS
+def test_who_holds_a_peers_address_learns_nothing_and_the_send_fails_with_a_type(
+    make_engine: Engines, sockets: str
+) -> None:
     """The secret used to be the first thing that was sent, to whoever listened."""
-    prefill, decode = pair(make_engine)
+    prefill, decode = pair(make_engine, sockets=sockets)
     address = address_of(decode)
-    with socket.create_server(("127.0.0.1", 0)) as thief:
-        stolen = msgspec.structs.replace(address, port=thief.getsockname()[1])
+    *held, name = listen("127.0.0.1")
+    with held[0], held[1]:
+        thief = held[sockets == "tcp"]
+        stolen = msgspec.structs.replace(address, unix_name=name, port=held[1].getsockname()[1])
         card = msgspec.structs.replace(decode.card, rank_blobs=[msgspec.msgpack.encode(stolen)])
         prefill.meet(card)
         heard: list[bytes] = []
 
-        def listen() -> None:
+        def hear() -> None:
             connection, _ = thief.accept()
             with connection:
                 heard.append(connection.recv(4096))
@@ -521,7 +512,7 @@ def test_who_holds_a_peers_port_learns_nothing_and_the_send_fails_with_a_type(ma
                 while data := connection.recv(4096):
                     heard.append(data)
 
-        listening = threading.Thread(target=listen)
+        listening = threading.Thread(target=hear)
         listening.start()
         transfer(prefill, decode, "t", [9, 3, 1], [0, 1, 2], 40)
         assert prefill.outcome("sending", ("t", 1)).code == "unauthenticated"
@@ -532,7 +523,7 @@ def test_who_holds_a_peers_port_learns_nothing_and_the_send_fails_with_a_type(ma
 
 
 def test_the_secret_is_not_shown() -> None:
-    address = Address("127.0.0.1", 1, b"secretsecret", "gloo")
+    address = Address(FRAMES_VERSION, "here", "name", "127.0.0.1", 1, b"secretsecret", True)
     assert "secretsecret" not in f"{address} {address!r} {(address,)}"
 
 

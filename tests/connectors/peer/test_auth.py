@@ -20,6 +20,7 @@ from pdkv.connectors.peer import auth_listener
 from pdkv.connectors.peer.auth import (
     HEADER_BYTES,
     MAX_GREETING_BYTES,
+    VERSION,
     Acceptor,
     Answer,
     Challenge,
@@ -162,7 +163,7 @@ def test_a_replayed_greeting_opens_nothing() -> None:
 
 def test_a_proof_that_is_sent_back_proves_nothing() -> None:
     """Reflection: the listener's proof is none of a dialer, and a dialer takes its own greeting for no challenge."""
-    hello = Hello(1, "c", os.urandom(32), P, D, 1.0)
+    hello = Hello(VERSION, "c", os.urandom(32), P, D, 1.0)
     acceptor = Acceptor(SECRET, "c")
     challenge = parse(acceptor.feed(frame(hello)), Challenge)
     with pytest.raises(Unauthenticated):
@@ -315,7 +316,7 @@ class Opened:
         self.family, self.address = listener.family, listener.getsockname()
         self.came: list[tuple[socket.socket, Session, str]] = []
         self.listener = AuthListener(
-            listener, SECRET, "c", handshake_timeout_s=timeout_s, name="test",
+            [listener], SECRET, "c", handshake_timeout_s=timeout_s, name="test",
             welcome=lambda *arguments: self.came.append(arguments),
         )  # fmt: skip
         self._mine: list[socket.socket] = []

@@ -35,10 +35,12 @@ def is_to_router(connection: socket.socket, engine: str) -> bool:
 
 
 def is_of_transfers(connection: socket.socket, engine: str) -> bool:
-    """Whether it leads to another engine or to a store: by TCP, or to a named socket of somebody else's."""
+    """Whether it leads to another engine or to a store: by TCP, or to or from a socket with an abstract name, or to a
+    named one of somebody else's.
+    """
     if connection.family != socket.AF_UNIX:
         return True
-    return bool(connection.getpeername())
+    return bool(connection.getpeername()) or isinstance(connection.getsockname(), bytes)
 
 
 def cut(pid: int, engine: str, which: Callable[[socket.socket, str], bool]) -> int:

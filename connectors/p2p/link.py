@@ -1,0 +1,117 @@
+"""One end of a link: its sockets, and a piece on its way over them. Who dialed sends, the other end receives."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from pdkv.connectors.p2p.pieces import MovePlan, PiecePool
+from pdkv.connectors.p2p.sockets import Connection
+from pdkv.connectors.p2p.wire import Control, End
+from pdkv.connectors.transfer.block_copy import Bytes
+from pdkv.connectors.transfer.worker import Job
+from pdkv.errors import TransferCancelled, TransferError, Unauthenticated
+
+if TYPE_CHECKING:
+    from pdkv.connectors.p2p.nccl import NcclGroup
+
+
+class LinkEnd:
+    """What a link consists of. One thread uses it; any may `interrupt` it."""
+
+    def __init__(self, control: Control, token: str) -> None:
+        self.control = control
+        self.token = token  # names it among the links of its receiver
+        self.second: Connection | None = None  # once there was a large piece
+        self.group: NcclGroup | None = None  # between distinct GPUs
+        self._buffer: Bytes | None = None  # made for the first piece
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the peer has neither closed it nor said something that nobody asked for."""
+        return self.control.connection.is_open and (self.second is None or self.second.is_open)
+
+    def make_group(self, rank: int, make_s: float, timeout_s: float) -> None:
+        """Have the KV go over NCCL. Raises a TransferError: close the link."""
+        from pdkv.connectors.p2p.nccl import NcclGroup
+
+        self.group = NcclGroup(self.control, rank, make_s, timeout_s)
+
+    def send_piece(self, job: Job, plan: MovePlan, pool: PiecePool) -> None:
+        """Send a piece whose offer was accepted.
+
+        Raises:
+            TransferError: close the link; the receiver waits for what will not come.
+        """
+        body = None
+        if self.group is not None:
+            self.group.send_piece(plan, pool.units, job.remaining_s)
+        else:
+            body, buffer = self._start(pool)
+            for ids, connection in zip(plan.batches(), self._turns(plan), strict=False):
+                rows = pool.outgoing(ids, plan.part, buffer)
+                if body is not None:
+                    pool.digest(body.update, ids, plan.part, buffer)
+                connection.send_rows(rows, job.remaining_s())
+        self.control.send(End(_result(body)), job.remaining_s())
+
+    def receive_piece(self, job: Job, plan: MovePlan, pool: PiecePool, timeout_s: float) -> None:
+        """Receive a piece whose offer was accepted.
+
+        Raises:
+            TransferError: close the link; what is on its way may still land until then.
+        """
+        deadline = time.monotonic() + timeout_s
+
+        def remaining_s() -> float:
+            if job.stop_code:
+                raise TransferCancelled("the receiver gave the transfer up")
+            return max(deadline - time.monotonic(), 1e-3)
+
+        body = None
+        if self.group is not None:
+            self.group.receive_piece(plan, pool.units, remaining_s)
+        else:
+            body, buffer = self._start(pool)
+            for ids, connection in zip(plan.batches(), self._turns(plan), strict=False):
+                connection.receive_rows(pool.incoming(ids, plan.part, buffer), remaining_s())
+                if body is not None:
+                    pool.digest(body.update, ids, plan.part, buffer)
+                pool.landed(ids, plan.part, buffer)
+        end = self.control.expect(remaining_s())
+        if not isinstance(end, End):
+            raise TransferError(f"{type(end).__name__} behind a piece")
+        if end.body != _result(body):
+            raise Unauthenticated("a piece was changed on its way")
+
+    def interrupt(self) -> None:
+        """By any thread: whatever the link's thread waits for, it wakes up, and the link ends."""
+        for part in (self.control, self.second, self.group):
+            if part is not None:
+                part.interrupt()
+
+    def close(self) -> None:
+        """By its own thread: nothing lands, and nothing is read any more. Idempotent."""
+        for part in (self.group, self.second, self.control):
+            if part is not None:
+                part.close()
+
+    def _start(self, pool: PiecePool) -> "tuple[xxhash.xxh3_128 | None, Bytes | None]":
+        """The digest of a piece's bytes (nobody is between the ends of a unix socket), and the buffer."""
+        self._buffer = pool.make_buffer() if self._buffer is None else self._buffer
+        control = self.control
+        return None if control.connection.is_unix else xxhash.xxh3_128(seed=control.session.seed), self._buffer
+
+    def _turns(self, plan: MovePlan) -> Iterator[Connection]:
+        """The socket of each batch: of two, one after the other, so that one is filled while the other is read."""
+        if plan.offer.num_sockets == 1:
+            return itertools.repeat(self.control.connection)
+        if self.second is None or plan.offer.num_sockets != 2:
+            raise TransferError(f"{plan.offer.num_sockets} sockets are offered")
+        return itertools.cycle((self.control.connection, self.second))
+
+
+def _result(body: "xxhash.xxh3_128 | None") -> bytes:
+    return b"" if body is None else body.digest()

@@ -1,0 +1,187 @@
+"""The sockets of `p2p` links: unix within a host, TCP between hosts; KV goes straight out of the pools and into them.
+
+The system calls take arrays of (address, length) that numpy has made: thousands of rows cost two calls and no copy.
+"""
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.errors import PeerGone, TransferTimeout
+
+Iovecs = npt.NDArray[np.uint64]
+"""Shape (n, 2): address and length of each row."""
+
+IOV_MAX = 1024
+UNIX_BUFFER_BYTES = 4 << 20
+"""Asked for; the system gives at most net.core.wmem_max. A piece that fits leaves its sender free at once."""
+
+BACKLOG = 1024
+"""Connections that the kernel keeps until the listener's thread takes them: a burst of strangers fills no queue."""
+
+_SECONDS = struct.Struct("@ll")
+
+
+class _Message(ctypes.Structure):
+    """struct msghdr."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p), ("name_length", ctypes.c_uint), ("iovecs", ctypes.c_void_p),
+        ("num_iovecs", ctypes.c_size_t), ("control", ctypes.c_void_p), ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )  # fmt: skip
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _call in (_libc.sendmsg, _libc.recvmsg):
+    _call.argtypes = [ctypes.c_int, ctypes.POINTER(_Message), ctypes.c_int]
+    _call.restype = ctypes.c_ssize_t
+
+
+def host_id() -> str:
+    """Who has the same one reaches this process' abstract unix sockets, and may: the boot, the namespaces, the user."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.stat(f"/proc/self/ns/{name}") for name in ("net", "user")]
+    except OSError:
+        return ""  # nobody has the same one
+    names = [boot, str(os.geteuid()), *(f"{space.st_dev}.{space.st_ino}" for space in spaces)]
+    return hashlib.sha256("/".join(names).encode()).hexdigest()[:16]
+
+
+def listen(host: str) -> tuple[socket.socket, socket.socket, str]:
+    """A unix and a TCP socket that listen, and the unix one's abstract name. Raises OSError."""
+    name = f"pdkv-p2p-{secrets.token_hex(8)}"
+    within = socket.socket(socket.AF_UNIX)
+    try:
+        within.bind(f"\0{name}")
+        within.listen(BACKLOG)
+        return within, socket.create_server((host, 0), backlog=BACKLOG), name
+    except BaseException:
+        within.close()
+        raise
+
+
+def connect(unix_name: str, address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """A connection to the abstract unix socket where a name is given, else to the TCP address. Raises OSError."""
+    if not unix_name:
+        return socket.create_connection(address, timeout_s)
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        _limit(made, socket.SO_SNDTIMEO, timeout_s)
+        made.connect(f"\0{unix_name}")
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+class Connection:
+    """One socket to a peer. One thread uses it; any may `interrupt` it.
+
+    All errors are PeerGone, when the connection ended, or TransferTimeout, when the peer does nothing for too long.
+    """
+
+    def __init__(self, connected: socket.socket, peer: str) -> None:
+        self.socket = connected
+        self.is_unix = connected.family == socket.AF_UNIX
+        self._peer = peer
+        connected.setblocking(True)  # and each call has a deadline
+        if self.is_unix:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
+        else:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, data: bytes, timeout_s: float) -> None:
+        """Send all of a frame."""
+        self._move("send", _iovecs_of(data), timeout_s)
+
+    def receive(self, size: int, timeout_s: float) -> bytes:
+        """Wait for so many bytes."""
+        data = bytearray(size)
+        self._move("receive", _iovecs_of(data), timeout_s)
+        return bytes(data)
+
+    def send_rows(self, iovecs: Iovecs, timeout_s: float) -> None:
+        """Send memory, row by row; the array is used up."""
+        self._move("send", iovecs, timeout_s)
+
+    def receive_rows(self, iovecs: Iovecs, timeout_s: float) -> None:
+        """Fill memory, row by row; the array is used up."""
+        self._move("receive", iovecs, timeout_s)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the peer has neither closed the connection nor said something that nobody asked for."""
+        found = select.poll()
+        found.register(self.socket, select.POLLIN)
+        return not found.poll(0)
+
+    def interrupt(self) -> None:
+        """By any thread: the connection ends, and a thread that waits here wakes up with PeerGone."""
+        with contextlib.suppress(OSError):  # the peer was faster
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """By the thread that uses it. Idempotent."""
+        self.interrupt()
+        self.socket.close()
+
+    def _move(self, way: Literal["send", "receive"], iovecs: Iovecs, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        call, limit, flags = (
+            (_libc.sendmsg, socket.SO_SNDTIMEO, socket.MSG_NOSIGNAL)
+            if way == "send"
+            else (_libc.recvmsg, socket.SO_RCVTIMEO, socket.MSG_WAITALL)
+        )
+        message = _Message()
+        try:
+            while len(iovecs):
+                _limit(self.socket, limit, deadline - time.monotonic())
+                message.iovecs, message.num_iovecs = iovecs.ctypes.data, min(len(iovecs), IOV_MAX)
+                moved = call(self.socket.fileno(), ctypes.byref(message), flags)
+                if moved > 0:
+                    iovecs = _rest(iovecs, moved)
+                elif moved == 0:
+                    raise PeerGone(f"{self._peer} closed the connection")
+                elif (number := ctypes.get_errno()) != errno.EINTR:
+                    raise OSError(number, os.strerror(number))
+        except BlockingIOError:
+            raise TransferTimeout(f"{self._peer}: nothing moves for {timeout_s:g} s") from None
+        except OSError as error:
+            raise PeerGone(f"{self._peer}: {error.strerror or error}") from error
+
+
+def _limit(connection: socket.socket, option: int, seconds: float) -> None:
+    """How long a call on a blocking socket may take; 0 would be for ever."""
+    whole, part = divmod(max(seconds, 1e-3), 1)
+    connection.setsockopt(socket.SOL_SOCKET, option, _SECONDS.pack(int(whole), int(part * 1e6)))
+
+
+def _iovecs_of(data: bytes | bytearray) -> Iovecs:
+    """A buffer as one row. Keep the buffer meanwhile."""
+    view = np.frombuffer(data, dtype=np.uint8)
+    return np.array([[view.ctypes.data, view.size]], dtype=np.uint64)
+
+
+def _rest(iovecs: Iovecs, moved: int) -> Iovecs:
+    """What is left of rows of which the first `moved` bytes are done; the first row may begin in its middle."""
+    ends = np.cumsum(iovecs[:IOV_MAX, 1])
+    done = int(np.searchsorted(ends, np.uint64(moved), side="right"))
+    if done < len(ends):
+        part = moved - (int(ends[done - 1]) if done else 0)
+        iovecs[done, 0] += np.uint64(part)
+        iovecs[done, 1] -= np.uint64(part)
+    return iovecs[done:]
