@@ -20,7 +20,16 @@ import msgspec
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.step_done import StepDone
 from pdkv.options import Options
-from pdkv.wire.messages import ConnectorKind, ConnectorStats, EngineCard, KVHandoff, KVLayout, Order, TierEvents
+from pdkv.wire.messages import (
+    ChecksumMode,
+    ConnectorKind,
+    ConnectorStats,
+    EngineCard,
+    KVHandoff,
+    KVLayout,
+    Order,
+    TierEvents,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -276,6 +285,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""  # identity digest, as in the EngineCard; empty: peers' models are not compared
     rank: int = 0  # the rank that this process is
     tp: int = 1  # ranks of the engine
+    kv_checksum: ChecksumMode = "on"  # which hand-offs have digests
     kv_shards: int = 1  # parts that stored KV heads are cut into: a multiple of every engine's tp
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from pdkv.connectors.base import Stats, TransferOutcome
-from pdkv.errors import TransferCancelled, TransferTimeout
+from pdkv.errors import KVCorrupted, TransferCancelled, TransferTimeout
 from pdkv.kv_store.base import TierCounts
 from pdkv.wire.messages import ConnectorStats
 
@@ -42,4 +42,5 @@ def stats_of_transfer(direction: Literal["send", "receive"], outcome: TransferOu
         failed_loads=0 if saves else failed,
         timeouts=int(outcome.code == TransferTimeout.code),
         damaged_values=outcome.num_damaged,
+        corrupted_transfers=int(outcome.code == KVCorrupted.code),
     )

@@ -15,6 +15,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.memory.fabric import Content, MemoryFabric
+from pdkv.connectors.peer.checksums import Checksums
 from pdkv.connectors.stats import stats_of_transfer
 from pdkv.errors import ConfigError, IncompatiblePeers
 from pdkv.options import Options, option, seconds
@@ -84,7 +85,10 @@ class MemoryScheduler(SchedulerConnector):
 class MemoryWorker(WorkerConnector):
     """Worker side: an endpoint of the fabric, and the results not yet reported."""
 
+    checksums: Checksums
+
     def __init__(self, connector: MemoryMode) -> None:
+        self.config = connector.config
         self.engine = connector.config.engine
         self.epoch = connector.config.epoch
         self.fabric = connector.fabric
@@ -99,6 +103,7 @@ class MemoryWorker(WorkerConnector):
 
     def register_kv_caches(self, kv_cache: Content) -> None:
         self.pool = kv_cache
+        self.checksums = Checksums(self.config, kv_cache)
         self.fabric.register(self)
 
     def get_finished(self) -> TransferResults:

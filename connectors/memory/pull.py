@@ -1,5 +1,6 @@
 """Pull mode of the `memory` connector: decode reads the blocks that prefill keeps under lease."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from pdkv.connectors.base import (
@@ -71,6 +72,11 @@ class MemoryPullWorker(MemoryWorker):
             if table.generation(block_id) != generation:
                 raise StaleGeneration(f"block {block_id} was reused")
 
+    def digests_of(self, block_ids: Sequence[int], load: BlockLoad) -> bytes:
+        """What a load's tokens are in these blocks of this engine."""
+        tokens, part = range(load.start, load.stop), self.checksums.pool.whole
+        return self.checksums.of(block_ids, load.start, tokens, part, load.key)
+
 
 class Read(Operation):
     """Two stages: the data leaves the source, the data lands."""
@@ -79,12 +85,16 @@ class Read(Operation):
         self.worker = worker
         self.load = load
         self.content: Content = None
+        self.digests = b""
 
     def deliver(self) -> Operation | None:
         worker, load = self.worker, self.load
         try:
             source = worker.fabric.endpoint(load.engine, load.epoch)
             if self.content is None:
+                assert isinstance(source, MemoryPullWorker)
+                if worker.checksums.are_wanted(source.config.kv_checksum, load.key[0]):
+                    self.digests = source.digests_of(load.source, load)
                 self.content = copy_out(source.pool, load.source)
                 return self
             if not worker.is_active(load):
@@ -92,6 +102,9 @@ class Read(Operation):
                 return None
             copy_in(worker.pool, load.block_ids, self.content)
             worker.check_generations(source.table, load)
+            if self.digests:
+                own = worker.digests_of(load.block_ids, load)
+                worker.checksums.compare(own, self.digests, range(load.start, load.stop), load.key, load.engine)
         except TransferError as error:
             worker.end(load, error)
             return None

@@ -9,7 +9,7 @@ from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler, PushSend
 from pdkv.connectors.peer.push_worker import Incoming, PieceRange
 from pdkv.connectors.transfer.planning import blocks_of
-from pdkv.errors import KVNotFound, TransferCancelled, TransferError, TransferTimeout
+from pdkv.errors import KVCorrupted, KVNotFound, TransferCancelled, TransferError, TransferTimeout
 from pdkv.wire.messages import ConnectorKind
 
 
@@ -112,8 +112,19 @@ class MemoryPushWorker(MemoryWorker):
         """The registered receive of a transfer; None: what arrives for it is late and refused."""
         return self._incoming.get(key)
 
-    def land(self, send: PushSend, content: Content) -> bool:
-        """Write a batch into the registered blocks. False: the transfer has ended here, the write is refused."""
+    def digests_of(self, send: PushSend, receiver: MemoryWorker) -> bytes:
+        """What a batch is where it was computed; empty: one of the ends does not want that."""
+        if not self.checksums.are_wanted(receiver.config.kv_checksum, send.ticket.transfer_id):
+            return b""
+        tokens, part = range(send.start, send.stop), self.checksums.pool.whole
+        return self.checksums.of(send.block_ids, send.start, tokens, part, send.ticket.key)
+
+    def land(self, send: PushSend, content: Content, digests: bytes, sender: "MemoryPushWorker") -> bool:
+        """Write a batch into the registered blocks. False: the transfer has ended here, the write is refused.
+
+        Raises:
+            KVCorrupted: what has landed is not what `digests` are of; the transfer has ended.
+        """
         key = send.ticket.key
         incoming = self.incoming(key)
         if incoming is None:
@@ -122,16 +133,24 @@ class MemoryPushWorker(MemoryWorker):
         first = send.ticket.start // self.block_size
         blocks = blocks_of(send.start, send.stop, self.block_size)
         copy_in(self.pool, incoming.block_ids[blocks.start - first : blocks.stop - first].tolist(), content)
+        if self.checksums.are_wanted(sender.config.kv_checksum, key[0]):
+            tokens, part = range(send.start, send.stop), self.checksums.pool.whole
+            own = self.checksums.of(incoming.block_ids, incoming.ticket.start, tokens, part, key)
+            try:
+                self.checksums.compare(own, digests, tokens, key, sender.engine)
+            except KVCorrupted as error:
+                self.stop_receiving(key, error)
+                raise
         layers, heads = self._layout.num_layers, self._layout.num_kv_heads
         if incoming.arrived(PieceRange(0, layers, 0, heads, send.start, send.stop), 0):
             self._incoming.pop(key, None)
             self.received(key, len(incoming.block_ids))
         return True
 
-    def stop_receiving(self, key: TransferKey) -> None:
+    def stop_receiving(self, key: TransferKey, error: TransferError) -> None:
         """Nothing of this transfer lands from now on."""
         if self._incoming.pop(key, None) is not None:
-            self.receive_failed(key, TransferCancelled.code)
+            self.receive_failed(key, error.code)
 
 
 class Write(Operation):
@@ -142,18 +161,18 @@ class Write(Operation):
         self.outgoing = outgoing
         self.send = send
         self.content: Content = None
+        self.digests = b""
 
     def deliver(self) -> Operation | None:
         worker, send = self.worker, self.send
-        if self.content is None:
-            if not worker.is_sending(send.key, self.outgoing):
-                return None
-            self.content = copy_out(worker.pool, send.block_ids)
-            return self
         try:
-            peer = worker.fabric.endpoint(send.ticket.engine, send.ticket.epoch)
-            assert isinstance(peer, MemoryPushWorker)
-            if not peer.land(send, self.content):
+            if self.content is None:
+                if not worker.is_sending(send.key, self.outgoing):
+                    return None
+                self.digests = worker.digests_of(send, self._receiver())
+                self.content = copy_out(worker.pool, send.block_ids)
+                return self
+            if not self._receiver().land(send, self.content, self.digests, worker):
                 raise TransferCancelled("the receiver has ended the transfer")
         except TransferError as error:
             if worker.is_sending(send.key, self.outgoing):
@@ -161,6 +180,12 @@ class Write(Operation):
             return None
         worker.acknowledge(send)
         return None
+
+    def _receiver(self) -> MemoryPushWorker:
+        ticket = self.send.ticket
+        peer = self.worker.fabric.endpoint(ticket.engine, ticket.epoch)
+        assert isinstance(peer, MemoryPushWorker)
+        return peer
 
 
 class CancelTransfer(Operation):
@@ -171,8 +196,9 @@ class CancelTransfer(Operation):
         self.key = key
 
     def deliver(self) -> Operation | None:
-        self.worker.stop_receiving(self.key)
-        self.worker.stop_sending(self.key, TransferCancelled("cancelled"))
+        error = TransferCancelled("cancelled")
+        self.worker.stop_receiving(self.key, error)
+        self.worker.stop_sending(self.key, error)
         return None
 
 

@@ -15,13 +15,15 @@ import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey
+from pdkv.connectors.peer.cards import Incarnation
+from pdkv.connectors.peer.checksums import Checksums
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushSend, PushTicket
 from pdkv.connectors.peer.worker import PeerWorker
 from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.transfer.planning import HeadPart, sender_parts
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.connectors.transfer.worker import Job, Task
-from pdkv.errors import KVNotFound, PdkvError, PeerGone, TransferError
+from pdkv.errors import KVCorrupted, KVNotFound, PdkvError, PeerGone, TransferError
 from pdkv.wire.messages import EngineCard, KVLayout
 
 if TYPE_CHECKING:
@@ -147,9 +149,12 @@ class PushWorker(PeerWorker):
     """Worker side above a transport: one job per batch, layer group and peer rank that is sent, one posted job that is
     received.
 
-    A transport says how a piece is sent (`send`). What comes in calls `find_incoming`, writes between `enter` and
-    `leave`, or without them where the peer writes by itself, and then calls `landed`.
+    A transport says how a piece is sent (`send`), and carries its `digests_of` to the receiver, behind the data or
+    before. What comes in calls `find_incoming`, writes between `enter` and `leave`, or without them where the peer
+    writes by itself, and then calls `landed`.
     """
+
+    checksums: Checksums
 
     @abstractmethod
     def send(self, job: Job, piece: PushPiece, scratch: Any) -> int | None:
@@ -162,6 +167,7 @@ class PushWorker(PeerWorker):
         """A receive is registered: what the peer sends for it may land from now on."""
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
+        self.checksums = Checksums(self.config, kv_cache)
         self.layer_by_layer = kv_cache.device.type == "cpu"  # else layers are there when the device's stream says so
         self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
 
@@ -199,6 +205,13 @@ class PushWorker(PeerWorker):
         piece.after.wait(job.remaining_s())  # the peer, or another stream, reads
         return self.send(job, piece, scratch)
 
+    def digests_of(self, piece: PushPiece) -> bytes:
+        """What the receiver compares with what has landed; empty: one of the ends does not want that."""
+        send = piece.send
+        if not self.checksums.are_wanted(piece.card.kv_checksum, send.ticket.transfer_id):
+            return b""
+        return self.checksums.of(send.block_ids, send.start, range(send.start, send.stop), piece.part, send.ticket.key)
+
     # --- what comes in --------------------------------------------------------------------------------------------
 
     def find_incoming(self, key: TransferKey) -> tuple[Job, Incoming]:
@@ -212,11 +225,41 @@ class PushWorker(PeerWorker):
                 return job, job.order
         raise KVNotFound("no such transfer is expected", transfer_id=key[0], attempt=key[1])
 
-    def landed(self, job: Job, piece: PieceRange, num_bytes: int) -> None:
-        """A piece is in the blocks of this rank; ends the receive with the last of them."""
+    def landed(
+        self, job: Job, piece: PieceRange, num_bytes: int, digests: bytes = b"", sender: Incarnation | None = None
+    ) -> None:
+        """A piece is in the blocks of this rank; ends the receive with the last of them.
+
+        Args:
+            digests: what the sender's `digests_of` said of it.
+            sender: its (engine, epoch); None: the transport carries no digests.
+
+        Raises:
+            KVCorrupted: it is not what was sent; the transfer has failed.
+        """
         incoming: Incoming = job.order
+        if not self.enter(job):
+            return  # it has ended, or has to: what was in its blocks is nobody's any more
+        try:
+            if sender is not None:
+                self._check_landed(incoming, piece, digests, sender)
+        except KVCorrupted:
+            self.stop_jobs(lambda other: other is job, KVCorrupted.code)
+            raise
+        finally:
+            self.leave(job)
         if incoming.arrived(piece, num_bytes):
             self.end_job(job, num_bytes=incoming.num_bytes)
+
+    def _check_landed(self, incoming: Incoming, piece: PieceRange, digests: bytes, sender: Incarnation) -> None:
+        engine, epoch = sender
+        mode = self.peers.card(engine, epoch).kv_checksum if self.peers.knows(engine, epoch) else "on"
+        ticket = incoming.ticket
+        if not self.checksums.are_wanted(mode, ticket.transfer_id):
+            return
+        tokens = range(piece.start, piece.stop)
+        own = self.checksums.of(incoming.block_ids, ticket.start, tokens, piece.part, ticket.key)
+        self.checksums.compare(own, digests, tokens, ticket.key, engine)
 
     # --- orders ---------------------------------------------------------------------------------------------------
 

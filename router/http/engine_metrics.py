@@ -52,6 +52,7 @@ _CONNECTOR_COUNTERS = {
     "tier_hits": "Values that were read from this tier of a store.",
     "tier_failures": "Calls of this tier that failed, or that it was spared after a failure.",
     "damaged_values": "Stored values that were not what had been saved.",
+    "corrupted_transfers": "KV transfers that failed because what arrived was not what the peer had.",
 }
 """Fields of ConnectorStats, and what they count."""
 

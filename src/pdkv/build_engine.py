@@ -275,6 +275,7 @@ def _make_connector(
         rank=rank,
         tp=plan.config.tp,
         kv_shards=plan.kv_shards,
+        kv_checksum=plan.handoff.kv_checksum,
     )
     return make_connector(plan.handoff.connector, connector_config, notify)
 
@@ -311,6 +312,7 @@ def _connect(
         rank_blobs=[rank.blob for rank in ranks] if worker is not None else [],
         rank_pids=[rank.pid for rank in ranks],
         version=VERSION,
+        kv_checksum=plan.handoff.kv_checksum if plan.handoff is not None else "off",
     )
     return build_core(
         card=card,

@@ -78,6 +78,10 @@ class HandoffConfig:
         {}, "connector options; KEY=@FILE reads the value from a file", metavar="KEY=VALUE"
     )
     kv_load_failure_policy: Literal["recompute", "fail"] = option("recompute", "what decode does when a KV load fails")
+    kv_checksum: Literal["off", "sample", "on"] = option(
+        "on",
+        "compare digests of handed-off KV, as sent and as it arrived: never, for one transfer in 16, always",
+    )
     kv_load_timeout_s: float = seconds(30.0, "deadline of a KV load, from its allocation on")
     lease_timeout_s: float = seconds(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")
     max_leased_fraction: float = option(

@@ -31,6 +31,7 @@ PdkvError
     ├── TransferTimeout      its deadline passed
     ├── TransferCancelled    its owner cancelled it
     ├── StaleGeneration      the source blocks were reused while they were read
+    ├── KVCorrupted          what arrived is not what the source had
     ├── StaleEpoch           it names an incarnation of the peer that is gone
     ├── PeerGone             the peer went away
     ├── Unauthenticated      the other end does not know the secret, or a message was tampered with
@@ -248,6 +249,12 @@ class StaleGeneration(TransferError):
     """The source blocks were reused while they were read: what was read is refused."""
 
     code = "stale_generation"
+
+
+class KVCorrupted(TransferError):
+    """What arrived is not what the source had: their digests differ, or the source's are missing."""
+
+    code = "kv_corrupted"
 
 
 class StaleEpoch(TransferError):

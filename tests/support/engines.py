@@ -43,7 +43,9 @@ def make_core(
     layout = KVLayout(num_layers, 1, 1, block_size, "int64", 8, groups=groups)
     made = None
     if options is not None:
-        config = ConnectorConfig(engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, options=options)
+        config = ConnectorConfig(
+            engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, options=options, kv_checksum="off"
+        )
         name_of = STAND_IN_STORE if options.get("mode") == "store" else connector
         made = make_connector(name_of, config, lambda: None)
     worker = made.make_worker_side(0) if made else None

@@ -28,7 +28,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.planning import rank_heads
-from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
+from pdkv.wire.messages import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 4, 8
@@ -68,6 +68,7 @@ class RankedEngine:
         layout: KVLayout | None = None,
         num_blocks: int = 64,
         model: str = "m",
+        kv_checksum: ChecksumMode = "on",
         **options: str,
     ) -> None:
         self.layout = layout or make_layout(tp)
@@ -76,7 +77,14 @@ class RankedEngine:
         self.earlier_steps: StepDone | None = None  # of the next steps
         self.woken = threading.Semaphore(0)
         config = ConnectorConfig(
-            engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, options=options, model=model, tp=tp
+            engine=name,
+            epoch=epoch,
+            layout=self.layout,
+            num_blocks=num_blocks,
+            options=options,
+            model=model,
+            tp=tp,
+            kv_checksum=kv_checksum,
         )
         configs = [msgspec.structs.replace(config, rank=rank) for rank in range(tp)]
         self.connectors = [connector(config, self.woken.release) for config in configs]
@@ -90,7 +98,7 @@ class RankedEngine:
             engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="rig", kind=connector.kind,
             content_addressed=False, orders=[], model=model, layout=self.layout, hash_block_size=HASH_BLOCK_SIZE,
             num_blocks=num_blocks, max_model_len=4096, max_num_seqs=8, tp=tp,
-            rank_blobs=[worker.handshake() for worker in self.workers],
+            rank_blobs=[worker.handshake() for worker in self.workers], kv_checksum=kv_checksum,
         )  # fmt: skip
         self._peers: list[EngineCard] = []
         self._reports: dict[tuple[str, TransferKey], list[TransferOutcome]] = {}

@@ -31,6 +31,7 @@ OLDEST_PROTOCOL = 1
 
 Order = Literal["prefill_first", "concurrent", "needs_peer_first", "decode_first"]
 ConnectorKind = Literal["store", "pull", "push"]
+ChecksumMode = Literal["off", "sample", "on"]
 FinishReason = Literal["stop", "length"]
 
 RequestKey = tuple[str, int]
@@ -181,6 +182,7 @@ class EngineCard(Message, frozen=True):
     beats: Text = ""  # ZeroMQ endpoint of its Beats; of tcp:// only the port counts; "": it sends none
     max_num_batched_tokens: Natural = 0  # of its largest step; 0: not known
     version: Id = ""  # of pdkv there: for people
+    kv_checksum: ChecksumMode = "off"  # which of its hand-offs have digests
 
 
 class KVHandoff(Message, frozen=True):
@@ -503,6 +505,7 @@ class ConnectorStats(msgspec.Struct, frozen=True):
     tier_hits: Count = 0  # values that were read from a tier
     tier_failures: Count = 0  # calls of a tier that failed, or that it was spared after a failure
     damaged_values: Count = 0  # that were not what had been saved
+    corrupted_transfers: Count = 0  # failed: what arrived was not what the peer had
 
     def __add__(self, other: "ConnectorStats") -> "ConnectorStats":
         return ConnectorStats(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))

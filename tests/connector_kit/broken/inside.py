@@ -32,7 +32,7 @@ from pdkv.connectors.peer.pull_scheduler import BlockLoad, Match, PullMetadata
 from pdkv.connectors.peer.push_scheduler import PushSend
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.scheduler import StoreScheduler
-from pdkv.errors import TransferTimeout
+from pdkv.errors import TransferError, TransferTimeout
 from pdkv.wire.messages import TierEvents
 
 LATE_STEPS = 2
@@ -96,12 +96,11 @@ class ChecksTheFirstGroupOnly(MemoryPullConnector):
 
 
 class _AnyAttemptWorker(MemoryPushWorker):
-    def land(self, send: PushSend, content: Content) -> bool:
+    def land(self, send: PushSend, content: Content, digests: bytes, sender: MemoryPushWorker) -> bool:
         ticket = send.ticket
         live = next((key for key in self._incoming if key[0] == ticket.transfer_id), ticket.key)
-        return super().land(
-            msgspec.structs.replace(send, ticket=msgspec.structs.replace(ticket, attempt=live[1])), content
-        )
+        other = msgspec.structs.replace(send, ticket=msgspec.structs.replace(ticket, attempt=live[1]))
+        return super().land(other, content, sender.digests_of(other, self), sender)
 
 
 class IgnoresTheAttempt(MemoryPushConnector):
@@ -124,9 +123,9 @@ class _ImpatientWorker(MemoryPushWorker):
                 self.receive_failed(key, TransferTimeout.code)
         return super().get_finished()
 
-    def stop_receiving(self, key: TransferKey) -> None:
+    def stop_receiving(self, key: TransferKey, error: TransferError) -> None:
         if self._since.get(key) != float("inf"):
-            super().stop_receiving(key)
+            super().stop_receiving(key, error)
 
 
 class FreesAtTheDeadline(MemoryPushConnector):

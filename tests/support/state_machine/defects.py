@@ -15,7 +15,7 @@ from pdkv.engine.loads import Loads
 from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Scheduler
-from pdkv.errors import PeerGone
+from pdkv.errors import PeerGone, TransferError
 from pdkv.prefill.leases import LeaseTable
 from pdkv.wire.messages import Order, RequestKey
 from state_machine.standin_store import StandInStoreMetadata, StandInStoreScheduler, StandInStoreWorker
@@ -80,9 +80,9 @@ def late_write_admitted(patch: Patch) -> None:
     """A write lands although the transfer has ended here."""
     stop_receiving = MemoryPushWorker.stop_receiving
 
-    def broken(self: MemoryPushWorker, key: TransferKey) -> None:
+    def broken(self: MemoryPushWorker, key: TransferKey, error: TransferError) -> None:
         incoming = self._incoming.get(key)
-        stop_receiving(self, key)
+        stop_receiving(self, key, error)
         if incoming is not None:
             self._incoming[key] = incoming
 

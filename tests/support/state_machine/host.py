@@ -135,7 +135,9 @@ class World:
         """Start an engine, or its next incarnation."""
         epoch = f"{name}.{self.num_restarts}"
         layout = self.forward.layout(self.block_size)
-        config = ConnectorConfig(engine=name, epoch=epoch, layout=layout, num_blocks=self.num_blocks, options={})
+        config = ConnectorConfig(
+            engine=name, epoch=epoch, layout=layout, num_blocks=self.num_blocks, options={}, kv_checksum="off"
+        )
         woken = [False]
 
         def notify() -> None:

@@ -225,7 +225,7 @@ class StoreWorld(World):
         self.calls.stores.append(view)
         config = ConnectorConfig(
             engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks,
-            options=self.store_options,
+            options=self.store_options, kv_checksum="off",
         )  # fmt: skip
         connector = SteppedConnector(config, notify, view)
         self.connectors.append(connector)

@@ -97,6 +97,7 @@ class Engine:
             content_addressed=self.built.content_addressed, orders=self.built.orders, model="conformance",
             layout=layout, hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks, max_model_len=1 << 20,
             max_num_seqs=256, tp=len(hosts), rank_blobs=[rank.blob for rank in built],
+            kv_checksum=config.kv_checksum,
         )  # fmt: skip
 
     # --- where it stands ------------------------------------------------------------------------------------------

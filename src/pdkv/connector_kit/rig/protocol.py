@@ -5,6 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdkv.connector_kit.rig.content import Piece
+from pdkv.connector_kit.rig.damage import How
 from pdkv.connectors.base import (
     ConnectorConfig,
     LoadMode,
@@ -157,6 +158,17 @@ class Fill(Command, frozen=True):
     range: TokenRange
 
 
+class Spoil(Command, frozen=True):
+    """Behind the next digest that is made here, what it is of changes (damage.py)."""
+
+    how: How
+    seed: int = 0
+
+
+class Unspoil(Command, frozen=True):
+    """The blocks hold what they held before; answered by Spoilt."""
+
+
 class ForeignWrites(Command, frozen=True):
     """Blocks that somebody else has written although no load had them."""
 
@@ -236,7 +248,7 @@ class Exit(Command, frozen=True):
 AnyCommand = (
     Build | Close | Drop | UpdatePeers | Match | Allocate | Plan | FinishRequest | Settle | IsPending | TakeEvents
     | Reuse | Publish | Execute | Expect | Fill | ForeignWrites | TakeCalls | Instrument | CopyCost | GetUsage | Await
-    | Digest | Forward | Throttle | OpenBare | MoveBare | Exit
+    | Digest | Forward | Throttle | OpenBare | MoveBare | Exit | Spoil | Unspoil
 )  # fmt: skip
 
 
@@ -279,6 +291,7 @@ class Built(Answer, frozen=True):
     observes_confirmed: bool
     blob: bytes
     error_codes: list[str]  # of all subclasses of TransferError known there
+    has_digests: bool = False  # of what it hands off
 
 
 class Refusals(Answer, frozen=True):
@@ -376,6 +389,12 @@ class Digests(Answer, frozen=True):
     values: list[int]
 
 
+class Spoilt(Answer, frozen=True):
+    """What was damaged: so many digests."""
+
+    count: int
+
+
 class Address(Answer, frozen=True):
     """Where a bare transport's other side finds this one."""
 
@@ -398,7 +417,7 @@ class Woken(Answer, frozen=True):
 
 AnyAnswer = (
     Done | Raised | Built | Refusals | Matched | Ticket | Planned | RequestEnded | Executed | Settled | Events | Truth
-    | Blocks | Calls | Seconds | Digests | Address | Usage | Woken
+    | Blocks | Calls | Seconds | Digests | Spoilt | Address | Usage | Woken
 )  # fmt: skip
 
 

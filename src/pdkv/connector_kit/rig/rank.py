@@ -14,6 +14,7 @@ import numpy as np
 
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import CANARY, GARBAGE, Values, describe_difference, kv_values
+from pdkv.connector_kit.rig.damage import Damage, has_digests
 from pdkv.connector_kit.rig.watch import StepWatch, resident_bytes
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferResults
 from pdkv.connectors.registry import make_connector
@@ -46,6 +47,7 @@ class HostedRank:
         self._known_words = self.fill_pool(self._words)  # if only this engine and its loads wrote it
         self._view, self._known = _tokens_first(self._words), _tokens_first(self._known_words)
         self._worker.register_kv_caches(pool)
+        self._damage: Damage | None = None
         self._blob = self._worker.handshake()
 
     def make_watch(self, notify: Callable[[], None]) -> StepWatch:
@@ -68,6 +70,7 @@ class HostedRank:
             observes_scheduled=self._scheduler is not None and bool(self._scheduler.observes.scheduled),
             observes_confirmed=self._scheduler is not None and bool(self._scheduler.observes.confirmed),
             blob=self._blob,
+            has_digests=has_digests(self._worker),
             error_codes=sorted(_codes(TransferError)),
         )
 
@@ -80,6 +83,10 @@ class HostedRank:
                 return self._update_peers(command)
             case p.Expect():
                 self._expected[command.key] = command
+            case p.Spoil(how=how, seed=seed):
+                self._damage = Damage(self._worker, how, seed)
+            case p.Unspoil():
+                return p.Spoilt(self._undo_damage())
             case p.Fill():
                 self._write(command.range, garbage=not command.range.text)
             case p.ForeignWrites():
@@ -230,6 +237,13 @@ class HostedRank:
             there = blocks >= 0
             found[there, number] = self._view[:, :, index][blocks[there], offsets[there]]
         return describe_difference(found, expected, tokens.start, self._heads)
+
+    def _undo_damage(self) -> int:
+        damage, self._damage = self._damage, None
+        if damage is None:
+            return 0
+        damage.undo()
+        return damage.num_done
 
     def _foreign_writes(self) -> list[int]:
         exposed = {block for expect in self._expected.values() for block in expect.block_ids}

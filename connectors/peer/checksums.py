@@ -1,0 +1,79 @@
+"""Digests of hand-offs on both sides of a transfer: which transfers have them, and what a mismatch is."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from pdkv.connectors.base import ConnectorConfig, TransferKey
+from pdkv.connectors.transfer.digest import PoolDigests, bind, cut_tokens
+from pdkv.connectors.transfer.planning import Ids
+from pdkv.connectors.transfer.units import UnitPart
+from pdkv.errors import KVCorrupted
+from pdkv.wire.messages import ChecksumMode
+
+logger = logging.getLogger(__name__)
+
+SAMPLED = 16
+"""With mode sample one transfer in so many has digests."""
+
+
+def is_checked(mode: ChecksumMode, transfer_id: str) -> bool:
+    """Whether an engine in that mode has digests of a transfer: both ends of it decide alike."""
+    return mode == "on" or (mode == "sample" and xxhash.xxh3_64_intdigest(transfer_id.encode()) % SAMPLED == 0)
+
+
+class Checksums:
+    """Those of one rank; with mode off of nothing. Thread-safe."""
+
+    pool: PoolDigests
+
+    def __init__(self, config: ConnectorConfig, kv_cache: Any) -> None:
+        self._config = config
+        if config.kv_checksum != "off":
+            self.pool = PoolDigests(kv_cache, config.layout, rank=config.rank, tp=config.tp)
+
+    def are_wanted(self, peer: ChecksumMode, transfer_id: str) -> bool:
+        """Whether both ends have digests of a transfer."""
+        return is_checked(self._config.kv_checksum, transfer_id) and is_checked(peer, transfer_id)
+
+    def of(self, block_ids: Sequence[int] | Ids, first: int, tokens: range, part: UnitPart, key: TransferKey) -> bytes:
+        """Digests of a piece of a transfer that lies in own blocks, 8 bytes for each hash block.
+
+        Args:
+            block_ids: the first of them holds token `first` of the transfer.
+            tokens: the piece's.
+            part: the piece's heads and layers, as this rank counts them.
+            key: the ticket's: what both ends call the transfer.
+        """
+        pool = self.pool
+        cut = cut_tokens(block_ids, pool.layout.block_size, tokens.start, tokens.stop, first=first)
+        return bind(pool.digests(cut, part), key, tokens.start, pool.unit_tokens)
+
+    def compare(self, own: bytes, theirs: bytes, tokens: range, key: TransferKey, peer: str) -> None:
+        """What has arrived against what the peer has sent.
+
+        Raises:
+            KVCorrupted: they differ, or the peer's are missing.
+        """
+        if own == theirs:
+            return
+        if len(own) != len(theirs):
+            what = f"came with {len(theirs)} bytes of digests instead of {len(own)}"
+        else:
+            wrong = np.flatnonzero(np.frombuffer(own, np.uint64) != np.frombuffer(theirs, np.uint64))
+            size = self.pool.unit_tokens
+            first = int(tokens.start // size + wrong[0]) * size
+            what = f"arrived otherwise than they were sent: {wrong.size} hash blocks, the first from token {first} on"
+        self.report(f"tokens [{tokens.start}, {tokens.stop}) {what}", key, peer)
+
+    def report(self, what: str, key: TransferKey, peer: str) -> None:
+        """Log a mismatch with all that it is about. Raises KVCorrupted."""
+        transfer_id, attempt = key
+        logger.warning(
+            "KV from engine %s to engine %s is damaged: transfer %s, attempt %d: %s",
+            peer, self._config.engine, transfer_id, attempt, what,
+        )  # fmt: skip
+        raise KVCorrupted(f"from engine {peer}: {what}", transfer_id=transfer_id, attempt=attempt)

@@ -1,0 +1,170 @@
+"""Digests of KV where it lies in a rank's pool: equal wherever else the same KV lies.
+
+A cell is what one KV head of one layer has, K and V, for the tokens of a hash block. Its digest is seeded with layer
+and head, as all ranks count them, and digests of cells add up modulo 2^64. So neither block size nor number of ranks,
+nor how a transfer is cut by layers, heads and tokens, changes what a hash block's digest is.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import gcd
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.base import TransferKey
+from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
+from pdkv.connectors.transfer.units import UnitPart
+from pdkv.kernels.digest import Bytes, Digests, add_digests, available, mix, seeds_of
+from pdkv.kernels.host import Rows
+from pdkv.wire.messages import KVLayout
+
+if TYPE_CHECKING:
+    import torch
+
+WORD_BYTES = 8
+
+
+class Tokens(NamedTuple):
+    """Tokens in order, cut at hash blocks: all of most, the end of the first, the beginning of the last."""
+
+    units: Ids  # block * units_per_block + position in the block
+    skipped: Ids  # tokens of each unit that come before those
+    counts: Ids  # tokens of each unit that are meant
+
+
+def unit_tokens(block_size: int) -> int:
+    """Tokens of what one digest is of: a hash block, unless blocks are smaller."""
+    return gcd(HASH_BLOCK_SIZE, block_size)
+
+
+def cut_tokens(block_ids: Sequence[int] | Ids, block_size: int, start: int, stop: int, *, first: int) -> Tokens:
+    """Tokens [start, stop) in a pool.
+
+    Args:
+        block_ids: the first of them holds token `first`, as its last one at most.
+    """
+    size = unit_tokens(block_size)
+    positions = np.arange(start // size, -(-stop // size), dtype=np.int64)
+    begin = np.maximum(positions * size, start)
+    in_table = positions - first // block_size * (block_size // size)
+    blocks, places = np.divmod(in_table, block_size // size)
+    units = as_ids(block_ids)[blocks] * (block_size // size) + places
+    return Tokens(units, begin - positions * size, np.minimum((positions + 1) * size, stop) - begin)
+
+
+class PoolDigests:
+    """A rank's pool, of which digests are made. Threads may share it.
+
+    Args:
+        kv_cache: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), contiguous; a tensor on any device,
+            or an array.
+        layout: of the pool; `rank` of `tp` says which heads of the model its heads are.
+    """
+
+    def __init__(self, kv_cache: Any, layout: KVLayout, *, rank: int = 0, tp: int = 1) -> None:
+        num_bytes = kv_cache.nbytes
+        if num_bytes != len(kv_cache) * layout.block_bytes:
+            raise ValueError(f"{len(kv_cache)} blocks of {layout.block_bytes} bytes, and a pool of {num_bytes}")
+        self.layout = layout
+        self.unit_tokens = unit_tokens(layout.block_size)
+        self.first_head = rank_heads(rank, tp, layout.kv_heads_of_all_ranks).start
+        self._token_bytes = layout.head_size * layout.dtype_bytes  # of one layer, K or V, and head
+        self.flat: Bytes | None = None
+        self._words: torch.Tensor | None = None
+        if isinstance(kv_cache, np.ndarray):
+            self.flat = kv_cache.reshape(-1).view(np.uint8)
+        elif kv_cache.device.type == "cpu":
+            import torch
+
+            self.flat = kv_cache.view(-1).view(torch.uint8).numpy()
+        else:
+            import torch
+
+            self._words = kv_cache.view(-1).view(torch.int64)
+            self._stream = torch.cuda.Stream(kv_cache.device)  # type: ignore[no-untyped-call]
+        available()  # the library is loaded here, not in the middle of a step
+        self._seeds = lru_cache(maxsize=256)(self._make_seeds)
+
+    @property
+    def whole(self) -> UnitPart:
+        """All heads and layers of this rank."""
+        return UnitPart(0, self.layout.num_kv_heads, 0, self.layout.num_layers)
+
+    def digests(self, tokens: Tokens, part: UnitPart) -> Digests:
+        """By unit and head of the part, (n, heads), summed over the part's layers. What wrote them has been awaited."""
+        offsets, sizes = self._offsets(tokens, part), tokens.counts * self._token_bytes
+        if self.flat is None:
+            return self._device_digests(offsets, sizes, part)
+        result = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
+        add_digests(result, self._seeds(part), self.flat, offsets, self._rows(part), sizes=sizes)
+        return result
+
+    def copy(self, tokens: Tokens, part: UnitPart, source: "PoolDigests", theirs: Ids, their_part: UnitPart) -> Digests:
+        """Copy whole units of another pool into this one, and return the digests of `tokens` as they arrive here.
+
+        Args:
+            tokens: of this pool. Of each unit all tokens are copied, whatever is digested; none is skipped.
+            theirs: as many units of `source`.
+            their_part: the same layers and heads, as that pool counts them.
+        """
+        assert self.flat is not None
+        assert source.flat is not None
+        rows, others = self._rows(part), source._rows(their_part)
+        rows = rows._replace(
+            source_outer_stride=others.source_outer_stride, source_inner_stride=others.source_inner_stride
+        )
+        result = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
+        start = source._offsets(Tokens(theirs, np.zeros_like(theirs), tokens.counts), their_part)
+        add_digests(
+            result, self._seeds(part), source.flat, start, rows,
+            sizes=tokens.counts * self._token_bytes, target=self.flat, target_offsets=self._offsets(tokens, part),
+        )  # fmt: skip
+        return result
+
+    def _offsets(self, tokens: Tokens, part: UnitPart) -> Ids:
+        """Where the first row of the part of each unit begins, in bytes."""
+        layout, size = self.layout, self._token_bytes
+        blocks, places = np.divmod(tokens.units, layout.block_size // self.unit_tokens)
+        head_bytes = layout.block_size * size
+        first = (part.layer_start * 2 * layout.num_kv_heads + part.head_start) * head_bytes
+        return blocks * layout.block_bytes + (places * self.unit_tokens + tokens.skipped) * size + first
+
+    def _rows(self, part: UnitPart) -> Rows:
+        head_bytes = self.layout.block_size * self._token_bytes
+        side_bytes, row_bytes = self.layout.num_kv_heads * head_bytes, self.unit_tokens * self._token_bytes
+        return Rows(2 * part.num_layers, side_bytes, side_bytes, part.num_heads, head_bytes, head_bytes, row_bytes)
+
+    def _make_seeds(self, part: UnitPart) -> Digests:
+        heads = range(self.first_head + part.head_start, self.first_head + part.head_stop)
+        return seeds_of(range(part.layer_start, part.layer_stop), heads)
+
+    def _device_digests(self, offsets: Ids, sizes: Ids, part: UnitPart) -> Digests:
+        import torch
+
+        from pdkv.kernels.digest_triton import digests_triton
+
+        words, rows, seeds = self._words, self._rows(part), self._seeds(part).view(np.int64)
+        assert words is not None
+        with torch.cuda.stream(self._stream):
+            numbers = [
+                torch.from_numpy(a).to(words.device) for a in (offsets // WORD_BYTES, sizes // WORD_BYTES, seeds)
+            ]
+            strides = (rows.source_outer_stride // WORD_BYTES, rows.source_inner_stride // WORD_BYTES)
+            result = digests_triton(words, *numbers, strides).cpu()
+        return result.numpy().view(np.uint64)
+
+
+def bind(digests: Digests, key: TransferKey, start: int, size: int) -> bytes:
+    """Digests of a piece as they travel: 8 bytes for each hash block, bound to its transfer and its place in it.
+
+    Args:
+        digests: (n, heads), of tokens from `start` on.
+        size: tokens of a unit.
+    """
+    transfer_id, attempt = key
+    name = xxhash.xxh3_64_intdigest(transfer_id.encode(), seed=attempt)
+    places = np.arange(start // size, start // size + len(digests), dtype=np.uint64)
+    return mix(digests.sum(axis=1, dtype=np.uint64) + mix(places + np.uint64(name))).tobytes()

@@ -1,0 +1,113 @@
+"""Damage on the way, for the kit and for tests of any transport that carries digests (docs/kv-integrity.md).
+
+What travels is what lies in the source's blocks when the transport reads them. So damage is done there, behind the
+digest's back: as soon as a digest of some tokens was made, what it is of changes in memory. To the reader that is a
+bit that flipped, or a block that went astray, between the two. Push or pull, and whatever moves the bytes, it is the
+same one line:
+
+    damage = Damage(source_worker, "flip", seed=trial)  # each `damage.arm()` spoils one more digest
+    ... hand a request off: its load must end with KVCorrupted.code before its first token is computed ...
+    damage.undo()  # the source's blocks are as they were
+
+A worker side that carries digests has `checksums` (connectors/peer/checksums.py): its `pool` makes all of them.
+"""
+
+import random
+import threading
+from typing import Any, Literal
+
+import numpy as np
+
+from pdkv.connectors.transfer.digest import PoolDigests, Tokens
+from pdkv.connectors.transfer.units import UnitPart
+from pdkv.kernels.digest import Bytes, Digests
+
+How = Literal["flip", "swap"]
+"""One bit of one token; or a hash block's place in the pool and another one's, their bytes intact."""
+
+
+def has_digests(worker: Any) -> bool:
+    """Whether a worker side makes digests of what it hands off."""
+    return hasattr(getattr(worker, "checksums", None), "pool")
+
+
+class Damage:
+    """What happens to a source's blocks. Made before the KV is handed off; armed for the next digest.
+
+    Args:
+        worker: the source's worker side; its KV is in host memory.
+        seed: of the choice among the tokens.
+    """
+
+    def __init__(self, worker: Any, how: How, seed: int = 0) -> None:
+        self.num_done = 0
+        self._pool: PoolDigests = worker.checksums.pool
+        self._how = how
+        self._chance = random.Random(seed)
+        self._lock = threading.Lock()
+        self._num_armed = 1
+        self._before: list[tuple[Bytes, Bytes]] = []  # views of the pool, and what was there
+        self._make = self._pool.digests
+        setattr(self._pool, "digests", self._spoil)  # noqa: B010 (mypy takes no assignment to a method)
+
+    def arm(self) -> None:
+        """Spoil the next digest, too."""
+        with self._lock:
+            self._num_armed += 1
+
+    def undo(self) -> None:
+        """The blocks hold what they held, and nothing more is damaged."""
+        with self._lock:
+            self._num_armed = 0
+            for place, content in reversed(self._before):
+                place[:] = content
+            self._before.clear()
+        setattr(self._pool, "digests", self._make)  # noqa: B010
+
+    def _spoil(self, tokens: Tokens, part: UnitPart) -> Digests:
+        digests = self._make(tokens, part)
+        with self._lock:
+            if self._num_armed and tokens.units.size:
+                self._num_armed -= 1
+                self.num_done += 1
+                index = self._chance.randrange(tokens.units.size)
+                place = self._place(int(tokens.units[index]), part)
+                first = int(tokens.skipped[index])
+                place = place[..., first : first + int(tokens.counts[index]), :]
+                if self._how == "flip":
+                    self._flip(place)
+                else:
+                    self._swap(place, tokens, index, part)
+        return digests
+
+    def _flip(self, place: Bytes) -> None:
+        byte = place[tuple(slice(i, i + 1) for i in (self._chance.randrange(size) for size in place.shape))]
+        self._before.append((byte, byte.copy()))
+        byte ^= np.uint8(1 << self._chance.randrange(8))
+
+    def _swap(self, place: Bytes, tokens: Tokens, index: int, part: UnitPart) -> None:
+        """With another hash block of the transfer if there is one, else with the next one in the pool."""
+        others = [int(unit) for unit in tokens.units if unit != tokens.units[index]]
+        num_units = self._blocks().shape[0] * self._units_per_block
+        unit = self._chance.choice(others) if others else (int(tokens.units[index]) + 1) % num_units
+        first = int(tokens.skipped[index])
+        other = self._place(unit, part)[..., first : first + place.shape[-2], :]
+        self._before += [(place, place.copy()), (other, other.copy())]
+        place[:], other[:] = other.copy(), place.copy()
+
+    @property
+    def _units_per_block(self) -> int:
+        return self._pool.layout.block_size // self._pool.unit_tokens
+
+    def _blocks(self) -> Bytes:
+        layout, flat = self._pool.layout, self._pool.flat
+        assert flat is not None, "KV in device memory cannot be damaged here"
+        token_bytes = layout.head_size * layout.dtype_bytes
+        return flat.reshape(-1, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, token_bytes)
+
+    def _place(self, unit: int, part: UnitPart) -> Bytes:
+        """A part of a unit, (layers, 2, heads, tokens, bytes of a head's token)."""
+        block, position = divmod(unit, self._units_per_block)
+        first = position * self._pool.unit_tokens
+        layers, heads = slice(part.layer_start, part.layer_stop), slice(part.head_start, part.head_stop)
+        return self._blocks()[block, layers, :, heads, first : first + self._pool.unit_tokens]
