@@ -42,6 +42,7 @@ from pdkv.router.observability.instruments import Instruments, make_instruments
 from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.secret_options import read_option
 from pdkv.text import Tokenizer
+from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.messages import Order
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,9 @@ logger = logging.getLogger(__name__)
 SWITCH_S = 0.0005
 """For how long a thread that computes keeps the interpreter when the event loop wants it (Python's default: 5 ms). The
 loop asks for it anew after each system call, so beside one busy thread it would make 200 of them a second."""
+
+_WAITING_S = 10.0
+"""How often a router that is not ready yet says for whom it waits."""
 
 SHUTDOWN_S = 1
 """How long connections may take to end after a stop, when nothing is left to be answered, or no time for it; then they
@@ -80,12 +84,14 @@ def run_router(
     admin_socket: Path | None = None,
     marks_file: Path | None = None,
     drain_s: float = 0.0,
+    cluster_key_file: Path | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> int:
     """Serve until SIGTERM, or until the writer of the lifeline is gone; call it in the main thread.
 
     After SIGTERM nothing new is taken, and what runs may go on for `drain_s`; a second SIGTERM ends it at once.
-    Operators are served on `admin_socket`; what they say is kept in `marks_file` (`Operations`).
+    Operators are served on `admin_socket`; what they say is kept in `marks_file` (`Operations`). Engines at tcp://
+    endpoints must have the key of `cluster_key_file`, if it is given.
 
     `listen_fd` is a bound, listening TCP socket. `on_ready` is called once: when every engine has been ready, or
     without `await_all` when a prompt can be run and decoded. Requests before that are answered with 503 where they
@@ -111,8 +117,11 @@ def run_router(
         dispatcher.shared_marks = SharedMarks(url, router_id, dispatcher.fleet.hearsay.hear)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
+    cluster_key = ClusterKey.read(cluster_key_file) if cluster_key_file is not None else None
+
     def make_client(name: str, endpoint: str) -> EngineClient:
-        return EngineClient(name, endpoint, router_id=router_id, context=context)
+        key = cluster_key if endpoint.startswith("tcp://") else None
+        return EngineClient(name, endpoint, router_id=router_id, context=context, key=key)
 
     for engine in engines:
         dispatcher.add_backend(make_client(engine.name, engine.endpoint), engine.role, engine.refusal)
@@ -301,7 +310,14 @@ async def _serve(
 
 
 async def _announce(dispatcher: Dispatcher, on_ready: Callable[[], None] | None) -> None:
-    await dispatcher.wait_ready()
+    ready = asyncio.ensure_future(dispatcher.wait_ready())
+    try:
+        while not (await asyncio.wait({ready}, timeout=_WAITING_S))[0]:
+            late = [f"{e.name} {e.condition}" for e in dispatcher.fleet.engines.values() if e.life != "ready"]
+            logger.info("waiting for engines: %s", ", ".join(late))
+        ready.result()
+    finally:
+        ready.cancel()
     if on_ready is not None:
         on_ready()
 

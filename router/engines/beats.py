@@ -6,11 +6,13 @@ from typing import cast
 
 import zmq
 
+from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.frames import decode_message
 from pdkv.wire.messages import Beat
 
 _MAX_BEAT_BYTES = 64 * 1024
 _MAX_UNREAD_BEATS = 16
+_CONNECT_TIMEOUT_MS = 2000  # between hosts; the kernel's own is minutes
 
 
 def beats_endpoint(endpoint: str, told: str) -> str:
@@ -27,7 +29,12 @@ class BeatReader:
     """Hands over the Beats of one incarnation of an engine until `close`. Lives in one event loop."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, epoch: str, on_beat: Callable[[Beat], None]
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        epoch: str,
+        on_beat: Callable[[Beat], None],
+        key: ClusterKey | None = None,
     ) -> None:
         """Raises zmq.ZMQError: there can be no such endpoint."""
         self.num_dropped = 0  # what is no Beat of that incarnation
@@ -39,6 +46,9 @@ class BeatReader:
         socket.set_hwm(_MAX_UNREAD_BEATS)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BEAT_BYTES)
         socket.subscribe(b"")
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
+        if key is not None:
+            key.present(socket)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError:

@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pdkv.errors import MalformedMessage
 from pdkv.log_limit import LogLimit
 from pdkv.router.engines.beats import BeatReader, beats_endpoint
+from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.engine_server import configure_socket
 from pdkv.wire.frames import BadMessage, ReceivedFrame, decode_frame, encode_message, encode_raw_frame, key_of, split
 from pdkv.wire.messages import (
@@ -35,11 +36,22 @@ from pdkv.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+CONNECT_TIMEOUT_S = 2.0
+"""Between hosts: after so long without an answer connecting begins anew. The kernel asks ever more rarely, and
+would not find a host that can be reached again for half a minute."""
+
 RECONNECT_S = 0.05
 """Pause before a lost engine is connected anew; while nobody listens there, ZeroMQ tries again by itself."""
 
 HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 5.0, 20.0
 """Between hosts: how often a connection is tried out, and how long an engine may be silent then."""
+
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+)
+_WATCHED_EVENTS = zmq.EVENT_DISCONNECTED | _REFUSALS[0] | _REFUSALS[1] | _REFUSALS[2]
 
 LAST_WORDS_MS = 100
 """How long ZeroMQ may take to pass on what was sent before a connection is closed on purpose."""
@@ -89,9 +101,19 @@ class EngineClient:
     fresh epoch and a fresh socket, so nothing that was meant for one incarnation can reach the next.
     """
 
-    def __init__(self, name: str, endpoint: str, *, router_id: str, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    def __init__(
+        self,
+        name: str,
+        endpoint: str,
+        *,
+        router_id: str,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        key: ClusterKey | None = None,
+    ) -> None:
+        """`key`: what the engine must have, too; None: it asks for none."""
         self.name = name
         self.endpoint = endpoint
+        self._key = key
         self.card: EngineCard | None = None
         self.num_dropped = 0  # malformed frames and messages, and frames before Ready
         self._log_limit = LogLimit()
@@ -146,7 +168,10 @@ class EngineClient:
         if remote:
             socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))  # a host that vanishes says no goodbye
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1000))
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_TIMEOUT_S * 1000))
+        if self._key is not None:
+            self._key.present(socket)
+        self._monitor = socket.get_monitor_socket(_WATCHED_EVENTS)
         socket.connect(self.endpoint)
         hello = Hello(router_id=self._router_id, epoch=secrets.token_hex(8), protocol=PROTOCOL)
         self._send_frame([encode_message(hello)], [])
@@ -202,11 +227,20 @@ class EngineClient:
     def _read_monitor(self) -> None:
         while self._monitor is not None and _is_readable(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
+            if event["event"] in _REFUSALS and self._key is not None:
+                self._note_refusal()
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
                 try:
                     self._drain_all()  # what it said before it went still counts
                 finally:
                     self._lost("the connection ended")
+
+    def _note_refusal(self) -> None:
+        if self._log_limit.passes():
+            logger.error(
+                "%s at %s does not let this router in, or is no engine: do both have the same --cluster-key-file?",
+                self.name, self.endpoint,
+            )  # fmt: skip
 
     def _drain(self) -> None:
         socket = self._socket
@@ -279,7 +313,9 @@ class EngineClient:
             first = messages[0]
             if not isinstance(first, Ready) or first.card.engine != self.name:
                 self.num_dropped += 1
-                logger.error("%s: expected Ready of %s, got %.300r", self.endpoint, self.name, first)
+                if self._log_limit.passes():
+                    what = f"engine {first.card.engine!r}" if isinstance(first, Ready) else f"{first!r:.300}"
+                    logger.error("%s: expected Ready of %s, got %s", self.endpoint, self.name, what)
                 return
             if first.protocol < OLDEST_PROTOCOL:
                 self.num_dropped += 1
@@ -301,7 +337,7 @@ class EngineClient:
             return
         endpoint = beats_endpoint(self.endpoint, card.beats)
         try:
-            self._beats = BeatReader(self._context, endpoint, card.epoch, self._beat)
+            self._beats = BeatReader(self._context, endpoint, card.epoch, self._beat, self._key)
         except zmq.ZMQError as error:
             logger.error("%s: cannot subscribe to its heartbeat at %s: %s", self.name, endpoint, error)
 

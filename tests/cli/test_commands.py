@@ -50,7 +50,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         ([], "COMMAND"),
         (
             ["serve"],
-            "unknown command 'serve'; known: launch, engines, drain, resume, role, scale, restart, generate, conn",
+            "unknown command 'serve'; known: launch, engine, engines, drain, resume, role, scale, restart, gene",
         ),
         (["scale"], "say how many: --prefill N, --decode M, or both"),
         (["scale", "--decode", "0"], "--decode must be at least 1, got 0: to have none, stop the launch"),
@@ -78,7 +78,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         (["launch", "--pref", "1"], "--pref"),
         (["launch", "--prefill", "two"], "--prefill: a whole number of at least 0 was expected, got 'two'"),
         (["launch", "--prefill", "-1"], "--prefill: a whole number of at least 0 was expected, got '-1'"),
-        (["launch", "--decode", "0"], "--decode: a whole number of at least 1 was expected, got '0'"),
+        (["launch", "--decode", "0"], "decode must be at least 1 where there are no --remote-engines, got 0"),
         (["launch", "--prefill", "0", "--prefill-tp", "2"], "--prefill-tp is given, but prefill = 0"),
         (
             ["launch", "--port", "70000"],

@@ -1,5 +1,6 @@
 """The plan of a launch: names, roles, endpoints, and every engine's share of the machine."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ from small_models import make_hf_config
 
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
 from pdkv.errors import ConfigError
-from pdkv.launch.config import Deployment, LaunchConfig
+from pdkv.launch.config import Deployment, HostedEngine, LaunchConfig
+from pdkv.launch.engine_host import plan_hosted
 from pdkv.launch.launcher import check_deployment
 from pdkv.launch.plan import plan_fleet
 from pdkv.launch.run_dir import RunDirectory
@@ -43,6 +45,28 @@ def test_engines_have_names_roles_endpoints_and_an_equal_share_of_threads(run_di
     assert [(e.name, e.role, e.endpoint) for e in fleet.router.engines] == [
         (s.name, s.role, s.endpoint) for s in fleet.engines
     ]
+
+
+def test_engines_elsewhere_are_the_routers_to_find_and_nobody_starts_them(run_dir: RunDirectory) -> None:
+    """Where there are such, --prefill 0 means none here, and not that decode engines do both."""
+    key = Path("cluster.key")
+    launch = LaunchConfig(
+        prefill=0, decode=1, remote_engines={"prefill-b": "tcp://10.0.0.2:7000"}, cluster_key_file=key, kv_shards=4
+    )
+    fleet = plan(run_dir, launch, EngineConfig(), EngineConfig())
+    assert [(spec.name, spec.role, spec.kv_shards) for spec in fleet.engines] == [("decode-0", "decode", 4)]
+    assert fleet.router is not None
+    assert [(e.name, e.endpoint) for e in fleet.router.engines][1:] == [("prefill-b", "tcp://10.0.0.2:7000")]
+    assert fleet.router.cluster_key_file == key
+
+
+def test_an_engine_for_another_host_listens_there_and_has_this_one_to_itself(run_dir: RunDirectory) -> None:
+    hosted = HostedEngine(name="b", role="decode", listen="tcp://10.0.0.2:7000", cluster_key_file=Path("k"))
+    spec = plan_hosted(hosted, EngineConfig(tp=2), HandoffConfig(), run_dir)
+    assert (spec.name, spec.role, spec.endpoint) == ("b", "decode", "tcp://10.0.0.2:7000")
+    assert (spec.config.threads, spec.kv_shards, spec.cluster_key_file) == (6, 2, Path("k"))
+    with pytest.raises(ConfigError, match=r"kv_shards must be a multiple of tp \(2\), got 3"):
+        plan_hosted(dataclasses.replace(hosted, kv_shards=3), EngineConfig(tp=2), HandoffConfig(), run_dir)
 
 
 def test_without_prefill_engines_the_others_do_it_all(run_dir: RunDirectory) -> None:

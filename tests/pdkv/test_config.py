@@ -95,3 +95,29 @@ def test_tls_options_that_would_protect_nothing_are_refused(fields: dict[str, An
 def test_an_authority_of_clients_means_that_they_need_a_certificate() -> None:
     assert TlsConfig(ssl_certfile=Path("c")).client_certificates == "none"
     assert TlsConfig(ssl_certfile=Path("c"), ssl_ca_certs=Path("a")).client_certificates == "required"
+
+
+REMOTE: dict[str, Any] = {"remote_engines": {"decode-b": "tcp://10.0.0.2:7000"}, "cluster_key_file": Path("k")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cluster_key_file": None}, "remote_engines need a --cluster-key-file"),
+        ({"remote_engines": {}, "decode": 0}, "decode must be at least 1 where there are no --remote-engines"),
+        ({"remote_engines": {"a/b": "tcp://10.0.0.2:7000"}}, "an engine's name has 1 to 64 letters.*'a/b'"),
+        ({"remote_engines": {"b": "10.0.0.2:7000"}}, "such as tcp://10.0.0.2:7000 was expected.*'10.0.0.2:7000'"),
+        ({"remote_engines": {"b": "tcp://10.0.0.2:65535"}}, "ports 1 to 65534"),
+        ({"remote_engines": {"b": "tcp://10.0.0.2:0"}}, "ports 1 to 65534"),
+    ],
+)
+def test_engines_elsewhere_that_nobody_could_find_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LaunchConfig(**(REMOTE | fields))
+
+
+def test_engines_elsewhere_may_be_all_that_there_are() -> None:
+    launch = LaunchConfig(**REMOTE, prefill=0, decode=0)
+    assert launch.num_engines == 1
+    assert not launch.aggregated
+    assert LaunchConfig(prefill=0, decode=2).aggregated

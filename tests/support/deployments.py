@@ -43,16 +43,25 @@ def write_tokenizer(path: Path) -> None:
 
 
 class Running:
-    """A `pd launch` process. Lines of its stderr can be waited for."""
+    """A `pd launch` process, or a `pd engine`. Lines of its stderr can be waited for."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], directory: Path) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        directory: Path,
+        *,
+        command: str = "launch",
+        enter: Callable[..., list[str]] = lambda *arguments: [*arguments],
+    ) -> None:
+        """`enter` makes of a command line one that runs elsewhere."""
         self.directory = directory  # its TMPDIR
         self.mark = uuid.uuid4().hex
         self.lines: list[str] = []
         self.stopped = False
         self._new_lines: queue.Queue[str | None] = queue.Queue()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pdkv.cli", "launch", *arguments],
+            enter(sys.executable, "-P", "-m", "pdkv.cli", command, *arguments),
             env={**os.environ, "TMPDIR": str(directory), MARK: self.mark, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

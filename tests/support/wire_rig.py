@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 import zmq
 
 from pdkv.router.engines.engine_client import EngineClient
+from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.engine_server import EngineServer, Received, RouterJoined
 from pdkv.wire.frames import AnyMessage, encode_message, encode_raw_frame
 from pdkv.wire.messages import Beat, EngineCard, KVLayout, RequestKey, Tokens
@@ -91,12 +92,16 @@ def receive(server: EngineServer, num: int) -> list[tuple[str, Received]]:
 
 
 def connected(
-    server: EngineServer, context: Context, body: Callable[[EngineClient, Listener], Awaitable[None]]
+    server: EngineServer,
+    context: Context,
+    body: Callable[[EngineClient, Listener], Awaitable[None]],
+    key: ClusterKey | None = None,
 ) -> None:
     """Run `body` with a client that is up; the server's side of the handshake is read."""
 
     async def main() -> None:
-        client, listener = EngineClient("decode-0", server.endpoint, router_id="r", context=context), Listener()
+        client = EngineClient("decode-0", server.endpoint, router_id="r", context=context, key=key)
+        listener = Listener()
         client.connect(listener)
         try:
             (joined,) = await asyncio.to_thread(receive, server, 1)

@@ -99,7 +99,7 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
         file=arguments.config,
     )
     launch = build(LaunchConfig, values)
-    if launch.prefill == 0:
+    if launch.aggregated:
         _check_no_prefill_options(flags, values)
     return Deployment(
         launch=launch,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pdkv import __version__
 from pdkv.cli import connector as cli_connector
+from pdkv.cli import engine as cli_engine
 from pdkv.cli import engines as cli_engines
 from pdkv.cli import generate as cli_generate
 from pdkv.cli import key as cli_key
@@ -42,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pdkv {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     cli_launch.add_command(commands)
+    cli_engine.add_command(commands)
     cli_engines.add_commands(commands)
     cli_scale.add_command(commands)
     cli_restart.add_command(commands)

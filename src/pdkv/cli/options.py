@@ -222,7 +222,10 @@ def build(config: type[Config], values: Mapping[str, Any], *, role: str = "") ->
     Raises:
         ConfigError: the dataclass refuses a value.
     """
-    fields = {}
+    fields: dict[str, Any] = {}
+    for name, wanted in options_of(config).items():
+        if wanted.required and name not in values:
+            raise ConfigError(f"--{name.replace('_', '-')} {wanted.metavar} is needed: {wanted.help}")
     for item in dataclasses.fields(config):  # type: ignore[arg-type]
         for name in (f"{role}_{item.name}", item.name) if role else (item.name,):
             if name in values:

@@ -1,7 +1,10 @@
 """What one launch is made of: the options of `pd launch` beside those of the engines and the hand-off."""
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig
@@ -16,7 +19,16 @@ class LaunchConfig:
     """The topology and its front."""
 
     prefill: int = option(1, "number of prefill engines; 0 = aggregated engines, as many as --decode says", ge=0)
-    decode: int = option(1, "number of decode engines", ge=1)
+    decode: int = option(1, "number of decode engines", ge=0)
+    remote_engines: Mapping[str, str] = option(
+        {}, "engines that `pd engine` runs on other hosts, by their names", metavar="NAME=tcp://HOST:PORT"
+    )
+    cluster_key_file: Path | None = option(
+        None, "file with the secret that this launch and its remote engines share", metavar="FILE"
+    )
+    kv_shards: int | None = option(
+        None, "stores only: the least common multiple of the tp of all engines (default: of those started here)", ge=1
+    )
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 = any free one", ge=0, le=65535)
     policy: str = option("prefix_aware", "how the router chooses engines", metavar="NAME")
@@ -40,6 +52,13 @@ class LaunchConfig:
         check_bounds(self)
         if self.served_model_name == "":
             raise ConfigError("served_model_name must not be empty")
+        if not self.remote_engines and not self.decode:
+            raise ConfigError("decode must be at least 1 where there are no --remote-engines, got 0")
+        if self.remote_engines and self.cluster_key_file is None:
+            raise ConfigError("remote_engines need a --cluster-key-file, the one that they were started with")
+        for name, endpoint in self.remote_engines.items():
+            check_engine_name(name)
+            check_endpoint(endpoint)
 
     @property
     def orders(self) -> list[Order]:
@@ -48,13 +67,58 @@ class LaunchConfig:
 
     @property
     def num_engines(self) -> int:
-        """Engines of both roles."""
-        return self.prefill + self.decode
+        """Engines of both roles, on all hosts."""
+        return self.prefill + self.decode + len(self.remote_engines)
+
+    @property
+    def aggregated(self) -> bool:
+        """Whether the engines that are started do both. Where there are others elsewhere they have roles."""
+        return not self.prefill and not self.remote_engines
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedEngine:
+    """The options of `pd engine` beside those of the engine and the hand-off."""
+
+    name: str = option(help="the engine's name, as --remote-engines has it")
+    role: Literal["prefill", "decode", "any"] = option("any", "what it is asked for; any: both")
+    listen: str = option(help="where routers find it; it also takes the port above", metavar="tcp://ADDRESS:PORT")
+    cluster_key_file: Path = option(
+        help="file with the secret that it shares with the launch of its router", metavar="FILE"
+    )
+    kv_shards: int | None = option(
+        None, "stores only: the least common multiple of the tp of all engines (default: its own)", ge=1
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "least level of the log lines on stderr")
+    log_format: Literal["text", "json"] = option("text", "form of the log lines on stderr")
+    start_timeout_s: float = seconds(120.0, "how long it may take to become ready", le=MAX_WAIT_S)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        check_engine_name(self.name)
+        check_endpoint(self.listen)
+
+
+_ENGINE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
+
+
+def check_engine_name(name: str) -> None:
+    """Raise ConfigError for what cannot name an engine."""
+    if not _ENGINE_NAME.fullmatch(name):
+        raise ConfigError(f"an engine's name has 1 to 64 letters, digits, '-' and '_', such as decode-b0; got {name!r}")
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise ConfigError for what is no place between hosts. The highest port is the beats'."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    if found is None or not 1 <= int(found[2]) < 65535:
+        raise ConfigError(f"an address such as tcp://10.0.0.2:7000 was expected (ports 1 to 65534), got {endpoint!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Everything that `pd launch` starts from. With `launch.prefill == 0` the `decode` engines are aggregated."""
+    """Everything that `pd launch` starts from. With `launch.aggregated` the `decode` engines are that."""
 
     launch: LaunchConfig
     handoff: HandoffConfig
@@ -70,7 +134,8 @@ class Deployment:
     @property
     def kv_shards(self) -> int:
         """Parts that stored KV heads are cut into: the least common multiple of all engines' ranks."""
-        return math.lcm(self.decode.tp, self.prefill.tp) if self.launch.prefill else self.decode.tp
+        own = math.lcm(self.decode.tp, self.prefill.tp) if self.launch.prefill else self.decode.tp
+        return self.launch.kv_shards or own
 
     @property
     def shape(self) -> str:
@@ -78,8 +143,10 @@ class Deployment:
         engines = (
             f"{self.launch.prefill} prefill{_ranks(self.prefill)}, {self.launch.decode} decode{_ranks(self.decode)}"
         )
-        if self.launch.prefill == 0:
+        if self.launch.aggregated:
             engines = f"{self.launch.decode} aggregated{_ranks(self.decode)}"
+        if self.launch.remote_engines:
+            engines = f"{engines}, {len(self.launch.remote_engines)} on other hosts"
         return f"{engines}, connector {self.handoff.connector}"
 
 

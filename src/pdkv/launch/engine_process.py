@@ -26,6 +26,7 @@ from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, sweep_if_orphaned, watch_lifeline
 from pdkv.launch.logs import configure_logging
 from pdkv.launch.specs import EngineSpec, decode_engine_spec, take_spec
+from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 from pdkv.wire.messages import RouterToEngine
 
@@ -116,6 +117,7 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
         run_dir=spec.run_dir,
     )
     try:
+        key = ClusterKey.read(spec.cluster_key_file) if spec.cluster_key_file is not None else None
         core = build_engine(
             spec.config,
             spec.handoff,
@@ -128,7 +130,7 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
             on_progress=ack.progress,
             on_identity=ack.identified,
         )
-        server = EngineServer(spec.endpoint, core.card, core.watch)
+        server = EngineServer(spec.endpoint, core.card, core.watch, key)
     except StartGivenUp:
         return 1
     except Exception as error:

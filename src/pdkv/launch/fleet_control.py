@@ -82,7 +82,7 @@ class FleetControl:
             PdkvError: an engine did not start again (it is tried on); those behind it are as they were.
         """
         names = list(self.supervisor.engines)
-        if len(names) == 1:
+        if len(names) == 1 and not self.deployment.launch.remote_engines:
             raise ConfigError(f"{names[0]} is the only engine: scale up first, or stop the launch and start another")
         self.choose_spin([self._planned_anew(name) for name in names])
         for name in names:
@@ -179,7 +179,7 @@ class FleetControl:
 
     def _kinds(self, counts: Mapping[Kind, int]) -> dict[Kind, int]:
         """Where all engines are aggregated, --decode counts those, as it does for `pd launch`."""
-        if self.deployment.launch.prefill:
+        if not self.deployment.launch.aggregated:
             return dict(counts)
         if "prefill" in counts:
             raise ConfigError("prefill: this launch has aggregated engines only; --decode says how many")

@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from pdkv.connectors.registry import connector_target
 from pdkv.errors import ConfigError, PdkvError
@@ -25,6 +27,7 @@ from pdkv.router.admission.api_keys import read_key_file
 from pdkv.router.http.certificates import load_context
 from pdkv.router.observability.tracing import check_tracing
 from pdkv.router.routing.policies import find_policy
+from pdkv.wire.cluster_key import ClusterKey
 
 _LAST_CHILDREN_S = 1.0
 _ROUTER_ANSWER_S = 4.0
@@ -44,7 +47,20 @@ def launch(deployment: Deployment) -> int:
         StartupError: a child did not become ready.
     """
     check_deployment(deployment)
-    listener = listen(deployment.launch.host, deployment.launch.port)
+
+    def serve(run_dir: RunDirectory, lifeline_fd: int) -> Coroutine[Any, Any, None]:
+        return _serve(deployment, plan_fleet(deployment, run_dir), run_dir, listener, lifeline_fd)
+
+    with listen(deployment.launch.host, deployment.launch.port) as listener:
+        run_supervised(serve)
+    return 0
+
+
+def run_supervised(serve: Callable[[RunDirectory, int], Coroutine[Any, Any, None]]) -> None:
+    """Run `serve` with a run directory and the reading end of a lifeline; what it started is gone when this returns.
+
+    All signals that end a launch are blocked when it begins.
+    """
     for path in sweep_leftovers():
         logger.info("removed %s, which a killed launch left behind", path)
     raise_open_files_limit()  # of all processes
@@ -52,16 +68,14 @@ def launch(deployment: Deployment) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # until the loop handles them: the directory must go
     lifeline_read, lifeline_write = os.pipe()
     try:
-        with listener, RunDirectory() as run_dir:
+        with RunDirectory() as run_dir:
             try:
-                fleet = plan_fleet(deployment, run_dir)
-                asyncio.run(_serve(deployment, fleet, run_dir, listener, lifeline_read))
+                asyncio.run(serve(run_dir, lifeline_read))
             finally:
                 os.close(lifeline_write)  # who is not known to the supervisor goes now
                 _reap_rest(_LAST_CHILDREN_S)
     finally:
         os.close(lifeline_read)
-    return 0
 
 
 def check_deployment(deployment: Deployment) -> None:
@@ -74,6 +88,8 @@ def check_deployment(deployment: Deployment) -> None:
     check_pools(deployment.prefill, deployment.launch.prefill, deployment.decode, deployment.launch.decode)
     if deployment.router.access.api_key_file is not None:
         read_key_file(deployment.router.access.api_key_file)
+    if deployment.launch.cluster_key_file is not None:
+        ClusterKey.read(deployment.launch.cluster_key_file)
     if deployment.router.tls.ssl_certfile is not None:
         load_context(deployment.router.tls)
 
@@ -120,10 +136,10 @@ async def _serve(
     deployment: Deployment, fleet: Fleet, run_dir: RunDirectory, listener: socket.socket, lifeline_fd: int
 ) -> None:
     """Start the fleet, say that it is ready, and end it when a signal asks for that."""
-    on_ready = _ReadyLog(len(fleet.engines) + 1)
+    on_ready = ReadyLog(len(fleet.engines) + 1)
     supervisor = Supervisor(fleet, listen_fd=listener.fileno(), lifeline_fd=lifeline_fd, on_ready=on_ready)
     control = _make_control(deployment, run_dir, supervisor)
-    signals = _StopSignals(supervisor, reloads=deployment.router.reads_files)
+    signals = StopSignals(supervisor, reloads=deployment.router.reads_files)
     url = _url(listener, "http" if deployment.router.tls.ssl_certfile is None else "https")
     logger.info("starting %s with %s on %s", deployment.shape, deployment.prefill.model, url)
     start = asyncio.create_task(supervisor.start())
@@ -148,7 +164,7 @@ async def _serve(
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # it is ending already
 
 
-class _StopSignals:
+class StopSignals:
     """The first signal asks for a stop, the second one for a quick one, the third one for the end."""
 
     def __init__(self, supervisor: Supervisor, *, reloads: bool) -> None:
@@ -176,7 +192,7 @@ class _StopSignals:
             self._supervisor.kill()
 
 
-class _ReadyLog:
+class ReadyLog:
     """Says that a process is ready: the first ones with their number, those that come back with what it took."""
 
     def __init__(self, num_first: int) -> None:

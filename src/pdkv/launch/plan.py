@@ -26,9 +26,9 @@ ROLES: dict[Kind, Role] = {"prefill": "prefill", "decode": "decode", "engine": "
 def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
     """What a launch begins with. Raises ConfigError for a wrong --cpu-bind."""
     launch = deployment.launch
-    counts: dict[Kind, int] = {"engine": launch.decode}
-    if launch.prefill:
-        counts = {"prefill": launch.prefill, "decode": launch.decode}
+    counts: dict[Kind, int] = {"prefill": launch.prefill, "decode": launch.decode}
+    if launch.aggregated:
+        counts = {"engine": launch.decode}
     for kind, count in counts.items():
         split_cpu_bind(config_of(deployment, kind).cpu_bind, count)
     engines = [
@@ -39,7 +39,10 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
     model = deployment.prefill.model
     router = RouterSpec(
         router_id=f"router-{secrets.token_hex(8)}",  # of this launch: a restarted router has it again
-        engines=[plan_address(spec, run_dir) for spec in engines],
+        engines=[
+            *(plan_address(spec, run_dir) for spec in engines),
+            *(EngineAddress(name, "any", endpoint) for name, endpoint in launch.remote_engines.items()),
+        ],
         model=model,
         served_model_name=launch.served_model_name
         or (_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name),
@@ -50,6 +53,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         log_level=launch.log_level,
         config=deployment.router,
         drain_s=launch.drain_s,
+        cluster_key_file=launch.cluster_key_file,
     )
     return Fleet(
         engines=engines,

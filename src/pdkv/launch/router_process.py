@@ -45,6 +45,7 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             admin_socket=spec.run_dir / ADMIN_SOCKET if spec.run_dir is not None else None,
             marks_file=spec.run_dir / MARKS_FILE if spec.run_dir is not None else None,
             drain_s=spec.drain_s,
+            cluster_key_file=spec.cluster_key_file,
             on_ready=ack.ready,
         )
     except StartGivenUp:

@@ -31,6 +31,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_shards: int = 1  # the least common multiple of all engines' ranks
     store: Path | None = None  # where the ranks of this incarnation find each other; None: one rank
     start_timeout_s: float = 120.0  # bound of a rank's waits before the engine is ready
+    cluster_key_file: Path | None = None  # what routers must have, for an endpoint at tcp://
 
     @property
     def process_name(self) -> str:
@@ -54,6 +55,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: RouterConfig = RouterConfig()
     generation_config: Literal["auto", "none"] = "auto"
     drain_s: float = 0.0  # how long requests may go on after SIGTERM
+    cluster_key_file: Path | None = None  # of engines at tcp:// endpoints
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -44,7 +44,7 @@ class Fleet:
     """What a supervisor begins with."""
 
     engines: Sequence[EngineSpec]  # their epochs are drawn anew at each start
-    router: RouterSpec
+    router: RouterSpec | None  # None: it runs on another host
     connector_target: str  # "module:Class", which the fork server imports
     start_timeout_s: float
     use_fork_server: bool
@@ -78,7 +78,7 @@ class Supervisor:
         self._forks: ForkServer | None = None
         self._keepers: dict[str, Keeper] = {}
         self._specs = {spec.name: spec for spec in fleet.engines}
-        self._addresses = {address.name: address for address in fleet.router.engines}
+        self._addresses = {a.name: a for a in fleet.router.engines} if fleet.router is not None else {}
         self._hurried = asyncio.Event()
         self._oom_kills = OomWatch()
         self._model = DeploymentModel()
@@ -91,8 +91,9 @@ class Supervisor:
         """
         if self._fleet.use_fork_server:
             self._forks = self._new_fork_server()  # its imports take longest: it goes first
-        first_ready = [self._keep_running(_ROUTER, self._start_router).ready]
-        first_ready += [self._keep_engine(name).ready for name in self._specs]
+        first_ready = [self._keep_engine(name).ready for name in self._specs]
+        if (router := self._fleet.router) is not None:
+            first_ready.append(self._keep_running(_ROUTER, lambda: self._start_router(router)).ready)
         await asyncio.gather(*first_ready)
 
     @property
@@ -158,9 +159,9 @@ class Supervisor:
         await _end(children, _ENGINE_GRACE_S)
         self._children.difference_update(children)
 
-    async def _start_router(self) -> list[Child]:
+    async def _start_router(self, spec: RouterSpec) -> list[Child]:
         self._listens_for_hangups = False
-        spec = msgspec.structs.replace(self._fleet.router, engines=list(self._addresses.values()))
+        spec = msgspec.structs.replace(spec, engines=list(self._addresses.values()))
         if self._router is not None:  # a second one must not wait for an engine that cannot start
             spec = msgspec.structs.replace(spec, await_all=False, identity=self._model.identity)
 

@@ -15,6 +15,7 @@ import zmq
 
 from pdkv.errors import InvalidRequest, MalformedMessage, StartupError, UnsendableMessage
 from pdkv.log_limit import LogLimit
+from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.frames import (
     MAX_FRAME_BYTES,
     BadMessage,
@@ -73,6 +74,14 @@ def configure_socket(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
 
 
+def _second(endpoint: str) -> str:
+    """Where the beats go."""
+    if endpoint.startswith("ipc://"):
+        return f"{endpoint}.beats"
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + 1 if int(port) else 0}"
+
+
 class _RouterPeer:
     """One connection of one router, as its engine sees it."""
 
@@ -91,11 +100,13 @@ class _RouterPeer:
 class EngineServer:
     """The engine's socket. Used by one thread; only `poll` blocks. Answers a Hello with Ready(card) by itself."""
 
-    def __init__(self, endpoint: str, card: EngineCard, watch: StepWatch | None = None) -> None:
+    def __init__(
+        self, endpoint: str, card: EngineCard, watch: StepWatch | None = None, key: ClusterKey | None = None
+    ) -> None:
         """Listen on `endpoint` (ipc:// or tcp://), and on a second one for the engine's beats: another thread sends
-        them, and a ZeroMQ socket is one thread's. For tcp:// it is a free port of the same address.
+        them, and a ZeroMQ socket is one thread's. For tcp:// it is the port above, or a free one for port 0.
 
-        `watch`: the steps of the engine, for its beats.
+        `watch`: the steps of the engine, for its beats. `key`: only who has it gets in.
 
         Raises:
             StartupError: no socket can be had, or the endpoint cannot be bound.
@@ -111,6 +122,8 @@ class EngineServer:
         configure_socket(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send that cannot be is an error: nothing is dropped unseen
         self._socket.setsockopt(zmq.SNDHWM, MAX_UNREAD_FRAMES)
+        if key is not None:
+            key.guard(self._socket)
         self._watch = watch or StepWatch()
         self._heartbeat: Heartbeat | None = None
         self._peers: dict[bytes, _RouterPeer] = {}
@@ -123,8 +136,7 @@ class EngineServer:
         self._extra_fd: int | None = None
         try:
             self._socket.bind(endpoint)
-            second = endpoint + ".beats" if endpoint.startswith("ipc://") else endpoint.rpartition(":")[0] + ":0"
-            self._heartbeat = Heartbeat(self._context, second, card.epoch, self._watch)
+            self._heartbeat = Heartbeat(self._context, _second(endpoint), card.epoch, self._watch, key)
             self.card = msgspec.structs.replace(card, beats=self._heartbeat.endpoint)
         except zmq.ZMQError as error:
             self.close()

@@ -9,6 +9,7 @@ from typing import cast
 
 import zmq
 
+from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.frames import encode_message
 from pdkv.wire.messages import Beat
 from pdkv.wire.step_watch import StepWatch, late_after_s
@@ -22,7 +23,14 @@ _MAX_UNREAD_BEATS = 16
 class Heartbeat:
     """Publishes Beats at an endpoint until `close`. A step costs nothing here: its begin and end are read, not told."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, epoch: str, watch: StepWatch) -> None:
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        epoch: str,
+        watch: StepWatch,
+        key: ClusterKey | None = None,
+    ) -> None:
         """`endpoint`: ipc://, or tcp:// with port 0 for a free one. Raises zmq.ZMQError: it cannot be bound."""
         self._epoch = epoch
         self._watch = watch
@@ -30,6 +38,8 @@ class Heartbeat:
         self._socket = context.socket(zmq.PUB)
         self._socket.linger = 0
         self._socket.set_hwm(_MAX_UNREAD_BEATS)
+        if key is not None:
+            key.guard(self._socket)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError:

@@ -1,0 +1,59 @@
+"""`pd engine`: one engine for a launch on another host."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from pdkv.cli.launch import launch_variables
+from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, collect, flags_of, warn_of_secrets
+from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.launch.config import HostedEngine
+
+_EXAMPLES = """\
+on the engine's host:
+  pd engine --name decode-b --role decode --listen tcp://10.0.0.2:7000 --cluster-key-file FILE \\
+      --model DIR --connector p2p --connector-config host=10.0.0.2
+on the router's:
+  pd launch --prefill 1 --decode 0 --remote-engines decode-b=tcp://10.0.0.2:7000 --cluster-key-file FILE \\
+      --model DIR --connector p2p --connector-config host=10.0.0.1
+"""
+
+
+def flag_groups() -> dict[str, list[Flag]]:
+    """The flags of `pd engine` by the heading that they stand under."""
+    return {
+        "place": flags_of(HostedEngine),
+        "engine": flags_of(EngineConfig),
+        "hand-off": flags_of(HandoffConfig),
+    }
+
+
+def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add `engine` to the `pd` parser."""
+    summary = "run one engine for a launch on another host"
+    parser = commands.add_parser(
+        "engine",
+        help=summary,
+        usage="pd engine --name NAME --role ROLE --listen tcp://ADDRESS:PORT --cluster-key-file FILE [OPTION …]",
+        description=f"{summary.capitalize()}. It is started again when it dies. Ctrl-C stops it: drain it before.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML or JSON file of option names and values")
+    for title, flags in flag_groups().items():
+        add_flags(parser.add_argument_group(title), flags)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run `pd engine`."""
+    flags = [flag for group in flag_groups().values() for flag in group]
+    values = collect(flags, vars(arguments), known_variables=launch_variables(), file=arguments.config)
+    hosted = build(HostedEngine, values)
+    config, handoff = build(EngineConfig, values), build(HandoffConfig, values)
+    from pdkv.launch.engine_host import host_engine
+    from pdkv.launch.logs import configure_logging
+
+    configure_logging("launcher", hosted.log_level, hosted.log_format)
+    warn_of_secrets(CONNECTOR_CONFIG, arguments.connector_config or ())
+    return host_engine(hosted, config, handoff)

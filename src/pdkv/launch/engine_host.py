@@ -1,0 +1,96 @@
+"""`pd engine`: one engine, supervised, for the router of a launch on another host."""
+
+import asyncio
+import dataclasses
+import logging
+
+from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.connectors.registry import connector_target
+from pdkv.errors import ConfigError
+from pdkv.launch.config import HostedEngine
+from pdkv.launch.cpus import default_threads, split_cpu_bind
+from pdkv.launch.launcher import ReadyLog, StopSignals, run_supervised
+from pdkv.launch.plan import check_pools
+from pdkv.launch.run_dir import RunDirectory
+from pdkv.launch.specs import EngineSpec
+from pdkv.launch.supervisor import Fleet, Supervisor
+from pdkv.models.config import load_model_config
+from pdkv.wire.cluster_key import ClusterKey
+
+logger = logging.getLogger(__name__)
+
+
+def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConfig) -> int:
+    """Run an engine until SIGINT, SIGTERM or SIGHUP; one that dies is started again. Returns the exit code.
+
+    Raises:
+        ConfigError: a wrong value, found here or by a child.
+        StartupError: a child did not become ready.
+    """
+    ClusterKey.read(hosted.cluster_key_file)
+    load_model_config(config.model, config.max_model_len)
+    check_pools(config, 1, config, 0)
+    target = connector_target(handoff.connector)
+
+    async def serve(run_dir: RunDirectory, lifeline_fd: int) -> None:
+        spec = plan_hosted(hosted, config, handoff, run_dir)
+        fleet = Fleet(
+            engines=[spec],
+            router=None,
+            connector_target=target,
+            start_timeout_s=hosted.start_timeout_s,
+            use_fork_server=config.tp > 1,  # for one process its import of torch is not shared with anybody
+        )
+        supervisor = Supervisor(fleet, listen_fd=-1, lifeline_fd=lifeline_fd, on_ready=ReadyLog(1))
+        await _serve(hosted, supervisor)
+
+    run_supervised(serve)
+    return 0
+
+
+def plan_hosted(
+    hosted: HostedEngine, config: EngineConfig, handoff: HandoffConfig, run_dir: RunDirectory
+) -> EngineSpec:
+    """The engine with this host's CPUs to itself. Raises ConfigError for a wrong --cpu-bind or --kv-shards."""
+    kv_shards = hosted.kv_shards or config.tp
+    if kv_shards % config.tp:
+        raise ConfigError(f"kv_shards must be a multiple of tp ({config.tp}), got {kv_shards}")
+    cpus = split_cpu_bind(config.cpu_bind, 1)[0]
+    threads = config.threads or (max(1, len(cpus) // config.tp) if cpus else default_threads(config.tp))
+    return EngineSpec(
+        name=hosted.name,
+        role=hosted.role,
+        epoch="",
+        config=dataclasses.replace(config, threads=threads),
+        handoff=handoff,
+        endpoint=hosted.listen,
+        num_engines=2,  # it has peers somewhere, or it would be a launch
+        run_dir=run_dir.path,
+        log_level=hosted.log_level,
+        log_format=hosted.log_format,
+        cpus=sorted(cpus) if cpus else None,
+        kv_shards=kv_shards,
+        store=run_dir.path / f"{hosted.name}.ranks" if config.tp > 1 else None,
+        start_timeout_s=hosted.start_timeout_s,
+        cluster_key_file=hosted.cluster_key_file,
+    )
+
+
+async def _serve(hosted: HostedEngine, supervisor: Supervisor) -> None:
+    """Start the engine, say that it is ready, and end it when a signal asks for that."""
+    signals = StopSignals(supervisor, reloads=False)
+    start = asyncio.create_task(supervisor.start())
+    stop = asyncio.create_task(signals.stopped.wait())
+    try:
+        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            start.result()
+            print(f"ready: {hosted.name} ({hosted.role}) at {hosted.listen}", flush=True)
+            await stop
+    finally:
+        for task in (start, stop):
+            task.cancel()
+        await asyncio.gather(start, stop, return_exceptions=True)
+        await supervisor.stop()
+        if signals.stopped.is_set():
+            logger.info("stopped")

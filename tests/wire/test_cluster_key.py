@@ -1,0 +1,129 @@
+"""The secret that a router and engines on other hosts share: who has it is let in, nobody else is."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive
+
+from pdkv.errors import ConfigError
+from pdkv.router.engines.engine_client import EngineClient
+from pdkv.wire.cluster_key import ClusterKey
+from pdkv.wire.engine_server import EngineServer
+from pdkv.wire.messages import Abort, Hello
+
+KEY, OTHER = ClusterKey(b"k" * 32), ClusterKey(b"o" * 32)
+
+
+@pytest.fixture
+def server() -> Iterator[EngineServer]:
+    server = EngineServer("tcp://127.0.0.1:0", make_card(), key=KEY)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+async def until_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The router says that it was not let in."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while "--cluster-key-file" not in caplog.text:
+            await asyncio.sleep(0.01)
+
+
+def test_who_has_the_key_is_let_in_and_hears_the_beats(server: EngineServer, context: Context) -> None:
+    async def body(client: EngineClient, listener: Listener) -> None:
+        client.send(Abort("q", 1))
+        assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q", 1))]
+        await listener.until(lambda: bool(listener.beats))
+
+    connected(server, context, body, KEY)
+
+
+def test_another_key_does_not_get_in_and_disturbs_nobody(
+    server: EngineServer, context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(client: EngineClient, listener: Listener) -> None:
+        stranger = EngineClient("decode-0", server.endpoint, router_id="s", context=context, key=OTHER)
+        unheard = Listener()
+        stranger.connect(unheard)
+        await until_it_is_said(caplog)
+        client.send(Abort("q", 1))
+        assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q", 1))]
+        assert not unheard.cards
+        stranger.close()
+
+    connected(server, context, body, KEY)
+
+
+def test_who_has_none_and_what_is_no_handshake_are_not_heard(server: EngineServer, context: Context) -> None:
+    """A hello without a key, and noise: neither reaches the engine, whose next router is let in."""
+    address, _, port = server.endpoint.removeprefix("tcp://").partition(":")
+    stranger = raw_peer(context, server.endpoint)
+    stranger.send(encode_frame(Frame(0, [Hello("s", "e")])))
+    with socket.create_connection((address, int(port))) as noise:
+        noise.sendall(os.urandom(4096))
+
+        async def body(client: EngineClient, listener: Listener) -> None:
+            assert not stranger.poll(50)
+            client.send(Abort("q", 1))
+            assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q", 1))]
+
+        connected(server, context, body, KEY)
+    stranger.close()
+    assert server.num_dropped == 0
+
+
+def test_an_engine_without_it_is_not_taken_for_one_that_has_it(
+    context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        client = EngineClient("decode-0", server.endpoint, router_id="r", context=context, key=KEY)
+        listener = Listener()
+        client.connect(listener)
+        await until_it_is_said(caplog)
+        assert not listener.cards
+        client.close()
+
+    server = EngineServer("tcp://127.0.0.1:0", make_card())
+    asyncio.run(main())
+    server.close()
+
+
+def test_beats_have_the_port_above() -> None:
+    server = EngineServer("tcp://127.0.77.1:7000", make_card())  # an address of this test's own
+    assert server.card.beats == "tcp://127.0.77.1:7001"
+    server.close()
+
+
+def test_a_key_file_is_private_and_long_enough(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    with pytest.raises(ConfigError, match=r"cluster\.key cannot be read: No such file"):
+        ClusterKey.read(path)
+    path.touch(mode=0o600)
+    path.write_text("a" * 31 + "\n")
+    with pytest.raises(ConfigError, match=r"has 31 bytes, at least 32 .*openssl rand"):
+        ClusterKey.read(path)
+    path.write_text("a" * 32 + "\n")
+    ClusterKey.read(path)
+    path.write_text("a" * 70_000)
+    with pytest.raises(ConfigError, match="more than 65536 bytes"):
+        ClusterKey.read(path)
+    path.write_text("a" * 32)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"may be read by other users: chmod 600"):
+        ClusterKey.read(path)
+
+
+def test_no_repr_shows_the_key() -> None:
+    assert "k" * 8 not in repr(KEY)
+    assert "_Pair" not in repr(KEY)
