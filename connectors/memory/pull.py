@@ -92,8 +92,9 @@ class Read(Operation):
         try:
             source = worker.fabric.endpoint(load.engine, load.epoch)
             if self.content is None:
-                assert isinstance(source, MemoryPullWorker)
-                if worker.checksums.are_wanted(source.config.kv_checksum, load.key[0]):
+                if isinstance(source, MemoryPullWorker) and worker.checksums.are_wanted(
+                    source.config.kv_checksum, load.key[0]
+                ):
                     self.digests = source.digests_of(load.source, load)
                 self.content = copy_out(source.pool, load.source)
                 return self

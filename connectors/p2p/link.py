@@ -39,8 +39,8 @@ class LinkEnd:
 
         self.group = NcclGroup(self.control, rank, make_s, timeout_s)
 
-    def send_piece(self, job: Job, plan: MovePlan, pool: PiecePool) -> None:
-        """Send a piece whose offer was accepted.
+    def send_piece(self, job: Job, plan: MovePlan, pool: PiecePool, digests: bytes) -> None:
+        """Send a piece whose offer was accepted, and behind it its digests.
 
         Raises:
             TransferError: close the link; the receiver waits for what will not come.
@@ -55,10 +55,10 @@ class LinkEnd:
                 if body is not None:
                     pool.digest(body.update, ids, plan.part, buffer)
                 connection.send_rows(rows, job.remaining_s())
-        self.control.send(End(_result(body)), job.remaining_s())
+        self.control.send(End(_result(body), digests), job.remaining_s())
 
-    def receive_piece(self, job: Job, plan: MovePlan, pool: PiecePool, timeout_s: float) -> None:
-        """Receive a piece whose offer was accepted.
+    def receive_piece(self, job: Job, plan: MovePlan, pool: PiecePool, timeout_s: float) -> bytes:
+        """Receive a piece whose offer was accepted; returns the digests that came behind it.
 
         Raises:
             TransferError: close the link; what is on its way may still land until then.
@@ -85,6 +85,7 @@ class LinkEnd:
             raise TransferError(f"{type(end).__name__} behind a piece")
         if end.body != _result(body):
             raise Unauthenticated("a piece was changed on its way")
+        return end.digests
 
     def interrupt(self) -> None:
         """By any thread: whatever the link's thread waits for, it wakes up, and the link ends."""

@@ -15,6 +15,7 @@ from pdkv.connectors.peer.auth import HEADER_BYTES, Party, Session, dial, digest
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.errors import (
     IncompatiblePeers,
+    KVCorrupted,
     KVNotFound,
     MalformedMessage,
     PdkvError,
@@ -37,7 +38,16 @@ NCCL = "nccl"
 MAX_FRAME_BYTES = 1 << 20
 _REASONS: dict[str, type[TransferError]] = {
     error.code: error
-    for error in (KVNotFound, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout, Unauthenticated)
+    for error in (
+        KVCorrupted,
+        KVNotFound,
+        PeerGone,
+        StaleEpoch,
+        TransferCancelled,
+        TransferError,
+        TransferTimeout,
+        Unauthenticated,
+    )
 }
 
 

@@ -25,7 +25,7 @@ from pdkv.connectors.peer.auth import SECRET_BYTES
 from pdkv.connectors.peer.push_worker import Incoming, PushPiece, PushWorker
 from pdkv.connectors.transfer.lanes import Lane, LaneConfig
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
-from pdkv.errors import KVNotFound, PdkvError, TransferCancelled, TransferError
+from pdkv.errors import KVCorrupted, KVNotFound, PdkvError, TransferCancelled, TransferError
 from pdkv.wire.messages import EngineCard
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class P2PWorker(PushWorker):
             link, plan = scratch.offer(job, piece, pool)
             self.num_groups += scratch.num_groups - num_groups
             try:
-                link.send_piece(job, plan, pool)
+                link.send_piece(job, plan, pool, self.digests_of(piece))
                 if not isinstance(link.control.expect(job.remaining_s()), Delivered):
                     raise TransferError("the receiver did not say that it has the piece")
             except BaseException:
@@ -163,7 +163,7 @@ class P2PWorker(PushWorker):
         try:
             with self._travels(job, link):
                 link.control.send(Accepted(), timeout_s)
-                link.receive_piece(job, plan, pool, timeout_s)
+                digests = link.receive_piece(job, plan, pool, timeout_s)
         except BaseException as error:
             link.close()  # nothing lands from here on
             self.leave(job)
@@ -171,7 +171,11 @@ class P2PWorker(PushWorker):
             self.stop_jobs(lambda other: other is job, code)
             raise
         self.leave(job)
-        self.landed(job, offer.piece, offer.num_bytes)
+        try:
+            self.landed(job, offer.piece, offer.num_bytes, digests, (link.peer.engine, link.peer.epoch))
+        except KVCorrupted as error:  # the link is as it was: nothing more of this piece comes
+            link.control.send(refusal(error), timeout_s)
+            return
         link.control.send(Delivered(), timeout_s)
 
     def _expect(self, offer: Offer) -> tuple[Job, MovePlan, PiecePool]:
