@@ -53,7 +53,7 @@ VOCAB_SIZE = 32_000
 LONG_TOKENS = 131_072
 RATIO_LIMIT = 1.1
 LIMIT_MS = 2.0
-WAIT_S = 60.0
+WAIT_S = 6.0
 
 CONNECTORS: Mapping[str, tuple[str, Mapping[str, str]] | None] = {
     "none": None,
@@ -69,8 +69,9 @@ CONNECTORS: Mapping[str, tuple[str, Mapping[str, str]] | None] = {
 class DrawsOnly(Executor):
     """Computes nothing and draws the same token for everybody; the connector's worker side is a real one."""
 
-    def __init__(self, worker: WorkerConnector | None) -> None:
+    def __init__(self, worker: WorkerConnector | None, kv_cache: torch.Tensor) -> None:
         self._worker = worker
+        self._kv_cache = kv_cache
 
     def execute(self, plan: StepPlan) -> StepOutput:
         worker, meta = self._worker, plan.kv_meta
@@ -79,6 +80,9 @@ class DrawsOnly(Executor):
             for key in plan.cancels:
                 worker.cancel(key)
             worker.start_load_kv(meta)
+            for layer in range(self._kv_cache.shape[1] if meta.needs_layer_hooks else 0):
+                worker.wait_for_layer_load(layer)
+                worker.save_kv_layer(layer, self._kv_cache, meta)
             worker.wait_for_save()
             transfers = worker.get_finished()
         sampled = {share.key: SampledTokens([7], None) for share in plan.scheduled if share.samples}
@@ -103,6 +107,7 @@ def engine(
     *,
     max_tokens: int,
     batch: int,
+    layout: KVLayout = LAYOUT,
     notify: Callable[[], None] = lambda: None,
 ) -> Iterator[EngineCore]:
     """An engine with one router, "r".
@@ -116,23 +121,25 @@ def engine(
     name = f"step-thread-{secrets.token_hex(4)}"
     with ExitStack() as stack:
         made = worker = None
+        kv_cache = torch.empty(0)
         if connector is not None:
             config = ConnectorConfig(
-                engine=name, epoch=f"{name}.0", layout=LAYOUT, num_blocks=num_blocks, options=connector[1]
+                engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, options=connector[1]
             )
             made = make_connector(connector[0], config, notify)
             stack.callback(made.shutdown)
-            shape = (num_blocks, LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, BLOCK_SIZE, LAYOUT.head_size)
+            shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
             pool = made.allocate_kv_cache()
             worker = made.make_worker_side(0)
-            worker.register_kv_caches(torch.zeros(shape, dtype=torch.bfloat16) if pool is None else pool)
+            kv_cache = torch.zeros(shape, dtype=torch.bfloat16) if pool is None else pool
+            worker.register_kv_caches(kv_cache)
         blobs = [worker.handshake()] if worker else []
-        executor = DrawsOnly(worker)
+        executor = DrawsOnly(worker, kv_cache)
         stack.callback(executor.shutdown)
         card = EngineCard(
             engine=name, epoch=f"{name}.0", role="any", pid=0, connector=connector[0] if connector else "",
             kind=made.kind if made else "pull", content_addressed=False, orders=made.orders() if made else [],
-            model="none", layout=LAYOUT, hash_block_size=BLOCK_SIZE, num_blocks=num_blocks,
+            model="none", layout=layout, hash_block_size=BLOCK_SIZE, num_blocks=num_blocks,
             max_model_len=num_blocks * BLOCK_SIZE, max_num_seqs=batch, rank_blobs=blobs,
         )  # fmt: skip
         scheduler = made.make_scheduler_side() if made else None
@@ -177,7 +184,7 @@ def run(context: Context) -> list[Claim]:
 def decode_steps(quick: bool) -> list[Claim]:
     """256 requests of 512 blocks each decode; the connector is there, and none of them is its business."""
     num_requests, num_blocks, steps, rounds = (8, 32, 4, 2) if quick else (256, 512, 32, 9)
-    names = [name for name in CONNECTORS if not name.startswith("nixl") or _has_nixl()]
+    names = [name for name in CONNECTORS if not name.startswith("nixl") or has_nixl()]
     generator = random.Random(0)
     prompts = [
         generator.choices(range(VOCAB_SIZE), k=(num_blocks - 1) * BLOCK_SIZE - i % BLOCK_SIZE)
@@ -213,7 +220,8 @@ def decode_steps(quick: bool) -> list[Claim]:
     return [_ratio(name, took) for name in names if name != "none"]
 
 
-def _has_nixl() -> bool:
+def has_nixl() -> bool:
+    """Whether the package is there."""
     try:
         load_bindings()
     except ConfigError:
@@ -298,7 +306,7 @@ def long_request(quick: bool) -> list[Claim]:
         prefill.handle("r", Peers([decode.card]), 0.0)
         decode.handle("r", Peers([prefill.card]), 0.0)
         for core in (prefill, decode):
-            _scatter(core.scheduler.kv.pool, generator)
+            scatter(core.scheduler.kv.pool, generator)
         gc.collect()
         gc.disable()
         stack.callback(gc.enable)
@@ -317,7 +325,7 @@ def long_request(quick: bool) -> list[Claim]:
     ]  # fmt: skip
 
 
-def _scatter(pool: BlockPool, generator: random.Random) -> None:
+def scatter(pool: BlockPool, generator: random.Random) -> None:
     """The next blocks to be taken come in no order."""
     block_ids = pool.allocate(pool.num_blocks)
     assert block_ids is not None
