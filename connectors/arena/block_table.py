@@ -21,6 +21,9 @@ KEY_BYTES = 16
 WAYS = 16
 """Entries of one set of the index; with four per key a set overflows about once in a million."""
 
+_FEW = 4
+"""So few keys go one by one: that costs less than numpy does."""
+
 _TAG_AND_SET = struct.Struct("<4xIQ")  # in a key's bytes
 _TAG_SHIFT = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -177,22 +180,23 @@ class SharedBlockTable(BlockTable):
         return (blocks[:, None] * per_block + np.arange(per_block)).reshape(-1)
 
     def _insert_all(self, units: Ids, words: Words) -> None:
-        """Each into an empty entry of its set; those whose set has too few go one by one."""
+        """Each into the first empty entry of its set, all at once; who finds it taken by another one tries again."""
+        values = words[:, 0] >> _TAG_SHIFT << _TAG_SHIFT | (units + 1).astype(np.uint64)
         sets = (words[:, 1] & np.uint64(self._num_sets - 1)).astype(np.int64)
-        order = np.argsort(sets, kind="stable")
-        starts = np.flatnonzero(np.diff(sets[order], prepend=-1))
-        ranks = np.empty(len(units), dtype=np.int64)  # among those of one set
-        ranks[order] = np.arange(len(units)) - np.repeat(starts, np.diff(starts, append=len(units)))
-        is_empty = self._arrays.entries[sets] == 0
-        ways = is_empty.argmax(axis=1)
-        fits = is_empty[np.arange(len(units)), ways]
-        later = np.flatnonzero(ranks)
-        is_own = np.cumsum(is_empty[later], axis=1) == ranks[later, None] + 1
-        ways[later], fits[later] = is_own.argmax(axis=1), is_own.any(axis=1)
-        slots = sets[fits] * WAYS + ways[fits]
-        self._flat_entries[slots] = words[fits, 0] >> _TAG_SHIFT << _TAG_SHIFT | (units[fits] + 1).astype(np.uint64)
-        self._slots[units[fits]] = slots
-        for i in np.flatnonzero(~fits):
+        left = np.arange(len(units))
+        while left.size > _FEW:
+            is_empty = self._arrays.entries[sets[left]] == 0
+            slots = is_empty.argmax(axis=1)
+            fits = is_empty[np.arange(left.size), slots]
+            slots += sets[left] * WAYS
+            slots, tried = slots[fits], left[fits]
+            self._flat_entries[slots] = values[tried]  # the last of those that try the same one has it
+            has_it = self._flat_entries[slots] == values[tried]
+            self._slots[units[tried[has_it]]] = slots[has_it]
+            if not has_it.any():
+                break  # nothing but full sets
+            left = np.concatenate([left[~fits], tried[~has_it]])
+        for i in left.tolist():
             self._insert(int(units[i]), words[i].tobytes())
 
     def _insert(self, unit: int, key: bytes) -> None:

@@ -58,8 +58,9 @@ def test_garbage_names_nothing_that_could_harm(garbage: bytes, at: int, value: i
 def test_a_short_message_cannot_name_more_than_its_bound() -> None:
     """A run of many blocks costs a few bytes: what it would take in memory is refused before it is taken."""
     column = struct.Struct("<QB")
+    form = pack_blocks([1])[0]
     for num_runs, count in ((1, MAX_BLOCKS + 1), (1, 2**62), (2**32 - 1, 1), (1000, MAX_BLOCKS // 999)):
-        data = struct.pack("<BI", 1, num_runs) + column.pack(0, 0) + column.pack(count, 0) + column.pack(0, 0)
+        data = struct.pack("<BI", form, num_runs) + column.pack(0, 0) + column.pack(count, 0) + column.pack(0, 0)
         assert unpack_blocks(data) is None
     assert unpack_blocks(pack_blocks(range(100)), 99) is None
 
