@@ -132,10 +132,13 @@ class BlockPool:
         if len(block_ids) <= _FEW:
             self._hold_few(block_ids, holder)
             return
+        counts = self._num_holders[holder]
         for held in self._distinct(block_ids):
             before = self._states[held]
-            self._num_holders[holder, held] += 1
-            self._free.remove(held[before & _HELD == 0])
+            counts[held] += 1
+            is_free = before & _HELD == 0
+            if is_free.any():
+                self._free.remove(held[is_free])
             self._set_states(held, before, before | np.uint8(1 << holder))
 
     def _hold_few(self, block_ids: Iterable[int], holder: Holder) -> None:
@@ -156,14 +159,17 @@ class BlockPool:
         if len(block_ids) <= _FEW:
             self._release_few(block_ids, holder)
             return
+        counts = self._num_holders[holder]
         for released in self._distinct(block_ids[::-1]):
-            num_left = self._num_holders[holder, released] - 1
+            num_left = counts[released] - 1
             if num_left.min() < 0:
                 raise AssertionError(f"block {released[num_left.argmin()]} has no {holder.name} holder")
-            self._num_holders[holder, released] = num_left
+            counts[released] = num_left
             before = self._states[released]
             after = np.where(num_left == 0, before & np.uint8(~(1 << holder) & 0xFF), before)
             self._set_states(released, before, after)
+            if (after & _HELD).all():
+                continue  # others hold them
             self._free.push(released[after == _CONTENT], cached=True)
             self._free.push(released[after == 0], cached=False)
 
@@ -358,6 +364,9 @@ class BlockPool:
             places = np.arange(rest.size)
             self._marks[rest] = places
             counts = self._marks[rest] == places
+            if counts.all():
+                yield rest
+                return
             yield rest[counts]
             rest = rest[~counts]
 
@@ -368,8 +377,13 @@ class BlockPool:
 
     def _set_states(self, block_ids: Ids, before: States, after: States) -> None:
         self._states[block_ids] = after
-        gone, come = (np.bincount(states, minlength=_NUM_STATES).tolist() for states in (before, after))
-        self._num_in_state = [n - g + c for n, g, c in zip(self._num_in_state, gone, come, strict=True)]
+        for states, sign in ((before, -1), (after, 1)):
+            first = int(states[0]) if states.size else 0
+            if (states == first).all():  # as nearly always
+                self._num_in_state[first] += sign * states.size
+            else:
+                for state, count in enumerate(np.bincount(states).tolist()):
+                    self._num_in_state[state] += sign * count
 
     def _forget_one(self, block_id: int) -> None:
         keys = self._keys[block_id].tolist()

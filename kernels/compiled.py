@@ -7,11 +7,16 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 
-def load_library(name: str) -> ctypes.CDLL | None:
-    """The library of that name, such as "_host"; None: it was not built, or not for this machine."""
+def load_library(name: str, *, keeps_gil: bool = False) -> ctypes.CDLL | None:
+    """The library of that name, such as "_host"; None: it was not built, or not for this machine.
+
+    Args:
+        keeps_gil: its functions take microseconds: less than it may take to get the GIL back from another thread.
+    """
+    kind = ctypes.PyDLL if keeps_gil else ctypes.CDLL
     for path in sorted(Path(__file__).parent.glob(f"{name}.*.so")):
         try:
-            return ctypes.CDLL(str(path))
+            return kind(str(path))
         except OSError as error:  # built for another machine, or without its libraries here
             logger.info("compiled kernels cannot be loaded: %s", error)
     return None

@@ -16,13 +16,11 @@ import numpy.typing as npt
 
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.transfer.planning import Ids, as_ids
+from pdkv.kernels.block_keys import index_keys
 
 KEY_BYTES = 16
 WAYS = 16
 """Entries of one set of the index; with four per key a set overflows about once in a million."""
-
-_FEW = 4
-"""So few keys go one by one: that costs less than numpy does."""
 
 _TAG_AND_SET = struct.Struct("<4xIQ")  # in a key's bytes
 _TAG_SHIFT = np.uint64(32)
@@ -180,24 +178,9 @@ class SharedBlockTable(BlockTable):
         return (blocks[:, None] * per_block + np.arange(per_block)).reshape(-1)
 
     def _insert_all(self, units: Ids, words: Words) -> None:
-        """Each into the first empty entry of its set, all at once; who finds it taken by another one tries again."""
-        values = words[:, 0] >> _TAG_SHIFT << _TAG_SHIFT | (units + 1).astype(np.uint64)
-        sets = (words[:, 1] & np.uint64(self._num_sets - 1)).astype(np.int64)
-        left = np.arange(len(units))
-        while left.size > _FEW:
-            is_empty = self._arrays.entries[sets[left]] == 0
-            slots = is_empty.argmax(axis=1)
-            fits = is_empty[np.arange(left.size), slots]
-            slots += sets[left] * WAYS
-            slots, tried = slots[fits], left[fits]
-            self._flat_entries[slots] = values[tried]  # the last of those that try the same one has it
-            has_it = self._flat_entries[slots] == values[tried]
-            self._slots[units[tried[has_it]]] = slots[has_it]
-            if not has_it.any():
-                break  # nothing but full sets
-            left = np.concatenate([left[~fits], tried[~has_it]])
-        for i in left.tolist():
-            self._insert(int(units[i]), words[i].tobytes())
+        if not index_keys(self._arrays.entries, self._slots, units, words):
+            for unit, key in zip(units.tolist(), words, strict=True):
+                self._insert(unit, key.tobytes())
 
     def _insert(self, unit: int, key: bytes) -> None:
         tag, first = _place(key, self._num_sets)

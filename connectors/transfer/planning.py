@@ -1,6 +1,7 @@
 """Transfer planning: pure functions from block ids and token ranges to a few large pieces. No bytes are moved here."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -169,7 +170,8 @@ def check_ranks(tp: int, peer_tp: int, num_heads: int) -> None:
     rank_heads(0, peer_tp, num_heads)
 
 
-def reader_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> list[HeadPart]:
+@lru_cache(maxsize=1024)  # asked for each transfer, by the step thread
+def reader_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> tuple[HeadPart, ...]:
     """What reader `rank` of `tp` takes from the ranks of a peer: each of its heads from one owner.
 
     Where several of the peer's ranks hold a head, the readers of it are spread over them.
@@ -189,10 +191,11 @@ def reader_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> list[HeadP
             parts[-1] = last._replace(num_heads=last.num_heads + 1)
         else:
             parts.append(HeadPart(owner, head - heads.start, peer_first, 1))
-    return parts
+    return tuple(parts)
 
 
-def sender_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> list[HeadPart]:
+@lru_cache(maxsize=1024)
+def sender_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> tuple[HeadPart, ...]:
     """What sender `rank` of `tp` gives to the ranks of a peer: the same exchange, seen from the other side.
 
     Empty for a rank whose heads all readers take from a neighbour that holds the same.
@@ -200,12 +203,12 @@ def sender_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> list[HeadP
     Raises:
         IncompatiblePeers: see `check_ranks`.
     """
-    return [
+    return tuple(
         HeadPart(peer_rank, part.peer_first, part.first, part.num_heads)
         for peer_rank in range(peer_tp)
         for part in reader_parts(peer_rank, peer_tp, tp, num_heads)
         if part.peer_rank == rank
-    ]
+    )
 
 
 # --- pieces -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The block table in shared memory: what readers find is what the writer published and has not reused."""
 
 import hashlib
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -163,6 +164,23 @@ def test_a_full_set_takes_no_more_at_once_than_one_by_one() -> None:
     assert sum(unit != NO_UNIT for unit in units) == WAYS
     table.writer.reuse_all(list(range(64)))
     assert not table.arrays.entries.any()
+
+
+@pytest.mark.parametrize("num_blocks", [16, 64, 3000])
+def test_the_compiled_index_is_the_one_that_python_makes(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, python = _Table(num_blocks, keys_per_block=2), _Table(num_blocks, keys_per_block=2)
+    rng = random.Random(num_blocks)
+    for _ in range(4):
+        blocks = rng.sample(range(num_blocks), num_blocks // 2)
+        keys = [rng.randbytes(16) for _ in range(num_blocks)]
+        for table in (compiled, python):
+            with monkeypatch.context() as patch:
+                if table is python:
+                    patch.setattr("pdkv.connectors.arena.block_table.index_keys", lambda *arguments: False)
+                table.writer.reuse_all(blocks)
+                table.writer.publish_all(blocks, keys)
+        assert np.array_equal(compiled.arrays.entries, python.arrays.entries)
+        assert np.array_equal(compiled.writer._slots, python.writer._slots)
 
 
 @pytest.mark.parametrize("keys", [[], [b"short", b"shorter"], [_key(1)], [bytes(15), bytes(17)]])

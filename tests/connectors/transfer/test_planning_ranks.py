@@ -56,14 +56,14 @@ def test_a_ranks_place_in_its_group_is_its_place_among_the_owners_receivers() ->
 
 @pytest.mark.parametrize("rank", range(4))
 def test_eight_heads_from_two_ranks_to_four(rank: int) -> None:
-    assert reader_parts(rank, 4, 2, 8) == [HeadPart(rank // 2, 0, 2 * (rank % 2), 2)]
+    assert list(reader_parts(rank, 4, 2, 8)) == [HeadPart(rank // 2, 0, 2 * (rank % 2), 2)]
 
 
 def test_with_fewer_readers_than_owners_one_gathers_from_several() -> None:
     """A ratio rounded down would be 0: the inverse direction has a formula of its own."""
-    assert reader_parts(0, 1, 4, 8) == [HeadPart(owner, 2 * owner, 0, 2) for owner in range(4)]
-    assert reader_parts(1, 2, 4, 8) == [HeadPart(2, 0, 0, 2), HeadPart(3, 2, 0, 2)]
-    assert sender_parts(3, 4, 2, 8) == [HeadPart(1, 0, 2, 2)]
+    assert list(reader_parts(0, 1, 4, 8)) == [HeadPart(owner, 2 * owner, 0, 2) for owner in range(4)]
+    assert list(reader_parts(1, 2, 4, 8)) == [HeadPart(2, 0, 0, 2), HeadPart(3, 2, 0, 2)]
+    assert list(sender_parts(3, 4, 2, 8)) == [HeadPart(1, 0, 2, 2)]
 
 
 def test_slots_of_a_rank_local_cache_give_the_heads_of_that_rank() -> None:
@@ -78,8 +78,8 @@ def test_slots_of_a_rank_local_cache_give_the_heads_of_that_rank() -> None:
 
 def test_replicated_heads_are_read_from_one_owner_and_sent_once() -> None:
     assert [rank_heads(rank, 4, 2).start for rank in range(4)] == [0, 0, 1, 1]
-    assert reader_parts(0, 1, 4, 2) == [HeadPart(0, 0, 0, 1), HeadPart(2, 1, 0, 1)]
-    assert sender_parts(1, 4, 1, 2) == []  # its neighbour gives the head that both hold
+    assert list(reader_parts(0, 1, 4, 2)) == [HeadPart(0, 0, 0, 1), HeadPart(2, 1, 0, 1)]
+    assert list(sender_parts(1, 4, 1, 2)) == []  # its neighbour gives the head that both hold
     assert [reader_parts(rank, 8, 4, 2)[0].peer_rank for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
