@@ -53,13 +53,14 @@ matrix: install
 
 # So many damaged values in stores of every kind (make soak DAMAGE=10000), so many bad HTTP requests (REQUESTS=100000),
 # rude clients beside running streams for so many seconds (CLIENTS=40), so many hostile frames on the engines of each
-# connector (FRAMES=100000), then chaos under load for so many minutes per backend: make soak MINUTES=5
+# connector (FRAMES=100000), strangers at every door of theirs (a thousand connections each), then chaos under load for so many minutes per backend: make soak MINUTES=5
 # BACKENDS="shared_memory store_redis". Then ROUTER_MINUTES=10 with one router alone, whose memory must stay flat.
 soak: install
 	cd tests/support && $(abspath $(BIN))/python -m soak.damage --mutations $(DAMAGE) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak.http_fuzz --requests $(REQUESTS) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak.clients --seconds $(CLIENTS)
 	cd tests/support && $(abspath $(BIN))/python -m soak --frames $(FRAMES) --seed $(SEED)
+	cd tests/support && $(abspath $(BIN))/python -m soak --strangers
 	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(MINUTES) --seed $(SEED) --backends $(BACKENDS)
 	cd tests/support && $(abspath $(BIN))/python -m soak --minutes $(ROUTER_MINUTES) --seed $(SEED) --tp 1,1 \
 		--backends shared_memory --spare router

@@ -1,89 +1,51 @@
-"""By which doors a deployment could be reached: SECURITY.md lists them all, and another user gets through none."""
+"""By which doors a deployment could be reached: SECURITY.md lists them all, and strangers get through none."""
 
 import os
 import re
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from another_user import as_nobody, flood, intrude, needs_root
+from another_user import as_nobody, intrude, needs_root
 from deployments import Launch, Running
-from doors import documented_doors, doors_of, processes_of
+from doors import documented_doors, doors_of
 from nixl_rig import HAS_NIXL
+from soak.strangers import besiege, heap_of
 
-from pdkv.connector_kit.rig.sockets import Listener, listeners
-
-PROMPTS = [f"Door {i} is shut, and behind it somebody counts. " * 3 for i in range(4)]
+CROWD = 100
 CONNECTORS = {
     "push": ("--connector", "multi", "--connector-config", "connectors=p2p,shared_memory", "--decode-tp", "2"),
     **({"nixl": ("--connector", "nixl")} if HAS_NIXL else {}),
 }
 
 
-class House(NamedTuple):
-    """A deployment, and what it said to the prompts at first."""
-
-    deployment: Running
-    answers: list[list[int]]
-
-
 @pytest.fixture(scope="module")
-def houses(module_launch: Launch) -> Mapping[str, House]:
-    """One deployment for each way; links between its engines are there."""
-    found = {}
-    for name, flags in CONNECTORS.items():
-        deployment = module_launch("--prefill", "1", "--decode", "1", *flags)
-        found[name] = House(deployment, answers_of(deployment))
-    return found
+def houses(module_launch: Launch) -> Mapping[str, Running]:
+    """One deployment for each way."""
+    return {name: module_launch("--prefill", "1", "--decode", "1", *flags) for name, flags in CONNECTORS.items()}
 
 
-def answers_of(deployment: Running) -> list[list[int]]:
-    """Greedy tokens of all prompts, whose KV is computed and travels anew."""
-    fields = {"max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "cache_salt": uuid.uuid4().hex}
-    replies = [deployment.complete(prompt, **fields) for prompt in PROMPTS]
-    assert [reply.status_code for reply in replies] == [200] * len(PROMPTS), replies[0].text
-    return [reply.json()["choices"][0]["token_ids"] for reply in replies]
-
-
-def sockets_of(deployment: Running) -> list[Listener]:
-    return sorted({door for process in processes_of(deployment) for door in listeners(process.pid)})
-
-
-def test_every_door_is_listed_in_security_md_and_every_listed_one_is_there(houses: Mapping[str, House]) -> None:
-    found = {label for house in houses.values() for label in doors_of(house.deployment)}
+def test_every_door_is_listed_in_security_md_and_every_listed_one_is_there(houses: Mapping[str, Running]) -> None:
+    found = {label for deployment in houses.values() for label in doors_of(deployment)}
     assert found <= documented_doors(), "a door that SECURITY.md does not list"
     if HAS_NIXL:
         assert documented_doors() <= found, "SECURITY.md lists a door that is not there"
 
 
-def test_run_directories_are_for_their_owner_alone(houses: Mapping[str, House]) -> None:
-    for house in houses.values():
-        (run_dir,) = house.deployment.directory.glob(f"pdkv-{house.deployment.process.pid}-*")
+def test_run_directories_are_for_their_owner_alone(houses: Mapping[str, Running]) -> None:
+    for deployment in houses.values():
+        (run_dir,) = deployment.directory.glob(f"pdkv-{deployment.process.pid}-*")
         assert run_dir.stat().st_mode & 0o777 == 0o700
         assert run_dir.stat().st_uid == os.geteuid()
 
 
-@needs_root
-def test_another_user_gets_through_no_door_but_those_that_nobody_reads(houses: Mapping[str, House]) -> None:
-    for name, house in houses.items():
-        deployment = house.deployment
-        (run_dir,) = deployment.directory.glob(f"pdkv-{deployment.process.pid}-*")
-        pids = [process.pid for process in processes_of(deployment)]
-        fds = [sorted(map(int, os.listdir(f"/proc/{pid}/fd"))) for pid in pids]
-        unix = [door for door in sockets_of(deployment) if isinstance(door.address, str)]
-        named = [door for door in unix if str(door.address).startswith("/")]
-        nameless = [door for door in unix if door not in named]
-        addresses = [heap_of(pid) for pid in pids]
-        assert as_nobody(partial(intrude, pids, fds, addresses, named, str(run_dir))) == [], name
-        for size in (1, 4096):
-            as_nobody(partial(flood, nameless, size))
-        assert [process.pid for process in processes_of(deployment)] == pids
-        assert answers_of(deployment) == house.answers
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_strangers_disturb_no_answer_and_leave_nothing(houses: Mapping[str, Running], name: str) -> None:
+    """Crowds at every door beside a load, datagrams where anybody may send them, and another user's attempts."""
+    besiege(houses[name], CROWD)
 
 
 @pytest.fixture
@@ -98,8 +60,8 @@ def victim() -> Iterator[int]:
 
 
 @needs_root
-def test_what_is_tried_works_for_who_may(victim: int, tmp_path: Path) -> None:
-    """Else the test above would show nothing."""
+def test_what_another_user_tries_works_for_who_may(victim: int, tmp_path: Path) -> None:
+    """Else that it gets nowhere would show nothing."""
     addresses = [heap_of(victim)]
     worked = intrude([victim], [[0]], addresses, [], str(tmp_path))
     assert {re.sub(r"\d+", "N", what.replace(str(tmp_path), "DIR")) for what in worked} == {
@@ -108,11 +70,3 @@ def test_what_is_tried_works_for_who_may(victim: int, tmp_path: Path) -> None:
         "take descriptor N of N", "list DIR", "write into DIR",
     }  # fmt: skip
     assert as_nobody(partial(intrude, [victim], [[0]], addresses, [], str(tmp_path))) == []
-
-
-def heap_of(pid: int) -> int:
-    """An address of a process that it can write to."""
-    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        if line.endswith("[heap]"):
-            return int(line.partition("-")[0], 16)
-    raise AssertionError(f"{pid} has no heap")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 
 from deployments import Running
@@ -12,13 +13,17 @@ PROMPTS = tuple(f"{number} What many prompts begin with, some blocks long." for 
 
 
 class SteadyLoad:
-    """So many clients on a thread of their own, each with one request at a time."""
+    """So many clients on a thread of their own, each with one request at a time.
 
-    def __init__(self, deployment: Running, *, num_clients: int, max_tokens: int) -> None:
+    `fresh`: no request finds the KV of another one, so that each one's travels.
+    """
+
+    def __init__(self, deployment: Running, *, num_clients: int, max_tokens: int, fresh: bool = False) -> None:
         self.answers: list[tuple[Ask, Answer]] = []
         self._deployment = deployment
         self._num_clients = num_clients
         self._max_tokens = max_tokens
+        self._fresh = fresh
         self._enough = threading.Event()
         self._progress = threading.Condition()
         self._error: BaseException | None = None
@@ -57,7 +62,8 @@ class SteadyLoad:
             async def one(number: int) -> None:
                 turn = number
                 while not self._enough.is_set():
-                    ask = Ask(PROMPTS[turn % len(PROMPTS)], self._max_tokens, stream=turn % 2 == 0)
+                    salt = {"cache_salt": uuid.uuid4().hex} if self._fresh else {}
+                    ask = Ask(PROMPTS[turn % len(PROMPTS)], self._max_tokens, stream=turn % 2 == 0, fields=salt)
                     answer = await send(client, ask)
                     with self._progress:
                         self.answers.append((ask, answer))
@@ -68,9 +74,11 @@ class SteadyLoad:
 
 
 @contextlib.contextmanager
-def steady_load(deployment: Running, *, num_clients: int = 6, max_tokens: int = 24) -> Iterator[SteadyLoad]:
+def steady_load(
+    deployment: Running, *, num_clients: int = 6, max_tokens: int = 24, fresh: bool = False
+) -> Iterator[SteadyLoad]:
     """Load for the block; behind it every answer must be whole, and the same for the same prompt."""
-    load = SteadyLoad(deployment, num_clients=num_clients, max_tokens=max_tokens)
+    load = SteadyLoad(deployment, num_clients=num_clients, max_tokens=max_tokens, fresh=fresh)
     load.start()
     try:
         yield load

@@ -27,7 +27,7 @@ from serving_checks import read_books, serve_directory
 from small_models import make_hf_model
 from traffic import client_of
 
-from soak import hostile_frames
+from soak import hostile_frames, strangers
 from soak.accounts import accounts
 from soak.backends import HAVE_FILES, HAVE_LINKS, REQUEST_TIMEOUT_S, STORE_MIB, choose, extra_flags, select
 from soak.checks import (
@@ -83,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.frames:
         return hostile_frames.main(options.frames, options.seed)
+    if options.strangers:
+        return strangers.main()
     command = [sys.executable, "-m", "soak", *(sys.argv[1:] if arguments is None else arguments)]
     private = enter(command)
     if private:
@@ -115,6 +117,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--frames", type=int, default=0, help="no chaos: so many hostile frames per connector")
+    parser.add_argument("--strangers", action="store_true", help="no chaos: strangers at every door, per connector")
     parser.add_argument("--out", type=Path, help="folder of report and logs")
     options = parser.parse_args(arguments)
     try:
