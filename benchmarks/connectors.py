@@ -33,7 +33,7 @@ CACHED = (1024, 16384)
 """Blocks of others in a peer's pool or in a store, few and many."""
 
 PATHS: Mapping[str, Mapping[str, str]] = {"arena": {}}
-SOCKETS: Mapping[str, Mapping[str, str]] = {"unix": {}}
+SOCKETS: Mapping[str, Mapping[str, str]] = {name: {"sockets": name} for name in ("unix", "tcp")}
 STEP_THREAD_MS = 0.3
 SLOWDOWN_LIMIT = 0.10
 SCHEDULER_LIMIT = 1.5

@@ -35,6 +35,7 @@ from pdkv.connector_kit.rig.world import NotApplicable, Violation
 from pdkv.connectors.registry import connector_target, load_connector
 from pdkv.connectors.transfer.planning import merge_runs
 from pdkv.errors import ConfigError
+from pdkv.wire.messages import ChecksumMode
 
 SMALL = "2x2x16"
 WANTED = [
@@ -142,6 +143,14 @@ def test_each_kind_of_connector_has_complete_rows(connector: str, options: dict[
         check_row(row)
         assert row.bytes == 3 * parse_layout(SMALL).layout().block_bytes
         assert (row.save_gb_s is not None) == (connector == "store")
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_transfers_are_measured_with_and_without_digests(mode: ChecksumMode) -> None:
+    plan = plan_of("memory", options={"mode": "push"}, kv_checksum=mode)
+    with plans.open_setting(plan) as setting, BenchWorld(setting, plan.producer, plan.consumer) as world:
+        assert {engine.card.kv_checksum for engine in world.engines.values()} == {mode}
+        TimedTransfer(world, 40).measure(compare=True)
 
 
 def test_ranks_and_block_sizes_may_differ() -> None:

@@ -39,6 +39,8 @@ def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
     add("--tp-pair", default="1,1", metavar="P,D", help="ranks of the producer and of the consumer (default: 1,1)")
     add("--block-sizes", default="16,16", metavar="P,D", help="tokens per block (default: 16,16)")
     add("--pattern", action="append", default=[], choices=("aged", "contiguous"), help="this one only")
+    add("--kv-checksum", default="on", choices=("off", "sample", "on"),
+        help="compare digests of what was sent and what arrived, as engines do (default: on)")  # fmt: skip
     add("--one-process", action="store_true", help="both engines in one process, as for a store of url=memory://")
     add("--no-throttle", action="store_true", help="leave the throttled transport out")
     add("--tail", action="store_true", help="of a push: measure what is left of it when the forward pass of a prompt "
@@ -66,6 +68,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         repeats=arguments.repeats,
         patterns=arguments.pattern,
         one_process=arguments.one_process,
+        kv_checksum=arguments.kv_checksum,
     )
     if arguments.tail and arguments.plot is not None:
         raise ConfigError("--plot draws bandwidth by length, which --tail does not measure: leave one of them out")

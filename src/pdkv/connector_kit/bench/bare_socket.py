@@ -9,11 +9,9 @@ import msgspec
 
 from pdkv.connector_kit.bench.bare import BareTransport, Bytes
 from pdkv.connector_kit.rig import protocol as p
+from pdkv.connectors.p2p.sockets import UNIX_BUFFER_BYTES
 
 _HOST = "127.0.0.1"
-_BUFFER_BYTES = 4 << 20
-"""Asked for on unix sockets, as p2p does; the system gives what it allows."""
-
 _READY = b"\1"
 
 
@@ -73,7 +71,7 @@ class UnixMessage(BareTransport):
     def _prepared(self, connection: socket.socket) -> socket.socket:
         connection.setblocking(True)
         if self.family == socket.AF_UNIX:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
         else:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection

@@ -15,6 +15,7 @@ from pdkv.connector_kit.rig.world import Setting, Shape
 from pdkv.connectors.registry import check_connector, connector_target
 from pdkv.connectors.store.base import LAYERWISE_GROUPS
 from pdkv.connectors.store.options import TransferOptions
+from pdkv.wire.messages import ChecksumMode
 
 TIMEOUT_S = 120.0
 
@@ -40,6 +41,7 @@ class Plan:
     one_process: bool = False  # both engines in one process, for stores that are one's own
     region_bytes: int = BEYOND_CACHE_BYTES  # of memory that is used in turns
     bare: bool = True  # beside the bare transport, too
+    kv_checksum: ChecksumMode = "on"
 
 
 def make_plan(
@@ -56,6 +58,7 @@ def make_plan(
     one_process: bool = False,
     region_bytes: int = BEYOND_CACHE_BYTES,
     bare: bool = True,
+    kv_checksum: ChecksumMode = "on",
 ) -> Plan:
     """A plan whose pools are large enough. Raises ConfigError for a layout that is none."""
     producer, consumer = (
@@ -65,7 +68,7 @@ def make_plan(
     return Plan(
         connector=connector, options=options, layout=layout, producer=producer, consumer=consumer, tokens=tokens,
         patterns=patterns or tuple(PATTERNS), repeats=repeats, piece_bytes=piece_bytes, one_process=one_process,
-        region_bytes=region_bytes, bare=bare,
+        region_bytes=region_bytes, bare=bare, kv_checksum=kv_checksum,
     )  # fmt: skip
 
 
@@ -82,6 +85,7 @@ def open_setting(plan: Plan) -> Iterator[Setting]:
             connector=plan.connector,
             options=options,
             one_process=flags.one_process or plan.one_process,
+            kv_checksum=plan.kv_checksum,
             timeout_s=TIMEOUT_S,
         )
 

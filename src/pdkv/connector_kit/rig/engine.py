@@ -27,7 +27,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.connectors.transfer.planning import first_seen_block
-from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
+from pdkv.wire.messages import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
 Wanted = TypeVar("Wanted", bound=p.Answer)
 
@@ -60,6 +60,7 @@ class Engine:
         num_blocks: int,
         kv_shards: int,
         timeout_s: float,
+        kv_checksum: ChecksumMode = "on",
     ) -> None:
         """Build all ranks. Raises ConfigError where the connector refuses the shape."""
         self.name = name
@@ -88,7 +89,7 @@ class Engine:
         for rank, host in enumerate(hosts):
             config = ConnectorConfig(
                 engine=name, epoch=epoch, layout=layout, num_blocks=num_blocks, options=options, model="conformance",
-                rank=rank, tp=len(hosts), kv_shards=kv_shards,
+                rank=rank, tp=len(hosts), kv_shards=kv_shards, kv_checksum=kv_checksum,
             )  # fmt: skip
             built.append(host.ask(name, p.Build(connector, config, self.rank), p.Built, timeout_s))
         self.built = built[0]
@@ -97,7 +98,7 @@ class Engine:
             content_addressed=self.built.content_addressed, orders=self.built.orders, model="conformance",
             layout=layout, hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks, max_model_len=1 << 20,
             max_num_seqs=256, tp=len(hosts), rank_blobs=[rank.blob for rank in built],
-            kv_checksum=config.kv_checksum,
+            kv_checksum=kv_checksum,
         )  # fmt: skip
 
     # --- where it stands ------------------------------------------------------------------------------------------

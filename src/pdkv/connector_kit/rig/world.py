@@ -13,7 +13,7 @@ from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.processes import HostProcess, Zygote, wait_for_any
 from pdkv.errors import IncompatiblePeers, PdkvError
-from pdkv.wire.messages import KVGroup, KVLayout
+from pdkv.wire.messages import ChecksumMode, KVGroup, KVLayout
 
 NUM_KV_HEADS = 4
 """Of the model; up to four ranks hold different ones."""
@@ -96,6 +96,7 @@ class Setting:
     one_process: bool = False
     kv_groups: bool = False  # the connector's flag
     groups: tuple[KVGroup, ...] = ()  # of engines whose shape nobody has chosen
+    kv_checksum: ChecksumMode = "on"
     timeout_s: float = 20.0
     quick: bool = False
     world_numbers: "itertools.count[int]" = field(default_factory=itertools.count)
@@ -176,6 +177,7 @@ class World:
                 name, f"{name}.{epoch}", hosts,
                 connector=self.setting.connector, options=self._options, layout=shape.layout(),
                 num_blocks=shape.num_blocks, kv_shards=self._kv_shards, timeout_s=self.timeout_s,
+                kv_checksum=self.setting.kv_checksum,
             )  # fmt: skip
         except PdkvError as error:
             if shape.tp > 1 and error.code in ("config_error", "incompatible_peers"):
