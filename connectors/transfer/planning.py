@@ -217,31 +217,3 @@ def sender_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> tuple[Head
 def blocks_of(start: int, stop: int, block_size: int) -> range:
     """Indices of the blocks that tokens [start, stop) lie in."""
     return range(start // block_size, -(-stop // block_size)) if stop > start else range(0)
-
-
-class Split(NamedTuple):
-    """Whole blocks, divided into what goes as it lies and what is gathered first."""
-
-    runs: list[Run]  # adjacent on both sides and large; `positions` of the same index say where they begin
-    positions: list[int]
-    rest: Ids  # positions of all other blocks, ascending
-
-
-def split_runs(source: Sequence[int] | Ids, destination: Sequence[int] | Ids, min_blocks: int) -> Split:
-    """Find the runs of at least `min_blocks` blocks that are adjacent on both sides.
-
-    Raises:
-        ValueError: the two sides differ in length.
-    """
-    sources, destinations = as_ids(source), as_ids(destination)
-    runs: list[Run] = []
-    positions: list[int] = []
-    in_run = np.zeros(sources.size, dtype=np.bool_)
-    position = 0
-    for run in merge_runs(sources, destinations):
-        if run.num_blocks >= min_blocks:
-            runs.append(run)
-            positions.append(position)
-            in_run[position : position + run.num_blocks] = True
-        position += run.num_blocks
-    return Split(runs, positions, np.flatnonzero(~in_run).astype(np.int64))

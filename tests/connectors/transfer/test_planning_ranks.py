@@ -14,7 +14,6 @@ from pdkv.connectors.transfer.planning import (
     rank_heads,
     reader_parts,
     sender_parts,
-    split_runs,
 )
 from pdkv.errors import IncompatiblePeers
 from pdkv.wire.messages import EngineCard, KVLayout
@@ -128,25 +127,6 @@ def test_blocks_of_a_token_range() -> None:
     assert len(blocks_of(0, 17, 16)) - len(blocks_of(0, 16, 16)) == 1
     assert blocks_of(32, 70, 32) == range(1, 3)
     assert blocks_of(32, 32, 16) == range(0)
-
-
-def test_large_runs_go_as_they_lie_and_the_rest_is_gathered() -> None:
-    split = split_runs([4, 5, 6, 9, 20, 21], [0, 1, 2, 7, 11, 12], 2)
-    assert [(run.source, run.num_blocks, at) for run, at in zip(split.runs, split.positions, strict=True)] == [
-        (4, 3, 0),
-        (20, 2, 4),
-    ]
-    assert split.rest.tolist() == [3]
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))), st.integers(1, 4))
-def test_a_split_has_every_block_once(pairs: list[tuple[int, int]], min_blocks: int) -> None:
-    split = split_runs([s for s, _ in pairs], [d for _, d in pairs], min_blocks)
-    covered = [at + i for run, at in zip(split.runs, split.positions, strict=True) for i in range(run.num_blocks)]
-    for run, at in zip(split.runs, split.positions, strict=True):
-        assert run.num_blocks >= min_blocks
-        assert [(run.source + i, run.destination + i) for i in range(run.num_blocks)] == pairs[at : at + run.num_blocks]
-    assert sorted([*covered, *split.rest.tolist()]) == list(range(len(pairs)))
 
 
 # --- cards ----------------------------------------------------------------------------------------------------------
