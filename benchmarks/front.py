@@ -7,7 +7,9 @@ than this machine could compute, and CPU time of the router's process, which say
 
 import asyncio
 import random
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -28,12 +30,13 @@ RUN_LIMIT = 1.02
 TOKEN_LIMITS_US = {64: 40.0, 1000: 30.0}
 STREAM_LIMIT_KIB = 30.0
 LATENCY_LIMIT_MS = 2.0
+REFUSAL_LIMIT_MS = 10.0
 PACE_S = 0.002
 """Between two steps, where time is measured."""
 
 
 def run(context: Context) -> list[Claim]:
-    """One claim of whole runs, where there is an earlier version; then two of tokens, two of streams, one of time."""
+    """One claim of whole runs, where there is an earlier version; then two of tokens, two of streams, two of time."""
     raise_open_files_limit()
     model = find_model(context.models, "tiny")
     return [
@@ -41,6 +44,7 @@ def run(context: Context) -> list[Claim]:
         *(_tokens(model, num_streams, context.quick) for num_streams in TOKEN_LIMITS_US),
         *slow_streams(model, context.quick),
         added_latency(model, context.quick),
+        refusals(model, context.quick),
     ]
 
 
@@ -184,6 +188,33 @@ def added_latency(model: Path, quick: bool) -> Claim:
     figures = {"to the first token ms": median(first) * 1e3, "to the end ms": median(end) * 1e3}
     worst = max(figures.values())
     return Claim("latency that the router adds, p50 / 2 ms", worst / LATENCY_LIMIT_MS, 1.0, "lower", figures)
+
+
+def refusals(model: Path, quick: bool) -> Claim:
+    """429s, one after the other and each on a connection of its own, while the queue is full and 64 streams run."""
+    num_seqs, num_queued, num_refusals = (4, 4, 20) if quick else (64, 32, 200)
+    with router_alone(model, pace_s=0.01, num_seqs=num_seqs, max_queued_requests=num_queued) as router:
+        seconds = run_loop(_refusals(router, 2 * num_seqs + num_queued, num_refusals))
+    figures = {"p50 ms": median(seconds) * 1e3, "worst ms": max(seconds) * 1e3}
+    p99 = sorted(seconds)[len(seconds) * 99 // 100] * 1e3
+    return Claim("a full queue's 429, p99 / 10 ms", p99 / REFUSAL_LIMIT_MS, 1.0, "lower", figures)
+
+
+async def _refusals(router: Alone, num_streams: int, number: int) -> list[float]:
+    """Seconds of each, by the clock of another process than that of the streams."""
+    rng = random.Random(0)
+    streams = [asyncio.create_task(_stream(router, rng, 900)) for _ in range(num_streams)]  # some may be refused, too
+    try:
+        command = [sys.executable, "-m", "benchmarks.refused", router.url, router.model, str(number)]
+        process = await asyncio.create_subprocess_exec(*command, cwd=Path(__file__).parent.parent, stdout=PIPE)
+        output, _ = await process.communicate()
+        if process.returncode:
+            raise RuntimeError("benchmarks.refused failed")
+        return [float(word) for word in output.split()]
+    finally:
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
 
 
 def _check(replies: Sequence[Reply]) -> None:

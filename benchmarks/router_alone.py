@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from benchmarks.paced_engine import NAME
 from benchmarks.servers import end_process, process_cpu_seconds
-from pdkv.config import HttpLimits, RouterConfig
+from pdkv.config import AdmissionConfig, HttpLimits, RouterConfig
 from pdkv.host.sockets import LISTEN_BACKLOG
 from pdkv.launch.specs import RouterSpec, encode
 from pdkv.router.engines.address import EngineAddress
@@ -42,8 +42,15 @@ class Alone(NamedTuple):
 
 
 @contextlib.contextmanager
-def router_alone(model: Path, *, pace_s: float, num_seqs: int, max_connections: int | None = None) -> Iterator[Alone]:
-    """A router with the default options, but for `max_connections`, and an engine whose steps are `pace_s` apart."""
+def router_alone(
+    model: Path,
+    *,
+    pace_s: float,
+    num_seqs: int,
+    max_connections: int | None = None,
+    max_queued_requests: int | None = None,
+) -> Iterator[Alone]:
+    """A router with the default options, but for these two, and an engine whose steps are `pace_s` apart."""
     with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as folder, contextlib.ExitStack() as stack:
         endpoint = f"ipc://{folder}/engine"
         engine_command = [sys.executable, "-m", "benchmarks.paced_engine", endpoint, str(pace_s), str(num_seqs)]
@@ -52,9 +59,13 @@ def router_alone(model: Path, *, pace_s: float, num_seqs: int, max_connections: 
         if engine.stdout.readline() != b"ready\n":
             raise RuntimeError("the paced engine did not start")
         http = HttpLimits() if max_connections is None else HttpLimits(max_connections=max_connections)
+        queue = AdmissionConfig()
+        if max_queued_requests is not None:
+            queue = AdmissionConfig(max_queued_requests=max_queued_requests)
         spec = RouterSpec(
             router_id="bench", engines=[EngineAddress(NAME, "any", endpoint)], model=model.resolve(),
-            served_model_name="bench", policy="prefix_aware", config=RouterConfig(http=http), log_level="info",
+            served_model_name="bench", policy="prefix_aware", config=RouterConfig(http=http, admission=queue),
+            log_level="info",
         )  # fmt: skip
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=LISTEN_BACKLOG))
         ack, ack_child = socket.socketpair()

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol, cast
 
@@ -17,7 +17,17 @@ from pdkv.log_limit import LogLimit
 from pdkv.router.engines.beats import BeatReader, beats_endpoint
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.engine_server import configure_socket
-from pdkv.wire.frames import BadMessage, ReceivedFrame, decode_frame, encode_message, encode_raw_frame, key_of, split
+from pdkv.wire.frames import (
+    PIECE_BYTES,
+    BadMessage,
+    ReceivedFrame,
+    decode_frame,
+    encode_message,
+    encode_raw_frame,
+    frame_pieces,
+    key_of,
+    split,
+)
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     OLDEST_PROTOCOL,
@@ -59,8 +69,8 @@ LAST_WORDS_MS = 100
 FRAMES_PER_TURN = 64
 """Frames that a client hands over before other callbacks of the event loop have their turn."""
 
-BYTES_PER_TURN = 1 << 20
-"""And bytes, after which it takes no further frame in that turn."""
+BYTES_PER_TURN = 64 << 10
+"""And bytes, after which it takes no further frame, nor a further piece of a long one, in that turn."""
 
 
 def _descriptor(socket: "zmq.Socket[bytes]") -> int:
@@ -126,6 +136,8 @@ class EngineClient:
         self._beats: BeatReader | None = None
         self._next_sent = 0
         self._next_received = 0
+        self._pieces: Iterator[ReceivedFrame] | None = None  # what is left of the frame that was received last
+        self._has_ended = False  # the connection has; what had come before still counts
         self._num_begun = 0  # frames that the engine has begun to handle
         self._unhandled: deque[_SentFrame] = deque()
         self._reconnect: asyncio.TimerHandle | None = None
@@ -159,6 +171,7 @@ class EngineClient:
     def _open(self) -> None:
         self._reconnect = None
         self._next_sent = self._next_received = self._num_begun = 0
+        self._pieces, self._has_ended = None, False
         self._unhandled.clear()
         self._socket = socket = self._context.socket(zmq.DEALER)
         configure_socket(socket)
@@ -185,7 +198,7 @@ class EngineClient:
 
     def _shut(self, *, linger_ms: int = 0) -> None:
         self._outbox.clear()
-        self.card = None
+        self.card = self._pieces = None
         if self._beats is not None:
             self._beats.close()
             self._beats = None
@@ -230,10 +243,8 @@ class EngineClient:
             if event["event"] in _REFUSALS and self._key is not None:
                 self._note_refusal()
             elif event["event"] == zmq.EVENT_DISCONNECTED:
-                try:
-                    self._drain_all()  # what it said before it went still counts
-                finally:
-                    self._lost("the connection ended")
+                self._has_ended = True
+                self._drain()
 
     def _note_refusal(self) -> None:
         if self._log_limit.passes():
@@ -243,6 +254,7 @@ class EngineClient:
             )  # fmt: skip
 
     def _drain(self) -> None:
+        """Deliver as much as one turn of the event loop may, and see to it that there is another for the rest."""
         socket = self._socket
         try:
             size = 0
@@ -252,23 +264,25 @@ class EngineClient:
                 if not received or size >= BYTES_PER_TURN:
                     return
         finally:  # after an exception of the listener, too, the next frame must be read
-            if self._socket is not None and _is_readable(self._socket):
-                self._loop.call_soon(self._drain)
-
-    def _drain_all(self) -> None:
-        while self._receive():
-            pass
+            if self._socket is not None:
+                if self._pieces is not None or _is_readable(self._socket):
+                    self._loop.call_soon(self._drain)
+                elif self._has_ended:
+                    self._lost("the connection ended")
 
     def _receive(self) -> int:
-        """Read and deliver one frame. Returns its bytes (at least 1); 0: there is none."""
+        """Read and deliver a frame, or a piece of a long one. Returns about its bytes, at least 1; 0: there is none."""
         if self._socket is None:
             return 0
+        if self._pieces is not None:
+            return self._deliver_piece()
         try:
-            parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            data = self._socket.recv_multipart(zmq.NOBLOCK)[0]
         except zmq.Again:
             return 0
         try:
-            frame = decode_frame(parts[0])
+            pieces = frame_pieces(data) if len(data) > PIECE_BYTES else None
+            frame = decode_frame(data) if pieces is None else next(pieces)
         except MalformedMessage as error:
             self.num_dropped += 1
             self._lost(f"it sent a frame that cannot be read: {error}")
@@ -278,12 +292,25 @@ class EngineClient:
             return 1
         self._next_received += 1
         self._note_progress(frame)
+        self._pieces = pieces
+        self._deliver_frame(frame)
+        return max(min(len(data), PIECE_BYTES), 1)
+
+    def _deliver_piece(self) -> int:
+        assert self._pieces is not None
+        frame = next(self._pieces, None)
+        if frame is None:
+            self._pieces = None
+            return 1
+        self._deliver_frame(frame)
+        return PIECE_BYTES
+
+    def _deliver_frame(self, frame: ReceivedFrame) -> None:
         messages = cast(list[RouterToEngine | EngineToRouter], frame.messages)
         if frame.has_bad:
             messages = [m for message in frame.messages if (m := self._checked(message)) is not None]
         if messages:
             self._deliver(messages)
-        return max(len(parts[0]), 1)
 
     def _note_progress(self, frame: ReceivedFrame) -> None:
         """What the engine says that it has handled cannot have ended it."""

@@ -22,11 +22,13 @@ from pdkv.router.engines import engine_client, health
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
+from pdkv.wire.frames import PIECE_BYTES, encode_message, encode_raw_frame
 from pdkv.wire.messages import (
     Abort,
     Hello,
     Release,
     Resync,
+    TokenLogprob,
     Tokens,
 )
 
@@ -375,3 +377,96 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each time that a client's callback runs, the bytes that it says to have handled."""
+    seen: list[int] = []
+    drain, receive_one = EngineClient._drain, EngineClient._receive
+
+    def counting_drain(self: EngineClient) -> None:
+        seen.append(0)
+        drain(self)
+
+    def counting_receive(self: EngineClient) -> int:
+        received = receive_one(self)
+        seen[-1] += received
+        return received
+
+    monkeypatch.setattr(EngineClient, "_drain", counting_drain)
+    monkeypatch.setattr(EngineClient, "_receive", counting_receive)
+    return seen
+
+
+def with_logprobs(i: int) -> Tokens:
+    top = tuple((token, -1.5) for token in range(20))
+    return Tokens(f"q{i}", 0, i, [i], [TokenLogprob(i, -0.5, 1, top)])
+
+
+def test_a_long_frame_is_decoded_and_delivered_in_pieces(
+    server: EngineServer, context: Context, turns: list[int]
+) -> None:
+    """A frame of tokens with 20 alternatives each took 100 ms in one callback."""
+    messages = [with_logprobs(i) for i in range(3000)]
+    size = len(encode_raw_frame(0, [encode_message(message) for message in messages]))
+
+    async def body(client: EngineClient, listener: Listener) -> None:
+        server.send("r", messages)
+        server.send("r", [tokens(1)])
+        await listener.until(lambda: listener.frames[-1:] == [[tokens(1)]])
+        assert [message for frame in listener.frames[:-1] for message in frame] == messages
+        assert size / (2 * PIECE_BYTES) < len(listener.frames) < size / PIECE_BYTES + 4
+        assert max(turns) <= 2 * PIECE_BYTES
+        assert sum(turns) >= size
+        assert listener.downs == []
+
+    connected(server, context, body)
+
+
+def test_many_frames_that_wait_are_not_handled_in_one_turn(
+    server: EngineServer, context: Context, turns: list[int]
+) -> None:
+    async def body(client: EngineClient, listener: Listener) -> None:
+        frame = [tokens(i) for i in range(500)]
+        for _ in range(100):
+            server.send("r", frame)
+        await listener.until(lambda: len(listener.frames) == 100)
+        assert listener.frames == [frame] * 100
+        assert max(turns) <= 2 * PIECE_BYTES
+
+    connected(server, context, body)
+
+
+def test_a_bad_message_in_a_long_frame_is_dropped_alone(server: EngineServer, context: Context) -> None:
+    bad = msgspec.Raw(b"\xa1x")
+
+    async def body(client: EngineClient, listener: Listener) -> None:
+        encoded = [encode_message(tokens(i)) for i in range(3000)]
+        encoded[1500] = bad
+        socket = server._socket
+        (peer,) = server._peers.values()
+        socket.send_multipart([peer.identity, encode_raw_frame(peer.next_sent, encoded)])
+        peer.next_sent += 1
+        await listener.until(lambda: sum(map(len, listener.frames)) == 2999)
+        got = [message for frame in listener.frames for message in frame]
+        assert got == [tokens(i) for i in range(3000) if i != 1500]
+        assert client.num_dropped == 1
+
+    connected(server, context, body)
+
+
+def test_what_an_engine_said_last_is_heard_before_its_death(
+    server: EngineServer, context: Context, turns: list[int]
+) -> None:
+    """However much it is: it takes several turns."""
+    messages = [with_logprobs(i) for i in range(3000)]
+
+    async def body(client: EngineClient, listener: Listener) -> None:
+        server.send("r", messages)
+        await asyncio.to_thread(server.close)
+        await listener.until(lambda: bool(listener.downs))
+        assert [message for frame in listener.frames for message in frame] == messages
+        assert max(turns) <= 2 * PIECE_BYTES
+
+    connected(server, context, body)
