@@ -3,7 +3,7 @@
 A block is in the free queue if and only if nobody holds it. A block with a key (hashed) is immutable.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pdkv.connectors.block_table import BlockTable
 from pdkv.engine.free_queue import FreeQueue, Ids
+from pdkv.kernels.block_pool import HolderCounts, available
 from pdkv.wire.messages import BlockCounts, BlockRemoved, BlockStored, CacheCleared, KVEvent
 
 
@@ -70,7 +71,9 @@ class BlockPool:
         self._free = FreeQueue(num_blocks)
         self._num_holders = np.zeros((len(Holder), num_blocks), dtype=np.int32)
         self._states = np.zeros(num_blocks, dtype=np.uint8)
-        self._num_in_state = [num_blocks] + [0] * (_NUM_STATES - 1)
+        self._in_states = np.zeros(_NUM_STATES, dtype=np.int64)
+        self._num_in_state = memoryview(self._in_states.data)
+        self._num_in_state[0] = num_blocks
         self._keys = np.full((num_blocks, keys_per_block), None, dtype=object)  # of what is not announced: the last
         self._is_announced = np.zeros(num_blocks, dtype=np.bool_)  # where there is content
         self._parents = np.full(num_blocks, None, dtype=object)
@@ -82,6 +85,10 @@ class BlockPool:
         self._state_of = memoryview(self._states.data)
         self._num_of = [memoryview(self._num_holders[holder].data) for holder in Holder]
         self._marks = np.zeros(num_blocks, dtype=np.int64)  # for `_distinct`
+        self._compiled: HolderCounts | None = None
+        if available():
+            arrays = (self._states, self._num_holders, self._in_states, self._free.places)
+            self._compiled = HolderCounts(*arrays, held=_HELD)
 
     @property
     def num_available(self) -> int:
@@ -90,17 +97,10 @@ class BlockPool:
 
     def counts(self) -> BlockCounts:
         """Blocks by class; the five add up to the total."""
-        counts = Counter[str]()
+        counts = dict.fromkeys(("free", "cached", "active", "leased", "quarantined"), 0)
         for name, count in zip(_CLASSES, self._num_in_state, strict=True):
             counts[name] += count
-        return BlockCounts(
-            total=self.num_blocks,
-            free=counts["free"],
-            cached=counts["cached"],
-            active=counts["active"],
-            leased=counts["leased"],
-            quarantined=counts["quarantined"],
-        )
+        return BlockCounts(total=self.num_blocks, **counts)
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take blocks for a request (holder ACTIVE), evicting the least recently used content; None: not enough."""
@@ -132,6 +132,9 @@ class BlockPool:
         if len(block_ids) <= _FEW:
             self._hold_few(block_ids, holder)
             return
+        if self._compiled is not None:
+            self._free.taken(self._compiled.hold(_as_ids(block_ids), holder))
+            return
         counts = self._num_holders[holder]
         for held in self._distinct(block_ids):
             before = self._states[held]
@@ -158,6 +161,11 @@ class BlockPool:
         """
         if len(block_ids) <= _FEW:
             self._release_few(block_ids, holder)
+            return
+        if self._compiled is not None:
+            freed = self._compiled.release(_as_ids(block_ids), holder)
+            self._free.push(freed.cached, cached=True)
+            self._free.push(freed.empty, cached=False)
             return
         counts = self._num_holders[holder]
         for released in self._distinct(block_ids[::-1]):
@@ -340,7 +348,8 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where a count, the free queue or the index contradicts the holders."""
-        assert np.bincount(self._states, minlength=_NUM_STATES).tolist() == self._num_in_state, self._num_in_state
+        in_states = np.bincount(self._states, minlength=_NUM_STATES)
+        assert in_states.tolist() == self._num_in_state.tolist(), self._num_in_state.tolist()
         assert (self._num_holders >= 0).all()
         for block_id in range(self.num_blocks):
             state, keys = self._state_of[block_id], self._keys[block_id].tolist()
@@ -377,13 +386,7 @@ class BlockPool:
 
     def _set_states(self, block_ids: Ids, before: States, after: States) -> None:
         self._states[block_ids] = after
-        for states, sign in ((before, -1), (after, 1)):
-            first = int(states[0]) if states.size else 0
-            if (states == first).all():  # as nearly always
-                self._num_in_state[first] += sign * states.size
-            else:
-                for state, count in enumerate(np.bincount(states).tolist()):
-                    self._num_in_state[state] += sign * count
+        self._in_states += np.bincount(after, minlength=_NUM_STATES) - np.bincount(before, minlength=_NUM_STATES)
 
     def _forget_one(self, block_id: int) -> None:
         keys = self._keys[block_id].tolist()

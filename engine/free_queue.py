@@ -18,15 +18,15 @@ class FreeQueue:
 
     def __init__(self, num_blocks: int) -> None:
         self._num_free = num_blocks
-        # Where a block's entry is: i >= 0 in `_cached`, -2 - i in `_empty`.
-        self._places = -2 - np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
+        # Where a block's entry is: i >= 0 in `_cached`, -2 - i in `_empty`; -1: it is not free.
+        self.places = -2 - np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
         self._empty = np.zeros(2 * num_blocks, dtype=np.int64)  # a stack
         self._empty[:num_blocks] = np.arange(num_blocks - 1, -1, -1)
         self._top = num_blocks
         self._cached = np.zeros(2 * num_blocks, dtype=np.int64)  # first in, first out
         self._head = self._tail = 0
         # Scalar accesses through a memoryview cost a third of numpy's: most steps take one block at a time.
-        self._place_of = memoryview(self._places.data)
+        self._place_of = memoryview(self.places.data)
         self._empty_at = memoryview(self._empty.data)
         self._cached_at = memoryview(self._cached.data)
 
@@ -39,17 +39,19 @@ class FreeQueue:
     def push(self, block_ids: Ids, *, cached: bool) -> None:
         """Blocks that were not free come free, in this order."""
         count = len(block_ids)
+        if not count:
+            return
         if cached:
             if self._tail + count > len(self._cached):
                 self._compact_cached()
             self._cached[self._tail : self._tail + count] = block_ids
-            self._places[block_ids] = np.arange(self._tail, self._tail + count)
+            self.places[block_ids] = np.arange(self._tail, self._tail + count)
             self._tail += count
         else:
             if self._top + count > len(self._empty):
                 self._compact_empty()
             self._empty[self._top : self._top + count] = block_ids
-            self._places[block_ids] = -2 - np.arange(self._top, self._top + count)
+            self.places[block_ids] = -2 - np.arange(self._top, self._top + count)
             self._top += count
         self._num_free += count
 
@@ -71,8 +73,12 @@ class FreeQueue:
 
     def remove(self, block_ids: Ids) -> None:
         """Free blocks are free no longer."""
-        self._places[block_ids] = _NOWHERE
+        self.places[block_ids] = _NOWHERE
         self._num_free -= len(block_ids)
+
+    def taken(self, count: int) -> None:
+        """So many blocks are free no longer, as `places` says already."""
+        self._num_free -= count
 
     def remove_one(self, block_id: int) -> None:
         """A free block is free no longer."""
@@ -102,13 +108,13 @@ class FreeQueue:
         missing = count
         while missing and self._top:
             at = np.arange(self._top - 1, max(self._top - 1 - max(missing, _LOOK), -1), -1)
-            live = np.flatnonzero(self._places[self._empty[at]] == -2 - at)[:missing]
+            live = np.flatnonzero(self.places[self._empty[at]] == -2 - at)[:missing]
             self._top = int(at[live[-1]] if len(live) == missing else at[-1])
             taken.append(self._empty[at[live]])
             missing -= len(live)
         while missing:
             at = np.arange(self._head, min(self._head + max(missing, _LOOK), self._tail))
-            live = np.flatnonzero(self._places[self._cached[at]] == at)[:missing]
+            live = np.flatnonzero(self.places[self._cached[at]] == at)[:missing]
             self._head = int(at[live[-1]] if len(live) == missing else at[-1]) + 1
             taken.append(self._cached[at[live]])
             missing -= len(live)
@@ -118,24 +124,24 @@ class FreeQueue:
 
     def check_integrity(self, empty: Ids, cached: Ids) -> None:
         """Raise AssertionError unless these blocks are the free ones, each with one entry that counts."""
-        assert self._num_free == len(empty) + len(cached) == np.count_nonzero(self._places != _NOWHERE)
-        at = -2 - self._places[empty]
+        assert self._num_free == len(empty) + len(cached) == np.count_nonzero(self.places != _NOWHERE)
+        at = -2 - self.places[empty]
         assert ((at >= 0) & (at < self._top)).all(), empty
         assert (self._empty[at] == empty).all(), empty
-        at = self._places[cached]
+        at = self.places[cached]
         assert ((at >= self._head) & (at < self._tail)).all(), cached
         assert (self._cached[at] == cached).all(), cached
 
     def _compact_cached(self) -> None:
         at = np.arange(self._head, self._tail)
-        live = self._cached[at][self._places[self._cached[at]] == at]
+        live = self._cached[at][self.places[self._cached[at]] == at]
         self._cached[: len(live)] = live
-        self._places[live] = np.arange(len(live))
+        self.places[live] = np.arange(len(live))
         self._head, self._tail = 0, len(live)
 
     def _compact_empty(self) -> None:
         at = np.arange(self._top)
-        live = self._empty[at][self._places[self._empty[at]] == -2 - at]
+        live = self._empty[at][self.places[self._empty[at]] == -2 - at]
         self._empty[: len(live)] = live
-        self._places[live] = -2 - np.arange(len(live))
+        self.places[live] = -2 - np.arange(len(live))
         self._top = len(live)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.engine.block_pool import MAX_KEYS_PER_EVENT, BlockPool, Holder
 from pdkv.engine.free_queue import FreeQueue
+from pdkv.kernels.block_pool import available
 from pdkv.wire.messages import BlockCounts, BlockRemoved, BlockStored, CacheCleared
 
 
@@ -256,6 +257,60 @@ def test_withdrawn_blocks_keep_their_holders_and_the_others_content(count: int) 
     assert table.keys == {block_ids[0]: [key(0)[0]]}
     assert (table.generations_of(block_ids) - generations).tolist() == [0, *[1] * (count - 2), 0]
     assert pool.counts() == BlockCounts(count + 1, count // 2, 1, count - count // 2, 0, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 20), st.sampled_from(Holder)), max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_compiled_and_in_arrays_the_books_are_the_same(actions: list[tuple[int, int, Holder]]) -> None:
+    """Whatever many blocks go through, blocks that are named twice included."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pdkv.engine.block_pool._FEW", 0)
+        pools = [make_pool(48)]
+        patch.setattr("pdkv.engine.block_pool.available", lambda: False)
+        pools.append(make_pool(48))
+        assert (pools[1]._compiled is None, pools[0]._compiled is None) == (True, not available())
+        held: list[tuple[Holder, list[int]]] = []
+        for number, (action, count, holder) in enumerate(actions):
+            if action == 0:
+                taken = [pool.allocate(count) for pool in pools]
+                assert taken[0] == taken[1]
+                held += [(Holder.ACTIVE, taken[0])] if taken[0] is not None else []
+            elif action == 1:
+                blocks = list(range(count, count + 9))  # free ones, too
+                _both(pools, "hold", blocks, holder)
+                held.append((holder, blocks))
+            elif action == 2 and held:
+                kind, blocks = held.pop(count % len(held))
+                _both(pools, "release", blocks, kind)
+            elif action == 3 and held:
+                blocks = held[count % len(held)][1]
+                keys = [k for i in range(len(blocks)) for k in key(1000 * number + i)]
+                _both(pools, "commit", blocks, keys, None)
+            elif action == 4 and held:
+                twice = [block for block in held[count % len(held)][1] for _ in range(2)]
+                _both(pools, "hold", twice, holder)
+                _both(pools, "release", twice, holder)
+            assert pools[0].counts() == pools[1].counts()
+        for pool in pools:
+            pool.check_integrity()
+
+
+def _both(pools: list[BlockPool], name: str, *arguments: object) -> None:
+    for pool in pools:
+        getattr(pool, name)(*arguments)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_releasing_many_of_which_one_has_no_such_holder_is_refused(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("pdkv.engine.block_pool.available", lambda: False)
+    pool = make_pool(64)
+    blocks = allocate(pool, 40)
+    pool.release([blocks[7]], Holder.ACTIVE)
+    with pytest.raises(AssertionError, match=f"block {blocks[7]} has no ACTIVE holder"):
+        pool.release(blocks, Holder.ACTIVE)
 
 
 class Plain:

@@ -1,0 +1,97 @@
+"""Holders of many KV blocks at once, compiled (block_pool.c) where a compiler was at hand; see engine/block_pool.py."""
+
+import ctypes
+from enum import IntEnum
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.kernels.compiled import load_library
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Freed(NamedTuple):
+    """Blocks that nobody holds any more, in the order in which they came free."""
+
+    cached: Numbers  # with content
+    empty: Numbers
+
+
+class _Pool(ctypes.Structure):
+    """block_pool.c's `Pool`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("states", "num_in_state", "places")),
+        ("held", ctypes.c_int64),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = load_library("_block_keys", keeps_gil=True)
+    if library is None or not hasattr(library, "pdkv_hold"):  # built from an earlier version's sources
+        return None
+    library.pdkv_hold.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2]
+    library.pdkv_hold.restype = ctypes.c_int64
+    library.pdkv_release.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3]
+    library.pdkv_release.restype = ctypes.c_int64
+    return library
+
+
+def available() -> bool:
+    """Whether the compiled form is there."""
+    return _library() is not None
+
+
+class HolderCounts:
+    """The arrays of one pool, which it keeps alive and which never move.
+
+    Args:
+        states: (num_blocks,), uint8.
+        num_holders: (kinds of holders, num_blocks), int32.
+        num_in_state: by state.
+        places: (num_blocks,), in the free queue.
+        held: the bits of all kinds of holders.
+    """
+
+    def __init__(
+        self,
+        states: npt.NDArray[np.uint8],
+        num_holders: npt.NDArray[np.int32],
+        num_in_state: Numbers,
+        places: Numbers,
+        held: int,
+    ) -> None:
+        library = _library()
+        assert library is not None, "ask available() first"
+        self._hold, self._release = library.pdkv_hold, library.pdkv_release
+        self._arrays = (states, num_holders, num_in_state, places)
+        self._pool = _Pool(states.ctypes.data, num_in_state.ctypes.data, places.ctypes.data, held)
+        self._at = ctypes.addressof(self._pool)
+        self._counts_at = [row.ctypes.data for row in num_holders]
+        self._num_free = np.zeros(2, dtype=np.int64)
+        self._num_free_at = self._num_free.ctypes.data
+
+    def hold(self, blocks: Numbers, holder: IntEnum) -> int:
+        """One more holder of the kind for each block, as often as it is named. Returns how many were free."""
+        return int(self._hold(self._at, self._counts_at[holder], blocks.ctypes.data, blocks.size, 1 << holder))
+
+    def release(self, blocks: Numbers, holder: IntEnum) -> Freed:
+        """One holder of the kind less for each block, as often as it is named, the last one first.
+
+        Raises:
+            AssertionError: a block has no such holder.
+        """
+        freed = np.empty((2, blocks.size), dtype=np.int64)
+        at = freed.ctypes.data
+        wrong = self._release(
+            self._at, self._counts_at[holder], blocks.ctypes.data, blocks.size, 1 << holder,
+            at, at + 8 * blocks.size, self._num_free_at,
+        )  # fmt: skip
+        if wrong >= 0:
+            raise AssertionError(f"block {blocks[wrong]} has no {holder.name} holder")
+        num_cached, num_empty = self._num_free.tolist()
+        return Freed(freed[0, :num_cached], freed[1, :num_empty])
