@@ -116,6 +116,15 @@ class Admission:
         tenant.enter()
         return Visit(self, tenant)
 
+    def check(self, tenant: Tenant) -> None:
+        """Before a request is read, and again before it is worked on.
+
+        Raises:
+            TooManyRequests: there is no place for even one choice.
+        """
+        if not self._has_place(tenant, 1, 1):
+            self._refuse()
+
     def hold(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
         """Keep a place for all choices of a request. What comes alone may be of any size.
 
@@ -125,14 +134,17 @@ class Admission:
         Raises:
             TooManyRequests: there is no place.
         """
+        if not self._has_place(tenant, num_choices, num_tokens):
+            self._refuse()
+        self._change(tenant, num_choices, num_tokens)
+
+    def _has_place(self, tenant: Tenant, num_choices: int, num_tokens: int) -> bool:
         free_choices = self.config.max_queued_requests - self.num_pending - num_choices
         free_tokens = self.config.max_queued_tokens - self.pending_tokens - num_tokens
         own_choices, own_tokens = tenant.num_pending + num_choices, tenant.pending_tokens + num_tokens
         if tenant is self.anonymous:
             own_choices = own_tokens = 0  # there is nobody else
-        if self.num_pending and (free_choices < own_choices or free_tokens < own_tokens):
-            self._refuse()
-        self._change(tenant, num_choices, num_tokens)
+        return not self.num_pending or (free_choices >= own_choices and free_tokens >= own_tokens)
 
     def let_go(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
         """Of places that `hold` kept."""

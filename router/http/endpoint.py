@@ -117,9 +117,10 @@ class GenerateEndpoint:
     ) -> str:
         """Serve one request and say how it ended."""
         exchange.check_label()
+        self._admission.check(visit.tenant)
         deadline = Deadline(_client_timeout(Headers(scope=scope)), self._request_timeout_s)
         model = self._model()
-        job, gone = await self._receive_job(scope, receive, exchange, model, deadline)
+        job, gone = await self._receive_job(scope, receive, exchange, model, deadline, visit)
         try:
             job = self._admit(job, visit)
         except BaseException:
@@ -173,7 +174,13 @@ class GenerateEndpoint:
         return job if salt == job.cache_salt else msgspec.structs.replace(job, cache_salt=salt)
 
     async def _receive_job(
-        self, scope: Scope, receive: Receive, exchange: "_Exchange", model: ServedModel, deadline: Deadline
+        self,
+        scope: Scope,
+        receive: Receive,
+        exchange: "_Exchange",
+        model: ServedModel,
+        deadline: Deadline,
+        visit: Visit,
     ) -> tuple[Job, "asyncio.Task[None]"]:
         """The checked request, and the task that ends when the client goes away."""
 
@@ -182,6 +189,7 @@ class GenerateEndpoint:
 
         def on_body() -> None:
             exchange.body_is_here = True
+            self._admission.check(visit.tenant)  # again: it may be full by now, and nothing is tokenized in vain
 
         return await self._intake.read(
             scope, receive, prepare, deadline, request_id=exchange.request_id, on_body=on_body

@@ -16,6 +16,7 @@ from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.generations.request import GenerateRequest
+from pdkv.text import Tokenizer
 
 BODY = {"model": MODEL, "prompt": "what was said before", "max_tokens": 2}
 
@@ -299,6 +300,64 @@ def test_a_full_queue_is_429_before_the_body_is_read_and_a_draining_router_503(t
         (await rig.dispatcher.next_generation(0)).put(tokens(*ids("ok"), end="stop"))
         await task
         assert waiting.status == 200
+
+    run(main())
+
+
+def test_a_key_that_has_its_part_of_the_queue_is_429_before_its_body_is_read_and_others_are_not(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, admission={"max_queued_requests": 4})
+    rig.dispatcher.num_slots = 0
+
+    async def main() -> None:
+        tasks = [rig.begin("a")[1] for _ in range(2)]
+        while rig.admission.num_waiting < 2:
+            await asyncio.sleep(0)
+
+        async def never() -> Any:
+            raise AssertionError("the body is read")
+
+        refused = Exchange("POST", "/v1/completions", b"", rig.headers("a"))
+        await rig.app(refused.scope, never, refused.send)
+        assert (refused.status, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        tasks.append(rig.begin("b")[1])
+        while rig.admission.num_waiting < 3:
+            await asyncio.sleep(0)
+        rig.dispatcher.give_room(3)
+        for number in range(3):
+            (await rig.dispatcher.next_generation(number)).put(tokens(*ids("ok"), end="stop"))
+        await asyncio.gather(*tasks)
+
+    run(main())
+
+
+def test_a_queue_that_fills_while_a_body_arrives_is_429_before_it_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, admission={"max_queued_requests": 1})
+    rig.dispatcher.num_slots = 0
+
+    async def main() -> None:
+        arrived, read = asyncio.Event(), asyncio.Event()
+        late = Exchange("POST", "/v1/completions", json.dumps(BODY).encode(), rig.headers("b"))
+
+        async def receive() -> Any:
+            arrived.set()
+            await read.wait()
+            return await late.receive()
+
+        late_task = asyncio.ensure_future(rig.app(late.scope, receive, late.send))
+        await arrived.wait()
+        _, task = rig.begin("a")
+        while not rig.admission.num_waiting:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it is tokenized"))
+        read.set()
+        await late_task
+        assert (late.status, late.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "connection" not in late.headers, "its body is read: the connection goes on"
+        rig.dispatcher.give_room(1)
+        (await rig.dispatcher.next_generation(0)).put(tokens(*ids("ok"), end="stop"))
+        await task
 
     run(main())
 
