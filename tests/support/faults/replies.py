@@ -1,0 +1,132 @@
+"""Requests of every kind, and whether their replies are those that come when nothing happens."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from deployments import Running
+from kills import FEW_TOKENS
+from traffic import client_of
+
+PROMPT = "A request outlives the engines that serve it. " * 3
+NUM_OUTPUT = 160
+HANGS_S = 120.0
+
+COMMON: dict[str, Any] = {"model": "served", "max_tokens": NUM_OUTPUT, "ignore_eos": True, **FEW_TOKENS}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+SAMPLED = {"seed": 7, "temperature": 0.9}
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"prompt": PROMPT, "temperature": 0, **STREAM},
+    "sampled": {"prompt": PROMPT, **SAMPLED, **STREAM},
+    "n=4": {"prompt": PROMPT, "n": 4, **SAMPLED, **STREAM},
+    "logprobs": {"prompt": PROMPT, "logprobs": 2, "frequency_penalty": 0.4, **SAMPLED, **STREAM},
+    "echo": {"prompt": PROMPT, "echo": True, "logprobs": 1, **SAMPLED, **STREAM},
+    "whole": {"prompt": PROMPT, "presence_penalty": 0.3, **SAMPLED},
+    "chat": {"messages": [{"role": "user", "content": PROMPT}], **SAMPLED, **STREAM},
+}
+
+
+@dataclass
+class Reply:
+    """What a client has at the end, however it came."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, list[str]] = field(default_factory=dict)  # of logprobs
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    num_usages: int = 0
+    roles: int = 0
+
+    def add(self, body: dict[str, Any]) -> None:
+        """A whole reply or one event."""
+        assert "error" not in body, body
+        if body.get("usage") is not None:
+            self.usage, self.num_usages = body["usage"], self.num_usages + 1
+        for choice in body["choices"]:
+            index, delta = choice["index"], choice.get("delta", {})
+            self.roles += "role" in delta
+            text = choice.get("text", delta.get("content")) or ""
+            self.texts[index] = self.texts.get(index, "") + text
+            if choice["finish_reason"] is not None:
+                assert index not in self.reasons
+                self.reasons[index] = choice["finish_reason"]
+            if choice.get("logprobs"):
+                self.tokens.setdefault(index, []).extend(choice["logprobs"]["tokens"])
+                values = [x for x in choice["logprobs"]["token_logprobs"] if x is not None]
+                self.logprobs.setdefault(index, []).extend(values)
+
+
+async def ask(client: httpx.AsyncClient, fields: dict[str, Any], salt: str, on_event: Callable[[], None]) -> Reply:
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    body, reply = {**COMMON, "cache_salt": salt, **fields}, Reply()
+    if not body.get("stream"):
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        reply.add(answer.json())
+        return reply
+    async with client.stream("POST", path, json=body) as stream:
+        assert stream.status_code == 200
+        async for line in stream.aiter_lines():
+            if line.startswith("data: {"):
+                reply.add(json.loads(line.removeprefix("data: ")))
+                on_event()
+    return reply
+
+
+async def ask_all(
+    deployment: Running,
+    cases: dict[str, dict[str, Any]],
+    salt: str,
+    kill_at: int = -1,
+    victims: Sequence[int] = (),
+) -> dict[str, Reply]:
+    """All cases at once; the victims are killed with the event of that number."""
+    num_events = 0
+
+    def on_event() -> None:
+        nonlocal num_events
+        num_events += 1
+        if num_events == kill_at:
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+
+    async with client_of(deployment) as client:
+        replies = await asyncio.gather(
+            *(ask(client, fields, f"{salt}: {name}", on_event) for name, fields in cases.items())
+        )
+    return dict(zip(cases, replies, strict=True))
+
+
+async def ask_each(
+    deployment: Running, cases: Mapping[str, dict[str, Any]], salt: str
+) -> dict[str, Reply | BaseException]:
+    """All cases at once: what came of each, or why nothing did. One that hangs is a TimeoutError."""
+
+    async def one(name: str, fields: dict[str, Any]) -> Reply:
+        async with asyncio.timeout(HANGS_S):
+            return await ask(client, fields, f"{salt}: {name}", lambda: None)
+
+    async with client_of(deployment) as client:
+        found = await asyncio.gather(*(one(*case) for case in cases.items()), return_exceptions=True)
+    return dict(zip(cases, found, strict=True))
+
+
+def compare(replies: dict[str, Reply], expected: dict[str, Reply]) -> None:
+    """Same text, reasons, usage, logprobs; one usage and one role."""
+    for name, right in expected.items():
+        mine = replies[name]
+        assert mine.texts == right.texts, name
+        assert (mine.reasons, mine.tokens) == (right.reasons, right.tokens), name
+        assert mine.logprobs.keys() == right.logprobs.keys()
+        for index, values in right.logprobs.items():
+            assert mine.logprobs[index] == pytest.approx(values, abs=1e-3), name
+        assert mine.usage == right.usage, name
+        assert mine.num_usages == right.num_usages == 1, name
+        assert mine.roles == right.roles, name
