@@ -49,6 +49,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "identity_large": _of(identity.run, "large"),
     "ttft_tiny": _of(ttft.run, "tiny"),
     "ttft_mid": _of(ttft.run, "mid"),
+    "ttft_digests": ttft.run_digests,
     "engine_tiny": _of(engine_vs_vllm.run, "tiny"),
     "engine_mid": _of(engine_vs_vllm.run, "mid"),
     "pd_tiny": _of(pd_vs_vllm.run, "tiny"),

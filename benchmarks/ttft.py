@@ -3,6 +3,7 @@ each connector, the gap from the first to the second token against a decode step
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -20,6 +21,7 @@ from pdkv.connector_kit.bench.yardsticks import Memcpy
 
 OPTIONS = ("--threads", "2", "--kv-cache-memory", "512MiB")
 TTFT_LIMIT = 1.1
+DIGEST_LIMIT = 1.03
 COPY_FACTOR, SLACK_S = 1.2, 3e-3
 CONNECTORS: Mapping[str, Sequence[str]] = {
     "shared_memory": (),
@@ -58,6 +60,40 @@ def _ttft_and_gap(context: Context, size: str, model: Path, name: str) -> list[C
     return [Claim.of(f"{size}, TTFT", ratio, TTFT_LIMIT, "lower", figures), _gap(size, name, rounds)]
 
 
+def run_digests(context: Context) -> list[Claim]:
+    """Time to the second token, the first one that decode computes, with digests of what is handed off and without."""
+    model = find_model(context.models, "tiny" if context.quick else "mid")
+    num_requests, count = (2, 1) if context.quick else (5, 9)
+    claims = []
+    for name, connector in list(CONNECTORS.items())[: 1 if context.quick else None]:
+        rounds: list[dict[str, float]] = []
+        with ExitStack() as stack:
+            servers = {
+                mode: stack.enter_context(
+                    pdkv(model, prefill=1, decode=1, options=(*OPTIONS, *connector, "--kv-checksum", mode))
+                )
+                for mode in ("on", "off")
+            }
+            for server in servers.values():
+                _second_token_s(server, 3)  # warm
+            for turn in range(count):
+                order = sorted(servers, reverse=turn % 2 == 0)
+                rounds.append({mode: _second_token_s(servers[mode], num_requests) for mode in order})
+        ratio = Spread.of(each["on"] / each["off"] for each in rounds)
+        figures = {f"{mode} ms": median(each[mode] for each in rounds) * 1e3 for mode in ("on", "off")}
+        claims.append(Claim.of(f"{name}, time to decode's first token, with digests / without", ratio, DIGEST_LIMIT,
+                               "lower", figures))  # fmt: skip
+    return claims
+
+
+def _second_token_s(server: Server, num_requests: int) -> float:
+    """Median over some requests, one at a time."""
+    load = workload(num_requests, 1)._replace(output_len=(4, 4))
+    replies, _ = run_loop(send_all(server.url, server.model, load))
+    _check(replies)
+    return median(reply.ttft + reply.gaps[0] for reply in replies)
+
+
 Round = Mapping[str, Sequence[Reply]]
 """Replies of "1P1D" and, where it takes turns with an aggregated engine, of "aggregated"."""
 
@@ -85,11 +121,15 @@ def _gap(size: str, name: str, rounds: Sequence[Round]) -> Claim:
 
 def _send(server: Server, num_requests: int) -> list[Reply]:
     replies, _ = run_loop(send_all(server.url, server.model, workload(num_requests, 1)))
+    _check(replies)
+    result: list[Reply] = replies
+    return result
+
+
+def _check(replies: Sequence[Reply]) -> None:
     errors = [reply.error for reply in replies if reply.error is not None]
     if errors:
         raise RuntimeError(f"{len(errors)} of {len(replies)} requests failed: {errors[0]}")
-    result: list[Reply] = replies
-    return result
 
 
 def _copy_seconds(size: str) -> float:

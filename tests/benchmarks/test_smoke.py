@@ -90,6 +90,11 @@ def test_the_price_of_a_hand_off_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_cost_of_digests_for_decodes_first_token_is_measured(tmp_path: Path) -> None:
+    check(ttft.run_digests(Context(tmp_path, None, quick=True)))
+
+
+@pytest.mark.slow
 @needs_redis
 def test_a_hit_in_a_store_is_compared_with_a_local_one(tmp_path: Path) -> None:
     with redis_server() as url:

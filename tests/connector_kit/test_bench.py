@@ -21,6 +21,7 @@ from pdkv.connector_kit.bench import measure as measure_module
 from pdkv.connector_kit.bench import plan as plans
 from pdkv.connector_kit.bench.aged_pools import PATTERNS, AgedBooks, ContiguousBooks
 from pdkv.connector_kit.bench.bare import BARE_SIDE, BareTransport, Bytes, bare_of
+from pdkv.connector_kit.bench.checksum import measure_checksum_cost
 from pdkv.connector_kit.bench.effects import measure_scheduler_cost, measure_slowdown
 from pdkv.connector_kit.bench.layouts import LAYOUTS, parse_layout
 from pdkv.connector_kit.bench.measure import Round, Row, _row, _take_turns, measure
@@ -151,6 +152,22 @@ def test_transfers_are_measured_with_and_without_digests(mode: ChecksumMode) -> 
     with plans.open_setting(plan) as setting, BenchWorld(setting, plan.producer, plan.consumer) as world:
         assert {engine.card.kv_checksum for engine in world.engines.values()} == {mode}
         TimedTransfer(world, 40).measure(compare=True)
+
+
+def test_transfers_with_digests_take_turns_with_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    measure_one = TimedTransfer.measure
+
+    def measured(transfer: TimedTransfer, **arguments: Any) -> Timing:
+        modes.append(transfer.world.setting.kv_checksum)
+        seconds = 3.0 if modes[-1] == "on" else 2.0
+        return measure_one(transfer, **arguments)._replace(transfer_s=seconds, scheduler_s=0.0)
+
+    monkeypatch.setattr(TimedTransfer, "measure", measured)
+    cost = measure_checksum_cost(plan_of("memory", options={"mode": "push"}, repeats=2), 40)
+    assert modes == ["on", "off", "off", "on", "on", "off", "off", "on"]  # compared, warm, and two rounds
+    assert cost.ratio == Spread(1.5, 1.5, 1.5)
+    assert (cost.on_ms.median, cost.off_ms.median) == (3000.0, 2000.0)
 
 
 def test_ranks_and_block_sizes_may_differ() -> None:
