@@ -1,6 +1,7 @@
 """Benchmarks run to their end with few requests or loads."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from math import isfinite
 from pathlib import Path
 
@@ -89,9 +90,21 @@ def test_the_price_of_a_hand_off_is_measured(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_the_cost_of_digests_for_decodes_first_token_is_measured(tmp_path: Path) -> None:
-    check(ttft.run_digests(Context(tmp_path, None, quick=True)))
+def test_servers_with_digests_and_without_take_turns_for_each_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches take too long for this; here each server is the flags that it was given."""
+    asked: list[str] = []
+
+    def second_token_s(server: tuple[str, ...], num_requests: int) -> float:
+        asked.append(server[server.index("--kv-checksum") + 1])
+        return 0.3 if asked[-1] == "on" else 0.2
+
+    monkeypatch.setattr(ttft, "find_model", lambda folder, size: Path(size))
+    monkeypatch.setattr(ttft, "pdkv", lambda model, *, prefill, decode, options: nullcontext(options))
+    monkeypatch.setattr(ttft, "_second_token_s", second_token_s)
+    claims = ttft.run_digests(Context(Path(), None))
+    assert [claim.name.partition(",")[0] for claim in claims] == list(ttft.CONNECTORS)
+    assert all(claim.ratio == pytest.approx(1.5) and claim.quartiles is not None for claim in claims)
+    assert asked[:6] == ["on", "off", "on", "off", "off", "on"]  # warm, then by turns
 
 
 @pytest.mark.slow
