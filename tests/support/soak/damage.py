@@ -1,7 +1,8 @@
-"""A fuzzer of stored values: real engines over each kind of store, whose values somebody damages between save and load.
+"""A fuzzer of KV between save and load: values in each kind of store, and what travels between two engines.
 
-python -m soak.damage --mutations 10000. Exit code 1 if a token was wrong or a damaged value that was read not counted.
-The same seed draws the same prompts and the same mutations.
+python -m soak.damage --mutations 10000 --trials 1000: so many values of stores, over all kinds, and so many transfers
+of each kind of damage, on each way and between engines of equal and unequal ranks (flights.py). Exit code 1 if a token
+or a byte was wrong, or a damaged value that was read was not counted. The same seed draws the same damage.
 """
 
 import argparse
@@ -20,9 +21,12 @@ import msgspec
 import pytest
 import torch
 from damage_subjects import KINDS, Subject, subject_of
+from flights import DAMAGES, WAYS
 from safetensors.torch import load_file, save_file
 from small_models import make_hf_model
 from stepped_engine import SteppedEngine
+
+from soak.flown import fly_all, save
 
 PROMPTS = 4  # of a round, together in one batch
 MAX_READS = 12  # of one round's prompts, until nothing damaged is left
@@ -180,26 +184,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("soak.damage", description=__doc__)
     parser.add_argument("--mutations", type=int, default=10_000, help="of values that are read, over all kinds")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="of stores")
+    parser.add_argument("--trials", type=int, default=1000, help="of each kind of damage, on each way, for all ranks")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="in which KV travels")
+    parser.add_argument("--damages", nargs="*", default=list(DAMAGES), choices=DAMAGES, help="of what travels")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="the table of what travelled, to benchmarks/results/")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.getLogger("pdkv").setLevel(logging.ERROR)  # every damaged value is told
+    has_violations = _fuzz_stores(options.kinds, options.mutations, options.seed)
+    flown = []
+    for report in fly_all(options.ways, options.damages, options.trials, options.seed):
+        print(report, flush=True)
+        flown.append(report)
+        has_violations |= bool(report.violations)
+    if options.save:
+        save(flown, options.seed)
+    return 1 if has_violations else 0
+
+
+def _fuzz_stores(kinds: Sequence[str], num_mutations: int, seed: int) -> bool:
+    """Print what each kind of store has seen. Returns whether anything was violated."""
     reports = []
     with models() as (model, foreign):
-        for index, kind in enumerate(options.kinds):
-            share = options.mutations // len(options.kinds) + (index < options.mutations % len(options.kinds))
+        for index, kind in enumerate(kinds):
+            share = num_mutations // len(kinds) + (index < num_mutations % len(kinds))
             with tempfile.TemporaryDirectory(prefix="soak-damage-") as folder:
                 try:
-                    reports.append(
-                        fuzz(kind, share, model=model, foreign=foreign, directory=Path(folder), seed=options.seed)
-                    )
+                    reports.append(fuzz(kind, share, model=model, foreign=foreign, directory=Path(folder), seed=seed))
                 except pytest.skip.Exception as skip:
                     print(f"{kind}: skipped, {skip}", flush=True)
                     continue
             print(reports[-1], flush=True)
     total = sum(report.num_read for report in reports)
-    print(f"{total} damaged values read, {sum(report.num_counted for report in reports)} counted")
-    return 1 if any(report.violations for report in reports) else 0
+    print(f"{total} damaged values read, {sum(report.num_counted for report in reports)} counted", flush=True)
+    return any(report.violations for report in reports)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from pdkv.connectors.transfer.digest import PoolDigests, Tokens
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.kernels.digest import Bytes, Digests
 
-How = Literal["flip", "swap"]
-"""One bit of one token; or a hash block's place in the pool and another one's, their bytes intact."""
+How = Literal["flip", "swap", "foreign", "lost"]
+"""One bit of one token; a hash block and another one of the transfer in each other's place, their bytes intact; the
+same with one of another transfer; and, of a receiver's worker side, an end that is reported but has not arrived."""
 
 
 def has_digests(worker: Any) -> bool:
@@ -47,6 +48,7 @@ class Damage:
         self._lock = threading.Lock()
         self._num_armed = 1
         self._before: list[tuple[Bytes, Bytes]] = []  # views of the pool, and what was there
+        self._earlier = self._blocks().copy() if how == "lost" else None  # what lay where something arrives now
         self._make = self._pool.digests
         setattr(self._pool, "digests", self._spoil)  # noqa: B010 (mypy takes no assignment to a method)
 
@@ -65,35 +67,52 @@ class Damage:
         setattr(self._pool, "digests", self._make)  # noqa: B010
 
     def _spoil(self, tokens: Tokens, part: UnitPart) -> Digests:
+        if self._how == "lost":
+            self._damage(tokens, part)
+            return self._make(tokens, part)
         digests = self._make(tokens, part)
-        with self._lock:
-            if self._num_armed and tokens.units.size:
-                self._num_armed -= 1
-                self.num_done += 1
-                index = self._chance.randrange(tokens.units.size)
-                place = self._place(int(tokens.units[index]), part)
-                first = int(tokens.skipped[index])
-                place = place[..., first : first + int(tokens.counts[index]), :]
-                if self._how == "flip":
-                    self._flip(place)
-                else:
-                    self._swap(place, tokens, index, part)
+        self._damage(tokens, part)
         return digests
+
+    def _damage(self, tokens: Tokens, part: UnitPart) -> None:
+        with self._lock:
+            if not self._num_armed or not tokens.units.size:
+                return
+            self._num_armed -= 1
+            self.num_done += 1
+            index = self._chance.randrange(tokens.units.size)
+            unit, first = int(tokens.units[index]), int(tokens.skipped[index])
+            own = (..., slice(first, first + int(tokens.counts[index])), slice(None))
+            place = self._place(self._blocks(), unit, part)[own]
+            if self._how == "flip":
+                self._flip(place)
+            elif self._earlier is not None:
+                lost = self._chance.randrange(place.shape[0])
+                place[lost:] = self._place(self._earlier, unit, part)[own][lost:]
+            else:
+                self._swap(place, self._other(tokens, index, part, own))
 
     def _flip(self, place: Bytes) -> None:
         byte = place[tuple(slice(i, i + 1) for i in (self._chance.randrange(size) for size in place.shape))]
         self._before.append((byte, byte.copy()))
         byte ^= np.uint8(1 << self._chance.randrange(8))
 
-    def _swap(self, place: Bytes, tokens: Tokens, index: int, part: UnitPart) -> None:
-        """With another hash block of the transfer if there is one, else with the next one in the pool."""
-        others = [int(unit) for unit in tokens.units if unit != tokens.units[index]]
-        num_units = self._blocks().shape[0] * self._units_per_block
-        unit = self._chance.choice(others) if others else (int(tokens.units[index]) + 1) % num_units
-        first = int(tokens.skipped[index])
-        other = self._place(unit, part)[..., first : first + place.shape[-2], :]
+    def _swap(self, place: Bytes, other: Bytes) -> None:
         self._before += [(place, place.copy()), (other, other.copy())]
         place[:], other[:] = other.copy(), place.copy()
+
+    def _other(self, tokens: Tokens, index: int, part: UnitPart, own: Any) -> Bytes:
+        """The place of another hash block: of the transfer, if it has one and may be; else one with other content."""
+        unit, blocks = int(tokens.units[index]), self._blocks()
+        inside = {int(other) for other in tokens.units}
+        if self._how == "swap" and inside != {unit}:
+            others = sorted(inside - {unit})
+        else:
+            others = sorted(set(range(len(blocks) * self._units_per_block)) - inside)
+        self._chance.shuffle(others)
+        content = self._place(blocks, unit, part)[own]
+        places = (self._place(blocks, other, part)[own] for other in others)
+        return next(place for place in places if not np.array_equal(place, content))
 
     @property
     def _units_per_block(self) -> int:
@@ -105,9 +124,9 @@ class Damage:
         token_bytes = layout.head_size * layout.dtype_bytes
         return flat.reshape(-1, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, token_bytes)
 
-    def _place(self, unit: int, part: UnitPart) -> Bytes:
+    def _place(self, blocks: Bytes, unit: int, part: UnitPart) -> Bytes:
         """A part of a unit, (layers, 2, heads, tokens, bytes of a head's token)."""
         block, position = divmod(unit, self._units_per_block)
         first = position * self._pool.unit_tokens
         layers, heads = slice(part.layer_start, part.layer_stop), slice(part.head_start, part.head_stop)
-        return self._blocks()[block, layers, :, heads, first : first + self._pool.unit_tokens]
+        return blocks[block, layers, :, heads, first : first + self._pool.unit_tokens]
