@@ -6,7 +6,6 @@ store gives back is verified before it reaches a block (envelope.py): a store ne
 """
 
 from collections.abc import Callable, Mapping
-from math import lcm
 from typing import ClassVar
 
 from pdkv.connectors.base import (
@@ -19,7 +18,7 @@ from pdkv.connectors.base import (
 from pdkv.connectors.store.lookup import PROBE_KEY, KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import StoreConnectorOptions
-from pdkv.connectors.store.plan import StoreCut, StoreMetadata
+from pdkv.connectors.store.plan import StoreCut, StoreMetadata, hit_tokens_with_windows
 from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.connectors.store.sign_key import make_sealer
 from pdkv.connectors.store.values import SealedValues
@@ -66,7 +65,7 @@ class StoreConnector(KVConnector):
 
     @classmethod
     def hit_tokens(cls, options: Mapping[str, str], block_size: int) -> int:
-        return lcm(cls.options_type.parse(options).tokens_per_value, block_size)
+        return hit_tokens_with_windows(cls.options_type.parse(options).tokens_per_value, block_size)
 
     @classmethod
     def probe(cls, options: Mapping[str, str]) -> str:

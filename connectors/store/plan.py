@@ -101,7 +101,8 @@ class StoreCut:
         self.layer_groups = layer_groups
         self.value_tokens = [layout.block_size if window else tokens_per_value for window in self.windows]
         """Of a whole value, by KV group."""
-        self.hit_tokens = lcm(tokens_per_value, layout.block_size) if self.has_windows else tokens_per_value
+        spacing = hit_tokens_with_windows(tokens_per_value, layout.block_size)
+        self.hit_tokens = spacing if self.has_windows else tokens_per_value
         self.suffixes = [self.cut.suffix(s, g) for g in range(layer_groups) for s in range(shards)]  # of all ranks
         self._bounds = [[i * n // layer_groups for i in range(layer_groups + 1)] for n in num_layers]  # by KV group
         self._places = layout.places
@@ -221,6 +222,11 @@ class StoreCut:
                 values += self.whole_values(block_keys, max(first, done) * size, end, group)
                 done = end // size
         return values
+
+
+def hit_tokens_with_windows(tokens_per_value: int, block_size: int) -> int:
+    """Tokens from one end of a hit to the next, where some KV group has a window and so a value per block."""
+    return lcm(tokens_per_value, block_size)
 
 
 def _group_suffix(group: int) -> bytes:

@@ -75,7 +75,7 @@ class Tenant:
         """A request comes. Raises TooManyRequests."""
         limit = self.grant.max_requests
         if limit and self.num_requests >= limit:
-            self._refuse(f"{limit} requests at a time", 1.0)
+            self._refuse(f"{_number_of(limit, 'request')} at a time", 1.0)
         self.num_requests += 1
 
     def leave(self) -> None:
@@ -87,7 +87,7 @@ class Tenant:
         """A request that streams begins. Raises TooManyRequests."""
         limit = self.grant.max_streams
         if limit and self.num_streams >= limit:
-            self._refuse(f"{limit} streams at a time", 1.0)
+            self._refuse(f"{_number_of(limit, 'stream')} at a time", 1.0)
         self.num_streams += 1
 
     def leave_stream(self) -> None:
@@ -99,7 +99,7 @@ class Tenant:
         """Use tokens of this minute's. Raises TooManyRequests."""
         wait_s = self._bucket.take(num_tokens, self._clock())
         if wait_s:
-            self._refuse(f"{self.grant.tokens_per_minute} tokens a minute", wait_s)
+            self._refuse(f"{_number_of(self.grant.tokens_per_minute, 'token')} a minute", wait_s)
 
     def settle(self, num_taken: int, num_used: int) -> None:
         """Fewer or more than were taken were used."""
@@ -128,3 +128,7 @@ class Tenant:
         raise TooManyRequests(
             f"{whose} may have at most {limit}: try again in {seconds} s", retry_after_s=float(seconds)
         )
+
+
+def _number_of(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -2,12 +2,17 @@
 
 import logging
 import ssl
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NoReturn
 
 from pdkv.config import TlsConfig
 from pdkv.errors import ConfigError
 from pdkv.log_limit import LogLimit
+from pdkv.router.http.certificate_dates import certificate_dates
+
+SOON = timedelta(days=14)
+"""A certificate that has less than that left is warned of."""
 
 _MAX_FILE_BYTES = 4 << 20
 _VERIFY = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
@@ -23,6 +28,7 @@ class Tls:
         self._config = config
         self._failures = LogLimit()
         self.context = load_context(config)  # of handshakes that begin from now on
+        _warn_of_dates(config)
 
     def reload(self) -> None:
         """Read the files again. What is wrong with them is logged, and the certificate of before stays.
@@ -35,6 +41,7 @@ class Tls:
             logger.error("the certificate stays as it is: %s", error)
             return
         logger.info("the certificate of %s is in force", self._config.ssl_certfile)
+        _warn_of_dates(self._config)
 
     def failed(self, client: object, error: OSError) -> None:
         """A handshake was none. Who only connects, such as a port scanner, is not worth a line."""
@@ -79,6 +86,27 @@ def load_context(config: TlsConfig) -> ssl.SSLContext:
             raise ConfigError(f"--ssl-ca-certs: {authorities} cannot be used: {_reason(error)}") from None
     context.verify_mode = _VERIFY[config.client_certificates]
     return context
+
+
+def _warn_of_dates(config: TlsConfig) -> None:
+    assert config.ssl_certfile is not None
+    if text := date_problem(config.ssl_certfile, datetime.now(UTC)):
+        logger.warning("--ssl-certfile: %s", text)
+
+
+def date_problem(path: Path, now: datetime) -> str:
+    """Why clients refuse the certificate for its dates, or soon will; empty: they do not. It is served all the same."""
+    try:
+        begins, ends = certificate_dates(path)
+    except (OSError, ValueError) as error:
+        return f"until when {path} holds cannot be read: {error}"
+    if now < begins:
+        return f"the certificate of {path} holds only from {begins} on: clients refuse it until then"
+    if now >= ends:
+        return f"the certificate of {path} expired on {ends}: clients refuse it"
+    if ends - now < SOON:
+        return f"the certificate of {path} expires on {ends}: renew it, and send SIGHUP"
+    return ""
 
 
 def _reason(error: OSError) -> str:

@@ -28,7 +28,9 @@ def _openssl(*arguments: object) -> None:
     subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
 
 
-def make_certificates(directory: Path, name: str = "server", host: str = "IP:127.0.0.1") -> Certificates:
+def make_certificates(
+    directory: Path, name: str = "server", host: str = "IP:127.0.0.1", *, days: int = 30
+) -> Certificates:
     """An authority of its own and a certificate for one host; skips the test where there is no openssl."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl command")
@@ -36,13 +38,13 @@ def make_certificates(directory: Path, name: str = "server", host: str = "IP:127
         kind: directory / f"{name}-{kind}.pem" for kind in ("authority", "authority-key", "request", "key", "cert")
     }
     new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    _openssl(*new, "-x509", "-days", 2, "-subj", f"/CN=authority of {name}",
+    _openssl(*new, "-x509", "-days", days, "-subj", f"/CN=authority of {name}",
              "-keyout", files["authority-key"], "-out", files["authority"])  # fmt: skip
     _openssl(*new, "-subj", f"/CN={name}", "-keyout", files["key"], "-out", files["request"])
     extensions = directory / f"{name}.ext"
     extensions.write_text(f"subjectAltName={host}\n")
     _openssl("x509", "-req", "-in", files["request"], "-CA", files["authority"], "-CAkey", files["authority-key"],
-             "-CAcreateserial", "-days", 2, "-extfile", extensions, "-out", files["cert"])  # fmt: skip
+             "-CAcreateserial", "-days", days, "-extfile", extensions, "-out", files["cert"])  # fmt: skip
     return Certificates(files["authority"], files["cert"], files["key"])
 
 

@@ -448,7 +448,7 @@ def test_a_tenant_has_so_many_requests_and_streams_at_a_time() -> None:
     tenant = rig.tenant("team", max_requests=2, max_streams=1)
     with rig.visit(tenant, stream=True):
         with rig.admission.arrive(tenant) as second:
-            with pytest.raises(TooManyRequests, match="the key 'team' may have at most 1 streams at a time"):
+            with pytest.raises(TooManyRequests, match="the key 'team' may have at most 1 stream at a time"):
                 second.hold([5], 1, 5, stream=True)
             with pytest.raises(TooManyRequests, match="the key 'team' may have at most 2 requests at a time"):
                 rig.admission.arrive(tenant)

@@ -217,7 +217,7 @@ def test_a_key_has_its_streams_and_requests_and_others_have_theirs(tmp_path: Pat
         refused = await rig.post("a", stream=True)
         assert (refused.status, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"] == {
-            "message": "the key 'a' may have at most 1 streams at a time: try again in 1 s",
+            "message": "the key 'a' may have at most 1 stream at a time: try again in 1 s",
             "type": "rate_limit_error",
             "param": None,
             "code": "rate_limit_exceeded",
