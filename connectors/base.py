@@ -287,6 +287,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 1  # ranks of the engine
     kv_checksum: ChecksumMode = "on"  # which hand-offs have digests
     kv_shards: int = 1  # parts that stored KV heads are cut into: a multiple of every engine's tp
+    device: str = "cpu"  # where the KV pool will be: torch's type of device
 
 
 class SchedulerConnector(ABC):
@@ -432,6 +433,7 @@ class KVConnector(ABC):
     content_addressed: ClassVar[bool] = False
     concurrent: ClassVar[bool] = False  # push: prefill and decode may be dispatched together
     kv_groups: ClassVar[bool] = False  # takes several block tables, and windows; else all layers keep all tokens
+    needs_own_pool: ClassVar[bool] = True  # if it allocates the pool at all; False: another one does as well
     one_process: ClassVar[bool] = False  # its engines share a process: `pd launch` refuses it for several
     metadata_type: ClassVar[type[KVConnectorMetadata]] = KVConnectorMetadata  # how other ranks decode a step's orders
 

@@ -1,4 +1,5 @@
-"""One engine's shared memory: a sealed memfd with a header, the block table and the KV pool, which only it can write.
+"""One rank's shared memory: a sealed memfd with a header, the block table, words and the KV pool, which only it can
+write.
 
 A peer opens it through /proc/<pid>/fd/<fd>. Nothing has a name in a file system: the kernel frees the memory with the
 last mapping, however the processes end.
@@ -11,10 +12,11 @@ import logging
 import mmap
 import os
 import threading
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import BlockTableReader, TableArrays, TableShape
@@ -32,10 +34,16 @@ from pdkv.host.process_info import process_start_time
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import EngineCard, KVLayout
 
+if TYPE_CHECKING:
+    import torch
+
 logger = logging.getLogger(__name__)
 
-MAGIC = b"pdkvKV01"
+MAGIC = b"pdkvKV02"
 HEADER_BYTES = 4096
+NUM_WORDS = 4096
+"""Int64 words beside the table, for what the owner's connector shows its peers."""
+
 _DATA_ALIGNMENT = 2 * 1024 * 1024  # a huge page, where the kernel has them for shared memory
 _TOUCH_BYTES = 4 * 1024 * 1024  # per call, so that a stop or a waiting load is seen soon
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11's fcntl lacks it
@@ -82,8 +90,8 @@ class ArenaShape(NamedTuple):
     def of(cls, layout: KVLayout, num_blocks: int) -> "ArenaShape":
         """The shape of an arena for `num_blocks` blocks."""
         table = TableShape(num_blocks, layout.block_size // HASH_BLOCK_SIZE)
-        offset = -(-(HEADER_BYTES + table.num_bytes) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT
-        return cls(table, offset, layout.block_bytes)
+        end = _words_offset(table) + 8 * NUM_WORDS
+        return cls(table, -(-end // _DATA_ALIGNMENT) * _DATA_ALIGNMENT, layout.block_bytes)
 
     @property
     def size(self) -> int:
@@ -120,8 +128,9 @@ class Arena:
         self.address = ArenaAddress(
             host_id(), pid, header.start_time, self._fd, os.fstat(self._fd).st_ino, self.shape.size
         )
-        table = memoryview(self._memory)[HEADER_BYTES : self.shape.data_offset]
-        self.table_arrays = TableArrays.over(table, self.shape.table)
+        view = memoryview(self._memory)
+        self.table_arrays = TableArrays.over(view[HEADER_BYTES : self.shape.data_offset], self.shape.table)
+        self.words = _words(view, self.shape)
 
     def allocate_data(self) -> None:
         """Allocate the KV pool's memory and begin to touch it on a thread, from its first block on.
@@ -138,10 +147,22 @@ class Arena:
         assert self._memory is not None, "the arena is closed"
         return _data(memoryview(self._memory), self.shape)
 
-    def buffer(self) -> memoryview:
-        """The KV pool's memory."""
+    def kv_cache(self) -> "torch.Tensor":
+        """Allocate the KV pool, zeroed. It stays mapped while the tensor lives. Raises ConfigError."""
+        import torch
+
+        self.allocate_data()
         assert self._memory is not None, "the arena is closed"
-        return memoryview(self._memory)[self.shape.data_offset : self.shape.size]
+        layout, memory = self._layout, memoryview(self._memory)[self.shape.data_offset : self.shape.size]
+        pool = torch.frombuffer(memory, dtype=torch.uint8).view(getattr(torch, layout.dtype))
+        return pool.view(
+            self.shape.table.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size
+        )
+
+    def holds(self, kv_cache: "torch.Tensor") -> bool:
+        """Whether that is the pool that peers see."""
+        data = self.data()
+        return kv_cache.data_ptr() == data.ctypes.data and kv_cache.nbytes == data.nbytes
 
     def close(self) -> None:
         """Give the descriptor back; the memory goes with the last reference to it. Idempotent."""
@@ -151,7 +172,7 @@ class Arena:
         if self._toucher is not None:
             self._toucher.join()  # at most one call's time
         self._memory = None
-        del self.table_arrays
+        del self.table_arrays, self.words
         os.close(self._fd)
 
     def _reserve(self, offset: int, num_bytes: int, *, grow: bool = False) -> None:
@@ -185,6 +206,7 @@ class PeerArena:
         view = memoryview(memory)
         arrays = TableArrays.over(view[HEADER_BYTES : self.shape.data_offset], self.shape.table)
         self.table = BlockTableReader(arrays, self.shape.table)
+        self.words = _words(view, self.shape)
         self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only
         self.is_source = False  # whether hand-offs come from here, so that sooner or later all of the pool is read
         self.num_mapped_bytes = 0  # of the pool, by `map_ahead`
@@ -284,6 +306,14 @@ def _advise(data: Bytes, offset: int, num_bytes: int, advice: int) -> bool:
         return True
     logger.debug("madvise(%d): %s", advice, os.strerror(ctypes.get_errno()))
     return False
+
+
+def _words_offset(table: TableShape) -> int:
+    return HEADER_BYTES + table.num_bytes
+
+
+def _words(memory: memoryview, shape: ArenaShape) -> npt.NDArray[np.int64]:
+    return np.frombuffer(memory, dtype=np.int64, count=NUM_WORDS, offset=_words_offset(shape.table))
 
 
 def _data(memory: memoryview, shape: ArenaShape) -> Bytes:

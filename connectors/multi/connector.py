@@ -203,13 +203,15 @@ class MultiConnector(KVConnector):
         return own[0] if len(own) == 1 else BlockTables(own)
 
     def allocate_kv_cache(self) -> "torch.Tensor | None":
-        """The pool of the one child that has one.
+        """The pool of the one child that needs its own, else of the first one that offers one.
 
         Raises:
-            ConfigError: two children would allocate it.
+            ConfigError: two children need their own.
         """
         owner, pool = "", None
-        for child in self.children:
+        for child in sorted(self.children, key=lambda child: not child.connector.needs_own_pool):
+            if pool is not None and not child.connector.needs_own_pool:
+                continue
             own = child.connector.allocate_kv_cache()
             if own is not None and pool is not None:
                 raise ConfigError(f"connector multi: both {owner} and {child.name} would allocate the KV pool")

@@ -1,12 +1,10 @@
 """Whole blocks between engines of equal layout: large runs as they lie, the others, if they are many, by gathering."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
 
-from pdkv.connectors.nixl.agent import NixlAgent
 from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
 from pdkv.connectors.nixl.options import NixlOptions
@@ -19,10 +17,6 @@ POST_BYTES = 8 * 1024 * 1024
 
 PIECE_BYTES = 24 * 1024
 """What a piece costs beside its bytes, in bytes: a call of the kernel."""
-
-_MIN_POST_BYTES = 1024 * 1024
-_POSTS = 8
-"""What helpers may share is cut into so many posts at least, as long as they are not smaller than that."""
 
 Post = tuple[Ids, Ids, Ids]
 """Byte offsets at the source, at the destination, and sizes, of what is posted at once."""
@@ -37,13 +31,13 @@ class BlockReader:
         self._reader = reader
         self._options = options
 
-    def read_layers(
+    def read(
         self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, layers: range, *, offer: int, guard: Guard
     ) -> int:
-        """As `read`, some layers of the blocks only."""
+        """As PoolReader.read_blocks."""
         num_layers, block_bytes = self._units.num_layers, blob.block_bytes
         if len(layers) == num_layers:
-            return self.read(job, blob, theirs, ours, offer=offer, guard=guard)
+            return self._read_whole(job, blob, theirs, ours, offer, guard)
         num_bytes = block_bytes // num_layers * len(layers)
         if theirs.size < self._options.gather_min_pieces or num_bytes >= self._options.gather_below:
             self._read_pieces(job, blob, layer_pieces(theirs, ours, block_bytes, layers, num_layers), guard)
@@ -53,21 +47,7 @@ class BlockReader:
             self._reader.fetch(job, blob, Wanted(units[0], 0, units[1], part, offer, guard))
         return int(theirs.size) * num_bytes
 
-    def read(
-        self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, *, offer: int = 0, guard: Guard = nullcontext
-    ) -> int:
-        """Read theirs[i] into ours[i].
-
-        Args:
-            offer: the peer's number for them, in a push.
-            guard: a context around each write into the own pool.
-
-        Returns:
-            The bytes.
-
-        Raises:
-            TransferError: the peer refuses or is gone, the job has to stop.
-        """
+    def _read_whole(self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, offer: int, guard: Guard) -> int:
         starts = run_starts(theirs, ours)
         counts = np.diff(starts, append=theirs.size)
         small_runs = counts * blob.block_bytes < self._options.gather_below
@@ -86,15 +66,10 @@ class BlockReader:
         endpoint, pool = self._endpoint, self._endpoint.pool
         assert pool is not None
 
-        def read(post: Post, agent: NixlAgent | None) -> None:
-            theirs, ours, sizes = post
+        for theirs, ours, sizes in cut_pieces(table):
             job.check()
             with guard():
-                endpoint.read(
-                    blob, (pool, ours), (blob.pool, theirs), sizes, deadline=job.deadline, check=job.check, agent=agent
-                )
-
-        endpoint.read_together(blob, cut_pieces(table, _shared_post_bytes(table)), read)
+                endpoint.read(blob, (pool, ours), (blob.pool, theirs), sizes, deadline=job.deadline, check=job.check)
 
 
 def cut_runs(runs: Sequence[Run], block_bytes: int) -> list[Post]:
@@ -130,12 +105,6 @@ def cut_pieces(table: Ids, limit: int = POST_BYTES) -> list[Post]:
     posts = (np.cumsum(sizes + PIECE_BYTES) - 1) // limit
     cuts = [0, *(np.flatnonzero(np.diff(posts)) + 1).tolist(), len(posts)]
     return [(sources[a:b], destinations[a:b], sizes[a:b]) for a, b in pairwise(cuts)]
-
-
-def _shared_post_bytes(table: Ids) -> int:
-    """The limit of posts that several threads take."""
-    wanted = int((table[:, 2] + PIECE_BYTES).sum()) // _POSTS
-    return min(max(wanted // _MIN_POST_BYTES, 1) * _MIN_POST_BYTES, POST_BYTES)
 
 
 def expand_blocks(block_ids: Ids, units_per_block: int) -> Ids:

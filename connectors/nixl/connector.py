@@ -6,8 +6,9 @@ receiver (gather.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from pdkv.connectors.arena.memory import Arena
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnector,
@@ -16,14 +17,16 @@ from pdkv.connectors.base import (
     SchedulerConnector,
     WorkerConnector,
 )
-from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
-from pdkv.connectors.nixl.memory import GenerationTable
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.peer.pull_scheduler import PullMetadata, PullScheduler
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
 from pdkv.wire.messages import ConnectorKind
+
+if TYPE_CHECKING:
+    import torch
 
 
 class NixlConnector(KVConnector):
@@ -32,11 +35,18 @@ class NixlConnector(KVConnector):
     kind: ClassVar[ConnectorKind] = "pull"
     options_type = NixlOptions
     options: NixlOptions
+    needs_own_pool: ClassVar[bool] = False
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         super().__init__(config, notify)
-        self._table = GenerationTable(config.num_blocks)
-        self._peers = NixlPeers(config, self.options.mode)
+        self._arena: Arena | None = None
+        if config.device == "cpu" and "arena" in self.options.paths:
+            self._arena = Arena(
+                engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks
+            )
+        generations = self._arena.table_arrays.generations if self._arena is not None else None
+        self._table = LocalBlockTable(config.num_blocks, generations)
+        self._peers = NixlPeers(config, self.options)
 
     @classmethod
     def for_options(cls, options: Mapping[str, str]) -> "type[NixlConnector]":
@@ -51,9 +61,18 @@ class NixlConnector(KVConnector):
     def make_block_table(self) -> BlockTable:
         return self._table
 
+    def allocate_kv_cache(self) -> "torch.Tensor | None":
+        """The pool in the arena, which peers on this host map; None: path=cma or ucx, or not in host memory."""
+        return None if self._arena is None else self._arena.kv_cache()
+
+    def shutdown(self) -> None:
+        if self._arena is not None:
+            self._table.close()
+            self._arena.close()
+
     def _make_endpoint(self) -> NixlEndpoint:
         """Raises ConfigError where NIXL is missing."""
-        return NixlEndpoint(self.config, self._peers, self.options)
+        return NixlEndpoint(self.config, self._peers, self.options, self._arena)
 
 
 class NixlPullConnector(NixlConnector):
@@ -63,7 +82,7 @@ class NixlPullConnector(NixlConnector):
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
 
     def make_scheduler_side(self) -> SchedulerConnector:
-        return PullScheduler(self.config, self._table, NixlPeers(self.config, self.options.mode))
+        return PullScheduler(self.config, self._table, NixlPeers(self.config, self.options))
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
         from pdkv.connectors.nixl.pull import NixlPullWorker
@@ -80,7 +99,7 @@ class NixlPushConnector(NixlConnector):
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata
 
     def make_scheduler_side(self) -> SchedulerConnector:
-        return PushScheduler(self.config, NixlPeers(self.config, self.options.mode))
+        return PushScheduler(self.config, NixlPeers(self.config, self.options))
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
         from pdkv.connectors.nixl.push import NixlPushWorker

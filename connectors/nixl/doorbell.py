@@ -1,21 +1,28 @@
-"""Wakes a rank's message thread: NIXL has no descriptor to wait on for notifications.
+"""Wakes the message thread of a rank on this host, and brings it messages: NIXL has no descriptor to wait on.
 
-Who has sent a notification to an agent on its host writes a byte into that one's pipe after it. A byte means "look",
-nothing else: one too many costs a look, and one that got lost is made up for by the slow polling of the message thread.
-
-The pipe has no name. A peer opens it through /proc/<pid>/fd/<fd>, which the kernel allows to processes of the same
-user only (as it does the copies between processes, for which the bell rings): strangers cannot knock at all.
+Every rank has a pipe without a name. A peer opens it through /proc/<pid>/fd/<fd>, which the kernel allows to processes
+of the same user only (as it does all else that peers within a host do to each other): strangers cannot knock at all.
+The pipe holds packets, each written and read at once. One byte says "look what NIXL has brought", nothing else: one too
+many costs a look. A message is one packet, or several in order.
 """
 
 import contextlib
+import fcntl
+import itertools
 import logging
 import os
+import secrets
 import select
+import struct
 import threading
+import time
 from collections import OrderedDict
+from typing import NamedTuple
 
 import msgspec
 
+from pdkv.connectors.nixl.agent import MAX_AGENT_NAME, MAX_MESSAGE_BYTES, Message
+from pdkv.errors import PeerGone, TransferError
 from pdkv.host.process_info import process_start_time
 
 logger = logging.getLogger(__name__)
@@ -23,8 +30,17 @@ logger = logging.getLogger(__name__)
 MAX_OPEN = 256
 """Peers whose bells are kept open."""
 
-_DRAIN_BYTES = 65536
-"""All that a pipe holds: one call forgets the rings so far, however fast somebody rings on."""
+_PACKET_BYTES = 4096  # PIPE_BUF: what is written at once
+_HEADER = struct.Struct("<QIHH")  # a writer's own number, the message's, the packet's place in it, and how many it has
+_NAME = struct.Struct("<H")  # begins the first packet's content: the length of the sender's name, which follows
+_MAX_PACKETS = -(-(MAX_MESSAGE_BYTES + MAX_AGENT_NAME + _NAME.size) // (_PACKET_BYTES - _HEADER.size))
+_PIPE_BYTES = 1 << 20
+"""Wanted: 256 packets. Where the user has too much in pipes already there is room for 16."""
+
+_READS = 256
+"""Packets that are read before the thread looks at something else, however fast somebody writes on."""
+
+_RING = b"\0"
 
 
 class DoorbellAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -37,10 +53,18 @@ class DoorbellAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Doorbell:
-    """A pipe for peers, and an eventfd for oneself."""
+    """A pipe for peers, and an eventfd for oneself.
 
-    def __init__(self) -> None:
+    Args:
+        name: as which messages are sent.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.num_bad_packets = 0
+        self._name = name.encode()
         self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # the own end for writing keeps it open
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self._read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         pid = os.getpid()
         start_time = process_start_time(pid)
@@ -49,50 +73,67 @@ class Doorbell:
         self._poll = select.poll()
         for fd in (self._read_fd, self._wake_fd):
             self._poll.register(fd, select.POLLIN)
+        self._assembly = _Assembly()
+        self._id, self._numbers = secrets.randbits(64), itertools.count()
         self._lock = threading.Lock()  # guards what follows
-        self._open: OrderedDict[DoorbellAddress, int] = OrderedDict()  # descriptors of peers' pipes
+        self._open: OrderedDict[DoorbellAddress, _Pipe] = OrderedDict()  # peers'
         self._closed = False
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until somebody rings or wakes, and forget all of that so far. False: nobody did, or it is closed.
+        """Wait until somebody rings, wakes or writes; messages that have come are for `take`.
 
         For one thread, which is done before `close`.
+
+        Returns:
+            Whether there was a ring or a wake, or there may be more to read: look at everything.
         """
         if self._closed:
             return False
         ready = [fd for fd, _ in self._poll.poll(timeout_s * 1000)]
+        look = self._wake_fd in ready
         with contextlib.suppress(BlockingIOError):
-            if self._wake_fd in ready:
+            if look:
                 os.eventfd_read(self._wake_fd)
             if self._read_fd in ready:
-                os.read(self._read_fd, _DRAIN_BYTES)
-        return bool(ready)
+                for _ in range(_READS):
+                    look |= self._read_packet()
+                look = True
+        return look
+
+    def take(self) -> list[Message]:
+        """The messages that `wait` has read since the last call, each sender's in its order."""
+        messages, self._assembly.messages = self._assembly.messages, []
+        return messages
 
     def ring(self, address: DoorbellAddress) -> None:
         """Wake the owner of another doorbell, if it is there; its pipe may be full, then it will look anyway."""
-        with self._lock:
-            if self._closed:
-                return
-            fd = self._open.get(address)
-            if fd is None:
-                fd = _open_pipe(address)
-                if fd is None:
-                    return
-                self._open[address] = fd
-                if len(self._open) > MAX_OPEN:
-                    os.close(self._open.popitem(last=False)[1])
-            try:
-                os.write(fd, b"\0")
-            except BlockingIOError:
-                pass
-            except OSError:  # its owner is gone
-                os.close(self._open.pop(address))
+        with contextlib.suppress(PeerGone):
+            self._write(address, [_RING], 0.0)
+
+    def send(self, address: DoorbellAddress, data: bytes, timeout_s: float) -> None:
+        """Send a message to the owner of another doorbell.
+
+        Raises:
+            PeerGone: nobody is there (any more).
+            TransferError: it has left its pipe full for so long.
+        """
+        content = _NAME.pack(len(self._name)) + self._name + data
+        size = _PACKET_BYTES - _HEADER.size
+        count = -(-len(content) // size)
+        number = next(self._numbers) & 0xFFFFFFFF
+        packets = [
+            _HEADER.pack(self._id, number, place, count) + content[place * size : (place + 1) * size]
+            for place in range(count)
+        ]
+        if not self._write(address, packets, timeout_s):
+            raise TransferError(f"process {address.pid} takes no messages")
 
     def forget(self, address: DoorbellAddress) -> None:
         """Its owner is gone. Idempotent."""
         with self._lock:
-            if (fd := self._open.pop(address, None)) is not None:
-                os.close(fd)
+            pipe = self._open.pop(address, None)
+        if pipe is not None:
+            pipe.close()
 
     def wake(self) -> None:
         """Wake who waits here. Does not block, whatever its thread is doing."""
@@ -106,13 +147,125 @@ class Doorbell:
             if self._closed:
                 return
             self._closed = True
-            for fd in (self._read_fd, self._write_fd, self._wake_fd, *self._open.values()):
-                os.close(fd)
+            pipes = list(self._open.values())
             self._open.clear()
+            for fd in (self._read_fd, self._write_fd, self._wake_fd):
+                os.close(fd)
+        for pipe in pipes:
+            pipe.close()
+
+    def _read_packet(self) -> bool:
+        """Read one packet; whether it is a ring. Raises BlockingIOError where there is none."""
+        packet = os.read(self._read_fd, _PACKET_BYTES)
+        if packet == _RING:
+            return True
+        if not self._assembly.add(packet):
+            self.num_bad_packets += 1
+        return False
+
+    def _write(self, address: DoorbellAddress, packets: list[bytes], timeout_s: float) -> bool:
+        """False: the pipe is full. Raises PeerGone."""
+        with self._lock:
+            if self._closed:
+                raise PeerGone("the own doorbell is closed")
+            pipe = self._open.get(address)
+            if pipe is None:
+                fd = _open_pipe(address)
+                if fd is None:
+                    raise PeerGone(f"process {address.pid} is gone, or shows no doorbell here")
+                pipe = self._open[address] = _Pipe(fd)
+            self._open.move_to_end(address)
+            oldest = self._open.popitem(last=False)[1] if len(self._open) > MAX_OPEN else None
+        if oldest is not None:
+            oldest.close()
+        try:
+            return pipe.write(packets, timeout_s)
+        except OSError as error:
+            self.forget(address)
+            raise PeerGone(f"process {address.pid} is gone: {error.strerror}") from error
+
+
+class _Pipe:
+    """A peer's. What is written to it together is not interrupted by another thread of this process."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()  # guards what follows, and held for a message
+        self._closed = False
+
+    def write(self, packets: list[bytes], timeout_s: float) -> bool:
+        """Write all; False: it was full for so long, or is closed. Raises OSError where nobody reads any more."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            for packet in packets:
+                while not self._closed:
+                    try:
+                        os.write(self._fd, packet)
+                        break
+                    except BlockingIOError:
+                        left = deadline - time.monotonic()
+                        if left <= 0:
+                            return False
+                        poll = select.poll()
+                        poll.register(self._fd, select.POLLOUT)
+                        poll.poll(left * 1000)
+            return not self._closed
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._fd)
+
+
+class _Part(NamedTuple):
+    """A message whose last packets have not come."""
+
+    number: int
+    num_packets: int
+    packets: list[bytes]
+
+
+class _Assembly:
+    """Makes messages of packets."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._parts: OrderedDict[int, _Part] = OrderedDict()  # by writer
+
+    def add(self, packet: bytes) -> bool:
+        """A packet; False: it belongs to no message."""
+        if len(packet) < _HEADER.size:
+            return False
+        writer, number, place, count = _HEADER.unpack_from(packet)
+        part = self._parts.pop(writer, None)
+        if place == 0 and 0 < count <= _MAX_PACKETS:
+            part = _Part(number, count, [])
+        if part is None or (number, count, place) != (part.number, part.num_packets, len(part.packets)):
+            return False  # what came before it is lost
+        part.packets.append(packet[_HEADER.size :])
+        if len(part.packets) == count:
+            return self._complete(b"".join(part.packets))
+        self._parts[writer] = part
+        if len(self._parts) > MAX_OPEN:
+            self._parts.popitem(last=False)
+        return True
+
+    def _complete(self, content: bytes) -> bool:
+        size = _NAME.unpack_from(content)[0] if len(content) >= _NAME.size else 0
+        name, data = content[_NAME.size : _NAME.size + size], content[_NAME.size + size :]
+        if not 0 < len(name) <= MAX_AGENT_NAME or len(data) > MAX_MESSAGE_BYTES:
+            return False
+        try:
+            self.messages.append(Message(name.decode(), data))
+        except UnicodeDecodeError:
+            return False
+        return True
 
 
 def _open_pipe(address: DoorbellAddress) -> int | None:
-    """The pipe that an address means, for writing; None: it is not there (any more), or not ours to open."""
+    """The pipe that an address means, for writing packets; None: it is not there (any more), or not ours to open."""
     path = f"/proc/{address.pid}/fd/{address.fd}"
     link = f"pipe:[{address.inode}]"
     try:
@@ -123,6 +276,7 @@ def _open_pipe(address: DoorbellAddress) -> int | None:
         logger.debug("no doorbell at %s: %s", path, error)
         return None
     if os.fstat(fd).st_ino == address.inode:
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT)  # a packet each
         return fd
     os.close(fd)
     return None

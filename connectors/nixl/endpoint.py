@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.connectors.arena.memory import NUM_WORDS, Arena
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.agent import Memory, NixlAgent
 from pdkv.connectors.nixl.doorbell import Doorbell
-from pdkv.connectors.nixl.helper_threads import Helper, Post, SharedPosts
 from pdkv.connectors.nixl.inbox import Inbox
 from pdkv.connectors.nixl.memory import (
     PAGE_BYTES,
     WORD_BYTES,
-    GenerationTable,
     Permits,
     RegisteredBuffers,
     Slots,
     region_of,
 )
 from pdkv.connectors.nixl.options import NixlOptions
+from pdkv.connectors.nixl.paths import PeerPaths
 from pdkv.connectors.nixl.peers import NixlPeers, agent_name
-from pdkv.connectors.nixl.wire import BLOB_VERSION, RankBlob, Reset, Wire, encode, encode_blob
-from pdkv.errors import PdkvError, PeerGone, TransferTimeout
+from pdkv.connectors.nixl.wire import BLOB_VERSION, Path, RankBlob, Reset, Wire, encode, encode_blob
+from pdkv.errors import ConfigError, PdkvError, PeerGone, TransferTimeout
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
 
@@ -41,9 +41,6 @@ Bytes = npt.NDArray[np.uint8]
 A = TypeVar("A")
 M = TypeVar("M", bound=Wire)
 
-MAX_PERMITS = 4096
-"""Senders that may write into this rank's blocks, and offers of this rank, at a time."""
-
 _HOT_S = 0.002
 """So long after a ring a message is due any moment."""
 
@@ -55,6 +52,9 @@ _LOOK_S = 0.02
 """So often who waits for a peer's answer looks whether it is still wanted."""
 
 _TICK_S = 0.2
+_FULL_S = 1.0
+"""So long a thread that may wait does so for room in a peer's doorbell."""
+
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -79,24 +79,27 @@ def _none_open(agent: str) -> list[int]:
 class NixlEndpoint:
     """Thread-safe. On a step thread only what is marked so below, `register`, `blob` and `close` may be called."""
 
-    def __init__(self, config: ConnectorConfig, peers: NixlPeers, options: NixlOptions) -> None:
-        """Raises ConfigError where NIXL is missing."""
+    def __init__(
+        self, config: ConnectorConfig, peers: NixlPeers, options: NixlOptions, arena: Arena | None = None
+    ) -> None:
+        """`arena`: where the pool will lie. Raises ConfigError where NIXL is missing."""
         self.config = config
         self.peers = peers
         self.slot_bytes = options.slot_bytes
-        self._mode = options.mode
-        self._num_helpers = options.readers - 1
-        self._helpers: list[Helper] = []
+        self._options = options
+        self._arena = arena
+        self._paths: list[Path] = []  # by which peers may read the pool
+        self.sources = PeerPaths(peers, [])
         self._agent = NixlAgent(
             agent_name(config.engine, config.epoch, config.rank), progress_thread=options.progress_thread
         )
-        self._doorbell = Doorbell()
+        self._doorbell = Doorbell(self._agent.name)
         self.slots = Slots(options.slots, options.slot_bytes)
         # What is read from peers' slots, and behind it a slot's generation.
         self.buffers = RegisteredBuffers(max(options.slots // 2, 2), options.slot_bytes + PAGE_BYTES)
         self._buffer_region = self._agent.register(region_of(self.buffers.memory))
         self._slot_region = self._agent.register(region_of(self.slots.memory))
-        self.permits = Permits(MAX_PERMITS)
+        self.permits = Permits(arena.words if arena is not None else np.zeros(NUM_WORDS, dtype=np.int64))
         self._permit_region = self._agent.register(region_of(self.permits.values))
         self.pool: Memory | None = None
         self._table: Memory | None = None
@@ -113,23 +116,21 @@ class NixlEndpoint:
     @property
     def num_bad_messages(self) -> int:
         """Messages that no decoder or handler wants."""
-        return self._inbox.num_bad_messages
+        return self._inbox.num_bad_messages + self._doorbell.num_bad_packets
 
     # --- set up -----------------------------------------------------------------------------------------------------
 
-    def register(self, kv_cache: "torch.Tensor", table: GenerationTable | None) -> None:
-        """Register the pool, and rank 0's table of generations. Raises ConfigError."""
-        if kv_cache.device.type == "cpu":
+    def register(self, kv_cache: "torch.Tensor", generations: npt.NDArray[np.int64] | None) -> None:
+        """Register the pool, and rank 0's generations. Raises ConfigError."""
+        in_arena = self._arena is not None and self._arena.holds(kv_cache)
+        self._paths = _paths_to(kv_cache, self._options.paths, in_arena)
+        self.sources = PeerPaths(self.peers, _paths_from(kv_cache, self._options.paths))
+        if kv_cache.device.type == "cpu" and not in_arena:
             use_huge_pages(kv_cache.data_ptr(), kv_cache.nbytes)
         kind, device = ("DRAM", 0) if kv_cache.device.type == "cpu" else ("VRAM", kv_cache.device.index or 0)
         self.pool = self._agent.register(Memory(kv_cache.data_ptr(), kv_cache.nbytes, kind, device))  # type: ignore[arg-type]
-        if kind == "DRAM":
-            self._helpers = [
-                Helper(f"{self._agent.name}#{number}", self.pool, self._is_known, self._ring)
-                for number in range(1, self._num_helpers + 1)
-            ]
-        if table is not None:
-            self._table = self._agent.register(region_of(table.values))
+        if generations is not None:
+            self._table = self._agent.register(region_of(generations))
 
     def handle(self, kind: type[M], handler: Callable[[RankBlob, M], None]) -> None:
         """Messages of that kind go there, on the message thread."""
@@ -156,7 +157,7 @@ class NixlEndpoint:
         assert self.pool is not None, "register comes first"
         blob = RankBlob(
             version=BLOB_VERSION,
-            mode=self._mode,
+            mode=self._options.mode,
             agent=self._agent.name,
             metadata=self._agent.metadata(),
             host=host_id(),
@@ -166,6 +167,9 @@ class NixlEndpoint:
             slots=self._slot_region,
             slot_bytes=self.slot_bytes,
             permits=self._permit_region,
+            nonce=self.permits.nonce,
+            paths=self._paths,
+            arena=self._arena.address if self._arena is not None and "arena" in self._paths else None,
             generations=self._table,
         )
         return encode_blob(blob)
@@ -181,17 +185,10 @@ class NixlEndpoint:
         *,
         deadline: float,
         check: Callable[[], None],
-        agent: NixlAgent | None = None,
     ) -> None:
-        """Read pieces of a peer's region, given as (region, offsets), into an own one. Raises TransferError.
-
-        Args:
-            agent: a helper's, which is connected.
-        """
-        if agent is None:
-            self._reach(blob)
-            agent = self._agent
-        agent.transfer(
+        """Read pieces of a peer's region, given as (region, offsets), into an own one. Raises TransferError."""
+        self._reach(blob)
+        self._agent.transfer(
             "READ",
             blob.agent,
             local[0].pieces(local[1], sizes),
@@ -200,23 +197,6 @@ class NixlEndpoint:
             kinds=(local[0].kind, remote[0].kind),
             check=check,
         )
-
-    def read_together(
-        self, blob: RankBlob, posts: Sequence[Post], read: Callable[[Post, NixlAgent | None], None]
-    ) -> None:
-        """Have posts read by this thread, and by helpers where the peer is on this host.
-
-        Args:
-            read: reads one, by a helper's agent or (None) by the own one. Called on several threads.
-
-        Raises:
-            TransferError: of `read` on this thread. Nothing is read any more.
-        """
-        shared = SharedPosts(blob, posts, read)
-        if len(posts) > 1 and blob.pool.kind == "DRAM" and blob.host == host_id():
-            for helper in self._helpers:
-                helper.ask(shared)
-        shared.read_all()
 
     def read_words(
         self, blob: RankBlob, region: Memory, first: int, count: int, *, deadline: float, check: Callable[[], None]
@@ -261,10 +241,22 @@ class NixlEndpoint:
             self._ring(blob)
 
     def send(self, blob: RankBlob, message: Wire) -> None:
-        """Send a message, which arrives soon or never. Raises TransferError."""
-        self._reach(blob)
-        self._agent.send(blob.agent, encode(message))
-        self._ring(blob)
+        """Send a message, which arrives soon or never: by the doorbell to a peer that is not read by NIXL.
+
+        Raises:
+            PdkvError: it is gone, takes no messages, or cannot be reached.
+            ValueError: the message is too long.
+        """
+        data = encode(message)
+        if self.sources.source(blob) is None:
+            self._reach(blob)
+            self._agent.send(blob.agent, data)
+            self._ring(blob)
+            return
+        if not self._is_known(blob):
+            raise PeerGone(f"agent {blob.agent} is not known")
+        wait_s = 0.0 if threading.current_thread() is self._thread else _FULL_S
+        self._doorbell.send(blob.doorbell, data, wait_s)
 
     def try_send(self, blob: RankBlob, message: Wire) -> bool:
         """Send where the peer is to be had. For messages that a peer's deadline makes up for."""
@@ -307,7 +299,8 @@ class NixlEndpoint:
             for agent in agents:
                 if (blob := self.peers.agent(agent)) is not None:
                     with contextlib.suppress(PdkvError):  # whoever needs it will hear why
-                        self._reach(blob)
+                        if self.sources.source(blob) is None:
+                            self._reach(blob)
 
         self.post(connect)
 
@@ -322,8 +315,7 @@ class NixlEndpoint:
             for blob in blobs:
                 self._doorbell.forget(blob.doorbell)
                 self._agent.disconnect(blob.agent)
-                for helper in self._helpers:
-                    helper.forget(blob.agent)
+            self.sources.forget(blobs)
 
         self.post(disconnect)
 
@@ -337,14 +329,15 @@ class NixlEndpoint:
             self._thread.join(_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.error("thread %s does not end", self._thread.name)
-        for helper in self._helpers:
-            helper.close()
+        self.sources.close()
         self._agent.close()
         self._doorbell.close()
         for users in (self._inbox, self._workers, self._ticks):  # they know the endpoint, and it them
             users.clear()
         self._open_requests = _none_open
+        self.permits.close()
         del self.slots, self.buffers
+        self._arena = None
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -398,10 +391,30 @@ class NixlEndpoint:
                 hot_until = time.monotonic() + _HOT_S
                 continue
             hot = time.monotonic() < hot_until
-            if self._doorbell.wait(_HOT_PAUSE_S if hot else _IDLE_PAUSE_S):
+            look = self._doorbell.wait(_HOT_PAUSE_S if hot else _IDLE_PAUSE_S)
+            self._inbox.take(self._doorbell.take())
+            if look:
                 hot_until = time.monotonic() + _HOT_S
 
     def _receive(self) -> bool:
         messages = self._agent.receive()
         self._inbox.take(messages)
         return bool(messages)
+
+
+def _paths_to(kv_cache: "torch.Tensor", allowed: Sequence[Path], in_arena: bool) -> list[Path]:
+    """The paths by which peers may read a pool. Raises ConfigError where it is none of those that are allowed."""
+    paths = [path for path in _paths_from(kv_cache, allowed) if in_arena or path != "arena"]
+    if not paths:
+        raise ConfigError(
+            f"connector nixl: by path={allowed[0]} only KV in host memory can be read, for arena only what this "
+            f"connector allocates; it lies on {kv_cache.device}, allocated by "
+            f"{'this' if in_arena else 'another'} connector or the engine: path=auto takes what works"
+        )
+    return paths
+
+
+def _paths_from(kv_cache: "torch.Tensor", allowed: Sequence[Path]) -> list[Path]:
+    """The paths by which peers may be read into a pool."""
+    on_host = kv_cache.device.type == "cpu"
+    return [path for path in allowed if on_host or path == "ucx"]

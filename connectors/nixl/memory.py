@@ -1,13 +1,13 @@
 """Host memory that peers reach by NIXL: the table of generations, and staging buffers in one region."""
 
 import itertools
+import secrets
 import threading
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.nixl.agent import Memory
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.host.huge_pages import use_huge_pages
@@ -16,10 +16,6 @@ Bytes = npt.NDArray[np.uint8]
 
 PAGE_BYTES = 4096
 WORD_BYTES = 8
-
-
-class GenerationTable(LocalBlockTable):
-    """Generations in memory that peers read, written by the engine's block pool only. Hand-offs name the blocks."""
 
 
 class RegisteredBuffers(StagingBuffers):
@@ -46,11 +42,17 @@ class Permit(NamedTuple):
 
 
 class Permits:
-    """Words that peers look at. Thread-safe."""
+    """Words that peers look at. Thread-safe.
 
-    def __init__(self, count: int) -> None:
-        self.values = np.zeros(count, dtype=np.int64)
-        self._free = list(range(count))
+    Args:
+        values: zeros, where peers see them. The first one becomes `nonce`, which no other incarnation has.
+    """
+
+    def __init__(self, values: npt.NDArray[np.int64]) -> None:
+        self.values = values
+        self.nonce = secrets.randbits(62) + 1
+        values[0] = self.nonce
+        self._free = list(range(1, values.size))
         self._nonces = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -62,6 +64,13 @@ class Permits:
             permit = Permit(self._free.pop(), next(self._nonces))
             self.values[permit.word] = permit.nonce
             return permit
+
+    def close(self) -> None:
+        """None stands any more. Lets go of the memory that others see."""
+        with self._lock:
+            self.values[:] = 0
+            self.values = self.values.copy()
+            self._free.clear()
 
     def withdraw(self, permit: Permit) -> None:
         """It does not stand any more. Idempotent."""

@@ -104,14 +104,11 @@ class OfferReader:
 
         if offer.whole:
             layers = range(piece.part.layer_start, piece.part.layer_stop)
-            num_bytes = rank.blocks.read_layers(reading, blob, theirs, ours, layers, offer=offer.offer, guard=guard)
+            num_bytes = rank.reader.read_blocks(reading, blob, theirs, ours, layers, offer=offer.offer, guard=guard)
         else:
             wanted = Wanted(theirs, offer.head_start, ours, piece.part, offer.offer, guard)
-            num_bytes = rank.reader.fetch(reading, blob, wanted)
-        (nonce,) = self._endpoint.read_words(
-            blob, blob.permits, offer.permit, 1, deadline=reading.deadline, check=reading.check
-        )
-        if nonce != offer.nonce:
+            num_bytes = rank.reader.read_units(reading, blob, wanted)
+        if rank.reader.word(reading, blob, offer.permit) != offer.nonce:
             raise StaleGeneration(f"agent {blob.agent} has withdrawn its offer")
         self._landed(job, piece, num_bytes)
 

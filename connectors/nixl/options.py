@@ -1,8 +1,11 @@
 """--connector-config of the `nixl` connector."""
 
-from pdkv.connectors.nixl.wire import Mode
+from collections.abc import Sequence
+from typing import Literal
+
+from pdkv.connectors.nixl.wire import PATHS, Mode, Path
 from pdkv.connectors.transfer.lanes import LaneConfig
-from pdkv.options import MAX_THREADS, Options, option, seconds
+from pdkv.options import Options, option, seconds
 
 
 class NixlOptions(Options):
@@ -14,13 +17,20 @@ class NixlOptions(Options):
     gather_min_pieces: int = option(64, "runs that are sent one by one where there are fewer of them", ge=1)
     slots: int = option(4, "buffers for gathering; one reader uses at most half of them", ge=1, le=4096)
     slot_bytes: int = option(4 << 20, "size of such a buffer", ge=4096, le=1 << 30, multiple_of=4096, size=True)
-    readers: int = option(
-        2, "threads that read a large transfer together, from peers on this host", ge=1, le=MAX_THREADS
+    path: Literal["auto", "arena", "cma", "ucx"] = option(
+        "auto",
+        "how peers on this host are read: arena: their pools are mapped; cma: copied from process to process; ucx: by "
+        "NIXL, the only way from other hosts; auto: the first of them that works",
     )
-    writes: bool = option(False, "push: the sender writes large runs itself, instead of having them read")
+    writes: bool = option(False, "push over ucx: the sender writes large runs itself, instead of having them read")
     progress_thread: bool = option(
         False, "NIXL's own progress thread, for transports that need the peer's help, such as TCP between hosts"
     )
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The paths that may be taken, the best one first."""
+        return PATHS if self.path == "auto" else (self.path,)
 
     @property
     def lanes(self) -> LaneConfig:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.agent import TRANSPORTS
-from pdkv.connectors.nixl.wire import BLOB_VERSION, Mode, RankBlob, decode_blob
+from pdkv.connectors.nixl.options import NixlOptions
+from pdkv.connectors.nixl.wire import BLOB_VERSION, RankBlob, decode_blob
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
-from pdkv.errors import IncompatiblePeers, MalformedMessage
+from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone
 from pdkv.host.host_id import host_id
 from pdkv.wire.messages import EngineCard
 
@@ -20,9 +21,10 @@ def agent_name(engine: str, epoch: str, rank: int) -> str:
 class NixlPeers(PeerCards):
     """Cards whose ranks can be reached by NIXL. Thread-safe."""
 
-    def __init__(self, config: ConnectorConfig, mode: Mode) -> None:
+    def __init__(self, config: ConnectorConfig, options: NixlOptions) -> None:
         super().__init__(config)
-        self._mode = mode
+        self._mode = options.mode
+        self._paths = options.paths
         self._ranks: dict[Incarnation, list[RankBlob]] = {}
         self._agents: dict[str, RankBlob] = {}
 
@@ -36,6 +38,14 @@ class NixlPeers(PeerCards):
         """The rank that an agent is of; None: nobody's that is known."""
         with self._lock:
             return self._agents.get(name)
+
+    def card_of(self, blob: RankBlob) -> EngineCard:
+        """The card that a rank's part is of. Raises PeerGone where it is not known (any more)."""
+        with self._lock:
+            for peer, ranks in self._ranks.items():
+                if blob in ranks:
+                    return self._find(peer)
+        raise PeerGone(f"agent {blob.agent} is not known")
 
     def ranks_of(self, engine: str, epoch: str) -> list[RankBlob]:
         """The ranks of an incarnation that is known."""
@@ -71,12 +81,27 @@ class NixlPeers(PeerCards):
                 ("bytes per block", card.layout.block_bytes, blob.block_bytes),
                 ("bytes of its pool", card.num_blocks * blob.block_bytes, blob.pool.size),
             ]
+            if blob.generations is not None:
+                pairs.append(("bytes of its generations", card.num_blocks * 8, blob.generations.size))
             for what, expected, said in pairs:
                 if expected != said:
                     raise IncompatiblePeers(
                         f"{what} differs: {expected!r} is expected by engine {own}, engine {card.engine} has {said!r}"
                     )
-            if blob.host != host_id() and os.environ.get("UCX_TLS", TRANSPORTS) == TRANSPORTS:
+            paths = [path for path in self._paths if path in blob.paths]
+            if not paths:
+                raise IncompatiblePeers(
+                    f"engine {own} reads by path {' or '.join(self._paths)}, engine {card.engine} is read by path "
+                    f"{' or '.join(blob.paths) or 'none'}: set their option path to one that both have"
+                )
+            if blob.host == host_id():
+                continue
+            if "ucx" not in paths:
+                raise IncompatiblePeers(
+                    f"engine {card.engine} is on another host ({blob.host}, here {host_id()}), and path "
+                    f"{' or '.join(paths)} leads nowhere else: path=ucx does"
+                )
+            if os.environ.get("UCX_TLS", TRANSPORTS) == TRANSPORTS:
                 raise IncompatiblePeers(
                     f"engine {card.engine} is on another host ({blob.host}, here {host_id()}): set UCX_TLS to "
                     f"transports that join them, such as rc or tcp; it is {TRANSPORTS}"

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata
+from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.fetch import Wanted
 from pdkv.connectors.nixl.gather import no_offer
-from pdkv.connectors.nixl.memory import GenerationTable
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.worker import NixlWorker
 from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
@@ -29,7 +29,7 @@ class NixlPullWorker(NixlWorker, PullWorker):
         notify: Callable[[], None],
         endpoint: NixlEndpoint,
         options: NixlOptions,
-        table: GenerationTable,
+        table: LocalBlockTable,
     ) -> None:
         super().__init__(config, notify, endpoint, options)
         self._table = table
@@ -37,7 +37,7 @@ class NixlPullWorker(NixlWorker, PullWorker):
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         """Register the pool with NIXL. Raises ConfigError."""
-        self.rank.open(kv_cache, self._table if self.config.rank == 0 else None, no_offer, self.wake_if_late)
+        self.rank.open(kv_cache, self._table.values if self.config.rank == 0 else None, no_offer, self.wake_if_late)
         self.rank.endpoint.start()
         self.start_threads()
 
@@ -55,17 +55,10 @@ class NixlPullWorker(NixlWorker, PullWorker):
         if load.unit != peer.block_size:
             raise KVNotFound(f"engine {load.engine} is read by whole blocks only")
         if layout == peer and load.start % layout.block_size == 0:
-            return self.rank.blocks.read(job, blob, as_ids(load.source), as_ids(load.block_ids))
+            return self.rank.reader.read_blocks(job, blob, as_ids(load.source), as_ids(load.block_ids))
         wanted = Wanted(piece.source_units(), piece.heads.peer_first, piece.own_units(layout), piece.own_part(layout))
-        return self.rank.reader.fetch(job, blob, wanted)
+        return self.rank.reader.read_units(job, blob, wanted)
 
     def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:
-        """Read the span of rank 0's table that the blocks lie in."""
-        blob = self._ranks.rank(piece.load.engine, piece.load.epoch, 0)
-        if blob.generations is None:
-            raise KVNotFound(f"engine {piece.load.engine} shows no generations")
-        first, stop = int(blocks.min()), int(blocks.max()) + 1
-        words = self.rank.endpoint.read_words(
-            blob, blob.generations, first, stop - first, deadline=job.deadline, check=job.check
-        )
-        return words[blocks - first]
+        """As rank 0's table has them."""
+        return self.rank.reader.generations(job, self._ranks.rank(piece.load.engine, piece.load.epoch, 0), blocks)

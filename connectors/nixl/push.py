@@ -61,7 +61,7 @@ class NixlPushWorker(NixlWorker, PushWorker):
         layout, peer, send = self.config.layout, piece.card.layout, piece.send
         blob = self._ranks.rank(piece.card.engine, piece.card.epoch, piece.heads.peer_rank)
         whole = layout == peer and send.start % layout.block_size == send.ticket.start % layout.block_size == 0
-        if whole and self._options.writes:
+        if whole and self._options.writes and self.rank.endpoint.sources.source(blob) is None:
             posts, num_pieces = self._posts(piece)
             num_bytes = len(send.block_ids) * layout.layer_bytes * len(piece.layers)
             few = num_pieces < self._options.gather_min_pieces

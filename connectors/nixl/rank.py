@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from pdkv.connectors.nixl.blocks import BlockReader
+import numpy as np
+import numpy.typing as npt
+
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
-from pdkv.connectors.nixl.fetch import GatherReader
 from pdkv.connectors.nixl.gather import GatherSource
-from pdkv.connectors.nixl.memory import GenerationTable
 from pdkv.connectors.nixl.options import NixlOptions
+from pdkv.connectors.nixl.reader import PoolReader
 from pdkv.connectors.transfer.units import UnitPool
 from pdkv.wire.messages import EngineCard
 
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
 
 
 class NixlRank:
-    """Opened with the pool; `units`, `source`, `reader` and `blocks` are there from then on."""
+    """Opened with the pool; `units`, `source` and `reader` are there from then on."""
 
     units: UnitPool
     source: GatherSource
-    reader: GatherReader
-    blocks: BlockReader
+    reader: PoolReader
 
     def __init__(self, endpoint: NixlEndpoint, options: NixlOptions) -> None:
         self.endpoint = endpoint
@@ -33,21 +33,21 @@ class NixlRank:
     def open(
         self,
         kv_cache: "torch.Tensor",
-        table: GenerationTable | None,
+        generations: npt.NDArray[np.int64] | None,
         guard: Callable[[int], AbstractContextManager[None]],
         tick: Callable[[], None],
     ) -> None:
-        """Register the pool, and rank 0's table, with NIXL. Raises ConfigError.
+        """Register the pool, and rank 0's generations. Raises ConfigError.
 
         Args:
             guard: of GatherSource.
             tick: called a few times a second, on the message thread.
         """
-        self.endpoint.register(kv_cache, table)
+        self.endpoint.register(kv_cache, generations)
         self.units = UnitPool(kv_cache)
         self.source = GatherSource(self.endpoint, self.units, guard)
-        self.reader = GatherReader(self.endpoint, self.units)
-        self.blocks = BlockReader(self.endpoint, self.units, self.reader, self._options)
+        self.reader = PoolReader(self.endpoint, self.units, self._options)
+        self.endpoint.add_work(self.endpoint.sources.map_ahead)
         self.endpoint.add_tick(tick)
 
     def update_peers(
@@ -70,5 +70,5 @@ class NixlRank:
     def close(self) -> None:
         """Close the endpoint, and let go of the pool. Idempotent."""
         self.endpoint.close()
-        for name in ("units", "source", "reader", "blocks"):
+        for name in ("units", "source", "reader"):
             self.__dict__.pop(name, None)

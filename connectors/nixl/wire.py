@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from pdkv.connectors.arena.memory import ArenaAddress
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.agent import MAX_MESSAGE_BYTES, Memory
 from pdkv.connectors.nixl.doorbell import DoorbellAddress
@@ -11,9 +12,14 @@ from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.wire.decoding import decode_total
 
-BLOB_VERSION = 4
+BLOB_VERSION = 5
 
 Mode = Literal["pull", "push"]
+
+Path = Literal["arena", "cma", "ucx"]
+"""How a pool is read: mapped, copied from process to process, or by NIXL."""
+
+PATHS: tuple[Path, ...] = ("arena", "cma", "ucx")
 
 
 class RankBlob(msgspec.Struct, frozen=True, array_like=True):
@@ -30,6 +36,9 @@ class RankBlob(msgspec.Struct, frozen=True, array_like=True):
     slots: Memory  # what is gathered lies here, slot by slot; then their generations
     slot_bytes: int
     permits: Memory  # int64 words; see memory.py
+    nonce: int  # the first of them
+    paths: list[Path]  # by which this rank may be read
+    arena: ArenaAddress | None = None  # where the pool and the words lie in one
     generations: Memory | None = None  # rank 0: one int64 per block
 
 

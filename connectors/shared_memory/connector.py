@@ -54,15 +54,8 @@ class SharedMemoryConnector(KVConnector):
         return self._table
 
     def allocate_kv_cache(self) -> "torch.Tensor":
-        """The pool over the arena's memory, zeroed. It stays mapped while the tensor lives."""
-        import torch
-
-        layout = self.config.layout
-        self._arena.allocate_data()
-        pool = torch.frombuffer(self._arena.buffer(), dtype=torch.uint8).view(getattr(torch, layout.dtype))
-        return pool.view(
-            self.config.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size
-        )
+        """The pool in the arena."""
+        return self._arena.kv_cache()
 
     def make_scheduler_side(self) -> SchedulerConnector:
         return SharedMemoryScheduler(self.config, self._table, self.options, self._peers)

@@ -6,7 +6,6 @@ heads that are asked for; a buffer holds images one after the other.
 
 import threading
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 Bytes = npt.NDArray[np.uint8]
+
+_MAX_PARTS = 256
+"""Of which a pool remembers the rows."""
 
 
 class UnitPart(NamedTuple):
@@ -71,9 +73,9 @@ class UnitPool:
         self.num_units = num_blocks * self.units_per_block
         self.on_cpu = kv_cache.device.type == "cpu"
         self._piece_bytes = HASH_BLOCK_SIZE * head_size * kv_cache.element_size()  # of one layer, K or V, and head
-        self._flat = _as_bytes(kv_cache) if self.on_cpu else None
+        self.flat: Bytes | None = _as_bytes(kv_cache) if self.on_cpu else None
         self._streams = threading.local()
-        self._rows = lru_cache(maxsize=256)(self._make_rows)
+        self._rows_of: dict[UnitPart, _Rows] = {}
 
     @property
     def whole(self) -> UnitPart:
@@ -108,13 +110,13 @@ class UnitPool:
             TransferTimeout: the step does not end.
         """
         self._check(units, part, out)
-        if self._flat is None:
+        if self.flat is None:
             self._gather_from_device(units, part, out, after, timeout_s)
             return
         after.wait(timeout_s)
         rows = self._rows(part)
         # One call that lets go of the GIL, however the blocks lie.
-        pool, image = self._flat.reshape(-1, rows.row_bytes), out.reshape(-1, rows.row_bytes)
+        pool, image = self.flat.reshape(-1, rows.row_bytes), out.reshape(-1, rows.row_bytes)
         np.take(pool, self._row_ids(units, rows), axis=0, out=image, mode="clip")
 
     def scatter(self, units: Ids, part: UnitPart, source: Bytes) -> None:
@@ -124,11 +126,11 @@ class UnitPool:
             ValueError: as `gather`.
         """
         self._check(units, part, source)
-        if self._flat is None:
+        if self.flat is None:
             self._scatter_to_device(units, part, source)
             return
         rows = self._rows(part)
-        self._flat.reshape(-1, rows.row_bytes)[self._row_ids(units, rows)] = source.reshape(-1, rows.row_bytes)
+        self.flat.reshape(-1, rows.row_bytes)[self._row_ids(units, rows)] = source.reshape(-1, rows.row_bytes)
 
     def row_ids(self, units: Ids, part: UnitPart) -> tuple[int, Ids]:
         """A part of units as rows of the flat pool: (bytes of a row, numbers of the rows in the images' order)."""
@@ -150,6 +152,14 @@ class UnitPool:
             raise ValueError(f"units {units.min()} to {units.max()} of a pool of {self.num_units}")
         if buffer.size != units.size * self.unit_bytes(part):
             raise ValueError(f"{units.size} units of {self.unit_bytes(part)} bytes, and a buffer of {buffer.size}")
+
+    def _rows(self, part: UnitPart) -> _Rows:
+        rows = self._rows_of.get(part)
+        if rows is None:
+            if len(self._rows_of) >= _MAX_PARTS:
+                self._rows_of.clear()
+            rows = self._rows_of[part] = self._make_rows(part)
+        return rows
 
     def _make_rows(self, part: UnitPart) -> _Rows:
         """The longest rows of equal size that the part consists of."""

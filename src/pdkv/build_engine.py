@@ -276,6 +276,7 @@ def _make_connector(
         tp=plan.config.tp,
         kv_shards=plan.kv_shards,
         kv_checksum=plan.handoff.kv_checksum,
+        device=resolve_device(plan.config).type,
     )
     return make_connector(plan.handoff.connector, connector_config, notify)
 

@@ -127,8 +127,8 @@ def test_what_a_device_computes_in_a_step_is_pushed_behind_that_step(late: LateS
 # --- NIXL -----------------------------------------------------------------------------------------------------------
 
 OFFERED = {"mode": "push"}
-WRITTEN = {"mode": "push", "writes": "true", "gather_below": "0"}
-GATHERED = {"gather_below": str(1 << 30), "gather_min_pieces": "1"}
+WRITTEN = {"mode": "push", "path": "ucx", "writes": "true", "gather_below": "0"}
+GATHERED = {"path": "ucx", "gather_below": str(1 << 30), "gather_min_pieces": "1"}
 
 
 def poison(engine: NixlEngine) -> list[torch.Tensor]:
@@ -272,7 +272,7 @@ def test_a_gather_on_its_own_stream_is_queued_behind_the_step(
     units = UnitPool(pool)
     part = units.whole._replace(head_stop=num_heads)
     out = np.zeros(2 * units.unit_bytes(part), dtype=np.uint8)
-    units._flat = None  # as on a device
+    units.flat = None  # as on a device
     read = torch.Tensor.index_select
 
     def noted(copies: Callable[..., Any]) -> Callable[..., Any]:

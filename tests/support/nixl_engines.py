@@ -62,7 +62,9 @@ class Rank:
         tp: int = 1,
         num_blocks: int = NUM_BLOCKS,
         options: dict[str, str] | None = None,
+        own_pool: bool = True,
     ) -> None:
+        """`own_pool`: the connector may allocate it."""
         self.name, self.epoch, self.rank = name, epoch, rank
         self.layout = layout or make_layout()
         self._woken = threading.Semaphore(0)
@@ -76,7 +78,8 @@ class Rank:
         self.scheduler = self.connector.make_scheduler_side() if rank == 0 else None
         layout = self.layout
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size)
-        self.kv = torch.zeros(shape, dtype=getattr(torch, layout.dtype))
+        pool = self.connector.allocate_kv_cache() if own_pool else None
+        self.kv = torch.zeros(shape, dtype=getattr(torch, layout.dtype)) if pool is None else pool
         self.worker: Any = self.connector.make_worker_side(rank)
         self.worker.register_kv_caches(self.kv)
         self.blob: bytes = self.worker.handshake()
@@ -134,6 +137,8 @@ class Rank:
                 self.scheduler.shutdown()
             self.worker.shutdown()
             self.connector.shutdown()
+        for name in ("kv", "table"):  # the last references to the arena
+            self.__dict__.pop(name, None)
 
 
 class Engine:

@@ -14,7 +14,7 @@ pytestmark = needs_nixl
 
 NUM_TOKENS = 200
 DIRECT = {"gather_below": "0"}
-GATHERED = {"gather_below": str(1 << 30), "gather_min_pieces": "1"}
+GATHERED = {"path": "ucx", "gather_below": str(1 << 30), "gather_min_pieces": "1"}
 
 
 @pytest.fixture(name="make")
@@ -46,11 +46,15 @@ def compute(engine: Engine, meta: Any, kv: list[Any], layers: range) -> None:
 @pytest.mark.parametrize(
     ("options", "prefill_shape"),
     [
-        (DIRECT, {}),
+        ({}, {}),
+        ({"path": "cma"}, {}),
+        ({"path": "ucx", **DIRECT}, {}),
         (GATHERED, {}),
-        ({"writes": "true", **DIRECT}, {}),
-        (DIRECT, {"tp": 2}),
-        (DIRECT, {"block_size": 32}),
+        ({"writes": "true", "path": "ucx", **DIRECT}, {}),
+        ({}, {"tp": 2}),
+        ({}, {"block_size": 32}),
+        ({"path": "ucx", **DIRECT}, {"tp": 2}),
+        ({"path": "ucx", **DIRECT}, {"block_size": 32}),
     ],
 )  # fmt: skip
 def test_every_layer_arrives(make: Any, options: dict[str, str], prefill_shape: dict[str, int]) -> None:
@@ -79,7 +83,7 @@ def test_every_layer_arrives(make: Any, options: dict[str, str], prefill_shape: 
 
 def test_a_receiver_that_gives_up_in_the_middle_ends_the_rest(make: Any) -> None:
     """F1: what is computed afterwards is not even offered."""
-    options = {"mode": "push", "writes": "true", **DIRECT}
+    options = {"mode": "push", "writes": "true", "path": "ucx", **DIRECT}
     prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
     prefill.meet(decode.card)
     decode.meet(prefill.card)

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -17,17 +18,18 @@ from nixl_rig import NO_DOORBELL
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connector_kit.rig.sockets import listeners
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.nixl.agent import MAX_MESSAGE_BYTES, Memory
+from pdkv.connectors.block_table import LocalBlockTable
+from pdkv.connectors.nixl.agent import MAX_MESSAGE_BYTES, Memory, Message
 from pdkv.connectors.nixl.blocks import POST_BYTES, cut_runs
-from pdkv.connectors.nixl.doorbell import Doorbell, DoorbellAddress
+from pdkv.connectors.nixl.doorbell import Doorbell, DoorbellAddress, _open_pipe
 from pdkv.connectors.nixl.gather import MAX_UNITS, plan_chunks
-from pdkv.connectors.nixl.memory import WORD_BYTES, GenerationTable, Slots, generation_offset
+from pdkv.connectors.nixl.memory import WORD_BYTES, Slots, generation_offset
+from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import (
     BLOB_VERSION,
     Begin,
     Gather,
-    Mode,
     RankBlob,
     decode,
     decode_blob,
@@ -37,7 +39,7 @@ from pdkv.connectors.nixl.wire import (
 from pdkv.connectors.nixl.writers import WriterProcesses
 from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, pack_blocks
 from pdkv.connectors.transfer.planning import Run
-from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone
+from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, TransferError
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
 from pdkv.host.process_info import process_start_time
@@ -125,19 +127,20 @@ def make_blob(**changes: object) -> bytes:
         "version": BLOB_VERSION, "mode": "pull", "agent": "p/1/0", "metadata": b"", "host": host_id(),
         "doorbell": NO_DOORBELL,
         "pool": Memory(1 << 20, NUM_BLOCKS * size), "block_bytes": size, "slots": Memory(0, 1), "slot_bytes": 4096,
-        "permits": Memory(0, 8),
+        "permits": Memory(0, 8), "nonce": 1, "paths": ["ucx"],
     }  # fmt: skip
     return encode_blob(RankBlob(**(values | changes)))  # type: ignore[arg-type]
 
 
-def known_to(mode: Mode, card: EngineCard) -> NixlPeers:
-    peers = NixlPeers(ConnectorConfig(engine="d", epoch="1", layout=LAYOUT, num_blocks=NUM_BLOCKS, model="m"), mode)
+def known_to(card: EngineCard, **options: str) -> NixlPeers:
+    config = ConnectorConfig(engine="d", epoch="1", layout=LAYOUT, num_blocks=NUM_BLOCKS, model="m")
+    peers = NixlPeers(config, NixlOptions.parse(options))
     peers.add(card)
     return peers
 
 
 def test_a_peer_is_found_by_incarnation_and_by_agent_until_it_goes() -> None:
-    peers = known_to("pull", make_card(make_blob()))
+    peers = known_to(make_card(make_blob()))
     blob = peers.rank("p", "1", 0)
     assert peers.agent("p/1/0") == blob
     assert peers.agents_of("p", "1") == ["p/1/0"]
@@ -179,10 +182,13 @@ def test_a_writer_whose_end_could_not_be_seen_is_not_let_in(monkeypatch: pytest.
         (make_blob(block_bytes=1), "bytes per block"),
         (make_blob(pool=Memory(0, 1)), "bytes of its pool"),
         (make_blob(host="there"), "another host .there, here .*set UCX_TLS"),
+        (make_blob(host="there", paths=["arena", "cma"]), "another host .there, here .*path=ucx"),
+        (make_blob(paths=[]), "reads by path arena or cma or ucx, engine p is read by path none"),
+        (make_blob(generations=Memory(0, 8)), "bytes of its generations"),
     ],
 )
 def test_a_card_that_says_two_things_is_refused_with_both(blob: bytes, what: str) -> None:
-    peers = known_to("pull", make_card(blob))
+    peers = known_to(make_card(blob))
     assert not peers.knows("p", "1")
     with pytest.raises(IncompatiblePeers, match=what):
         peers.rank("p", "1", 0)
@@ -191,7 +197,6 @@ def test_a_card_that_says_two_things_is_refused_with_both(blob: bytes, what: str
 def test_a_card_that_lacks_a_rank_is_refused() -> None:
     with pytest.raises(IncompatiblePeers, match="describes 1 ranks of 2"):
         known_to(
-            "pull",
             make_card(make_blob(), tp=2, layout=msgspec.structs.replace(LAYOUT, num_kv_heads=1, total_kv_heads=2)),
         ).rank("p", "1", 0)
 
@@ -201,7 +206,7 @@ def test_a_card_that_lacks_a_rank_is_refused() -> None:
 
 def test_generations_count_the_uses_of_a_block_where_a_peer_reads_them() -> None:
     """F4."""
-    table = GenerationTable(4)
+    table = LocalBlockTable(4)
     table.reuse(2)
     table.reuse(2)
     table.publish(2, [b"key"])
@@ -238,7 +243,7 @@ def test_huge_pages_keep_what_is_in_memory() -> None:
 
 def test_a_ring_ends_the_wait_and_rings_are_forgotten_together() -> None:
     """F19: who has nothing to do is woken by a message, not by the next request."""
-    own, other = Doorbell(), Doorbell()
+    own, other = Doorbell("own"), Doorbell("other")
     try:
         woken: list[bool] = []
         waiting = threading.Thread(target=lambda: woken.append(own.wait(20.0)))
@@ -262,7 +267,7 @@ def test_a_ring_ends_the_wait_and_rings_are_forgotten_together() -> None:
 
 def test_the_wait_for_a_ring_ends_while_somebody_rings_on() -> None:
     """It used to read datagrams until there were none: whoever rang faster held the thread."""
-    own, other = Doorbell(), Doorbell()
+    own, other = Doorbell("own"), Doorbell("other")
     rung, looked = threading.Event(), threading.Event()
 
     def ring_on() -> None:
@@ -283,10 +288,74 @@ def test_the_wait_for_a_ring_ends_while_somebody_rings_on() -> None:
         other.close()
 
 
+def test_messages_arrive_whole_and_in_order_beside_rings() -> None:
+    own, others = Doorbell("own"), [Doorbell(f"e/1/{i}") for i in range(3)]
+    sent = [(f"e/1/{i}", bytes([i]) * size) for size in (1, 4096, 65536, 0) for i in range(3)]
+    try:
+        for number, (_, data) in enumerate(sent):
+            others[number % 3].send(own.address, data, 1.0)
+            others[0].ring(own.address)
+            assert own.wait(20.0)
+        assert [(message.peer, message.data) for message in own.take()] == sent
+        assert own.take() == []
+        assert own.num_bad_packets == 0
+    finally:
+        for bell in (own, *others):
+            bell.close()
+
+
+def test_who_leaves_its_doorbell_full_or_is_gone_is_a_typed_error() -> None:
+    """Nobody is held up for longer than he wants to wait, and what comes after half a message is read."""
+    own, other = Doorbell("own"), Doorbell("other")
+    try:
+        data = bytes(30_000)
+        with pytest.raises(TransferError, match="takes no messages"):  # noqa: PT012
+            while True:
+                other.send(own.address, data, 0.0)
+        woken = threading.Thread(target=lambda: other.send(own.address, b"last", 20.0))
+        woken.start()
+        received: list[bytes] = []
+        while b"last" not in received:
+            own.wait(20.0)
+            received += [message.data for message in own.take()]
+        woken.join()
+        assert set(received) == {data, b"last"}
+    finally:
+        own.close()
+        with pytest.raises(PeerGone):
+            other.send(own.address, b"x", 0.0)
+        other.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packets_of_any_content_are_counted_and_end_nothing(seed: int) -> None:
+    """F17: a process of this user writes into the pipe what it likes."""
+    rng = np.random.default_rng(seed)
+    own, other = Doorbell("own"), Doorbell("other")
+    pipe = _open_pipe(own.address)
+    assert pipe is not None
+    header = struct.Struct("<QIHH")
+    try:
+        for _ in range(20):
+            os.write(pipe, rng.bytes(rng.integers(2, 4096)))
+            place, count = (int(n) for n in rng.integers(0, 4, 2))
+            os.write(pipe, header.pack(1, 1, place, count) + rng.bytes(40))
+        os.write(pipe, header.pack(1, 2, 0, 0xFFFF) + b"x")
+        os.write(pipe, header.pack(1, 3, 0, 1) + b"\xff\xff" + b"x" * 100)  # a name of 65535 bytes
+        other.send(own.address, b"well", 1.0)
+        own.wait(20.0)
+        assert (own.take() or [None])[-1] == Message("other", b"well")
+        assert own.num_bad_packets > 0
+    finally:
+        os.close(pipe)
+        own.close()
+        other.close()
+
+
 def test_nobody_but_processes_of_this_user_reaches_a_doorbell() -> None:
     """No socket, no name: only what /proc opens, which asks who wants it."""
     before = sockets_that_take_something()
-    own, other = Doorbell(), Doorbell()
+    own, other = Doorbell("own"), Doorbell("other")
     try:
         assert sockets_that_take_something() == before
         mode = os.stat(f"/proc/self/fd/{own.address.fd}").st_mode

@@ -1,0 +1,156 @@
+"""The memory of a peer on this host as a reader sees it: its KV pool, its generations and its words.
+
+Each of the peer's ranks is a source. Its arena is mapped here, or the kernel copies from its process into this one.
+What was read counts only if generations or words that are read after it are what they should be.
+"""
+
+import errno
+import threading
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from pdkv.connectors.arena.block_table import fence
+from pdkv.connectors.arena.memory import PeerArena
+from pdkv.connectors.transfer.planning import Ids
+from pdkv.connectors.transfer.pool_copy import Bytes, Pieces, copy_pieces
+from pdkv.errors import PeerGone, TransferError
+from pdkv.host.process_memory import ProcessMemory
+
+WORD_BYTES = 8
+
+
+class PoolSource(ABC):
+    """Thread-safe."""
+
+    path: ClassVar[str]
+
+    @abstractmethod
+    def copy(self, target: Bytes, pieces: Pieces) -> None:
+        """Copy pieces of the peer's pool into the own one, without holding the GIL. Raises a TransferError."""
+
+    @abstractmethod
+    def generations(self, blocks: Ids) -> Ids:
+        """The generations of blocks now, after all that was copied before; of rank 0 only. Raises a TransferError."""
+
+    @abstractmethod
+    def word(self, number: int) -> int:
+        """One of the peer's words now, after all that was copied before. Raises a TransferError."""
+
+    def map_ahead(self) -> bool:
+        """A little work that makes later copies faster; False: nothing is left to do."""
+        return False
+
+    def close(self) -> None:
+        """Nobody reads here any more, or will have a TransferError."""
+
+
+class MappedSource(PoolSource):
+    """An arena of the peer's, mapped."""
+
+    path = "arena"
+
+    def __init__(self, arena: PeerArena) -> None:
+        self._arena = arena
+        self._flat = arena.data.reshape(-1)
+
+    def copy(self, target: Bytes, pieces: Pieces) -> None:
+        self._arena.is_source = True
+        copy_pieces(target, self._flat, pieces)
+
+    def generations(self, blocks: Ids) -> Ids:
+        fence()
+        return self._arena.table.generations(blocks)
+
+    def word(self, number: int) -> int:
+        fence()
+        words = self._arena.words
+        if not 0 <= number < words.size:
+            raise TransferError(f"word {number} of {words.size}")
+        return int(words[number])
+
+    def map_ahead(self) -> bool:
+        return self._arena.is_source and self._arena.map_ahead()
+
+
+class Span(NamedTuple):
+    """Bytes of another process."""
+
+    address: int
+    size: int
+
+
+class ProcessSource(PoolSource):
+    """A peer's memory by its addresses.
+
+    Args:
+        pool, generations, words: where they lie there, and how many bytes they have.
+        nonce: the first of its words: another incarnation in that process has another one.
+    """
+
+    path = "cma"
+
+    def __init__(
+        self, memory: ProcessMemory, *, pool: Span, generations: Span | None, words: Span, nonce: int, name: str
+    ) -> None:
+        self._memory = memory
+        self._pool = pool
+        self._generations = generations
+        self._words = words
+        self._nonce = nonce
+        self._name = name
+        self._lock = threading.Lock()  # guards the next two
+        self._num_readers = 0
+        self._closed = False
+
+    def copy(self, target: Bytes, pieces: Pieces) -> None:
+        pieces.check(target.nbytes, self._pool.size)
+        to, start = pieces.row_offsets()
+        self._read(to + target.ctypes.data, start + self._pool.address, pieces.rows.row_bytes)
+
+    def generations(self, blocks: Ids) -> Ids:
+        if self._generations is None:
+            raise TransferError(f"{self._name} shows no generations")
+        return self._read_words(self._generations, blocks)
+
+    def word(self, number: int) -> int:
+        return int(self._read_words(self._words, np.asarray([number], dtype=np.int64))[0])
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._close_if_unused()
+
+    def _read_words(self, span: Span, numbers: Ids) -> Ids:
+        """Words, if the process is the one that was meant, and has not ended. Raises a TransferError."""
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < span.size // WORD_BYTES:
+            raise TransferError(f"words {numbers.min()} to {numbers.max()} of {span.size // WORD_BYTES}")
+        words = np.empty(numbers.size + 1, dtype=np.int64)
+        target = words.ctypes.data + np.arange(words.size, dtype=np.int64) * WORD_BYTES
+        self._read(target, np.append(span.address + numbers * WORD_BYTES, self._words.address), WORD_BYTES)
+        if words[-1] != self._nonce:
+            raise PeerGone(f"{self._name}: its process is another incarnation's now")
+        return words[:-1]
+
+    def _read(self, target: Ids, source: Ids, size: int) -> None:
+        with self._lock:
+            if self._closed:
+                raise PeerGone(f"{self._name} is gone")
+            self._num_readers += 1
+        try:
+            self._memory.read(target, source, size)
+            if not self._memory.is_alive():
+                raise PeerGone(f"{self._name}: its process has ended")
+        except OSError as error:
+            gone = error.errno in (errno.ESRCH, errno.EFAULT)
+            raise (PeerGone if gone else TransferError)(f"{self._name} cannot be read: {error}") from error
+        finally:
+            with self._lock:
+                self._num_readers -= 1
+                self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        """Under the lock, after each of the two changed."""
+        if self._closed and not self._num_readers:
+            self._memory.close()

@@ -1,0 +1,156 @@
+"""By which path this rank reads each peer's pool: a mapped arena, copies between processes, or NIXL over UCX.
+
+The first of them that both sides offer and that works is taken, when the peer is met; the option `path` leaves one.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+
+from pdkv.connectors.arena.memory import open_peer_arena
+from pdkv.connectors.arena.sources import MappedSource, PoolSource, ProcessSource, Span
+from pdkv.connectors.nixl.agent import Memory
+from pdkv.connectors.nixl.peers import NixlPeers
+from pdkv.connectors.nixl.wire import Path, RankBlob
+from pdkv.errors import IncompatiblePeers, PdkvError, PeerGone, StaleEpoch, TransferError
+from pdkv.host.host_id import host_id
+from pdkv.host.process_memory import ProcessMemory
+
+logger = logging.getLogger(__name__)
+
+
+class PeerPaths:
+    """Of one rank. Thread-safe."""
+
+    def __init__(self, peers: NixlPeers, offered: Sequence[Path]) -> None:
+        """`offered`: the paths by which peers may read this rank's pool."""
+        self._peers = peers
+        self._offered = offered
+        self._lock = threading.Lock()  # guards what follows
+        self._found: dict[str, tuple[RankBlob, PoolSource | PdkvError | None]] = {}  # by agent; None: UCX
+
+    def source(self, blob: RankBlob) -> PoolSource | None:
+        """Where to read a peer's memory; None: by NIXL.
+
+        Raises:
+            PeerGone: the peer is not known (any more).
+            IncompatiblePeers: no path leads there.
+            TransferError: this process lacks something for it now; another time it may not.
+        """
+        agent = blob.agent
+        with self._lock:
+            known, found = self._found.get(agent, (None, None))
+            if known != blob:
+                found = self._find(blob)
+        if isinstance(found, PdkvError):
+            raise found.with_traceback(None)
+        return found
+
+    def in_use(self) -> dict[str, str]:
+        """The path to each peer's rank that has been met, by agent."""
+        with self._lock:
+            return {agent: _name(found) for agent, (_, found) in self._found.items()}
+
+    def map_ahead(self) -> bool:
+        """A little work that makes later copies faster; False: nothing is left to do."""
+        with self._lock:
+            sources = [source for _, source in self._found.values() if isinstance(source, PoolSource)]
+        return any(source.map_ahead() for source in sources)
+
+    def forget(self, blobs: Iterable[RankBlob]) -> None:
+        """These are gone. A copy that is under way keeps what it reads."""
+        with self._lock:
+            for blob in blobs:
+                if self._found.get(blob.agent, (None, None))[0] == blob and self._peers.agent(blob.agent) != blob:
+                    self._drop(blob.agent)
+
+    def close(self) -> None:
+        """Forget all. Idempotent."""
+        with self._lock:
+            for agent in list(self._found):
+                self._drop(agent)
+
+    # --- under the lock -------------------------------------------------------------------------------------------
+
+    def _drop(self, agent: str) -> None:
+        _, found = self._found.pop(agent)
+        if isinstance(found, PoolSource):
+            found.close()
+
+    def _find(self, blob: RankBlob) -> PoolSource | PdkvError | None:
+        """Find the path, for as long as the peer is known. Raises as `source` what may be over soon."""
+        if self._peers.agent(blob.agent) != blob:
+            raise PeerGone(f"agent {blob.agent} is not known")
+        if blob.agent in self._found:
+            self._drop(blob.agent)
+        found: PoolSource | PdkvError | None
+        try:
+            found = self._open(blob)
+        except (PeerGone, IncompatiblePeers) as error:
+            found = error
+            logger.warning("no KV from agent %s: %s", blob.agent, error)
+        else:
+            logger.info("KV of agent %s is read by path %s", blob.agent, _name(found))
+        self._found[blob.agent] = (blob, found)
+        return found
+
+    def _open(self, blob: RankBlob) -> PoolSource | None:
+        """By the first path that works. Raises PeerGone, IncompatiblePeers or a TransferError."""
+        here = blob.host == host_id()
+        paths = [path for path in self._offered if path in blob.paths and (here or path == "ucx")]
+        reasons: list[Exception] = []
+        for path in paths:
+            if path == "ucx":
+                return None
+            try:
+                return self._map(blob) if path == "arena" else self._open_process(blob)
+            except (PeerGone, StaleEpoch, IncompatiblePeers, PermissionError) as error:  # so it will stay
+                reasons.append(error)
+                logger.debug("agent %s by path %s: %s", blob.agent, path, error)
+        if reasons and all(isinstance(reason, PeerGone) for reason in reasons):
+            raise PeerGone(f"agent {blob.agent} is gone: {reasons[0]}")
+        raise IncompatiblePeers(
+            f"engine {self._peers.config.engine} reads by {' or '.join(self._offered)}, agent {blob.agent} "
+            f"{'on this host' if here else 'on another host'} is read by {' or '.join(blob.paths)}"
+            f"{''.join(f'; {reason}' for reason in reasons)}: set their option path to one that works"
+        )
+
+    def _map(self, blob: RankBlob) -> PoolSource:
+        if blob.arena is None:
+            raise IncompatiblePeers(f"agent {blob.agent} names no arena")
+        return MappedSource(open_peer_arena(blob.arena, self._peers.card_of(blob)))
+
+    def _open_process(self, blob: RankBlob) -> PoolSource:
+        bell = blob.doorbell
+        try:
+            memory = ProcessMemory(bell.pid, bell.start_time)
+        except ProcessLookupError as error:  # or another namespace of pids
+            raise PeerGone(f"process {bell.pid} cannot be seen from here: {error}") from error
+        except (OSError, OverflowError) as error:
+            raise TransferError(f"process {bell.pid} cannot be watched: {error}") from error
+        source = ProcessSource(
+            memory,
+            pool=_span(blob.pool),
+            generations=None if blob.generations is None else _span(blob.generations),
+            words=_span(blob.permits),
+            nonce=blob.nonce,
+            name=f"agent {blob.agent}",
+        )
+        try:
+            source.word(0)
+        except TransferError as error:
+            source.close()
+            if isinstance(error.__cause__, PermissionError):
+                raise error.__cause__ from None
+            raise
+        return source
+
+
+def _name(found: PoolSource | PdkvError | None) -> str:
+    if found is None:
+        return "ucx"
+    return found.path if isinstance(found, PoolSource) else "none"
+
+
+def _span(memory: Memory) -> Span:
+    return Span(memory.address, memory.size)

@@ -1,0 +1,96 @@
+"""Reads a peer's pool into the own one, by the path that leads there: blocks or units, then what vouches for them."""
+
+from contextlib import nullcontext
+
+from pdkv.connectors.arena.sources import PoolSource
+from pdkv.connectors.nixl.blocks import BlockReader
+from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
+from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
+from pdkv.connectors.nixl.options import NixlOptions
+from pdkv.connectors.nixl.wire import RankBlob
+from pdkv.connectors.transfer.planning import Ids
+from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
+from pdkv.connectors.transfer.units import UnitPool
+from pdkv.errors import KVNotFound
+
+COPY_BYTES = 16 * 1024 * 1024
+"""Within a host: between two such parts a cancel, the deadline and a shutdown are seen."""
+
+
+class PoolReader:
+    """Of one rank. Thread-safe."""
+
+    def __init__(self, endpoint: NixlEndpoint, units: UnitPool, options: NixlOptions) -> None:
+        self.gathered = GatherReader(endpoint, units)
+        self._blocks = BlockReader(endpoint, units, self.gathered, options)
+        self._endpoint = endpoint
+        self._units = units
+
+    def read_blocks(
+        self,
+        job: Waiting,
+        blob: RankBlob,
+        theirs: Ids,
+        ours: Ids,
+        layers: range | None = None,
+        *,
+        offer: int = 0,
+        guard: Guard = nullcontext,
+    ) -> int:
+        """Read some layers (None: all) of blocks theirs[i] into ours[i]; both ranks have one layout.
+
+        Args:
+            offer: the peer's number for them, in a push.
+            guard: a context around each write into the own pool.
+
+        Returns:
+            The bytes.
+
+        Raises:
+            PdkvError: the peer refuses or is gone, no path leads there, the job has to stop.
+        """
+        layout = self._endpoint.config.layout
+        layers = range(layout.num_layers) if layers is None else layers
+        source = self._endpoint.sources.source(blob)
+        if source is None:
+            return self._blocks.read(job, blob, theirs, ours, layers, offer=offer, guard=guard)
+        return self._copy(job, source, block_pieces(layout, theirs, ours, layers), guard)
+
+    def read_units(self, job: Waiting, blob: RankBlob, wanted: Wanted) -> int:
+        """Read a peer's units into own ones, whatever its number of ranks and its blocks. As `read_blocks`."""
+        source = self._endpoint.sources.source(blob)
+        if source is None:
+            return self.gathered.fetch(job, blob, wanted)
+        own, peer = self._endpoint.config.layout, self._endpoint.peers.card_of(blob).layout
+        pieces = unit_pieces(own, peer, wanted.theirs, wanted.head_start, wanted.ours, wanted.part)
+        return self._copy(job, source, pieces, wanted.guard)
+
+    def generations(self, job: Waiting, blob: RankBlob, blocks: Ids) -> Ids:
+        """The generations of a peer's blocks now; `blob` is its rank 0's. Raises as `read_blocks`."""
+        source = self._endpoint.sources.source(blob)
+        if source is not None:
+            return source.generations(blocks)
+        if blob.generations is None:
+            raise KVNotFound(f"agent {blob.agent} shows no generations")
+        first, stop = int(blocks.min()), int(blocks.max()) + 1
+        words = self._endpoint.read_words(
+            blob, blob.generations, first, stop - first, deadline=job.deadline, check=job.check
+        )
+        return words[blocks - first]
+
+    def word(self, job: Waiting, blob: RankBlob, number: int) -> int:
+        """A word that a peer shows, now: one of its permits. Raises as `read_blocks`."""
+        source = self._endpoint.sources.source(blob)
+        if source is not None:
+            return source.word(number)
+        (word,) = self._endpoint.read_words(blob, blob.permits, number, 1, deadline=job.deadline, check=job.check)
+        return int(word)
+
+    def _copy(self, job: Waiting, source: PoolSource, pieces: Pieces, guard: Guard) -> int:
+        pool = self._units.flat
+        assert pool is not None, "pools on a device are read by NIXL"
+        for part in pieces.cut(COPY_BYTES):
+            job.check()
+            with guard():
+                source.copy(pool, part)
+        return pieces.num_bytes
