@@ -1,6 +1,7 @@
 """Decode killed in the step of a certain token, of requests that ask for everything at once."""
 
 import asyncio
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,10 @@ def _undisturbed(running: Running, cases: Cases, salt: str) -> dict[str, Reply]:
 
 def _kill_amid(running: Running, cases: Cases, salt: str, expected: Mapping[str, Reply], outcome: Outcome) -> None:
     """Ask, and count what was not as it is when nothing happens."""
-    before = counters_of(running)
-    for name, reply in asyncio.run(ask_each(running, cases, salt)).items():
+    before, began = counters_of(running), time.monotonic()
+    replies = asyncio.run(ask_each(running, cases, salt))
+    outcome.longest_s = round(max(outcome.longest_s, time.monotonic() - began), 2)
+    for name, reply in replies.items():
         outcome.requests += 1
         outcome.streamed += "stream" in cases[name]
         if not isinstance(reply, Reply):
