@@ -7,7 +7,6 @@ verify it against `keys`. A writer that dies between any two stores leaves nothi
 """
 
 import struct
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.transfer.fence import fence as fence
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.kernels.block_keys import index_keys
 
@@ -25,23 +25,9 @@ WAYS = 16
 _TAG_AND_SET = struct.Struct("<4xIQ")  # in a key's bytes
 _TAG_SHIFT = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
-_FENCE = threading.Lock()
-_ACQUIRE, _RELEASE = _FENCE.acquire, _FENCE.release
 
 Words = npt.NDArray[np.uint64]
 NO_UNIT = -1
-
-
-def fence() -> None:
-    """Order the memory accesses before and after it.
-
-    On x86-64 loads are not reordered with loads nor stores with stores, and the lock's atomic instruction is a full
-    barrier for the rest. On AArch64 releasing a lock and acquiring it orders what was before with what comes after.
-    """
-    _ACQUIRE()
-    _RELEASE()
-    _ACQUIRE()
-    _RELEASE()
 
 
 class TableShape(NamedTuple):

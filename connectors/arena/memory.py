@@ -21,6 +21,7 @@ import numpy.typing as npt
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import BlockTableReader, TableArrays, TableShape
 from pdkv.connectors.transfer.block_copy import Bytes
+from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.errors import (
     ConfigError,
     IncompatiblePeers,
@@ -83,6 +84,7 @@ class ArenaShape(NamedTuple):
     """Where things lie in an arena."""
 
     table: TableShape
+    num_heads: int
     data_offset: int
     block_bytes: int
 
@@ -90,8 +92,13 @@ class ArenaShape(NamedTuple):
     def of(cls, layout: KVLayout, num_blocks: int) -> "ArenaShape":
         """The shape of an arena for `num_blocks` blocks."""
         table = TableShape(num_blocks, layout.block_size // HASH_BLOCK_SIZE)
-        end = _words_offset(table) + 8 * NUM_WORDS
-        return cls(table, -(-end // _DATA_ALIGNMENT) * _DATA_ALIGNMENT, layout.block_bytes)
+        end = _digests_offset(table) + table_bytes(table.num_units, layout.num_kv_heads)
+        return cls(table, layout.num_kv_heads, -(-end // _DATA_ALIGNMENT) * _DATA_ALIGNMENT, layout.block_bytes)
+
+    def digests(self, memory: memoryview) -> DigestTable:
+        """The table of digests of the rank's KV, in a mapping of the arena."""
+        table = memory[_digests_offset(self.table) : self.data_offset]
+        return DigestTable(table, self.table.num_units, self.num_heads)
 
     @property
     def size(self) -> int:
@@ -146,6 +153,11 @@ class Arena:
         """The KV pool, (num_blocks, block_bytes)."""
         assert self._memory is not None, "the arena is closed"
         return _data(memoryview(self._memory), self.shape)
+
+    def digests(self) -> DigestTable:
+        """The table of digests of what lies in the pool."""
+        assert self._memory is not None, "the arena is closed"
+        return self.shape.digests(memoryview(self._memory))
 
     def kv_cache(self) -> "torch.Tensor":
         """Allocate the KV pool, zeroed. It stays mapped while the tensor lives. Raises ConfigError."""
@@ -207,6 +219,7 @@ class PeerArena:
         arrays = TableArrays.over(view[HEADER_BYTES : self.shape.data_offset], self.shape.table)
         self.table = BlockTableReader(arrays, self.shape.table)
         self.words = _words(view, self.shape)
+        self.digests = self.shape.digests(view)
         self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only
         self.is_source = False  # whether hand-offs come from here, so that sooner or later all of the pool is read
         self.num_mapped_bytes = 0  # of the pool, by `map_ahead`
@@ -306,6 +319,10 @@ def _advise(data: Bytes, offset: int, num_bytes: int, advice: int) -> bool:
         return True
     logger.debug("madvise(%d): %s", advice, os.strerror(ctypes.get_errno()))
     return False
+
+
+def _digests_offset(table: TableShape) -> int:
+    return _words_offset(table) + 8 * NUM_WORDS
 
 
 def _words_offset(table: TableShape) -> int:

@@ -35,6 +35,10 @@ class Checksums:
         if config.kv_checksum != "off":
             self.pool = PoolDigests(kv_cache, config.layout, rank=config.rank, tp=config.tp)
 
+    def close(self) -> None:
+        """Let go of the pool. Idempotent."""
+        self.__dict__.pop("pool", None)
+
     def are_wanted(self, peer: ChecksumMode, transfer_id: str) -> bool:
         """Whether both ends have digests of a transfer."""
         return is_checked(self._config.kv_checksum, transfer_id) and is_checked(peer, transfer_id)

@@ -21,3 +21,9 @@ def own_blocks(layout: KVLayout, block_tables: BlockTables, start: int, stop: in
     wanted = zip(block_tables, entries_to_load(layout, start, stop), strict=True)
     own = list(chain.from_iterable(table[entries.start : entries.stop] for table, entries in wanted))
     return own if min(own, default=0) >= 0 else None
+
+
+def filled_entries(layout: KVLayout, start: int, stop: int) -> list[int]:
+    """Of each entry that such a load fills, in the same order, how many of its tokens are meant: all but at the end."""
+    size = layout.block_size
+    return [min(size, stop - entry * size) for entries in entries_to_load(layout, start, stop) for entry in entries]

@@ -5,7 +5,7 @@ that follows from it for the worker sides (pull_worker.py).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -18,19 +18,25 @@ from pdkv.connectors.base import (
     FinishDecision,
     KVConnectorMetadata,
     MatchedTokens,
+    Observed,
     RequestView,
     SchedulerConnector,
     SchedulerView,
+    Shown,
     TransferKey,
     TransferResults,
 )
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.cards import PeerCards
-from pdkv.connectors.peer.group_entries import own_blocks
+from pdkv.connectors.peer.group_entries import filled_entries, own_blocks
 from pdkv.connectors.peer.pull_groups import NamedGroup, find_pairs, pack_groups, unpack_groups
+from pdkv.connectors.peer.source_digests import DigestOrder, digest_orders
 from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
 from pdkv.connectors.transfer.planning import NO_IDS, Ids, blocks_of
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff
+
+CONFIRMED_STEPS = 4
+"""So many steps late may a decode's blocks get their digests."""
 
 
 class BlockLoad(msgspec.Struct, frozen=True):
@@ -49,12 +55,15 @@ class BlockLoad(msgspec.Struct, frozen=True):
     generations: Sequence[int]  # of each entry's block when it was promised
     block_ids: Sequence[int]  # the first one holds token `start`
     is_handoff: bool = True  # else it was found by its content
+    own_generations: Sequence[int] = ()  # of `block_ids`
+    filled: Sequence[int] = ()  # with KV groups, so many first tokens of each pair are meant
 
 
 class PullMetadata(KVConnectorMetadata, kw_only=True):
-    """The loads that begin with this step, for all ranks."""
+    """The loads that begin with this step, and what digests are made of, for all ranks."""
 
     loads: Sequence[BlockLoad] = ()
+    digests: Sequence[DigestOrder] = ()
 
 
 class Match(NamedTuple):
@@ -76,10 +85,15 @@ class PullScheduler(SchedulerConnector):
     A subclass may find KV elsewhere, too (`match_content`), and ask more of a peer (`source_block_size`).
     """
 
-    observes = OBSERVES_NOTHING
+    shown: ClassVar[Shown] = Shown.NONE
+    """Of whose blocks the worker sides make digests for peers."""
 
     def __init__(self, config: ConnectorConfig, table: BlockTable, peers: PeerCards) -> None:
         self.config = config
+        if config.kv_checksum == "off" or not self.shown:
+            self.observes = OBSERVES_NOTHING
+        else:
+            self.observes = Observed(Shown.NONE, self.shown, waiting_keys=False, confirmed_steps=CONFIRMED_STEPS)
         self.block_size = config.layout.block_size
         self.peers = peers
         self._table = table
@@ -134,6 +148,7 @@ class PullScheduler(SchedulerConnector):
             return None
         num_sources = -(-stop // match.unit) - match.start // match.unit
         own = blocks_of(match.start, stop, self.block_size)
+        own_ids = list(block_tables[0][own.start : own.stop])
         self._queued[key] = BlockLoad(
             key=key,
             engine=match.engine,
@@ -143,8 +158,9 @@ class PullScheduler(SchedulerConnector):
             unit=match.unit,
             source=match.source[:num_sources].tolist(),
             generations=match.generations[:num_sources].tolist(),
-            block_ids=list(block_tables[0][own.start : own.stop]),
+            block_ids=own_ids,
             is_handoff=match.is_handoff,
+            own_generations=self._table.generations_of(own_ids).tolist(),
         )
         return None
 
@@ -162,6 +178,8 @@ class PullScheduler(SchedulerConnector):
             source=match.source.tolist(),
             generations=match.generations.tolist(),
             block_ids=own,
+            own_generations=self._table.generations_of(own).tolist(),
+            filled=filled_entries(self.config.layout, match.start, match.stop),
         )
 
     def build_connector_meta(self, view: SchedulerView) -> PullMetadata:
@@ -170,7 +188,8 @@ class PullScheduler(SchedulerConnector):
                 self._found.pop(key, None)
                 self._named.pop(key, None)
         loads, self._queued = list(self._queued.values()), {}
-        return PullMetadata(step_id=view.step_id, loads=loads)
+        digests = digest_orders(view, self._table, self.config.kv_checksum, self.block_size) if view.confirmed else ()
+        return PullMetadata(step_id=view.step_id, loads=loads, digests=digests)
 
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         self._found.pop(request.transfer_key, None)

@@ -5,59 +5,44 @@ Each rank reads the heads that it needs from each rank of the peer that holds so
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from pdkv.connectors.base import KVConnectorMetadata
+from pdkv.connectors.peer.checksums import Checksums
+from pdkv.connectors.peer.digest_check import DigestCheck
+from pdkv.connectors.peer.pull_piece import PullPiece as PullPiece
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
+from pdkv.connectors.peer.source_digests import SourceDigests
 from pdkv.connectors.peer.worker import PeerWorker
-from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, reader_parts, unit_index
-from pdkv.connectors.transfer.units import UnitPart
+from pdkv.connectors.step_done import ON_HOST
+from pdkv.connectors.transfer.digest import Tokens
+from pdkv.connectors.transfer.digest_table import DigestRows
+from pdkv.connectors.transfer.planning import Ids, as_ids, reader_parts
 from pdkv.connectors.transfer.worker import Job, Task
 from pdkv.errors import KVNotFound, PdkvError, StaleGeneration
-from pdkv.wire.messages import EngineCard, KVLayout
+from pdkv.kernels.digest import Digests
 
 
-class PullPiece(NamedTuple):
-    """What one job reads: some heads of a load, from one rank of the peer."""
+class Landed(NamedTuple):
+    """What a `read` has put into own blocks."""
 
-    load: BlockLoad
-    card: EngineCard
-    heads: HeadPart
-
-    @property
-    def blocks(self) -> Ids:
-        """(len(load.source),): the peer's block of each source entry."""
-        return as_ids(self.load.source) // (self.card.layout.block_size // self.load.unit)
-
-    def source_units(self) -> Ids:
-        """The peer's units that the tokens lie in, in their order: see `UnitPool`.
-
-        Raises:
-            KVNotFound: they are no whole units of the blocks that are named.
-        """
-        return _units(self.load.source, self.load.unit, self.load)
-
-    def own_units(self, layout: KVLayout) -> Ids:
-        """This rank's units for the same tokens. Raises KVNotFound as `source_units`."""
-        return _units(self.load.block_ids, layout.block_size, self.load)
-
-    def own_part(self, layout: KVLayout) -> UnitPart:
-        """All layers of the piece's heads, as this rank counts them; what the peer calls `peer_part`."""
-        return UnitPart(self.heads.first, self.heads.first + self.heads.num_heads, 0, layout.num_layers)
-
-    def peer_part(self, layout: KVLayout) -> UnitPart:
-        """The same heads as the peer's rank counts them; an image of a unit has the same bytes on both sides."""
-        return UnitPart(self.heads.peer_first, self.heads.peer_first + self.heads.num_heads, 0, layout.num_layers)
+    num_bytes: int
+    digests: Digests | None = None  # (n, heads of the piece), where they were made on the way
 
 
 class PullWorker(PeerWorker):
     """Worker side above a transport: one job per load and peer rank, in that rank's lane.
 
-    A transport says how a piece is read (`read`) and how the generations of a peer's blocks are (`generations`).
+    A transport says how a piece is read (`read`) and how the generations of a peer's blocks are (`generations`). One
+    that `carries_digests` has `checksums` and `source_digests`, from `register_kv_caches` on, and `read_digests`.
     """
+
+    carries_digests: ClassVar[bool] = False
+    checksums: Checksums
+    source_digests: SourceDigests | None = None
 
     @abstractmethod
     def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
@@ -67,8 +52,21 @@ class PullWorker(PeerWorker):
     def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:
         """The peer's generations of `blocks` now, read after everything that `read` has read."""
 
+    def read_digests(self, job: Job, piece: PullPiece, scratch: Any, units: Ids, generations: Ids) -> DigestRows:
+        """What the peer rank's table says of its hash blocks `units` in these generations; digests of all its heads.
+
+        Where `carries_digests`.
+        """
+        raise NotImplementedError
+
+    def read_digested(self, job: Job, piece: PullPiece, scratch: Any, tokens: Tokens) -> Landed:
+        """As `read`, whole hash blocks of the own pool, of whose `tokens` digests are wanted."""
+        return Landed(self.read(job, piece, scratch))
+
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         if isinstance(meta, PullMetadata):
+            if meta.digests and self.source_digests is not None:
+                self.source_digests.put(meta.digests, meta.earlier_steps or ON_HOST)
             for load in meta.loads:
                 self._start(load)
 
@@ -78,6 +76,7 @@ class PullWorker(PeerWorker):
         Raises:
             KVNotFound: the load names blocks that the peer cannot have.
             StaleGeneration: the peer has reused a block.
+            KVCorrupted: what is in the own blocks is not what the peer had.
             TransferError: what `read` and `generations` raise, and `Job.check`.
         """
         piece: PullPiece = job.order
@@ -85,10 +84,44 @@ class PullWorker(PeerWorker):
         num_known = len(piece.load.generations)
         if not blocks.size or blocks.size != num_known or blocks.min() < 0 or blocks.max() >= piece.card.num_blocks:
             raise KVNotFound(f"engine {piece.load.engine} has no such blocks")
-        num_bytes = self.read(job, piece, scratch)
+        check = None
+        if self._is_checked(piece):
+            read = partial(self.read_digests, job, piece, scratch)
+            check = DigestCheck(piece, self.config.layout, read)
+            check.await_source(job, self.checksums, partial(self.check_generations, job, piece, scratch))
+            landed = self.read_digested(job, piece, scratch, check.tokens)
+        else:
+            landed = Landed(self.read(job, piece, scratch))
         self.check_generations(job, piece, scratch)
+        if check is not None:
+            self._compare(piece, check, landed.digests)
         job.check()
-        return num_bytes
+        return landed.num_bytes
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.source_digests is not None:
+            self.source_digests.close()
+        self.source_digests = None
+
+    def _compare(self, piece: PullPiece, check: DigestCheck, digests: Digests | None) -> None:
+        """What has landed against what the source had. All of a rank's heads: they are its blocks' own digests now."""
+        if digests is None:
+            digests = self.checksums.pool.digests(check.tokens, piece.own_part(self.config.layout))
+        check.compare(digests, self.checksums)
+        own, load = self.source_digests, piece.load
+        if own is not None and load.own_generations and digests.shape[1] == self.config.layout.num_kv_heads:
+            blocks = piece.digested(load.block_ids, self.config.layout.block_size)[1]
+            own.table.write(check.tokens.units, as_ids(load.own_generations)[blocks], check.tokens.counts, digests)
+
+    def _is_checked(self, piece: PullPiece) -> bool:
+        """Both ends have digests of the load; of what is found by content a source that samples has none."""
+        load, theirs = piece.load, piece.card.kv_checksum
+        if not self.carries_digests:
+            return False
+        if not load.is_handoff and "sample" in (self.config.kv_checksum, theirs):
+            return False
+        return self.checksums.are_wanted(theirs, load.key[0])
 
     def check_generations(self, job: Job, piece: PullPiece, scratch: Any) -> None:
         """Compare the peer's generations with those that were promised.
@@ -121,12 +154,3 @@ class PullWorker(PeerWorker):
             for part in parts
         ]
         self.submit(load.key, "receive", tasks)
-
-
-def _units(entries: Sequence[int], entry_tokens: int, load: BlockLoad) -> Ids:
-    """Units of a load's tokens; `entries` have `entry_tokens` tokens each, and the first one holds token `start`."""
-    first = load.start // entry_tokens * entry_tokens
-    try:
-        return unit_index(entries, entry_tokens, load.start - first, load.stop - first)
-    except ValueError as error:
-        raise KVNotFound(str(error), transfer_id=load.key[0], attempt=load.key[1]) from None

@@ -6,7 +6,7 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import SharedBlockTable, Words, key_words
 from pdkv.connectors.arena.memory import PeerArena
 from pdkv.connectors.arena.peers import PeerArenas
-from pdkv.connectors.base import ConnectorConfig, RequestView
+from pdkv.connectors.base import ConnectorConfig, RequestView, Shown
 from pdkv.connectors.peer.pull_scheduler import Match, PullScheduler
 from pdkv.connectors.shared_memory.options import SharedMemoryOptions
 from pdkv.connectors.transfer.planning import whole_blocks
@@ -16,6 +16,8 @@ from pdkv.wire.messages import EngineCard
 
 class SharedMemoryScheduler(PullScheduler):
     """Finds KV in peers' arenas and names blocks for hand-offs. Looks into shared memory, never waits for it."""
+
+    shown = Shown.ALL
 
     def __init__(
         self, config: ConnectorConfig, table: SharedBlockTable, options: SharedMemoryOptions, peers: PeerArenas

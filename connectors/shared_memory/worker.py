@@ -11,13 +11,17 @@ from pdkv.connectors.arena.block_table import BlockTableReader, fence
 from pdkv.connectors.arena.memory import Arena, PeerArena, token_view
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.peer.checksums import Checksums
 from pdkv.connectors.peer.pull_scheduler import BlockLoad
-from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
+from pdkv.connectors.peer.pull_worker import Landed, PullPiece, PullWorker
+from pdkv.connectors.peer.source_digests import SourceDigests
 from pdkv.connectors.transfer.block_copy import STAGING_BYTES, Bytes, copy_blocks, copy_segments
+from pdkv.connectors.transfer.digest import PoolDigests, Tokens
+from pdkv.connectors.transfer.digest_table import DigestRows
 from pdkv.connectors.transfer.lanes import SHARED_LANE, Lane, LaneConfig
 from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, token_segments
 from pdkv.connectors.transfer.worker import Job
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, KVNotFound
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +44,8 @@ class SharedMemoryWorker(PullWorker):
     The KV of a rank's heads is in that rank's arena; the generations of an engine's blocks are in its first rank's.
     """
 
+    carries_digests = True
+
     def __init__(
         self,
         config: ConnectorConfig,
@@ -57,6 +63,9 @@ class SharedMemoryWorker(PullWorker):
         self._layout = config.layout
         self._arena = arena
         self._pool: Bytes | None = arena.data()
+        self.checksums = Checksums(config, self._pool)
+        if config.kv_checksum != "off":
+            self.source_digests = SourceDigests(self.checksums.pool, arena.digests())
         self.start_threads()
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
@@ -79,6 +88,7 @@ class SharedMemoryWorker(PullWorker):
 
     def shutdown(self) -> None:
         super().shutdown()
+        self.checksums.close()
         self._pool = None
 
     def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Lane:
@@ -101,11 +111,8 @@ class SharedMemoryWorker(PullWorker):
 
     def read(self, job: Job, piece: PullPiece, scratch: _Scratch) -> int:
         load = piece.load
-        peer = self._arenas.get(load.engine, load.epoch, piece.heads.peer_rank)
-        peer.is_source = peer.is_source or load.is_handoff
-        scratch.table = self._arenas.get(load.engine, load.epoch).table
+        peer = self._begin(job, piece, scratch)
         theirs = peer.header.layout
-        self.check_generations(job, piece, scratch)  # what is stale already is not worth a copy
         same_heads = theirs.num_kv_heads == self._layout.num_kv_heads == piece.heads.num_heads
         same_blocks = load.unit == theirs.block_size == self._layout.block_size and load.start % load.unit == 0
         if same_heads and same_blocks:
@@ -115,9 +122,43 @@ class SharedMemoryWorker(PullWorker):
         fence()  # the generations are read after the data
         return num_bytes
 
+    def read_digested(self, job: Job, piece: PullPiece, scratch: _Scratch, tokens: Tokens) -> Landed:
+        landed = self._copy_digested(job, piece, self._begin(job, piece, scratch), tokens)
+        fence()  # generations and digests are read after the data
+        return landed
+
+    def _begin(self, job: Job, piece: PullPiece, scratch: _Scratch) -> PeerArena:
+        """The arena that a piece is read from. Raises StaleGeneration for what is not worth a copy any more."""
+        load = piece.load
+        peer = self._arenas.get(load.engine, load.epoch, piece.heads.peer_rank)
+        peer.is_source = peer.is_source or load.is_handoff
+        self.check_generations(job, piece, scratch)
+        return peer
+
     def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: _Scratch) -> Ids:
-        assert scratch.table is not None, "read comes first"
+        scratch.table = scratch.table or self._arenas.get(piece.load.engine, piece.load.epoch).table
         return scratch.table.generations(blocks)
+
+    def read_digests(self, job: Job, piece: PullPiece, scratch: _Scratch, units: Ids, generations: Ids) -> DigestRows:
+        peer = self._arenas.get(piece.load.engine, piece.load.epoch, piece.heads.peer_rank)
+        if units.size and not 0 <= units.min() <= units.max() < peer.shape.table.num_units:
+            raise KVNotFound(f"engine {piece.load.engine} has no such blocks")
+        return peer.digests.read(units, generations)
+
+    def _copy_digested(self, job: Job, piece: PullPiece, peer: PeerArena, tokens: Tokens) -> Landed:
+        """Copy whole hash blocks, and digest them on the way."""
+        assert self._pool is not None
+        source = PoolDigests(peer.data, peer.header.layout, rank=piece.heads.peer_rank, tp=piece.card.tp)
+        theirs, own = piece.digested(piece.load.source, piece.load.unit)[0], self.checksums.pool
+        parts = piece.own_part(self._layout), piece.peer_part(self._layout)
+        unit_bytes = own.unit_bytes(parts[0])
+        count, digests = max(1, PIECE_BYTES // unit_bytes), []
+        for first in range(0, theirs.units.size, count):
+            job.check()
+            cut = slice(first, first + count)
+            some = Tokens(*(column[cut] for column in tokens))
+            digests.append(own.copy(some, parts[0], source, theirs.units[cut], parts[1]))
+        return Landed(int(theirs.units.size) * unit_bytes, np.concatenate(digests))
 
     def _copy_whole(self, job: Job, load: BlockLoad, peer: PeerArena, staging: Bytes) -> int:
         pool = self._pool

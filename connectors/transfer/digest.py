@@ -86,12 +86,15 @@ class PoolDigests:
             self._words = kv_cache.view(-1).view(torch.int64)
             self._stream = torch.cuda.Stream(kv_cache.device)  # type: ignore[no-untyped-call]
         available()  # the library is loaded here, not in the middle of a step
-        self._seeds = lru_cache(maxsize=256)(self._make_seeds)
 
     @property
     def whole(self) -> UnitPart:
         """All heads and layers of this rank."""
         return UnitPart(0, self.layout.num_kv_heads, 0, self.layout.num_layers)
+
+    def unit_bytes(self, part: UnitPart) -> int:
+        """Bytes of a part of one unit."""
+        return 2 * part.num_layers * part.num_heads * self.unit_tokens * self._token_bytes
 
     def digests(self, tokens: Tokens, part: UnitPart) -> Digests:
         """By unit and head of the part, (n, heads), summed over the part's layers. What wrote them has been awaited."""
@@ -99,7 +102,7 @@ class PoolDigests:
         if self.flat is None:
             return self._device_digests(offsets, sizes, part)
         result = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
-        add_digests(result, self._seeds(part), self.flat, offsets, self._rows(part), sizes=sizes)
+        add_digests(result, _seeds(self.first_head, part), self.flat, offsets, self._rows(part), sizes=sizes)
         return result
 
     def copy(self, tokens: Tokens, part: UnitPart, source: "PoolDigests", theirs: Ids, their_part: UnitPart) -> Digests:
@@ -119,7 +122,7 @@ class PoolDigests:
         result = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
         start = source._offsets(Tokens(theirs, np.zeros_like(theirs), tokens.counts), their_part)
         add_digests(
-            result, self._seeds(part), source.flat, start, rows,
+            result, _seeds(self.first_head, part), source.flat, start, rows,
             sizes=tokens.counts * self._token_bytes, target=self.flat, target_offsets=self._offsets(tokens, part),
         )  # fmt: skip
         return result
@@ -137,16 +140,12 @@ class PoolDigests:
         side_bytes, row_bytes = self.layout.num_kv_heads * head_bytes, self.unit_tokens * self._token_bytes
         return Rows(2 * part.num_layers, side_bytes, side_bytes, part.num_heads, head_bytes, head_bytes, row_bytes)
 
-    def _make_seeds(self, part: UnitPart) -> Digests:
-        heads = range(self.first_head + part.head_start, self.first_head + part.head_stop)
-        return seeds_of(range(part.layer_start, part.layer_stop), heads)
-
     def _device_digests(self, offsets: Ids, sizes: Ids, part: UnitPart) -> Digests:
         import torch
 
         from pdkv.kernels.digest_triton import digests_triton
 
-        words, rows, seeds = self._words, self._rows(part), self._seeds(part).view(np.int64)
+        words, rows, seeds = self._words, self._rows(part), _seeds(self.first_head, part).view(np.int64)
         assert words is not None
         with torch.cuda.stream(self._stream):
             numbers = [
@@ -155,6 +154,13 @@ class PoolDigests:
             strides = (rows.source_outer_stride // WORD_BYTES, rows.source_inner_stride // WORD_BYTES)
             result = digests_triton(words, *numbers, strides).cpu()
         return result.numpy().view(np.uint64)
+
+
+@lru_cache(maxsize=1024)
+def _seeds(first_head: int, part: UnitPart) -> Digests:
+    """Of the rows of a part, whose heads are counted from `first_head` of the model on."""
+    heads = range(first_head + part.head_start, first_head + part.head_stop)
+    return seeds_of(range(part.layer_start, part.layer_stop), heads)
 
 
 def bind(digests: Digests, key: TransferKey, start: int, size: int) -> bytes:

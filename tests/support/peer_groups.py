@@ -31,10 +31,10 @@ def meet(cores: Sequence[EngineCore]) -> None:
 
 
 def run_to_rest(cores: Sequence[EngineCore], others: Sequence[EngineCore] = ()) -> list[EngineToRouter]:
-    """Step engines until none of `cores` has a request; returns their messages."""
+    """Step engines until none of `cores` has a request or news for its workers; returns their messages."""
     messages: list[EngineToRouter] = []
     deadline = time.monotonic() + WAIT_S
-    while any(core.requests for core in cores):
+    while any(core.requests or core.external.has_news for core in cores):
         assert time.monotonic() < deadline, "a request does not end"
         for core in (*cores, *others):
             core.step(0.0)

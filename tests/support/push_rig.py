@@ -224,6 +224,8 @@ class PullEngine(RankedEngine):
         finished = self.scheduler.request_finished(request, tables_of(block_ids))
         assert finished.hold_blocks
         assert finished.payload is not None
+        if self.scheduler.observes.confirmed:
+            self.step(confirmed=[ConfirmedRange(request, 0, num_tokens, tables_of(block_ids), True)])
         return KVHandoff(name, 1, name, self.card.engine, self.card.epoch, num_tokens, finished.payload)
 
     def load(self, handoff: KVHandoff, block_ids: Sequence[int] | BlockTables, start: int = 0) -> int:

@@ -1,0 +1,74 @@
+"""What one job of a pull reads, in the peer's numbers and in the own ones."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pdkv.connectors.peer.pull_scheduler import BlockLoad
+from pdkv.connectors.transfer.digest import Tokens, cut_tokens, unit_tokens
+from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, unit_index
+from pdkv.connectors.transfer.units import UnitPart
+from pdkv.errors import KVNotFound
+from pdkv.wire.messages import EngineCard, KVLayout
+
+
+class PullPiece(NamedTuple):
+    """What one job reads: some heads of a load, from one rank of the peer."""
+
+    load: BlockLoad
+    card: EngineCard
+    heads: HeadPart
+
+    @property
+    def blocks(self) -> Ids:
+        """(len(load.source),): the peer's block of each source entry."""
+        return as_ids(self.load.source) // (self.card.layout.block_size // self.load.unit)
+
+    def source_units(self) -> Ids:
+        """The peer's units that the tokens lie in, in their order: see `UnitPool`.
+
+        Raises:
+            KVNotFound: they are no whole units of the blocks that are named.
+        """
+        return _units(self.load.source, self.load.unit, self.load)
+
+    def own_units(self, layout: KVLayout) -> Ids:
+        """This rank's units for the same tokens. Raises KVNotFound as `source_units`."""
+        return _units(self.load.block_ids, layout.block_size, self.load)
+
+    def own_part(self, layout: KVLayout) -> UnitPart:
+        """All layers of the piece's heads, as this rank counts them; what the peer calls `peer_part`."""
+        return UnitPart(self.heads.first, self.heads.first + self.heads.num_heads, 0, layout.num_layers)
+
+    def peer_part(self, layout: KVLayout) -> UnitPart:
+        """The same heads as the peer's rank counts them; an image of a unit has the same bytes on both sides."""
+        return UnitPart(self.heads.peer_first, self.heads.peer_first + self.heads.num_heads, 0, layout.num_layers)
+
+    def digested(self, block_ids: Sequence[int], entry_tokens: int) -> tuple[Tokens, Ids]:
+        """The load's tokens in these entries of `entry_tokens` each, cut at hash blocks.
+
+        Returns:
+            Them, and the index of each hash block's entry.
+        """
+        load, size = self.load, unit_tokens(entry_tokens)
+        per_entry = entry_tokens // size
+        if load.filled:
+            places = np.arange(per_entry, dtype=np.int64)
+            counts = np.clip(as_ids(load.filled)[:, None] - places * size, 0, size)
+            units = as_ids(block_ids)[:, None] * per_entry + places
+            entries = np.broadcast_to(np.arange(len(units))[:, None], units.shape)
+            used = counts > 0
+            return Tokens(units[used], np.zeros(int(used.sum()), dtype=np.int64), counts[used]), entries[used]
+        tokens = cut_tokens(block_ids, entry_tokens, load.start, load.stop, first=load.start)
+        positions = np.arange(load.start // size, -(-load.stop // size), dtype=np.int64)
+        return tokens, positions // per_entry - load.start // entry_tokens
+
+
+def _units(entries: Sequence[int], entry_tokens: int, load: BlockLoad) -> Ids:
+    """Units of a load's tokens; `entries` have `entry_tokens` tokens each, and the first one holds token `start`."""
+    first = load.start // entry_tokens * entry_tokens
+    try:
+        return unit_index(entries, entry_tokens, load.start - first, load.stop - first)
+    except ValueError as error:
+        raise KVNotFound(str(error), transfer_id=load.key[0], attempt=load.key[1]) from None

@@ -1,0 +1,110 @@
+"""Digests of what an engine's blocks hold, for peers that read them: made behind the steps, on a thread of its own.
+
+The scheduler's side says what is in the blocks for good (DigestOrder), in which generations. A reader waits for a
+digest that is on its way, so nothing waits for this thread: neither a step nor a hand-off.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from pdkv.connectors.base import BlockTables, SchedulerView
+from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.peer.checksums import is_checked
+from pdkv.connectors.step_done import StepDone
+from pdkv.connectors.transfer.digest import PoolDigests, Tokens, cut_tokens, unit_tokens
+from pdkv.connectors.transfer.digest_table import DigestTable
+from pdkv.connectors.transfer.planning import as_ids
+from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S
+from pdkv.errors import TransferTimeout
+from pdkv.wire.messages import ChecksumMode
+
+logger = logging.getLogger(__name__)
+
+STEP_TIMEOUT_S = 60.0
+
+
+class DigestOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Make digests of tokens [start, stop) of these blocks, whose first one holds token 0."""
+
+    block_ids: Sequence[int]
+    generations: Sequence[int]
+    start: int
+    stop: int
+
+
+def digest_orders(view: SchedulerView, table: BlockTable, mode: ChecksumMode, block_size: int) -> list[DigestOrder]:
+    """What of a step's news has digests; of hand-offs' ends with their tails, else of whole hash blocks."""
+    size, orders = unit_tokens(block_size), []
+    for confirmed in view.confirmed:
+        request = confirmed.request
+        if mode != "on" and not (request.kv == "handoff" and is_checked(mode, request.transfer_id)):
+            continue
+        start, stop = confirmed.start // size * size, confirmed.stop
+        stop = stop if confirmed.last else stop // size * size
+        if start < stop:
+            orders += _of_tables(confirmed.block_tables, table, start, stop, block_size)
+    return orders
+
+
+def _of_tables(tables: BlockTables, table: BlockTable, start: int, stop: int, size: int) -> list[DigestOrder]:
+    """One order for each KV group; what a window has given up comes first, and has none."""
+    orders = []
+    for block_ids in tables:
+        first, last = start // size, -(-stop // size)
+        blocks = list(block_ids[first:last])
+        while blocks and blocks[0] < 0:
+            first, blocks = first + 1, blocks[1:]
+        if blocks:
+            generations = table.generations_of(blocks).tolist()
+            orders.append(DigestOrder(blocks, generations, max(start - first * size, 0), stop - first * size))
+    return orders
+
+
+class SourceDigests:
+    """One rank's. Other threads may write into the table what they have digested."""
+
+    def __init__(self, pool: PoolDigests, table: DigestTable) -> None:
+        self.table = table
+        self._pool = pool
+        self._orders: queue.SimpleQueue[tuple[Sequence[DigestOrder], StepDone] | None] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="pdkv-digest", daemon=True)
+        self._thread.start()
+
+    def put(self, orders: Sequence[DigestOrder], after: StepDone) -> None:
+        """On the step thread. `after`: the last step that wrote what they are about."""
+        self._orders.put((orders, after))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._stopping = True
+        self._orders.put(None)
+        self._thread.join(JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while (news := self._orders.get()) is not None and not self._stopping:
+            orders, after = news
+            try:
+                after.wait(STEP_TIMEOUT_S)
+                for order in orders:
+                    self._make(order)
+            except TransferTimeout as error:  # who reads it finds no digest, and says so
+                logger.warning("KV without digests: %s", error)
+            except Exception:
+                logger.exception("KV without digests")
+
+    def _make(self, order: DigestOrder) -> None:
+        size = self._pool.layout.block_size
+        tokens = cut_tokens(order.block_ids, size, order.start, order.stop, first=0)
+        index = np.arange(order.start // self._pool.unit_tokens, -(-order.stop // self._pool.unit_tokens))
+        generations = as_ids(order.generations)[index * self._pool.unit_tokens // size]
+        new = self.table.counts(tokens.units, generations) < tokens.counts
+        if new.any():
+            tokens, generations = Tokens(*(column[new] for column in tokens)), generations[new]
+            digests = self._pool.digests(tokens, self._pool.whole)
+            self.table.write(tokens.units, generations, tokens.counts, digests)

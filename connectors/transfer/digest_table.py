@@ -1,0 +1,78 @@
+"""Digests beside a pool that others read: per hash block a stamp, and a digest for each KV head of the rank.
+
+The stamp names the generation of the block and how many of the hash block's tokens the digests are of, so that nobody
+takes those of a former content, or of another tail, for what is there now. One writer, any number of readers in other
+processes: a stamp is 0 while its digests are written.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.connectors.transfer.fence import fence
+from pdkv.connectors.transfer.planning import Ids
+from pdkv.kernels.digest import Digests
+
+_COUNTS = 32
+"""Above the tokens of a hash block."""
+
+
+class DigestRows(NamedTuple):
+    """What a table says of some hash blocks. `counts`: of how many tokens; 0: there is no digest of that generation."""
+
+    counts: Ids
+    digests: Digests  # (n, heads)
+
+
+class DigestTable:
+    """A table over a zeroed buffer of `table_bytes`, 8-byte aligned."""
+
+    def __init__(self, buffer: memoryview, num_units: int, num_heads: int) -> None:
+        self.words = np.frombuffer(buffer, dtype=np.uint64, count=num_units * (1 + num_heads))
+        table = self.words.reshape(num_units, 1 + num_heads)
+        self._stamps: Ids = table[:, 0].view(np.int64)
+        self._digests: Digests = table[:, 1:]
+
+    def write(self, units: Ids, generations: Ids, counts: Ids, digests: Digests) -> None:
+        """Digests of units, of blocks in these generations."""
+        self._stamps[units] = 0
+        fence()
+        self._digests[units] = digests
+        fence()
+        self._stamps[units] = _stamps(generations, counts)
+
+    def counts(self, units: Ids, generations: Ids) -> Ids:
+        """Of how many tokens of each unit there is a digest in that generation."""
+        return _counts(self._stamps[units], generations)
+
+    def read(self, units: Ids, generations: Ids) -> DigestRows:
+        """What there is for units of blocks in these generations."""
+        before = self._stamps[units].copy()
+        fence()
+        digests = self._digests[units]
+        fence()
+        before[self._stamps[units] != before] = 0
+        return DigestRows(_counts(before, generations), digests)
+
+
+def table_bytes(num_units: int, num_heads: int) -> int:
+    """Bytes of a table."""
+    return 8 * num_units * (1 + num_heads)
+
+
+def rows_of(words: npt.NDArray[np.int64], generations: Ids) -> DigestRows:
+    """A table's rows that were read through a transport, twice the stamps: before and behind the digests.
+
+    Args:
+        words: (n, 1 + heads).
+    """
+    return DigestRows(_counts(words[:, 0], generations), words[:, 1:].view(np.uint64))
+
+
+def _stamps(generations: Ids, counts: Ids) -> Ids:
+    return (generations + 1) * _COUNTS + counts
+
+
+def _counts(stamps: Ids, generations: Ids) -> Ids:
+    return np.where(stamps // _COUNTS == generations + 1, stamps % _COUNTS, 0)
