@@ -40,7 +40,7 @@ class OfferReader:
         worker: PushWorker,
         rank: NixlRank,
         lanes: LaneConfig,
-        landed: Callable[[Job, PieceRange, int], None],
+        landed: Callable[[Job, PieceRange, int, bytes, RankBlob], None],
     ) -> None:
         self._worker = worker
         self._rank = rank
@@ -110,7 +110,7 @@ class OfferReader:
             num_bytes = rank.reader.read_units(reading, blob, wanted)
         if rank.reader.word(reading, blob, offer.permit) != offer.nonce:
             raise StaleGeneration(f"agent {blob.agent} has withdrawn its offer")
-        self._landed(job, piece, num_bytes)
+        self._landed(job, piece, num_bytes, offer.digests, blob)
 
     def _whole_blocks(self, incoming: Incoming, offer: Offer) -> Ids:
         """Where offered blocks go."""

@@ -132,11 +132,12 @@ class PushReceiver:
             return  # late: the transfer has ended, its writer hears so
         incoming: Incoming = job.order
         incoming.check_range(message.piece)
-        self._landed(job, message.piece, message.num_bytes)
+        self._landed(job, message.piece, message.num_bytes, message.digests, blob)
 
-    def _landed(self, job: Job, piece: PieceRange, num_bytes: int) -> None:
+    def _landed(self, job: Job, piece: PieceRange, num_bytes: int, digests: bytes, blob: RankBlob) -> None:
         """A piece is in; with the last one nobody may write any more."""
-        self._worker.landed(job, piece, num_bytes)
+        card = self._endpoint.peers.card_of(blob)
+        self._worker.landed(job, piece, num_bytes, digests, (card.engine, card.epoch))
         if job.state == "ended":
             with self._lock:
                 self._withdraw(self._writers.pop(job.key, {}).values())

@@ -68,7 +68,7 @@ class PushSender:
         """Write whole blocks. Returns the bytes; raises a TransferError, and then nothing is written any more."""
         num_bytes = sum(int(sizes.sum()) for _, _, sizes in posts)
         send = piece.send
-        notice = Wrote(*send.ticket.key, range_of(piece), num_bytes)
+        notice = Wrote(*send.ticket.key, range_of(piece), num_bytes, self._worker.digests_of(piece))
         self._ask(job, send.ticket.key, blob)
         with self._writing_for((send.ticket.key, blob.agent), blob) as permit:
             for number, (ours, theirs, sizes) in enumerate(posts, 1):
@@ -179,7 +179,10 @@ class PushSender:
         number = next(self._numbers)
         with self._lock:
             self._offers[number] = _Offered(job, blob.agent, num_bytes, permit)
-        message = Offer(*send.ticket.key, number, *permit, whole, pack_blocks(ids), piece.heads.first, range_of(piece))
+        message = Offer(
+            *send.ticket.key, number, *permit, whole, pack_blocks(ids), piece.heads.first, range_of(piece),
+            self._worker.digests_of(piece),
+        )  # fmt: skip
         try:
             self._endpoint.send(blob, message)
         except (PdkvError, ValueError) as error:

@@ -134,6 +134,7 @@ class Wrote(_AboutTransfer, frozen=True, tag=12):
 
     piece: PieceRange
     num_bytes: int
+    digests: bytes = b""  # of it, as it was there
 
 
 class Cancel(_AboutTransfer, frozen=True, tag=13):
@@ -154,6 +155,7 @@ class Offer(_AboutTransfer, frozen=True, tag=15):
     blocks: bytes  # or units, packed
     head_start: int  # as the sender counts
     piece: PieceRange  # as the receiver counts
+    digests: bytes = b""  # of it
 
 
 class Taken(_Wire, frozen=True, tag=16):

@@ -9,12 +9,15 @@ import xxhash
 
 from pdkv.connectors.base import ConnectorConfig, TransferKey
 from pdkv.connectors.transfer.digest import PoolDigests, bind, cut_tokens
-from pdkv.connectors.transfer.planning import Ids
+from pdkv.connectors.transfer.planning import Ids, blocks_of
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import KVCorrupted
 from pdkv.wire.messages import ChecksumMode
 
 logger = logging.getLogger(__name__)
+
+MAX_BYTES = 8 << 10
+"""Of a piece's digests: they travel in messages of bounded length."""
 
 SAMPLED = 16
 """With mode sample one transfer in so many has digests."""
@@ -44,7 +47,7 @@ class Checksums:
         return is_checked(self._config.kv_checksum, transfer_id) and is_checked(peer, transfer_id)
 
     def of(self, block_ids: Sequence[int] | Ids, first: int, tokens: range, part: UnitPart, key: TransferKey) -> bytes:
-        """Digests of a piece of a transfer that lies in own blocks, 8 bytes for each hash block.
+        """Digests of a piece of a transfer that lies in own blocks, 8 bytes for each hash block; of a long one, theirs.
 
         Args:
             block_ids: the first of them holds token `first` of the transfer.
@@ -54,7 +57,8 @@ class Checksums:
         """
         pool = self.pool
         cut = cut_tokens(block_ids, pool.layout.block_size, tokens.start, tokens.stop, first=first)
-        return bind(pool.digests(cut, part), key, tokens.start, pool.unit_tokens)
+        digests = bind(pool.digests(cut, part), key, tokens.start, pool.unit_tokens)
+        return digests if len(digests) <= MAX_BYTES else xxhash.xxh3_128_digest(digests)
 
     def compare(self, own: bytes, theirs: bytes, tokens: range, key: TransferKey, peer: str) -> None:
         """What has arrived against what the peer has sent.
@@ -66,6 +70,8 @@ class Checksums:
             return
         if len(own) != len(theirs):
             what = f"came with {len(theirs)} bytes of digests instead of {len(own)}"
+        elif len(own) % 8 or len(own) // 8 != len(blocks_of(tokens.start, tokens.stop, self.pool.unit_tokens)):
+            what = "arrived otherwise than they were sent"
         else:
             wrong = np.flatnonzero(np.frombuffer(own, np.uint64) != np.frombuffer(theirs, np.uint64))
             size = self.pool.unit_tokens
