@@ -38,6 +38,10 @@ class PoolSource(ABC):
     def word(self, number: int) -> int:
         """One of the peer's words now, after all that was copied before. Raises a TransferError."""
 
+    @abstractmethod
+    def digest_rows(self, units: Ids) -> Ids:
+        """The table of digests' rows of these hash blocks now, (n, 1 + heads) words. Raises a TransferError."""
+
     def map_ahead(self) -> bool:
         """A little work that makes later copies faster; False: nothing is left to do."""
         return False
@@ -70,6 +74,10 @@ class MappedSource(PoolSource):
             raise TransferError(f"word {number} of {words.size}")
         return int(words[number])
 
+    def digest_rows(self, units: Ids) -> Ids:
+        fence()
+        return self._arena.digests.rows(units)
+
     def map_ahead(self) -> bool:
         return self._arena.is_source and self._arena.map_ahead()
 
@@ -85,19 +93,30 @@ class ProcessSource(PoolSource):
     """A peer's memory by its addresses.
 
     Args:
-        pool, generations, words: where they lie there, and how many bytes they have.
+        pool, generations, words, digests: where they lie there, and how many bytes they have.
         nonce: the first of its words: another incarnation in that process has another one.
     """
 
     path = "cma"
 
     def __init__(
-        self, memory: ProcessMemory, *, pool: Span, generations: Span | None, words: Span, nonce: int, name: str
+        self,
+        memory: ProcessMemory,
+        *,
+        pool: Span,
+        generations: Span | None,
+        words: Span,
+        digests: Span | None,
+        row_words: int,
+        nonce: int,
+        name: str,
     ) -> None:
         self._memory = memory
         self._pool = pool
         self._generations = generations
         self._words = words
+        self._digests = digests
+        self._row_words = row_words  # of the table of digests
         self._nonce = nonce
         self._name = name
         self._lock = threading.Lock()  # guards the next two
@@ -116,6 +135,12 @@ class ProcessSource(PoolSource):
 
     def word(self, number: int) -> int:
         return int(self._read_words(self._words, np.asarray([number], dtype=np.int64))[0])
+
+    def digest_rows(self, units: Ids) -> Ids:
+        if self._digests is None:
+            raise TransferError(f"{self._name} shows no digests")
+        numbers = units[:, None] * self._row_words + np.arange(self._row_words, dtype=np.int64)
+        return self._read_words(self._digests, numbers.ravel()).reshape(numbers.shape)
 
     def close(self) -> None:
         with self._lock:

@@ -21,7 +21,8 @@ from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers
-from pdkv.connectors.peer.pull_scheduler import PullMetadata, PullScheduler
+from pdkv.connectors.nixl.scheduler import NixlPullScheduler
+from pdkv.connectors.peer.pull_scheduler import PullMetadata
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
 from pdkv.wire.messages import ConnectorKind
 
@@ -82,7 +83,7 @@ class NixlPullConnector(NixlConnector):
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PullMetadata
 
     def make_scheduler_side(self) -> SchedulerConnector:
-        return PullScheduler(self.config, self._table, NixlPeers(self.config, self.options))
+        return NixlPullScheduler(self.config, self._table, NixlPeers(self.config, self.options))
 
     def make_worker_side(self, rank: int) -> WorkerConnector:
         from pdkv.connectors.nixl.pull import NixlPullWorker

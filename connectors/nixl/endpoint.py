@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.memory import NUM_WORDS, Arena
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.agent import Memory, NixlAgent
@@ -28,6 +29,7 @@ from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.paths import PeerPaths
 from pdkv.connectors.nixl.peers import NixlPeers, agent_name
 from pdkv.connectors.nixl.wire import BLOB_VERSION, Path, RankBlob, Reset, Wire, encode, encode_blob
+from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.errors import ConfigError, PdkvError, PeerGone, TransferTimeout
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
@@ -103,6 +105,7 @@ class NixlEndpoint:
         self._permit_region = self._agent.register(region_of(self.permits.values))
         self.pool: Memory | None = None
         self._table: Memory | None = None
+        self._digests: Memory | None = None
         self._inbox = Inbox(peers)
         self._workers: list[Callable[[], bool]] = []
         self._ticks: list[Callable[[], None]] = []
@@ -131,6 +134,18 @@ class NixlEndpoint:
         self.pool = self._agent.register(Memory(kv_cache.data_ptr(), kv_cache.nbytes, kind, device))  # type: ignore[arg-type]
         if generations is not None:
             self._table = self._agent.register(region_of(generations))
+
+    def register_digests(self) -> DigestTable:
+        """The table of digests of what lies in the pool, in memory that peers read. Raises ConfigError."""
+        layout = self.config.layout
+        units = self.config.num_blocks * (layout.block_size // HASH_BLOCK_SIZE)
+        if self._arena is not None:
+            table = self._arena.digests()
+        else:
+            memory = np.zeros(table_bytes(units, layout.num_kv_heads), dtype=np.uint8)
+            table = DigestTable(memory.data, units, layout.num_kv_heads)
+        self._digests = self._agent.register(region_of(table.words))
+        return table
 
     def handle(self, kind: type[M], handler: Callable[[RankBlob, M], None]) -> None:
         """Messages of that kind go there, on the message thread."""
@@ -171,6 +186,7 @@ class NixlEndpoint:
             paths=self._paths,
             arena=self._arena.address if self._arena is not None and "arena" in self._paths else None,
             generations=self._table,
+            digests=self._digests,
         )
         return encode_blob(blob)
 

@@ -133,6 +133,8 @@ class PeerPaths:
             pool=_span(blob.pool),
             generations=None if blob.generations is None else _span(blob.generations),
             words=_span(blob.permits),
+            digests=None if blob.digests is None else _span(blob.digests),
+            row_words=1 + self._peers.card_of(blob).layout.num_kv_heads,
             nonce=blob.nonce,
             name=f"agent {blob.agent}",
         )

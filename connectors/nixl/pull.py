@@ -10,8 +10,11 @@ from pdkv.connectors.nixl.fetch import Wanted
 from pdkv.connectors.nixl.gather import no_offer
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.worker import NixlWorker
+from pdkv.connectors.peer.checksums import Checksums
 from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
+from pdkv.connectors.peer.source_digests import SourceDigests
 from pdkv.connectors.step_done import ON_HOST
+from pdkv.connectors.transfer.digest_table import DigestRows
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import KVNotFound
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 class NixlPullWorker(NixlWorker, PullWorker):
     """Worker side of mode=pull."""
+
+    carries_digests = True
 
     def __init__(
         self,
@@ -38,6 +43,9 @@ class NixlPullWorker(NixlWorker, PullWorker):
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         """Register the pool with NIXL. Raises ConfigError."""
         self.rank.open(kv_cache, self._table.values if self.config.rank == 0 else None, no_offer, self.wake_if_late)
+        self.checksums = Checksums(self.config, kv_cache)
+        if self.config.kv_checksum != "off":
+            self.source_digests = SourceDigests(self.checksums.pool, self.rank.endpoint.register_digests())
         self.rank.endpoint.start()
         self.start_threads()
 
@@ -58,6 +66,10 @@ class NixlPullWorker(NixlWorker, PullWorker):
             return self.rank.reader.read_blocks(job, blob, as_ids(load.source), as_ids(load.block_ids))
         wanted = Wanted(piece.source_units(), piece.heads.peer_first, piece.own_units(layout), piece.own_part(layout))
         return self.rank.reader.read_units(job, blob, wanted)
+
+    def read_digests(self, job: Job, piece: PullPiece, scratch: Any, units: Ids, generations: Ids) -> DigestRows:
+        blob = self._ranks.rank(piece.load.engine, piece.load.epoch, piece.heads.peer_rank)
+        return self.rank.reader.digests(job, blob, units, generations)
 
     def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:
         """As rank 0's table has them."""

@@ -8,6 +8,7 @@ from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.wire import RankBlob
+from pdkv.connectors.transfer.digest_table import DigestRows, rows_of
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
 from pdkv.connectors.transfer.units import UnitPool
@@ -77,6 +78,20 @@ class PoolReader:
             blob, blob.generations, first, stop - first, deadline=job.deadline, check=job.check
         )
         return words[blocks - first]
+
+    def digests(self, job: Waiting, blob: RankBlob, units: Ids, generations: Ids) -> DigestRows:
+        """What a peer's table of digests says of its hash blocks in these generations. Raises as `read_blocks`."""
+        source = self._endpoint.sources.source(blob)
+        if source is not None:
+            return rows_of(source.digest_rows(units), generations)
+        if blob.digests is None:
+            raise KVNotFound(f"agent {blob.agent} shows no digests")
+        width = 1 + self._endpoint.peers.card_of(blob).layout.num_kv_heads
+        first, stop = int(units.min()), int(units.max()) + 1
+        words = self._endpoint.read_words(
+            blob, blob.digests, first * width, (stop - first) * width, deadline=job.deadline, check=job.check
+        )
+        return rows_of(words.reshape(-1, width)[units - first], generations)
 
     def word(self, job: Waiting, blob: RankBlob, number: int) -> int:
         """A word that a peer shows, now: one of its permits. Raises as `read_blocks`."""

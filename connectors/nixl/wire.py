@@ -40,6 +40,7 @@ class RankBlob(msgspec.Struct, frozen=True, array_like=True):
     paths: list[Path]  # by which this rank may be read
     arena: ArenaAddress | None = None  # where the pool and the words lie in one
     generations: Memory | None = None  # rank 0: one int64 per block
+    digests: Memory | None = None  # of the rank's KV: rows of a stamp and a digest for each head
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, tag_field="t"):

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pdkv.connectors.transfer.fence import fence
 from pdkv.connectors.transfer.planning import Ids
+from pdkv.errors import KVNotFound
 from pdkv.kernels.digest import Digests
 
 _COUNTS = 32
@@ -33,6 +34,12 @@ class DigestTable:
         table = self.words.reshape(num_units, 1 + num_heads)
         self._stamps: Ids = table[:, 0].view(np.int64)
         self._digests: Digests = table[:, 1:]
+
+    def rows(self, units: Ids) -> Ids:
+        """Stamps and digests of units, as they are: for `rows_of`. Raises a KVNotFound."""
+        if units.size and not 0 <= units.min() <= units.max() < len(self._stamps):
+            raise KVNotFound(f"hash blocks {units.min()} to {units.max()} of {len(self._stamps)}")
+        return self.words.reshape(len(self._stamps), -1)[units].view(np.int64)
 
     def write(self, units: Ids, generations: Ids, counts: Ids, digests: Digests) -> None:
         """Digests of units, of blocks in these generations."""
@@ -62,7 +69,7 @@ def table_bytes(num_units: int, num_heads: int) -> int:
 
 
 def rows_of(words: npt.NDArray[np.int64], generations: Ids) -> DigestRows:
-    """A table's rows that were read through a transport, twice the stamps: before and behind the digests.
+    """What a table's rows say that were read through a transport.
 
     Args:
         words: (n, 1 + heads).
