@@ -33,6 +33,18 @@ class Spoiled(KVConnector):
             def for_options(cls, options: Mapping[str, str]) -> type[KVConnector]:
                 return cls
 
+            @classmethod
+            def requirements(cls, options: Mapping[str, str]) -> Any:
+                return super().requirements(_without_own(options))
+
+            @classmethod
+            def probe(cls, options: Mapping[str, str]) -> str:
+                return str(super().probe(_without_own(options)))
+
+            @classmethod
+            def hit_tokens(cls, options: Mapping[str, str], block_size: int) -> int:
+                return int(super().hit_tokens(_without_own(options), block_size))
+
             def make_block_table(self) -> Any:
                 self.table = super().make_block_table()
                 return self.table
