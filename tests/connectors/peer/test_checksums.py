@@ -1,0 +1,118 @@
+"""What is handed off arrives as it was, or its load fails and says between whom."""
+
+import logging
+
+import pytest
+from push_rig import PullEngine, PushEngine, full_kv, view
+
+from pdkv.connector_kit.rig.damage import Damage, How
+from pdkv.connectors.p2p.connector import P2PConnector
+from pdkv.connectors.peer.checksums import SAMPLED, is_checked
+from pdkv.connectors.peer.push_worker import PushWorker
+from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
+from pdkv.errors import KVCorrupted, KVNotFound
+from pdkv.wire.messages import ChecksumMode
+
+NUM_TOKENS = 75
+SOURCE, TARGET = [9, 2, 17, 4, 30], [8, 1, 22, 13, 5]
+
+
+def pull(source: PullEngine, reader: PullEngine, name: str = "t") -> str:
+    """The code that a load of a hand-off ended with."""
+    source.fill(SOURCE, full_kv(NUM_TOKENS, source.layout))
+    reader.load(source.hand_off(name, SOURCE, NUM_TOKENS), TARGET)
+    return reader.outcome("receiving", (name, 1)).code
+
+
+def pair(tp: tuple[int, int], modes: tuple[ChecksumMode, ChecksumMode] = ("on", "on")) -> tuple[PullEngine, PullEngine]:
+    names = ("p", "d")
+    engines = [
+        PullEngine(SharedMemoryConnector, name, tp=ranks, kv_checksum=mode)
+        for name, ranks, mode in zip(names, tp, modes, strict=True)
+    ]
+    for engine, other in (engines, engines[::-1]):
+        engine.meet(other.card)
+    return engines[0], engines[1]
+
+
+@pytest.mark.parametrize("how", ["flip", "swap"])
+@pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1), (4, 2)], ids=str)
+def test_a_damaged_pull_fails_with_both_engines_names(
+    tp: tuple[int, int], how: How, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, reader = pair(tp)
+    try:
+        spoiled = [Damage(worker, how, seed) for seed, worker in enumerate(source.workers)]
+        assert pull(source, reader) == KVCorrupted.code
+        assert all(damage.num_done == 1 for damage in spoiled)
+        assert "from engine p to engine d is damaged: transfer t, attempt 1" in caplog.text
+        assert sum(worker.get_stats()[""].corrupted_transfers for worker in reader.workers) > 0
+        for damage in spoiled:
+            damage.undo()
+        assert pull(source, reader, "again") == ""
+        reader.check(TARGET, full_kv(NUM_TOKENS, reader.layout))
+    finally:
+        source.close()
+        reader.close()
+
+
+def test_a_source_that_makes_no_digests_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reader = pair((1, 1))
+    monkeypatch.setattr("pdkv.connectors.peer.digest_check.WAIT_S", 0.05)
+    try:
+        source.workers[0].source_digests.close()
+        assert pull(source, reader) == KVCorrupted.code
+    finally:
+        source.close()
+        reader.close()
+
+
+@pytest.mark.parametrize("modes", [("off", "on"), ("on", "off"), ("off", "off")], ids="-".join)
+def test_where_one_end_has_digests_off_loads_succeed(modes: tuple[ChecksumMode, ChecksumMode]) -> None:
+    source, reader = pair((1, 1), modes)
+    try:
+        assert pull(source, reader) == ""
+        reader.check(TARGET, full_kv(NUM_TOKENS, reader.layout))
+    finally:
+        source.close()
+        reader.close()
+
+
+def test_of_a_sample_both_ends_choose_the_same_transfers() -> None:
+    names = [f"t{number}" for number in range(400)]
+    sampled = [name for name in names if is_checked("sample", name)]
+    assert len(names) / SAMPLED / 2 < len(sampled) < len(names) / SAMPLED * 2
+    source, reader = pair((1, 1), ("sample", "on"))
+    try:
+        other = next(name for name in names if name not in sampled)
+        for name in (sampled[0], other):
+            damage = Damage(source.workers[0], "flip")
+            code = pull(source, reader, name)
+            assert (code, damage.num_done) == ((KVCorrupted.code, 1) if name in sampled else ("", 0))
+            damage.undo()
+    finally:
+        source.close()
+        reader.close()
+
+
+@pytest.mark.parametrize("how", ["flip", "swap"])
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=str)
+def test_a_damaged_push_fails_at_both_ends(tp: tuple[int, int], how: How, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    sender, receiver = (PushEngine(P2PConnector, name, tp=ranks) for name, ranks in zip(("p", "d"), tp, strict=True))
+    try:
+        sender.meet(receiver.card)
+        receiver.meet(sender.card)
+        assert isinstance(sender.workers[0], PushWorker)
+        sender.fill(SOURCE, full_kv(NUM_TOKENS, sender.layout))
+        damage = Damage(sender.workers[-1], how)
+        ticket = receiver.want(view("t", kv="await_peer", num_tokens=NUM_TOKENS), TARGET)
+        sender.give(view("t", kv="handoff", num_tokens=NUM_TOKENS, ticket=ticket), SOURCE, NUM_TOKENS)
+        assert receiver.outcome("receiving", ("t", 1)).code == KVCorrupted.code
+        # Another rank's piece may come when the transfer has already failed.
+        assert sender.outcome("sending", ("t", 1)).code in (KVCorrupted.code, KVNotFound.code)
+        assert damage.num_done == 1
+        assert "from engine p to engine d is damaged: transfer t, attempt 1" in caplog.text
+    finally:
+        sender.close()
+        receiver.close()
