@@ -91,7 +91,7 @@ def _second_token_s(server: Server, num_requests: int) -> float:
     load = workload(num_requests, 1)._replace(output_len=(4, 4))
     replies, _ = run_loop(send_all(server.url, server.model, load))
     _check(replies)
-    return median(reply.ttft + reply.gaps[0] for reply in replies)
+    return float(median(reply.ttft + reply.gaps[0] for reply in replies))
 
 
 Round = Mapping[str, Sequence[Reply]]

@@ -7,9 +7,9 @@ import numpy as np
 
 from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
-from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.wire import RankBlob
 from pdkv.connectors.transfer.planning import Ids, Run, run_starts
+from pdkv.connectors.transfer.small_pieces import Gate
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 
 POST_BYTES = 8 * 1024 * 1024
@@ -25,11 +25,11 @@ Post = tuple[Ids, Ids, Ids]
 class BlockReader:
     """Reads a peer's blocks into own ones. Thread-safe."""
 
-    def __init__(self, endpoint: NixlEndpoint, units: UnitPool, reader: GatherReader, options: NixlOptions) -> None:
+    def __init__(self, endpoint: NixlEndpoint, units: UnitPool, reader: GatherReader, gate: Gate) -> None:
         self._endpoint = endpoint
         self._units = units
         self._reader = reader
-        self._options = options
+        self._gate = gate
 
     def read(
         self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, layers: range, *, offer: int, guard: Guard
@@ -39,20 +39,18 @@ class BlockReader:
         if len(layers) == num_layers:
             return self._read_whole(job, blob, theirs, ours, offer, guard)
         num_bytes = block_bytes // num_layers * len(layers)
-        if theirs.size < self._options.gather_min_pieces or num_bytes >= self._options.gather_below:
-            self._read_pieces(job, blob, layer_pieces(theirs, ours, block_bytes, layers, num_layers), guard)
-        else:
+        if self._gate.gathers(theirs.size, num_bytes):
             units = [expand_blocks(blocks, self._units.units_per_block) for blocks in (theirs, ours)]
             part = UnitPart(0, self._units.num_heads, layers.start, layers.stop)
             self._reader.fetch(job, blob, Wanted(units[0], 0, units[1], part, offer, guard))
+        else:
+            self._read_pieces(job, blob, layer_pieces(theirs, ours, block_bytes, layers, num_layers), guard)
         return int(theirs.size) * num_bytes
 
     def _read_whole(self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, offer: int, guard: Guard) -> int:
         starts = run_starts(theirs, ours)
         counts = np.diff(starts, append=theirs.size)
-        small_runs = counts * blob.block_bytes < self._options.gather_below
-        if np.count_nonzero(small_runs) < self._options.gather_min_pieces:
-            small_runs = np.zeros_like(small_runs)
+        small_runs = self._gate.choose(counts * blob.block_bytes)
         large = starts[~small_runs]
         table = np.stack([theirs[large], ours[large], counts[~small_runs]], axis=1) * blob.block_bytes
         self._read_pieces(job, blob, table, guard)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pdkv.connectors.nixl.wire import PATHS, Mode, Path
 from pdkv.connectors.transfer.lanes import LaneConfig
+from pdkv.connectors.transfer.small_pieces import Gate
 from pdkv.options import Options, option, seconds
 
 
@@ -13,8 +14,10 @@ class NixlOptions(Options):
 
     mode: Mode = option("pull", "pull: decode reads the blocks that prefill keeps; push: prefill writes decode's")
     transfer_timeout_s: float = seconds(10.0, "deadline of one transfer on one rank, from its start")
-    gather_below: int = option(4096, "bytes: shorter runs of blocks are gathered with others into one piece", ge=0)
-    gather_min_pieces: int = option(64, "runs that are sent one by one where there are fewer of them", ge=1)
+    gather_below: int = option(
+        4096, "ucx: shorter runs of blocks, in bytes, are gathered with others into one piece", ge=0
+    )
+    gather_min_pieces: int = option(64, "ucx: runs that are sent one by one where there are fewer of them", ge=1)
     slots: int = option(4, "buffers for gathering; one reader uses at most half of them", ge=1, le=4096)
     slot_bytes: int = option(4 << 20, "size of such a buffer", ge=4096, le=1 << 30, multiple_of=4096, size=True)
     path: Literal["auto", "arena", "cma", "ucx"] = option(
@@ -31,6 +34,11 @@ class NixlOptions(Options):
     def paths(self) -> Sequence[Path]:
         """The paths that may be taken, the best one first."""
         return PATHS if self.path == "auto" else (self.path,)
+
+    @property
+    def gate(self) -> Gate:
+        """What goes over UCX as it lies, and what is gathered."""
+        return Gate(self.gather_below, self.gather_min_pieces)
 
     @property
     def lanes(self) -> LaneConfig:

@@ -64,8 +64,7 @@ class NixlPushWorker(NixlWorker, PushWorker):
         if whole and self._options.writes and self.rank.endpoint.sources.source(blob) is None:
             posts, num_pieces = self._posts(piece)
             num_bytes = len(send.block_ids) * layout.layer_bytes * len(piece.layers)
-            few = num_pieces < self._options.gather_min_pieces
-            if few or num_bytes >= self._options.gather_below * num_pieces:
+            if not self._options.gate.gathers(num_pieces, num_bytes // max(num_pieces, 1)):
                 return self._sender.write(job, piece, blob, posts)
         self._sender.offer(job, piece, blob, whole=whole)
         return None

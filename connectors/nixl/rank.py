@@ -46,7 +46,7 @@ class NixlRank:
         self.endpoint.register(kv_cache, generations)
         self.units = UnitPool(kv_cache)
         self.source = GatherSource(self.endpoint, self.units, guard)
-        self.reader = PoolReader(self.endpoint, self.units, self._options)
+        self.reader = PoolReader(self.endpoint, self.units, self._options.gate)
         self.endpoint.add_work(self.endpoint.sources.map_ahead)
         self.endpoint.add_tick(tick)
 

@@ -6,11 +6,11 @@ from pdkv.connectors.arena.sources import PoolSource
 from pdkv.connectors.nixl.blocks import BlockReader
 from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
-from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.wire import RankBlob
 from pdkv.connectors.transfer.digest_table import DigestRows, rows_of
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
+from pdkv.connectors.transfer.small_pieces import Gate
 from pdkv.connectors.transfer.units import UnitPool
 from pdkv.errors import KVNotFound
 
@@ -21,9 +21,9 @@ COPY_BYTES = 16 * 1024 * 1024
 class PoolReader:
     """Of one rank. Thread-safe."""
 
-    def __init__(self, endpoint: NixlEndpoint, units: UnitPool, options: NixlOptions) -> None:
+    def __init__(self, endpoint: NixlEndpoint, units: UnitPool, gate: Gate) -> None:
         self.gathered = GatherReader(endpoint, units)
-        self._blocks = BlockReader(endpoint, units, self.gathered, options)
+        self._blocks = BlockReader(endpoint, units, self.gathered, gate)
         self._endpoint = endpoint
         self._units = units
 
