@@ -38,16 +38,16 @@ class Way(NamedTuple):
     options: Mapping[str, str] = {}
     one_process: bool = False
     is_pull: bool = False
-    keeps_digests: bool = False  # of what it computed, from then on; others make them when the KV leaves
+    digests_as_it_copies: bool = False  # in one pass: then nothing can be digested that has not arrived
     relayed: bool = False  # the peer is found by an address that a relay can stand in for
 
 
 WAYS: Mapping[str, Way] = {
     "memory pull": Way("memory", {"mode": "pull"}, one_process=True, is_pull=True),
     "memory push": Way("memory", {"mode": "push"}, one_process=True),
-    "shared_memory": Way("shared_memory", is_pull=True, keeps_digests=True),
+    "shared_memory": Way("shared_memory", is_pull=True, digests_as_it_copies=True),
     **{
-        f"nixl pull {path}": Way("nixl", {"mode": "pull", "path": path}, is_pull=True, keeps_digests=True)
+        f"nixl pull {path}": Way("nixl", {"mode": "pull", "path": path}, is_pull=True, digests_as_it_copies=True)
         for path in ("arena", "cma", "ucx")
     },
     **{f"nixl push {path}": Way("nixl", {"mode": "push", "path": path}) for path in ("arena", "cma", "ucx")},
@@ -55,16 +55,17 @@ WAYS: Mapping[str, Way] = {
     **{f"p2p {sockets}": Way("p2p", {"sockets": sockets}, relayed=True) for sockets in ("unix", "tcp")},
 }
 
-DAMAGES: Sequence[str] = ("flip", "swap", "foreign", "lost", "stale", "overwritten", "wire flip", "wire cut")
+DAMAGES: Sequence[str] = ("flip", "swap", "foreign", "lost", "stale", "wire flip", "wire cut")
 """One bit; two hash blocks of the transfer in each other's place; one in that of another prompt's; an end that is said
-to have arrived and has not; a block that the source has reused behind the hand-off; one that was written there without
-that anybody has reused it; a bit of all that the sender says on its sockets, frames and greetings too; the end of a
-connection anywhere."""
+to have arrived and has not; a block that the source has reused behind the hand-off; a bit of all that the sender says
+on its sockets, frames and greetings too; the end of a connection anywhere."""
 
 
 def damages_of(way: Way) -> list[str]:
     """Those that there can be."""
-    there = {"stale": way.is_pull, "overwritten": way.keeps_digests, "wire flip": way.relayed, "wire cut": way.relayed}
+    there = {
+        "lost": not way.digests_as_it_copies, "stale": way.is_pull, "wire flip": way.relayed, "wire cut": way.relayed,
+    }  # fmt: skip
     return [damage for damage in DAMAGES if there.get(damage, True)]
 
 
@@ -204,8 +205,8 @@ class Flight:
         if damage.startswith("wire"):
             with self._meddling(damage) as count:
                 yield count
-        elif damage in ("stale", "overwritten"):
-            yield self._write_later(transfer, is_reuse=damage == "stale")
+        elif damage == "stale":
+            yield self._reuse_later(transfer)
         elif damage:
             engine = self._world.consumer if damage == "lost" else self._world.producer
             with self._spoilt(engine, damage) as count:
@@ -231,20 +232,19 @@ class Flight:
         for relay in relays:
             relay.disarm()
 
-    def _write_later(self, transfer: Handover, *, is_reuse: bool) -> Callable[[], int]:
-        """Behind the hand-off a block of it holds something else, with another generation or with the same."""
+    def _reuse_later(self, transfer: Handover) -> Callable[[], int]:
+        """Behind the hand-off a block of it is another request's, in another generation."""
         done: list[int] = []
         hand_off = transfer.hand_off
 
-        def hand_off_and_write() -> None:
+        def hand_off_and_reuse() -> None:
             hand_off()
             producer, block = transfer.producer, self._rng.choice(transfer.leased)
-            if is_reuse:
-                producer.reuse([block])
+            producer.reuse([block])
             producer.ask_all(p.Fill(p.TokenRange([], 0, producer.block_size, [[block]])), p.Done)
             done.append(block)
 
-        transfer.hand_off = hand_off_and_write  # type: ignore[method-assign]
+        transfer.hand_off = hand_off_and_reuse  # type: ignore[method-assign]
         return lambda: len(done)
 
 

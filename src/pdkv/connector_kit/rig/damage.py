@@ -23,8 +23,8 @@ from pdkv.connectors.transfer.units import UnitPart
 from pdkv.kernels.digest import Bytes, Digests
 
 How = Literal["flip", "swap", "foreign", "lost"]
-"""One bit of one token; a hash block and another one of the transfer in each other's place, their bytes intact; the
-same with one of another transfer; and, of a receiver's worker side, an end that is reported but has not arrived."""
+"""One bit of one token; a hash block and another one of the transfer in each other's place, their bytes intact; one of
+another transfer in the place of one; and, of a receiver's worker side, an end that is reported but has not arrived."""
 
 
 def has_digests(worker: Any) -> bool:
@@ -90,29 +90,26 @@ class Damage:
                 lost = self._chance.randrange(place.shape[0])
                 place[lost:] = self._place(self._earlier, unit, part)[own][lost:]
             else:
-                self._swap(place, self._other(tokens, index, part, own))
+                self._swap(place, tokens, index, part, own)
 
     def _flip(self, place: Bytes) -> None:
         byte = place[tuple(slice(i, i + 1) for i in (self._chance.randrange(size) for size in place.shape))]
         self._before.append((byte, byte.copy()))
         byte ^= np.uint8(1 << self._chance.randrange(8))
 
-    def _swap(self, place: Bytes, other: Bytes) -> None:
-        self._before += [(place, place.copy()), (other, other.copy())]
-        place[:], other[:] = other.copy(), place.copy()
-
-    def _other(self, tokens: Tokens, index: int, part: UnitPart, own: Any) -> Bytes:
-        """The place of another hash block: of the transfer, if it has one and may be; else one with other content."""
-        unit, blocks = int(tokens.units[index]), self._blocks()
+    def _swap(self, place: Bytes, tokens: Tokens, index: int, part: UnitPart, own: Any) -> None:
+        unit, blocks, content = int(tokens.units[index]), self._blocks(), place.copy()
         inside = {int(other) for other in tokens.units}
-        if self._how == "swap" and inside != {unit}:
-            others = sorted(inside - {unit})
-        else:
-            others = sorted(set(range(len(blocks) * self._units_per_block)) - inside)
+        is_within = self._how == "swap" and inside != {unit}
+        others = sorted(inside - {unit} if is_within else set(range(len(blocks) * self._units_per_block)) - inside)
         self._chance.shuffle(others)
-        content = self._place(blocks, unit, part)[own]
         places = (self._place(blocks, other, part)[own] for other in others)
-        return next(place for place in places if not np.array_equal(place, content))
+        other = next(place for place in places if not np.array_equal(place, content))
+        self._before.append((place, content))
+        place[:] = other
+        if is_within:  # else the digest of the other one may be still to come
+            self._before.append((other, other.copy()))
+            other[:] = content
 
     @property
     def _units_per_block(self) -> int:
