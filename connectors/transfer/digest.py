@@ -148,11 +148,12 @@ class PoolDigests:
         words, rows, seeds = self._words, self._rows(part), _seeds(self.first_head, part).view(np.int64)
         assert words is not None
         with torch.cuda.stream(self._stream):
-            numbers = [
-                torch.from_numpy(a).to(words.device) for a in (offsets // WORD_BYTES, sizes // WORD_BYTES, seeds)
-            ]
+            begins, counts, keys = (
+                torch.from_numpy(array).to(words.device)
+                for array in (offsets // WORD_BYTES, sizes // WORD_BYTES, seeds)
+            )
             strides = (rows.source_outer_stride // WORD_BYTES, rows.source_inner_stride // WORD_BYTES)
-            result = digests_triton(words, *numbers, strides).cpu()
+            result = digests_triton(words, begins, counts, keys, strides).cpu()
         return result.numpy().view(np.uint64)
 
 

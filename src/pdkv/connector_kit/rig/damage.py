@@ -14,6 +14,7 @@ A worker side that carries digests has `checksums` (connectors/peer/checksums.py
 
 import random
 import threading
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -49,7 +50,7 @@ class Damage:
         self._num_armed = 1
         self._before: list[tuple[Bytes, Bytes]] = []  # views of the pool, and what was there
         self._earlier = self._blocks().copy() if how == "lost" else None  # what lay where something arrives now
-        self._make = self._pool.digests
+        self._make: Callable[[Tokens, UnitPart], Digests] = self._pool.digests
         setattr(self._pool, "digests", self._spoil)  # noqa: B010 (mypy takes no assignment to a method)
 
     def arm(self) -> None:
@@ -70,7 +71,7 @@ class Damage:
         if self._how == "lost":
             self._damage(tokens, part)
             return self._make(tokens, part)
-        digests = self._make(tokens, part)
+        digests: Digests = self._make(tokens, part)
         self._damage(tokens, part)
         return digests
 
