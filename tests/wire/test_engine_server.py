@@ -22,7 +22,7 @@ from pdkv.router.engines import engine_client, health
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
-from pdkv.wire.frames import PIECE_BYTES, encode_message, encode_raw_frame
+from pdkv.wire.frames import PIECE_BYTES, encode_message, encode_raw_frame, split
 from pdkv.wire.messages import (
     Abort,
     Hello,
@@ -460,11 +460,14 @@ def test_what_an_engine_said_last_is_heard_before_its_death(
     server: EngineServer, context: Context, turns: list[int]
 ) -> None:
     """However much it is: it takes several turns."""
-    messages = [with_logprobs(i) for i in range(3000)]
+    messages = [with_logprobs(i) for i in range(2500)]
+    assert len(list(split(map(encode_message, messages)))) == 1, "one frame: it is here as a whole, or not"
 
     async def body(client: EngineClient, listener: Listener) -> None:
         server.send("r", messages)
-        await asyncio.to_thread(server.close)
+        await listener.until(lambda: bool(listener.frames))
+        server.close()  # while the loop stands still
+        assert sum(map(len, listener.frames)) < len(messages), "there is more to be delivered"
         await listener.until(lambda: bool(listener.downs))
         assert [message for frame in listener.frames for message in frame] == messages
         assert max(turns) <= 2 * PIECE_BYTES
