@@ -29,7 +29,9 @@ Operation = Literal["READ", "WRITE"]
 Pieces = npt.NDArray[np.uint64]
 """(n, 3): address, bytes, device of each piece of one side of a transfer."""
 
-MAX_MESSAGE_BYTES = 64 * 1024
+MAX_MESSAGE_BYTES = 256 * 1024
+"""An offer of 131k tokens has 64 KiB of digests, and up to 64 KiB of blocks."""
+
 MAX_AGENT_NAME = 256
 
 _BACKEND = "UCX"

@@ -30,6 +30,7 @@ from pdkv.connectors.nixl.wire import (
     BLOB_VERSION,
     Begin,
     Gather,
+    Offer,
     RankBlob,
     decode,
     decode_blob,
@@ -37,6 +38,7 @@ from pdkv.connectors.nixl.wire import (
     encode_blob,
 )
 from pdkv.connectors.nixl.writers import WriterProcesses
+from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, pack_blocks
 from pdkv.connectors.transfer.planning import Run
 from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, TransferError
@@ -236,6 +238,14 @@ def test_huge_pages_keep_what_is_in_memory() -> None:
     use_huge_pages(array.ctypes.data, array.nbytes)  # the system may have none
     assert (array == expected).all()
     assert not use_huge_pages(array.ctypes.data, 4096)
+
+
+def test_an_offer_of_a_long_prompt_with_its_digests_is_a_message() -> None:
+    """131k scattered tokens: a prompt that was computed before its ticket came is offered at once."""
+    ids = np.random.default_rng(0).permutation(1 << 17)[:8192].astype(np.int64)
+    piece = PieceRange(0, 32, 0, 8, 0, 131072)
+    offer = Offer("t" * 64, 1, 1, 1, 1, True, pack_blocks(ids), 0, piece, bytes(8 * ids.size))
+    assert decode(encode(offer)) == offer
 
 
 # --- the doorbell -----------------------------------------------------------------------------------------------------
