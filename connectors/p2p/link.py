@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -11,6 +10,7 @@ from pdkv.connectors.p2p.pieces import MovePlan, PiecePool
 from pdkv.connectors.p2p.sockets import Connection
 from pdkv.connectors.p2p.wire import Control, End
 from pdkv.connectors.transfer.block_copy import Bytes
+from pdkv.connectors.transfer.digest import PieceDigests
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import TransferCancelled, TransferError, Unauthenticated
 
@@ -39,7 +39,7 @@ class LinkEnd:
 
         self.group = NcclGroup(self.control, rank, make_s, timeout_s)
 
-    def send_piece(self, job: Job, plan: MovePlan, pool: PiecePool, digests: bytes) -> None:
+    def send_piece(self, job: Job, plan: MovePlan, pool: PiecePool, digests: PieceDigests | None) -> None:
         """Send a piece whose offer was accepted, and behind it its digests.
 
         Raises:
@@ -48,17 +48,21 @@ class LinkEnd:
         body = None
         if self.group is not None:
             self.group.send_piece(plan, pool.units, job.remaining_s)
+        elif self._streams(pool, digests):
+            pool.stream(plan, self._sockets(plan), digests, "send", job.remaining_s)
         else:
             body, buffer = self._start(pool)
-            for ids, connection in zip(plan.batches(), self._turns(plan), strict=False):
+            for ids, connection in zip(plan.batches(), itertools.cycle(self._sockets(plan)), strict=False):
                 rows = pool.outgoing(ids, plan.part, buffer)
                 if body is not None:
                     pool.digest(body.update, ids, plan.part, buffer)
                 connection.send_rows(rows, job.remaining_s())
-        self.control.send(End(_result(body), digests), job.remaining_s())
+        self.control.send(End(_result(body), b"" if digests is None else digests.finish()), job.remaining_s())
 
-    def receive_piece(self, job: Job, plan: MovePlan, pool: PiecePool, timeout_s: float) -> bytes:
-        """Receive a piece whose offer was accepted; returns the digests that came behind it.
+    def receive_piece(
+        self, job: Job, plan: MovePlan, pool: PiecePool, digests: PieceDigests | None, timeout_s: float
+    ) -> bytes:
+        """Receive a piece whose offer was accepted; returns the sender's digests, which came behind it.
 
         Raises:
             TransferError: close the link; what is on its way may still land until then.
@@ -73,9 +77,11 @@ class LinkEnd:
         body = None
         if self.group is not None:
             self.group.receive_piece(plan, pool.units, remaining_s)
+        elif self._streams(pool, digests):
+            pool.stream(plan, self._sockets(plan), digests, "receive", remaining_s)
         else:
             body, buffer = self._start(pool)
-            for ids, connection in zip(plan.batches(), self._turns(plan), strict=False):
+            for ids, connection in zip(plan.batches(), itertools.cycle(self._sockets(plan)), strict=False):
                 connection.receive_rows(pool.incoming(ids, plan.part, buffer), remaining_s())
                 if body is not None:
                     pool.digest(body.update, ids, plan.part, buffer)
@@ -105,13 +111,17 @@ class LinkEnd:
         control = self.control
         return None if control.connection.is_unix else xxhash.xxh3_128(seed=control.session.seed), self._buffer
 
-    def _turns(self, plan: MovePlan) -> Iterator[Connection]:
-        """The socket of each batch: of two, one after the other, so that one is filled while the other is read."""
+    def _streams(self, pool: PiecePool, digests: PieceDigests | None) -> bool:
+        """Whether the kernel moves all of a piece: it knows the KV's digests, and not that of the bytes."""
+        return pool.can_stream and (self.control.connection.is_unix or digests is not None)
+
+    def _sockets(self, plan: MovePlan) -> list[Connection]:
+        """Those that take a batch in turn, so that one is filled while the other is read."""
         if plan.offer.num_sockets == 1:
-            return itertools.repeat(self.control.connection)
+            return [self.control.connection]
         if self.second is None or plan.offer.num_sockets != 2:
             raise TransferError(f"{plan.offer.num_sockets} sockets are offered")
-        return itertools.cycle((self.control.connection, self.second))
+        return [self.control.connection, self.second]
 
 
 def _result(body: "xxhash.xxh3_128 | None") -> bytes:

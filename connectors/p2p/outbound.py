@@ -21,7 +21,7 @@ MAX_OFFERS = 3
 """Links on which one piece is offered, where the receiver closes them at that moment."""
 
 SECOND_SOCKET_BYTES = 8 << 20
-"""From so many bytes on a piece goes over two sockets."""
+"""From so many bytes on a piece goes over two sockets, between hosts: within one they only cost wake-ups."""
 
 
 class Outbound:
@@ -48,7 +48,7 @@ class Outbound:
         for number in range(MAX_OFFERS):
             link = self._take_link(job, piece, address)
             try:
-                if is_large and link.group is None:
+                if is_large and link.group is None and not link.control.connection.is_unix:
                     if link.second is None:
                         link.second = self._dial(job, piece, address, link.token)[0].connection
                     plan = plan.over_sockets(2)

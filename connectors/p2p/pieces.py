@@ -5,20 +5,22 @@ it is a fixed sequence of bytes: each end cuts it into the rows of its own pool.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.p2p.sockets import Iovecs
+from pdkv.connectors.p2p.sockets import Connection, Iovecs, stream_rows
 from pdkv.connectors.p2p.wire import Offer
 from pdkv.connectors.peer.push_worker import Incoming, PushPiece, range_of
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.block_copy import Bytes
+from pdkv.connectors.transfer.digest import PieceDigests
 from pdkv.connectors.transfer.planning import Ids, as_ids, blocks_of, run_starts, unit_index
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.errors import TransferError
+from pdkv.kernels import stream
 from pdkv.wire.messages import KVLayout
 
 if TYPE_CHECKING:
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 1 << 20
 """About so much goes in one call; between two of them a cancel and the deadline are seen."""
+
+STEP_BYTES = 256 << 10
+"""About so much is digested at a time, while it is in the cache."""
+
+WINDOW_BYTES = 64 << 20
+"""About so much goes in one call where a kernel does it, to which a cancel and the deadline are known."""
 
 STAGED_BYTES = 4 << 20
 """The same where it goes through a buffer."""
@@ -106,6 +114,39 @@ class PiecePool:
         if buffer is not None and part is not None:
             self.units.scatter(ids, part, self._image(ids, part, buffer))
 
+    @property
+    def can_stream(self) -> bool:
+        """Whether the compiled kernel can move pieces."""
+        return self.on_host and stream.available()
+
+    def stream(
+        self,
+        plan: MovePlan,
+        sockets: Sequence[Connection],
+        digests: PieceDigests | None,
+        way: Literal["send", "receive"],
+        remaining_s: Callable[[], float],
+    ) -> None:
+        """Send or receive all of a piece, by the compiled kernel, with its digests. Raises a TransferError."""
+        assert self._flat is not None
+        size, per_batch = self.unit_bytes(plan.part), plan.offer.per_batch
+        window = max(WINDOW_BYTES // (2 * per_batch * size), 1) * 2 * per_batch
+        per_step = max(STEP_BYTES // size, 1)
+        if len(sockets) == 1:
+            per_batch = window
+        elif per_batch % per_step:
+            per_step = per_batch
+        per_id = self.layout.block_size // HASH_BLOCK_SIZE if plan.part is None else 1
+        args = stream.StreamArgs(base=self._flat.ctypes.data, sends=way == "send", num_fds=len(sockets))
+        args.batch_bytes, args.step_bytes = per_batch * size, (per_batch if digests is None else per_step) * size
+        for first in range(0, plan.ids.size, window):
+            ids = plan.ids[first : first + window]
+            rows = self._row_table(ids, plan.part)
+            args.rows, args.num_rows, args.num_bytes = rows.ctypes.data, len(rows), ids.size * size
+            if digests is not None:
+                digests.fill(args, first * per_id, ids.size * per_id, per_step * per_id)
+            stream_rows(args, sockets, remaining_s())
+
     def digest(self, add: Callable[[memoryview], None], ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> None:
         """Give `add` the bytes of some blocks or units, in the order in which they travel."""
         if buffer is not None and part is not None:
@@ -127,13 +168,16 @@ class PiecePool:
             raise TransferError(f"blocks or units {ids.min()} to {ids.max()} of a pool of {most}")
         return (self.layout.block_bytes, ids) if part is None else self.units.row_ids(ids, part)
 
-    def _iovecs(self, ids: Ids, part: UnitPart | None) -> Iovecs:
-        assert self._flat is not None, "KV on a GPU needs a buffer"
+    def _row_table(self, ids: Ids, part: UnitPart | None) -> Ids:
+        """Rows in the order in which they travel, adjacent ones as one: (n, 2), offset in the pool and length."""
         row_bytes, rows = self._rows(ids, part)
         starts = run_starts(rows)
-        iovecs = np.empty((starts.size, 2), dtype=np.uint64)
-        iovecs[:, 0] = self._flat.ctypes.data + rows[starts] * row_bytes
-        iovecs[:, 1] = np.diff(starts, append=rows.size) * row_bytes
+        return np.stack((rows[starts] * row_bytes, np.diff(starts, append=rows.size) * row_bytes), axis=1)
+
+    def _iovecs(self, ids: Ids, part: UnitPart | None) -> Iovecs:
+        assert self._flat is not None, "KV on a GPU needs a buffer"
+        iovecs = self._row_table(ids, part).astype(np.uint64)
+        iovecs[:, 0] += np.uint64(self._flat.ctypes.data)
         return iovecs
 
     def _image(self, ids: Ids, part: UnitPart, buffer: Bytes) -> Bytes:

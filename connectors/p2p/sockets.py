@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.errors import PeerGone, TransferTimeout
+from pdkv.kernels.stream import StreamArgs, stream
 
 Iovecs = npt.NDArray[np.uint64]
 """Shape (n, 2): address and length of each row."""
@@ -97,7 +99,7 @@ class Connection:
     def __init__(self, connected: socket.socket, peer: str) -> None:
         self.socket = connected
         self.is_unix = connected.family == socket.AF_UNIX
-        self._peer = peer
+        self.peer = peer
         connected.setblocking(True)  # and each call has a deadline
         if self.is_unix:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
@@ -155,13 +157,28 @@ class Connection:
                 if moved > 0:
                     iovecs = _rest(iovecs, moved)
                 elif moved == 0:
-                    raise PeerGone(f"{self._peer} closed the connection")
+                    raise PeerGone(f"{self.peer} closed the connection")
                 elif (number := ctypes.get_errno()) != errno.EINTR:
                     raise OSError(number, os.strerror(number))
         except BlockingIOError:
-            raise TransferTimeout(f"{self._peer}: nothing moves for {timeout_s:g} s") from None
+            raise TransferTimeout(f"{self.peer}: nothing moves for {timeout_s:g} s") from None
         except OSError as error:
-            raise PeerGone(f"{self._peer}: {error.strerror or error}") from error
+            raise PeerGone(f"{self.peer}: {error.strerror or error}") from error
+
+
+def stream_rows(args: StreamArgs, connections: Sequence[Connection], timeout_s: float) -> None:
+    """Have the kernel move rows over one socket or two. Raises as `Connection` does."""
+    for i, connection in enumerate(connections):
+        args.fds[i] = connection.socket.fileno()
+        with contextlib.suppress(OSError):  # closed: the call finds it, too
+            _limit(connection.socket, socket.SO_SNDTIMEO if args.sends else socket.SO_RCVTIMEO, timeout_s)
+    args.deadline_ns = int((time.monotonic() + timeout_s) * 1e9)
+    number = stream(args)
+    peer = connections[0].peer
+    if number == errno.EAGAIN:
+        raise TransferTimeout(f"{peer}: nothing moves for {timeout_s:g} s")
+    if number:
+        raise PeerGone(f"{peer}: {os.strerror(number)}")
 
 
 def _limit(connection: socket.socket, option: int, seconds: float) -> None:

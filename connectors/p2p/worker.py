@@ -130,7 +130,7 @@ class P2PWorker(PushWorker):
             link, plan = scratch.offer(job, piece, pool)
             self.num_groups += scratch.num_groups - num_groups
             try:
-                link.send_piece(job, plan, pool, self.digests_of(piece))
+                link.send_piece(job, plan, pool, self.begin_digests(piece))
                 if not isinstance(link.control.expect(job.remaining_s()), Delivered):
                     raise TransferError("the receiver did not say that it has the piece")
             except BaseException:
@@ -156,6 +156,8 @@ class P2PWorker(PushWorker):
         """
         try:
             job, plan, pool = self._expect(offer)
+            sender = (link.peer.engine, link.peer.epoch)
+            own = self.digests_for(job.order, offer.piece, sender)
         except TransferError as error:
             link.control.send(refusal(error), self._options.handshake_timeout_s)
             return
@@ -163,7 +165,7 @@ class P2PWorker(PushWorker):
         try:
             with self._travels(job, link):
                 link.control.send(Accepted(), timeout_s)
-                digests = link.receive_piece(job, plan, pool, timeout_s)
+                digests = link.receive_piece(job, plan, pool, own, timeout_s)
         except BaseException as error:
             link.close()  # nothing lands from here on
             self.leave(job)
@@ -172,7 +174,7 @@ class P2PWorker(PushWorker):
             raise
         self.leave(job)
         try:
-            self.landed(job, offer.piece, offer.num_bytes, digests, (link.peer.engine, link.peer.epoch))
+            self.landed(job, offer.piece, offer.num_bytes, digests, sender, own)
         except KVCorrupted as error:  # the link is as it was: nothing more of this piece comes
             link.control.send(refusal(error), timeout_s)
             return

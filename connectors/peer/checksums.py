@@ -8,16 +8,13 @@ import numpy as np
 import xxhash
 
 from pdkv.connectors.base import ConnectorConfig, TransferKey
-from pdkv.connectors.transfer.digest import PoolDigests, bind, cut_tokens
+from pdkv.connectors.transfer.digest import PieceDigests, PoolDigests, cut_tokens
 from pdkv.connectors.transfer.planning import Ids, blocks_of
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import KVCorrupted
 from pdkv.wire.messages import ChecksumMode
 
 logger = logging.getLogger(__name__)
-
-MAX_BYTES = 8 << 10
-"""Of a piece's digests: they travel in messages of bounded length."""
 
 SAMPLED = 16
 """With mode sample one transfer in so many has digests."""
@@ -55,10 +52,14 @@ class Checksums:
             part: the piece's heads and layers, as this rank counts them.
             key: the ticket's: what both ends call the transfer.
         """
-        pool = self.pool
-        cut = cut_tokens(block_ids, pool.layout.block_size, tokens.start, tokens.stop, first=first)
-        digests = bind(pool.digests(cut, part), key, tokens.start, pool.unit_tokens)
-        return digests if len(digests) <= MAX_BYTES else xxhash.xxh3_128_digest(digests)
+        return self.begin(block_ids, first, tokens, part, key).finish()
+
+    def begin(
+        self, block_ids: Sequence[int] | Ids, first: int, tokens: range, part: UnitPart, key: TransferKey
+    ) -> PieceDigests:
+        """The same, to be made while the piece moves."""
+        cut = cut_tokens(block_ids, self.pool.layout.block_size, tokens.start, tokens.stop, first=first)
+        return self.pool.begin(cut, part, key, tokens.start)
 
     def compare(self, own: bytes, theirs: bytes, tokens: range, key: TransferKey, peer: str) -> None:
         """What has arrived against what the peer has sent.

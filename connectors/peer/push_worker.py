@@ -20,6 +20,7 @@ from pdkv.connectors.peer.checksums import Checksums
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushSend, PushTicket
 from pdkv.connectors.peer.worker import PeerWorker
 from pdkv.connectors.step_done import ON_HOST, StepDone
+from pdkv.connectors.transfer.digest import PieceDigests
 from pdkv.connectors.transfer.planning import HeadPart, sender_parts
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.connectors.transfer.worker import Job, Task
@@ -205,12 +206,18 @@ class PushWorker(PeerWorker):
         piece.after.wait(job.remaining_s())  # the peer, or another stream, reads
         return self.send(job, piece, scratch)
 
-    def digests_of(self, piece: PushPiece) -> bytes:
-        """What the receiver compares with what has landed; empty: one of the ends does not want that."""
+    def begin_digests(self, piece: PushPiece) -> PieceDigests | None:
+        """What the receiver compares with what has landed; None: one of the ends does not want that."""
         send = piece.send
         if not self.checksums.are_wanted(piece.card.kv_checksum, send.ticket.transfer_id):
-            return b""
-        return self.checksums.of(send.block_ids, send.start, range(send.start, send.stop), piece.part, send.ticket.key)
+            return None
+        tokens = range(send.start, send.stop)
+        return self.checksums.begin(send.block_ids, send.start, tokens, piece.part, send.ticket.key)
+
+    def digests_of(self, piece: PushPiece) -> bytes:
+        """The same, made now; empty: they are not wanted."""
+        digests = self.begin_digests(piece)
+        return b"" if digests is None else digests.finish()
 
     # --- what comes in --------------------------------------------------------------------------------------------
 
@@ -225,14 +232,30 @@ class PushWorker(PeerWorker):
                 return job, job.order
         raise KVNotFound("no such transfer is expected", transfer_id=key[0], attempt=key[1])
 
+    def digests_for(self, incoming: Incoming, piece: PieceRange, sender: Incarnation) -> PieceDigests | None:
+        """Those of what an engine sends, as it lands; None: one of the ends does not want that."""
+        ticket = incoming.ticket
+        mode = self.peers.card(*sender).kv_checksum if self.peers.knows(*sender) else "on"
+        if not self.checksums.are_wanted(mode, ticket.transfer_id):
+            return None
+        tokens = range(piece.start, piece.stop)
+        return self.checksums.begin(incoming.block_ids, ticket.start, tokens, piece.part, ticket.key)
+
     def landed(
-        self, job: Job, piece: PieceRange, num_bytes: int, digests: bytes = b"", sender: Incarnation | None = None
+        self,
+        job: Job,
+        piece: PieceRange,
+        num_bytes: int,
+        digests: bytes = b"",
+        sender: Incarnation | None = None,
+        own: PieceDigests | None = None,
     ) -> None:
         """A piece is in the blocks of this rank; ends the receive with the last of them.
 
         Args:
             digests: what the sender's `digests_of` said of it.
             sender: its (engine, epoch); None: the transport carries no digests.
+            own: what `digests_for` it said, where that was asked.
 
         Raises:
             KVCorrupted: it is not what was sent; the transfer has failed.
@@ -241,8 +264,9 @@ class PushWorker(PeerWorker):
         if not self.enter(job):
             return  # it has ended, or has to: what was in its blocks is nobody's any more
         try:
-            if sender is not None:
-                self._check_landed(incoming, piece, digests, sender)
+            if sender is not None and (own := own or self.digests_for(incoming, piece, sender)) is not None:
+                tokens = range(piece.start, piece.stop)
+                self.checksums.compare(own.finish(), digests, tokens, incoming.ticket.key, sender[0])
         except KVCorrupted:
             self.stop_jobs(lambda other: other is job, KVCorrupted.code)
             raise
@@ -250,16 +274,6 @@ class PushWorker(PeerWorker):
             self.leave(job)
         if incoming.arrived(piece, num_bytes):
             self.end_job(job, num_bytes=incoming.num_bytes)
-
-    def _check_landed(self, incoming: Incoming, piece: PieceRange, digests: bytes, sender: Incarnation) -> None:
-        engine, epoch = sender
-        mode = self.peers.card(engine, epoch).kv_checksum if self.peers.knows(engine, epoch) else "on"
-        ticket = incoming.ticket
-        if not self.checksums.are_wanted(mode, ticket.transfer_id):
-            return
-        tokens = range(piece.start, piece.stop)
-        own = self.checksums.of(incoming.block_ids, ticket.start, tokens, piece.part, ticket.key)
-        self.checksums.compare(own, digests, tokens, ticket.key, engine)
 
     # --- orders ---------------------------------------------------------------------------------------------------
 

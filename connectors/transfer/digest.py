@@ -19,12 +19,15 @@ from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.kernels.digest import Bytes, Digests, add_digests, available, mix, seeds_of
 from pdkv.kernels.host import Rows
+from pdkv.kernels.stream import StreamArgs
 from pdkv.wire.messages import KVLayout
 
 if TYPE_CHECKING:
     import torch
 
 WORD_BYTES = 8
+MAX_BYTES = 8 << 10
+"""Of a piece's digests: they travel in messages of bounded length."""
 
 
 class Tokens(NamedTuple):
@@ -105,6 +108,10 @@ class PoolDigests:
         add_digests(result, _seeds(self.first_head, part), self.flat, offsets, self._rows(part), sizes=sizes)
         return result
 
+    def begin(self, tokens: Tokens, part: UnitPart, key: TransferKey, first_token: int) -> "PieceDigests":
+        """Digests of a piece that is about to move out of this pool, or into it."""
+        return PieceDigests(self, tokens, part, key, first_token)
+
     def copy(self, tokens: Tokens, part: UnitPart, source: "PoolDigests", theirs: Ids, their_part: UnitPart) -> Digests:
         """Copy whole units of another pool into this one, and return the digests of `tokens` as they arrive here.
 
@@ -162,6 +169,44 @@ def _seeds(first_head: int, part: UnitPart) -> Digests:
     """Of the rows of a part, whose heads are counted from `first_head` of the model on."""
     heads = range(first_head + part.head_start, first_head + part.head_stop)
     return seeds_of(range(part.layer_start, part.layer_stop), heads)
+
+
+class PieceDigests:
+    """Digests of one piece: made by the kernel that moves it, while it is in the cache, or else at the end."""
+
+    def __init__(self, pool: PoolDigests, tokens: Tokens, part: UnitPart, key: TransferKey, first_token: int) -> None:
+        self._pool = pool
+        self._tokens = tokens
+        self._part = part
+        self._key = key
+        self._first_token = first_token
+        self._digests: Digests | None = None
+        self._kept: tuple[Ids, Ids, Digests] | None = None  # what the kernel has pointers to
+
+    def fill(self, args: StreamArgs, first: int, count: int, per_step: int) -> None:
+        """Have the kernel make those of units [first, first + count), `per_step` at a time. Host memory only."""
+        if self._kept is None:
+            offsets, sizes = (
+                self._pool._offsets(self._tokens, self._part),
+                self._tokens.counts * self._pool._token_bytes,
+            )
+            self._kept = offsets, sizes, _seeds(self._pool.first_head, self._part)
+            self._digests = np.zeros((offsets.size, self._part.num_heads), dtype=np.uint64)
+        assert self._digests is not None
+        (offsets, sizes, seeds), rows = self._kept, self._pool._rows(self._part)
+        args.digests, args.seeds = self._digests[first:].ctypes.data, seeds.ctypes.data
+        args.sizes, args.offsets = sizes[first:].ctypes.data, offsets[first:].ctypes.data
+        args.num_units, args.units_per_step = max(min(count, offsets.size - first), 0), per_step
+        args.outer, args.outer_stride, args.inner = rows.outer, rows.source_outer_stride, rows.inner
+        args.inner_stride, args.row_bytes = rows.source_inner_stride, rows.row_bytes
+
+    def finish(self) -> bytes:
+        """As they travel; what no kernel has made is made now."""
+        digests = self._digests
+        if digests is None:
+            digests = self._pool.digests(self._tokens, self._part)
+        bound = bind(digests, self._key, self._first_token, self._pool.unit_tokens)
+        return bound if len(bound) <= MAX_BYTES else xxhash.xxh3_128_digest(bound)
 
 
 def bind(digests: Digests, key: TransferKey, start: int, size: int) -> bytes:

@@ -110,15 +110,23 @@ LARGE = {"num_layers": 4, "head_size": 64}  # 128 KiB a block
 SOCKETS = pytest.mark.parametrize("sockets", ["unix", "tcp"])
 
 
+@pytest.mark.parametrize("num_sockets", [1, 2])
+@pytest.mark.parametrize("kv_checksum", ["on", "off"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "python"])
 @pytest.mark.parametrize("batch_bytes", [1, 1 << 20, 1 << 30])
 @SOCKETS
 def test_adjacent_and_scattered_blocks_go_from_pool_to_pool(
-    make_engine: Engines, sockets: str, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In batches of one block, of several, and all at once; large enough for two sockets."""
+    make_engine: Engines, sockets: str, batch_bytes: int, compiled: bool, kv_checksum: str, num_sockets: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In batches of one block, of several, and all at once, with and without what the compiler made."""
     monkeypatch.setattr(p2p_pieces, "BATCH_BYTES", batch_bytes)
-    monkeypatch.setattr(outbound, "SECOND_SOCKET_BYTES", 1 << 20)
-    prefill, decode = pair(make_engine, layouts=LARGE, sockets=sockets)
+    monkeypatch.setattr(p2p_pieces, "WINDOW_BYTES", batch_bytes)
+    monkeypatch.setattr(p2p_pieces, "STEP_BYTES", batch_bytes // 2)
+    monkeypatch.setattr(outbound, "SECOND_SOCKET_BYTES", 1 << (20 if num_sockets == 2 else 40))
+    if not compiled:
+        monkeypatch.setattr(PiecePool, "can_stream", False)
+    prefill, decode = pair(make_engine, layouts=LARGE, sockets=sockets, kv_checksum=kv_checksum)
     assert prefill.layout.block_bytes == 128 * 1024
     source = [*range(10, 20), 1, 5, 3, *range(30, 50), 60]
     target = [*range(20, 30), 1, 2, 3, *range(40, 60), 5]
@@ -244,18 +252,19 @@ def test_an_offer_that_contradicts_itself_is_refused(
 
 
 class Gate:
-    """Holds a sender before every batch of a piece until it is opened."""
+    """Holds a sender before every part of a piece until it is opened."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sender: PushEngine) -> None:
         self.reached, self.opened = threading.Semaphore(0), threading.Event()
-        real = PiecePool.outgoing
+        real, pools = PiecePool._row_table, [worker._pool for worker in sender.workers]
 
-        def outgoing(*arguments: Any) -> Any:
-            self.reached.release()
-            assert self.opened.wait(WAIT_S)
-            return real(*arguments)
+        def row_table(pool: PiecePool, *arguments: Any) -> Any:
+            if pool in pools:
+                self.reached.release()
+                assert self.opened.wait(WAIT_S)
+            return real(pool, *arguments)
 
-        monkeypatch.setattr(PiecePool, "outgoing", outgoing)
+        monkeypatch.setattr(PiecePool, "_row_table", row_table)
 
     def wait(self) -> None:
         assert self.reached.acquire(timeout=WAIT_S)
@@ -277,10 +286,11 @@ def test_what_comes_after_the_receivers_cancel_is_refused(make_engine: Engines) 
 def test_a_cancel_while_the_piece_travels_ends_when_nothing_can_land(
     make_engine: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(p2p_pieces, "BATCH_BYTES", 1)  # a batch per block
+    monkeypatch.setattr(p2p_pieces, "BATCH_BYTES", 1)
+    monkeypatch.setattr(p2p_pieces, "WINDOW_BYTES", 1)  # a call for every two blocks
     prefill, decode = pair(make_engine)
     prefill.fill(range(20, 40), full_kv(320, prefill.layout))
-    gate = Gate(monkeypatch)
+    gate = Gate(monkeypatch, prefill)
     transfer(prefill, decode, "t", list(range(20, 40)), list(range(0, 40, 2)), 320)
     gate.wait()
     decode.cancel(("t", 1))
@@ -296,7 +306,7 @@ def test_a_cancel_while_the_piece_travels_ends_when_nothing_can_land(
 
 def test_the_senders_cancel_fails_both_sides(make_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = pair(make_engine)
-    gate = Gate(monkeypatch)
+    gate = Gate(monkeypatch, prefill)
     transfer(prefill, decode, "t", [9, 3, 1], [0, 1, 2], 40)
     gate.wait()
     prefill.cancel(("t", 1))
@@ -325,7 +335,7 @@ def test_a_stalled_sender_fails_the_receive_at_its_deadline(
 ) -> None:
     prefill, decode = pair(make_engine, timeout_s="1")
     move(prefill, decode)
-    gate = Gate(monkeypatch)
+    gate = Gate(monkeypatch, prefill)
     transfer(prefill, decode, "s", [9, 3, 1], [0, 1, 2], 40)
     gate.wait()
     assert decode.outcome("receiving", ("s", 1)).code == "transfer_timeout"

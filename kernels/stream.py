@@ -1,0 +1,51 @@
+"""Moves rows of memory over sockets, without the GIL from beginning to end: stream.c."""
+
+import ctypes
+from functools import cache
+
+from pdkv.kernels.compiled import load_library
+
+
+class StreamArgs(ctypes.Structure):
+    """What goes where. Steps are digested while they are in the cache: before they are sent, or when they are in.
+
+    fds: blocking sockets with time limits; batches of `batch_bytes` go over `num_fds` of them in turn. A batch is
+    whole steps. deadline_ns: by CLOCK_MONOTONIC. rows: (num_rows, 2): offset from `base`, length; `num_bytes` in all.
+    digests: (num_units, inner), or NULL; seeds, sizes, offsets, and the rows of a unit: as for `digest.add_digests`.
+    """
+
+    _fields_ = (
+        ("fds", ctypes.c_int64 * 2),
+        *((name, ctypes.c_int64) for name in ("num_fds", "sends", "deadline_ns")),
+        *((name, ctypes.c_void_p) for name in ("base", "rows")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_bytes", "batch_bytes", "step_bytes")),
+        *((name, ctypes.c_void_p) for name in ("digests", "seeds", "sizes", "offsets")),
+        *((name, ctypes.c_int64) for name in ("num_units", "units_per_step")),
+        *((name, ctypes.c_int64) for name in ("outer", "outer_stride", "inner", "inner_stride", "row_bytes")),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = load_library("_host")
+    if library is None or not hasattr(library, "pdkv_stream"):
+        return None
+    library.pdkv_stream.argtypes = [ctypes.POINTER(StreamArgs)]
+    library.pdkv_stream.restype = ctypes.c_int64
+    return library
+
+
+def available() -> bool:
+    """Whether the compiled kernel is there. Import torch first: it shares its OpenMP threads."""
+    return _library() is not None
+
+
+def stream(args: StreamArgs) -> int:
+    """Move all rows; pointers must stay valid meanwhile, and the caller has checked all bounds.
+
+    Returns:
+        0, or the number of the error that ended it: EAGAIN for a peer that is late, EPIPE for one that is gone.
+    """
+    library = _library()
+    assert library is not None, "ask available() first"
+    return int(library.pdkv_stream(ctypes.byref(args)))
