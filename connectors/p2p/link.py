@@ -51,7 +51,7 @@ class LinkEnd:
         elif self._streams(pool, digests):
             pool.stream(plan, self._sockets(plan), digests, "send", job.remaining_s)
         else:
-            body, buffer = self._start(pool)
+            body, buffer = self._start(pool, digests)
             for ids, connection in zip(plan.batches(), itertools.cycle(self._sockets(plan)), strict=False):
                 rows = pool.outgoing(ids, plan.part, buffer)
                 if body is not None:
@@ -80,7 +80,7 @@ class LinkEnd:
         elif self._streams(pool, digests):
             pool.stream(plan, self._sockets(plan), digests, "receive", remaining_s)
         else:
-            body, buffer = self._start(pool)
+            body, buffer = self._start(pool, digests)
             for ids, connection in zip(plan.batches(), itertools.cycle(self._sockets(plan)), strict=False):
                 connection.receive_rows(pool.incoming(ids, plan.part, buffer), remaining_s())
                 if body is not None:
@@ -105,11 +105,13 @@ class LinkEnd:
             if part is not None:
                 part.close()
 
-    def _start(self, pool: PiecePool) -> "tuple[xxhash.xxh3_128 | None, Bytes | None]":
-        """The digest of a piece's bytes (nobody is between the ends of a unix socket), and the buffer."""
+    def _start(self, pool: PiecePool, digests: PieceDigests | None) -> "tuple[xxhash.xxh3_128 | None, Bytes | None]":
+        """The digest of a piece's bytes, where there is no other (and somebody between the ends), and the buffer."""
         self._buffer = pool.make_buffer() if self._buffer is None else self._buffer
         control = self.control
-        return None if control.connection.is_unix else xxhash.xxh3_128(seed=control.session.seed), self._buffer
+        if control.connection.is_unix or digests is not None:
+            return None, self._buffer
+        return xxhash.xxh3_128(seed=control.session.seed), self._buffer
 
     def _streams(self, pool: PiecePool, digests: PieceDigests | None) -> bool:
         """Whether the kernel moves all of a piece: it knows the KV's digests, and not that of the bytes."""

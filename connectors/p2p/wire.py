@@ -123,7 +123,7 @@ class Accepted(_Frame, frozen=True):
 class End(_Frame, frozen=True):
     """All of the piece is on its way."""
 
-    body: bytes = b""  # the xxh3-128 of all bytes, seeded by the session; TCP only
+    body: bytes = b""  # the xxh3-128 of all bytes, seeded by the session; over TCP, without digests
     digests: bytes = b""  # of the KV, by transfer/digest.py
 
 

@@ -434,3 +434,43 @@ def test_a_peer_on_another_host_is_reached_over_tcp(make_engine: Engines) -> Non
     prefill, decode = pair(make_engine)
     meet_at(prefill, decode, msgspec.structs.replace(address_of(decode), host_id="another"))
     move(prefill, decode, "t", BLOCKS)
+
+
+@SOCKETS
+@pytest.mark.parametrize("slow", ["p", "d"])
+def test_an_end_without_the_compiled_kernel_gets_on_with_one_that_has_it(
+    make_engine: Engines, monkeypatch: pytest.MonkeyPatch, sockets: str, slow: str
+) -> None:
+    prefill, decode = pair(make_engine, sockets=sockets)
+    pool = {"p": prefill, "d": decode}[slow].workers[0]._pool
+    monkeypatch.setattr(pieces.PiecePool, "can_stream", property(lambda self: self is not pool))
+    move(prefill, decode, "t", BLOCKS)
+
+
+@SOCKETS
+def test_a_message_wakes_threads_up_six_times_at_most(
+    make_engine: Engines, monkeypatch: pytest.MonkeyPatch, sockets: str
+) -> None:
+    """Counted by the calls that wait for the other end, of both together, and the lane's for its order: what fits into
+    a socket waits nowhere else.
+    """
+    prefill, decode = pair(make_engine, sockets=sockets)
+    waits: list[str] = []
+    real_receive, real_stream = Control.receive, pieces.PiecePool.stream
+
+    def receive(self: Control, *arguments: Any, **rest: Any) -> Any:
+        frame = real_receive(self, *arguments, **rest)
+        waits.append(type(frame).__name__)
+        return frame
+
+    def stream(self: Any, plan: Any, sockets: Any, digests: Any, way: str, remaining_s: Any) -> None:
+        waits.extend(["piece"] * (way == "receive"))
+        real_stream(self, plan, sockets, digests, way, remaining_s)
+
+    monkeypatch.setattr(Control, "receive", receive)
+    monkeypatch.setattr(pieces.PiecePool, "stream", stream)
+    move(prefill, decode, "first", [1])  # and the link is made
+    waits.clear()
+    move(prefill, decode, "t", [1])
+    assert sorted(waits) == ["Accepted", "Delivered", "End", "Offer", "piece"]
+    assert len(["order", *waits]) <= 6
