@@ -175,6 +175,7 @@ class PieceDigests:
     """Digests of one piece: made by the kernel that moves it, while it is in the cache, or else at the end."""
 
     def __init__(self, pool: PoolDigests, tokens: Tokens, part: UnitPart, key: TransferKey, first_token: int) -> None:
+        self.in_kernel = True  # may be made while the piece moves
         self._pool = pool
         self._tokens = tokens
         self._part = part
@@ -185,6 +186,8 @@ class PieceDigests:
 
     def fill(self, args: StreamArgs, first: int, count: int, per_step: int) -> None:
         """Have the kernel make those of units [first, first + count), `per_step` at a time. Host memory only."""
+        if not self.in_kernel:
+            return
         if self._kept is None:
             offsets, sizes = (
                 self._pool._offsets(self._tokens, self._part),
@@ -200,12 +203,15 @@ class PieceDigests:
         args.outer, args.outer_stride, args.inner = rows.outer, rows.source_outer_stride, rows.inner
         args.inner_stride, args.row_bytes = rows.source_inner_stride, rows.row_bytes
 
+    def make(self) -> Digests:
+        """What no kernel has made is made now."""
+        if self._digests is None:
+            self._digests = self._pool.digests(self._tokens, self._part)
+        return self._digests
+
     def finish(self) -> bytes:
-        """As they travel; what no kernel has made is made now."""
-        digests = self._digests
-        if digests is None:
-            digests = self._pool.digests(self._tokens, self._part)
-        bound = bind(digests, self._key, self._first_token, self._pool.unit_tokens)
+        """As they travel."""
+        bound = bind(self.make(), self._key, self._first_token, self._pool.unit_tokens)
         return bound if len(bound) <= MAX_BYTES else xxhash.xxh3_128_digest(bound)
 
 

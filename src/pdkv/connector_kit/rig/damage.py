@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pdkv.connectors.transfer.digest import PoolDigests, Tokens
+from pdkv.connectors.base import TransferKey
+from pdkv.connectors.transfer.digest import PieceDigests, PoolDigests, Tokens
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.kernels.digest import Bytes, Digests
 
@@ -51,7 +52,9 @@ class Damage:
         self._before: list[tuple[Bytes, Bytes]] = []  # views of the pool, and what was there
         self._earlier = self._blocks().copy() if how == "lost" else None  # what lay where something arrives now
         self._make: Callable[[Tokens, UnitPart], Digests] = self._pool.digests
+        self._begin: Callable[[Tokens, UnitPart, TransferKey, int], PieceDigests] = self._pool.begin
         setattr(self._pool, "digests", self._spoil)  # noqa: B010 (mypy takes no assignment to a method)
+        setattr(self._pool, "begin", self._make_apart)  # noqa: B010
 
     def arm(self) -> None:
         """Spoil the next digest, too."""
@@ -66,6 +69,15 @@ class Damage:
                 place[:] = content
             self._before.clear()
         setattr(self._pool, "digests", self._make)  # noqa: B010
+        setattr(self._pool, "begin", self._begin)  # noqa: B010
+
+    def _make_apart(self, tokens: Tokens, part: UnitPart, key: TransferKey, first_token: int) -> PieceDigests:
+        """Before the piece moves (of a receiver: when it is in), so that it can change in between."""
+        piece = self._begin(tokens, part, key, first_token)
+        piece.in_kernel = False
+        if self._how != "lost":
+            piece.make()
+        return piece
 
     def _spoil(self, tokens: Tokens, part: UnitPart) -> Digests:
         if self._how == "lost":
