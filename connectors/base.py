@@ -288,6 +288,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_checksum: ChecksumMode = "on"  # which hand-offs have digests
     kv_shards: int = 1  # parts that stored KV heads are cut into: a multiple of every engine's tp
     device: str = "cpu"  # where the KV pool will be: torch's type of device
+    wire_version: int = 0  # the connector's own; 0: peers' are not compared
 
 
 class SchedulerConnector(ABC):
@@ -430,6 +431,7 @@ class KVConnector(ABC):
     """
 
     kind: ClassVar[ConnectorKind]
+    wire_version: ClassVar[int] = 1  # of what its ranks tell peers and put into cards: raised when that changes
     content_addressed: ClassVar[bool] = False
     concurrent: ClassVar[bool] = False  # push: prefill and decode may be dispatched together
     kv_groups: ClassVar[bool] = False  # takes several block tables, and windows; else all layers keep all tokens
@@ -445,6 +447,11 @@ class KVConnector(ABC):
         self.config = config
         self.notify = notify
         self.options = self.parse_options(config.options)
+
+    @classmethod
+    def wire_versions(cls, name: str) -> dict[str, int]:
+        """Of the connector, registered as `name`, and of its children if it has any: for the engine's card."""
+        return {name: cls.wire_version}
 
     @classmethod
     def parse_options(cls, options: Mapping[str, str]) -> Options:

@@ -82,7 +82,9 @@ def choose_connector(name: str, options: Mapping[str, str]) -> "type[KVConnector
 def make_connector(name: str, config: "ConnectorConfig", notify: Callable[[], None]) -> "KVConnector":
     """One rank's connector: of the class that the options choose. Raises what `load_connector` and the class raise."""
     options = OptionTexts(config.options, f"connector {name}")
-    return load_connector(name).for_options(options)(msgspec.structs.replace(config, options=options), notify)
+    connector = load_connector(name).for_options(options)
+    config = msgspec.structs.replace(config, options=options, wire_version=connector.wire_version)
+    return connector(config, notify)
 
 
 def check_connector(name: str, options: Mapping[str, str]) -> "type[KVConnector]":

@@ -149,7 +149,9 @@ class MultiConnector(KVConnector):
         self.children: list[Child] = []
         try:
             for spec in self.specs:
-                child_config = msgspec.structs.replace(config, options=spec.options)
+                child_config = msgspec.structs.replace(
+                    config, options=spec.options, wire_version=spec.connector.wire_version
+                )
                 self.children.append(Child(spec.name, spec.connector(child_config, notify)))
         except BaseException:
             self.shutdown()
@@ -173,6 +175,10 @@ class MultiConnector(KVConnector):
             "one_process": any(c.one_process for c in connectors),
         }
         return type(cls.__name__, (cls,), flags)
+
+    @classmethod
+    def wire_versions(cls, name: str) -> dict[str, int]:
+        return {spec.name: spec.connector.wire_version for spec in cls.specs} | super().wire_versions(name)
 
     @classmethod
     def hit_tokens(cls, options: Mapping[str, str], block_size: int) -> int:

@@ -22,6 +22,7 @@ from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.scheduler import NixlPullScheduler
+from pdkv.connectors.nixl.wire import BLOB_VERSION
 from pdkv.connectors.peer.pull_scheduler import PullMetadata
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
 from pdkv.wire.messages import ConnectorKind
@@ -34,6 +35,7 @@ class NixlConnector(KVConnector):
     """Its option `mode` chooses the subclass, by `for_options`."""
 
     kind: ClassVar[ConnectorKind] = "pull"
+    wire_version: ClassVar[int] = BLOB_VERSION
     options_type = NixlOptions
     options: NixlOptions
     needs_own_pool: ClassVar[bool] = False

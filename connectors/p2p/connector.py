@@ -16,6 +16,7 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 from pdkv.connectors.p2p.options import P2POptions, P2PPeers
+from pdkv.connectors.p2p.wire import FRAMES_VERSION
 from pdkv.connectors.p2p.worker import P2PWorker
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
 from pdkv.errors import ConfigError
@@ -26,6 +27,7 @@ class P2PConnector(KVConnector):
     """One rank's end of all links."""
 
     kind: ClassVar[ConnectorKind] = "push"
+    wire_version: ClassVar[int] = FRAMES_VERSION
     kv_groups: ClassVar[bool] = True
     concurrent: ClassVar[bool] = True
     metadata_type: ClassVar[type[KVConnectorMetadata]] = PushMetadata

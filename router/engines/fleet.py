@@ -1,5 +1,6 @@
 """The engines as the router sees them: card, life, load, health, breakers."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from pdkv.router.generations.request import Route
 from pdkv.router.routing.policies import EngineView, Side
 from pdkv.wire.messages import BlockCounts, EngineCard, LoadReport, Order
 from pdkv.wire.refusal_note import RefusalNote
+
+logger = logging.getLogger(__name__)
 
 EngineLife = Literal["starting", "ready", "dead"]
 
@@ -184,6 +187,7 @@ class Fleet:
         self.complete_once = complete_once  # every engine has been ready at the same time
         self._identity = identity
         self.pairs = PairBreakers()
+        self._foreign: frozenset[tuple[str, str]] = frozenset()  # ready engines that no KV can pass between
         self.hearsay = ForeignMarks(MARK_TICKS)
 
     def add(self, name: str, role: str, note: RefusalNote | None = None) -> EngineState:
@@ -216,7 +220,21 @@ class Fleet:
         state.role = state.assigned or card.role
         state.health = EngineHealth(beats=card.beats.startswith("ipc://"))  # of others the port may be out of reach
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
+        self._compare_versions()
         return state
+
+    def _compare_versions(self) -> None:
+        """Find the pairs whose connectors speak different versions; say so of those that are new."""
+        cards, before = self.cards(), self._foreign
+        gaps = {(a.engine, b.engine): gap for a in cards for b in cards if (gap := _version_gap(a, b))}
+        self._foreign = frozenset(gaps)
+        for (one, other), gap in gaps.items():
+            if one < other and (one, other) not in before:
+                logger.warning("no KV passes between %s and %s: %s", one, other, gap)
+
+    def can_hand_over(self, prefill: str, decode: str) -> bool:
+        """Whether KV can pass between the two, as far as their cards tell."""
+        return (prefill, decode) not in self._foreign
 
     def _check(self, name: str, card: EngineCard) -> None:
         """Raise IncompatiblePeers if it cannot work with the engines that are ready, or has another model."""
@@ -265,28 +283,43 @@ class Fleet:
         """Ready engines that can be this side of a request, without those that are draining or silent: nobody would
         answer there.
 
-        Engines in `without`, then suspects, then those whose pairs fail, then those with an open breaker are left out
+        Engines in `without`, then suspects, then those without a partner that understands them, then those whose pairs
+        fail, then those with an open breaker are left out
         if others are left.
         """
         able = [e for e in self.engines.values() if e.life == "ready" and e.role in (side, "any")]
         ready = [e for e in able if not (e.draining or e.is_silent)]
         others = [e for e in ready if e.name not in without] or ready
         awake = [e for e in others if not e.suspicion] or others
-        avoided = self.avoided_pairs(now)
-        paired = [e for e in awake if not self._is_avoided(e, avoided)] or awake
+        understood = [e for e in awake if not self._is_alone(e)] or awake
+        failing = self._failing_pairs(now)
+        paired = [e for e in understood if not self._is_avoided(e, failing)] or understood
         told = self.hearsay.engines(self.cards())
         closed = [e for e in paired if e.breaker.passes(now) and e.name not in told] or paired
         return [e.view(side) for e in closed]
 
     def avoided_pairs(self, now: float) -> frozenset[tuple[str, str]]:
         """(prefill, decode) pairs that are passed over now."""
+        return self._failing_pairs(now) | self._foreign
+
+    def _failing_pairs(self, now: float) -> frozenset[tuple[str, str]]:
         return self.pairs.avoided(now) | self.hearsay.pairs(self.cards())
+
+    def _is_alone(self, engine: EngineState) -> bool:
+        """Whether there are engines of the other role, and KV can pass to none of them."""
+        if not self._foreign or engine.role == "any":
+            return False
+        partners = self._partners(engine)
+        return bool(partners) and all((engine.name, partner) in self._foreign for partner in partners)
+
+    def _partners(self, engine: EngineState) -> list[str]:
+        return [e.name for e in self.engines.values() if e.life == "ready" and e.role != engine.role]
 
     def _is_avoided(self, engine: EngineState, pairs: frozenset[tuple[str, str]]) -> bool:
         """Whether these pairs have the engine in common, or are all that it has."""
         if not pairs or engine.role == "any":
             return False
-        partners = [e.name for e in self.engines.values() if e.life == "ready" and e.role != engine.role]
+        partners = self._partners(engine)
         own = [(engine.name, p) if engine.role == "prefill" else (p, engine.name) for p in partners]
         return engine.name in common_sides(pairs) or all(pair in pairs for pair in own)
 
@@ -333,6 +366,13 @@ class Fleet:
             f"{prefill} allows the hand-off orders {mine.orders}, {decode} allows {theirs.orders}, "
             f"and the router takes one of {list(preferred)}"
         )
+
+
+def _version_gap(mine: EngineCard, theirs: EngineCard) -> str:
+    """Which connector of both speaks different versions, with both; empty: none does, as far as is known."""
+    versions = theirs.wire_versions
+    gaps = [(name, own, versions[name]) for name, own in mine.wire_versions.items() if versions.get(name, own) != own]
+    return ", ".join(f"connector {name} speaks version {own} and version {other}" for name, own, other in gaps)
 
 
 def check_compatible(mine: EngineCard, theirs: EngineCard) -> None:

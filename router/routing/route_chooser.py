@@ -97,6 +97,8 @@ class RouteChooser:
         first = self.choose_prefill(request, now, without=without)
         if self._fleet.engines[first].role == "any":
             return Route(first, first)
+        if not any(self._fleet.can_hand_over(first, engine.name) for engine in decode):
+            return Route(first, first)  # as any engine can: what it computes, nobody else could read
         order = self._order(first, decode[0].name)
         if order == "prefill_first":
             return Route(first, "", order)

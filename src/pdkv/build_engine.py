@@ -313,6 +313,7 @@ def _connect(
         rank_blobs=[rank.blob for rank in ranks] if worker is not None else [],
         rank_pids=[rank.pid for rank in ranks],
         version=VERSION,
+        wire_versions=connector.wire_versions(plan.handoff.connector) if connector and plan.handoff else {},
         kv_checksum=plan.handoff.kv_checksum if plan.handoff is not None else "off",
     )
     return build_core(

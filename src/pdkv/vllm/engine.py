@@ -107,6 +107,7 @@ class VllmEngine:
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_num_seqs,
             rank_blobs=[blob],
+            wire_versions=connector.wire_versions(str(self.extra["connector"])),
         )
 
 

@@ -182,6 +182,7 @@ class EngineCard(Message, frozen=True):
     beats: Text = ""  # ZeroMQ endpoint of its Beats; of tcp:// only the port counts; "": it sends none
     max_num_batched_tokens: Natural = 0  # of its largest step; 0: not known
     version: Id = ""  # of pdkv there: for people
+    wire_versions: Annotated[dict[Id, Natural], Meta(max_length=64)] = {}  # of each connector in it: KVConnector's
     kv_checksum: ChecksumMode = "off"  # which of its hand-offs have digests
 
 

@@ -255,3 +255,15 @@ def test_order_is_the_first_preferred_one_that_both_cards_allow(kind: str, order
 def test_illegal_order_is_refused() -> None:
     with pytest.raises(IncompatiblePeers, match=r"prefill-0 allows .*the router takes one of \['concurrent'\]"):
         make_fleet("pull").order("prefill-0", "decode-0", ("concurrent",))
+
+
+def test_connectors_of_different_versions_are_said_once_with_both(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet()
+    for name, version in (("prefill-0", 1), ("decode-0", 2), ("decode-1", 1)):
+        fleet.add(name, name[:-2])
+        fleet.came_up(name, make_card(name, name[:-2], wire_versions={"p2p": version}))
+    gap = "no KV passes between decode-0 and prefill-0: connector p2p speaks version 2 and version 1"
+    assert caplog.text.count(gap) == 1
+    assert not fleet.can_hand_over("prefill-0", "decode-0")
+    assert not fleet.can_hand_over("decode-0", "prefill-0")
+    assert fleet.can_hand_over("prefill-0", "decode-1")

@@ -62,6 +62,25 @@ def test_every_legal_order_gives_the_right_tokens(kind: str, order: Order) -> No
     run(System(2, 4, kind=kind, orders=[order]), body)
 
 
+@pytest.mark.parametrize("kind", ["pull", "push"])
+def test_engines_of_different_versions_serve_without_handing_over(kind: str) -> None:
+    """And when one is restarted with the other's version, they do again."""
+
+    async def body(system: System) -> None:
+        for version, name in enumerate(("prefill-0", "decode-0")):
+            system.backends[name].die()
+            system.backends[name].start(system.card(name, epoch="e1", wire_versions={"p2p": version}))
+        for i in range(4):
+            generation = await check_right(system, make_request(20 + i))
+            assert generation.prefill_engine == generation.decode_engine == "prefill-0"
+        system.backends["decode-0"].die()
+        system.backends["decode-0"].start(system.card("decode-0", epoch="e2", wire_versions={"p2p": 0}))
+        generation = await check_right(system, make_request(30))
+        assert (generation.prefill_engine, generation.decode_engine) == ("prefill-0", "decode-0")
+
+    run(System(1, 1, kind=kind), body)
+
+
 def test_aggregated_engines_do_it_alone() -> None:
     async def body(system: System) -> None:
         generation = await check_right(system, make_request())

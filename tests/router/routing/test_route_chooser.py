@@ -87,6 +87,35 @@ def test_a_pair_whose_transfers_failed_is_avoided_while_there_is_another(policy:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_engines_whose_connectors_speak_different_versions_are_never_a_pair(policy: str) -> None:
+    """Which are left over do both; a restart with the others' version makes pairs of them again."""
+    chooser: Any = make_chooser(0, 0, policy)
+    fleet = chooser.fleet
+
+    def start(name: str, version: int) -> None:
+        if name not in fleet.engines:
+            fleet.add(name, name[:-2])
+            chooser.index.add_engine(name)
+            chooser.tiers.add_engine(name)
+        fleet.came_up(name, make_card(name, name[:-2], wire_versions={"p2p": version}))
+
+    start("prefill-0", 1)
+    start("decode-0", 2)
+    assert chooser.choose(make_request(), 0.0) == Route("prefill-0", "prefill-0")
+    start("decode-1", 1)
+    Entry(fleet.engines["decode-1"].books, 0, 10_000).enter()
+    for _ in range(8):
+        route = chooser.choose(make_request(), 0.0)
+        assert route == Route("prefill-0", "", "prefill_first")
+        assert chooser.choose_decode(make_request(), "prefill-0", 0.0) == "decode-1"
+    start("prefill-1", 3)
+    assert {chooser.choose_prefill(make_request(), 0.0) for _ in range(8)} == {"prefill-0"}
+    fleet.went_down("decode-0", 0.0)
+    start("decode-0", 1)
+    assert {chooser.choose_decode(make_request(), "prefill-0", 0.0) for _ in range(20)} & {"decode-0"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_choice_after_the_first_goes_where_its_prompt_was_run(policy: str) -> None:
     chooser: Any = make_chooser(3, 1, policy)
     Entry(chooser.fleet.engines["prefill-1"].books, 5000, 0).enter()
