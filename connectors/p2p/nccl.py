@@ -28,13 +28,6 @@ MAX_POSTED = 4
 _LOOK_S = 1e-4
 
 
-def gpu_of(device: torch.device) -> str:
-    """Which GPU that is, where NCCL can be used; else nothing."""
-    if device.type != "cuda" or not torch.distributed.is_nccl_available():
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 def make_nccl(store: Store, rank: int, timeout: timedelta) -> Any:
     """torch.distributed's group of two ranks, of which this is one. Raises RuntimeError."""
     nccl: Any = torch.distributed.ProcessGroupNCCL

@@ -73,13 +73,8 @@ class PiecePool:
         self.layout = layout
         self.units = UnitPool(kv_cache)
         self.on_host = self.units.on_cpu
-        self.gpu = ""  # which one, where NCCL can be used
         self._num_blocks = len(kv_cache)
         self._flat: Bytes | None = kv_cache.view(-1).view(torch.uint8).numpy() if self.on_host else None
-        if not self.on_host and torch.distributed.is_available():
-            from pdkv.connectors.p2p.nccl import gpu_of
-
-            self.gpu = gpu_of(kv_cache.device)
 
     def unit_bytes(self, part: UnitPart | None) -> int:
         """Bytes of one unit's part, or, without one, of a block."""

@@ -68,7 +68,7 @@ class P2PWorker(PushWorker):
         self.listener = LinkListener(self.config, options.host, self._secret, limits, self._take)
         self._address = Address(
             FRAMES_VERSION, host_id(), self.listener.unix_name, options.host, self.listener.port, self._secret,
-            self._pool.on_host, self._pool.gpu,
+            self._pool.on_host, _gpu_of(kv_cache),
         )  # fmt: skip
         self.start_threads()
 
@@ -196,3 +196,12 @@ class P2PWorker(PushWorker):
         if not self.enter(job):
             raise KVNotFound("the transfer has ended", transfer_id=key[0], attempt=key[1])
         return job, plan, pool
+
+
+def _gpu_of(kv_cache: "torch.Tensor") -> str:
+    """Which GPU that is on, where NCCL can be used; else nothing."""
+    import torch.distributed
+
+    if not kv_cache.is_cuda or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(kv_cache.device).uuid)

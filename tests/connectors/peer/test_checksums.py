@@ -10,7 +10,7 @@ from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.peer.checksums import SAMPLED, is_checked
 from pdkv.connectors.peer.push_worker import PushWorker
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
-from pdkv.errors import KVCorrupted, KVNotFound
+from pdkv.errors import KVCorrupted, KVNotFound, PeerGone
 from pdkv.wire.messages import ChecksumMode
 
 NUM_TOKENS = 75
@@ -108,9 +108,10 @@ def test_a_damaged_push_fails_at_both_ends(tp: tuple[int, int], how: How, caplog
         damage = Damage(sender.workers[-1], how)
         ticket = receiver.want(view("t", kv="await_peer", num_tokens=NUM_TOKENS), TARGET)
         sender.give(view("t", kv="handoff", num_tokens=NUM_TOKENS, ticket=ticket), SOURCE, NUM_TOKENS)
-        assert receiver.outcome("receiving", ("t", 1)).code == KVCorrupted.code
-        # Another rank's piece may come when the transfer has already failed.
-        assert sender.outcome("sending", ("t", 1)).code in (KVCorrupted.code, KVNotFound.code)
+        # Another rank's piece may come when the transfer has already failed, or be on its way when it does.
+        others = {PeerGone.code} if tp[1] > 1 else set()
+        assert receiver.outcome("receiving", ("t", 1)).code in {KVCorrupted.code, *others}
+        assert sender.outcome("sending", ("t", 1)).code in (KVCorrupted.code, KVNotFound.code, PeerGone.code)
         assert damage.num_done == 1
         assert "from engine p to engine d is damaged: transfer t, attempt 1" in caplog.text
     finally:
