@@ -28,6 +28,7 @@ from benchmarks import (
     sampler,
     startup,
     step_thread,
+    step_transfer,
     ttft,
 )
 from benchmarks.report import Claim, Context, Outcome, load_average, save, show
@@ -45,6 +46,7 @@ def _of(module_run: Callable[[Context, str], list[Claim]], size: str) -> Benchma
 BENCHMARKS: dict[str, Benchmark] = {
     "startup": startup.run,
     "step_thread": step_thread.run,
+    "step_transfer": step_transfer.run,
     "identity_mid": _of(identity.run, "mid"),
     "identity_large": _of(identity.run, "large"),
     "ttft_tiny": _of(ttft.run, "tiny"),

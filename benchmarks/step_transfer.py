@@ -170,7 +170,9 @@ class Pair:
         )
         self.reader.tell(Continue(request.request_id, 0, _tokens(self.source.run())))
         self.reader.run_until(lambda told: bool(_find(told, Finished)), self.source)
-        self.source.tell(Release(request.transfer_id, 0))
+        key = (request.transfer_id, 0)  # all is sent when the reader has it, and the source hears of it meanwhile
+        self.source.run_until(lambda _: not self.source.core.external.has_saves(key))
+        self.source.tell(Release(*key))
 
 
 def _find(messages: Sequence[EngineToRouter], kind: type[T]) -> list[T]:

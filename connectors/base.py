@@ -165,6 +165,8 @@ class Observed(NamedTuple):
     is larger; at once at a hand-off's end, and when its ticket arrives."""
     confirmed_steps: int = 1
     """A decode's confirmed tokens may be shown so many steps late, with those of others: each time costs by itself."""
+    ends: bool = True
+    """Which requests ended is told at once; else with the next step, which is not made for that alone."""
 
     def __or__(self, other: "Observed") -> "Observed":
         """What either needs."""
@@ -176,10 +178,11 @@ class Observed(NamedTuple):
             self.waiting_keys or other.waiting_keys,
             gcd(*units) or 1,
             min(steps, default=1),
+            self.ends or other.ends,
         )
 
 
-OBSERVES_NOTHING = Observed(Shown.NONE, Shown.NONE, waiting_keys=False)
+OBSERVES_NOTHING = Observed(Shown.NONE, Shown.NONE, waiting_keys=False, ends=False)
 
 
 class SchedulerView(msgspec.Struct, frozen=True):

@@ -194,9 +194,7 @@ class EngineCore:
         for new in plan.new:
             self.requests[new.key].begins(now)
         self._fail_rejected()
-        num_tokens = plan.num_tokens
-        self._dirty = self._dirty or num_tokens > 0
-        self.watch.begin(num_tokens)
+        self.watch.begin(plan.num_tokens)
         return self.executor.execute(plan)
 
     def _note_preemption(self, now: float) -> None:
@@ -220,6 +218,8 @@ class EngineCore:
             self._fail(request, failure.code, failure.message, False)
         self._sends_ended(result.sends)
         self._fail_rejected()
+        if result.computed:
+            self.scheduler.go_on()
         self.watch.end()
 
     def _sends_ended(self, sends: Sequence[EndedSend]) -> None:
@@ -297,7 +297,8 @@ class EngineCore:
         Args:
             prepared: what is known already of a Submit's tokens.
         """
-        self._dirty = True
+        if not isinstance(message, Continue | Release):  # those say themselves whether anything follows
+            self._dirty = True
         match message:
             case Submit():
                 self._submit(router_id, message, now, prepared)
@@ -316,6 +317,8 @@ class EngineCore:
                     self._deliver(request, message)
                 elif not self.prefill.handle(router_id, message):
                     self.counters.dropped_messages += 1
+                else:
+                    self.scheduler.go_on()  # blocks may have come free
             case Trial():
                 self.counters.dropped_messages += not self.scheduler.trials.answered(router_id, message)
             case _:
@@ -350,6 +353,7 @@ class EngineCore:
             return
         request.output_token_ids += token_ids
         self.scheduler.loads.wake(request)
+        self.scheduler.go_on()  # it may be among those that wait
 
     def _submit(self, router_id: str, submit: Submit, now: float, prepared: Prepared | None) -> None:
         key = (submit.request_id, submit.attempt)

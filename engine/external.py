@@ -123,6 +123,7 @@ class ExternalKV:
         self._shows_scheduled = _Shows.of(observes.scheduled)
         self._shows_confirmed = _Shows.of(observes.confirmed)
         self._shows_waiting_keys = observes.waiting_keys
+        self._tells_ends = observes.ends  # at once
         self._confirmed_steps = observes.confirmed_steps
         self._num_waited = 0  # views without what is confirmed
         self._confirmed_unit = max(block_size, observes.confirmed_tokens)
@@ -137,9 +138,12 @@ class ExternalKV:
 
     @property
     def has_news(self) -> bool:
-        """Whether an empty step would tell the workers something."""
-        connector = self.connector
-        return connector is not None and (bool(self._news) or bool(self._cancels) or connector.has_pending_work)
+        """Whether an empty step would tell the workers something that cannot wait."""
+        connector, news = self.connector, self._news
+        if connector is None:
+            return False
+        is_urgent = bool(news) if self._tells_ends else bool(news.confirmed)
+        return is_urgent or bool(self._cancels) or connector.has_pending_work
 
     @property
     def kept_blocks(self) -> Sequence[Sequence[int]]:
@@ -242,8 +246,9 @@ class ExternalKV:
         """The request is over; asks the connector about its blocks."""
         if self.connector is None:
             return FinishDecision(hold_blocks=False)
-        self._news.finished.append(request.transfer_key)
-        if self._shows_confirmed.includes(request):
+        key = request.transfer_key
+        self._news.finished.append(key)
+        if any(confirmed.request.transfer_key == key for confirmed in self._news.confirmed):
             held = request.held_blocks()
             self._pool.hold(held, Holder.ACTIVE)  # until the connector has heard what is in them
             self._kept.append(held)

@@ -26,6 +26,11 @@ class Queues:
         self._left: list[RequestKey] = []  # requests that leave the workers' batch with the next plan
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nobody runs and nobody waits: nothing that comes free is of use to anyone yet."""
+        return not (self.running or self.waiting)
+
+    @property
     def has_place(self) -> bool:
         """Whether the workers' batch takes another request."""
         return self._num_places_taken < self._max_num_seqs

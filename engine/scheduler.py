@@ -52,6 +52,7 @@ class StepResult(NamedTuple):
     drawn: list[Drawn]
     failed: list[tuple[Request, StepFailure]]  # nothing of their step counts
     sends: list[EndedSend]
+    computed: bool  # somebody was in it
 
 
 Admission = Literal["admitted", "skipped", "capped", "blocked"]
@@ -101,8 +102,8 @@ class Scheduler:
         new, scheduled = self._begin_shares(step_id, batch)
         waiting = list(islice(self.waiting, NUM_PREFETCH_REQUESTS))
         meta, cancels, freed = self.external.build_meta(step_id, ranges, waiting)
-        if freed and (self.waiting or self.running):
-            self.queues.needs_step = True
+        if freed:
+            self.go_on()
         return StepPlan(step_id, new, scheduled, self.queues.take_left(), meta, cancels)
 
     def _look_after_trial(self, batch: Sequence[tuple[Request, int]]) -> None:
@@ -114,11 +115,10 @@ class Scheduler:
 
     def update(self, output: StepOutput) -> StepResult:
         """Confirm a step: transfers are settled, counters advance, full blocks enter the cache."""
-        result = StepResult([], [], self.settle(output.transfers))
+        sends = self.settle(output.transfers)
         self.loads.end_step(output.step_id)
         shares = self._in_flight.pop(output.step_id, ())
-        if shares:  # they may have held back tokens or blocks
-            self.queues.needs_step = True
+        result = StepResult([], [], sends, bool(shares))
         for request, restarts, stop, samples in shares:
             if restarts != request.restarts:
                 continue  # aborted, preempted or sent back meanwhile
@@ -142,12 +142,17 @@ class Scheduler:
             self.queues.needs_step = True
         return result
 
+    def go_on(self) -> None:
+        """What came free, or what is known now, may let somebody go on."""
+        if not self.queues.is_empty:
+            self.queues.needs_step = True
+
     def settle(self, results: TransferResults) -> list[EndedSend]:
         """Transfers have ended, with a step or between two: loads, holds and quarantines end with them."""
         settled = self.external.settle(results)
         self.loads.settle(settled.loads)
-        if settled.freed:  # they may have held back tokens or blocks
-            self.queues.needs_step = True
+        if settled.freed:
+            self.go_on()
         return settled.sends
 
     def add(self, request: Request) -> None:

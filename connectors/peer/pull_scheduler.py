@@ -18,7 +18,6 @@ from pdkv.connectors.base import (
     FinishDecision,
     KVConnectorMetadata,
     MatchedTokens,
-    Observed,
     RequestView,
     SchedulerConnector,
     SchedulerView,
@@ -93,7 +92,7 @@ class PullScheduler(SchedulerConnector):
         if config.kv_checksum == "off" or not self.shown:
             self.observes = OBSERVES_NOTHING
         else:
-            self.observes = Observed(Shown.NONE, self.shown, waiting_keys=False, confirmed_steps=CONFIRMED_STEPS)
+            self.observes = OBSERVES_NOTHING._replace(confirmed=self.shown, confirmed_steps=CONFIRMED_STEPS)
         self.block_size = config.layout.block_size
         self.peers = peers
         self._table = table

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 from nixl_rig import needs_nixl
 
-from benchmarks import connectors, dtypes, front, identity, layerwise, sampler, startup, step_thread, ttft
+from benchmarks import (
+    connectors,
+    dtypes,
+    front,
+    identity,
+    layerwise,
+    sampler,
+    startup,
+    step_thread,
+    step_transfer,
+    ttft,
+)
 from benchmarks.redis_server import find_binary, redis_server
 from benchmarks.report import Claim, Context
 from pdkv.kernels import host
@@ -34,6 +45,12 @@ def test_the_step_thread_is_measured_under_each_connector(tmp_path: Path) -> Non
     check(claims)
     assert len(claims) >= len([name for name in step_thread.CONNECTORS if "nixl" not in name])
     assert all(ms > 0 for ms in claims[-1].figures.values())
+
+
+def test_what_a_transfer_costs_the_step_threads_is_measured_under_each_connector(tmp_path: Path) -> None:
+    claims = step_transfer.run(Context(tmp_path, None, quick=True))
+    check(claims)
+    assert len(claims) >= len([name for name in step_thread.CONNECTORS if "nixl" not in name]) - 1
 
 
 @pytest.mark.skipif(not host.can_draw(), reason="no compiler when pdkv was installed")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import of_type, submit
+from engines import make_core, of_type, run, submit
 
 from pdkv.build_engine import build_engine
 from pdkv.config import EngineConfig, HandoffConfig
@@ -23,6 +23,7 @@ from pdkv.wire.messages import (
     HandedOff,
     KVTicket,
     Peers,
+    Release,
     RouterToEngine,
     Tokens,
 )
@@ -174,3 +175,54 @@ def test_a_hit_in_a_store_is_continued_in_the_step_that_learns_of_it(
             assert reader.news.wait(WAIT_S)
             reader.run()
         assert steps_behind_load(reader, gate) == [len(PROMPT) % 16]
+
+
+# --- steps that compute nothing -------------------------------------------------------------------------------------
+
+
+def test_a_pull_brings_one_empty_step_which_begins_it(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the request's end nor the lease's needs a step; what the source has computed is digested behind it."""
+    gate = Gate(monkeypatch)
+    with ExitStack() as stack:
+        source, reader = pair(tiny_model_dir, "shared_memory", {}, stack)
+        sent = source.tell(submit(PROMPT, until="first_token", kv="handoff"))
+        (handed_off,) = of_type(sent, HandedOff)
+        assert isinstance(handed_off, HandedOff)
+        output = first_token(sent)
+        gate.close()
+        reader.tell(submit(PROMPT, kv="await_peer", output_token_ids=output, handoff=handed_off.handoff))
+        assert reader.computed == [0, 0]  # the one before is for its peers
+        steps_behind_load(reader, gate)
+        source.tell(Release(handed_off.handoff.transfer_id, 0))
+        assert (source.computed, reader.computed) == ([0, len(PROMPT), 0], [1, 1, 1])
+        for engine in (source, reader):
+            counts = engine.core.scheduler.kv.pool.counts()
+            assert counts.free + counts.cached == counts.total
+
+
+def test_news_for_a_request_that_still_waits_for_its_kv_brings_no_step(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with ExitStack() as stack:
+        source, reader = pair(tiny_model_dir, "p2p", {}, stack)
+        (allocated,) = of_type(reader.tell(submit(PROMPT, kv="await_peer")), Allocated)
+        assert isinstance(allocated, Allocated)
+        gate.close()
+        sent = source.tell(submit(PROMPT, until="first_token", kv="handoff"), KVTicket("a", 0, allocated.ticket or b""))
+        before = len(reader.computed)
+        reader.tell(Continue("a", 0, first_token(sent)))
+        assert len(reader.computed) == before
+        assert steps_behind_load(reader, gate) == [1]
+
+
+def test_blocks_that_a_release_gives_back_are_taken_at_once_by_who_waits_for_them() -> None:
+    core = make_core(num_blocks=16, options={"fabric": "released-blocks"})  # blocks of 4 tokens
+    core.handle("r", submit(list(range(100, 130)), until="first_token", kv="handoff"), 0.0)
+    (handed_off,) = of_type(run(core), HandedOff)
+    assert isinstance(handed_off, HandedOff)
+    core.handle("r", submit(list(range(200, 240)), request_id="b", max_tokens=1), 0.0)
+    assert not of_type(run(core), Tokens)  # two blocks too few
+    core.handle("r", Release(handed_off.handoff.transfer_id, 0), 0.0)
+    assert of_type(run(core), Tokens)
+    core.shutdown()

@@ -167,5 +167,5 @@ def test_what_two_connectors_observe_together() -> None:
     assert push | store == Observed(Shown.HANDOFFS | Shown.LAYERWISE_LOADS, Shown.ALL, waiting_keys=True)
     coarse = store._replace(confirmed_tokens=64, confirmed_steps=4)
     assert (OBSERVES_NOTHING | coarse) == coarse
-    assert (push | coarse)[3:] == (1, 4)  # hand-offs never wait
-    assert (coarse | store._replace(confirmed_tokens=48))[3:] == (16, 1)
+    assert (push | coarse)[3:] == (1, 4, True)  # hand-offs never wait
+    assert (coarse | store._replace(confirmed_tokens=48))[3:] == (16, 1, True)
