@@ -50,6 +50,10 @@ BACKENDS: dict[str, Callable[..., Choice]] = {
     "p2p": functools.partial(_plain, "p2p"),
     "nixl pull": functools.partial(_plain, "nixl", "mode=pull"),
     "nixl push": functools.partial(_plain, "nixl", "mode=push"),
+    "nixl pull cma": functools.partial(_plain, "nixl", "mode=pull", "path=cma"),
+    "nixl push cma": functools.partial(_plain, "nixl", "mode=push", "path=cma"),
+    "nixl pull ucx": functools.partial(_plain, "nixl", "mode=pull", "path=ucx"),
+    "nixl push ucx": functools.partial(_plain, "nixl", "mode=push", "path=ucx"),
     "shared_storage": functools.partial(_plain, "shared_storage", "path={directory}/kv"),
     "store redis": functools.partial(_served, RedisServer),
     "store lmcache": functools.partial(_served, LMCacheServer),
@@ -57,6 +61,9 @@ BACKENDS: dict[str, Callable[..., Choice]] = {
     "multi": functools.partial(_plain, "multi", "connectors=shared_memory,store", "store.url=file://{directory}/kv"),
 }
 """name -> (directory) -> the flags that choose it, while its server runs."""
+
+HAVE_CONNECTIONS = ("p2p", "store redis", "store lmcache")
+"""Engines have connections to each other, or to a server; others reach each other's memory, or files."""
 
 
 class Row(NamedTuple):

@@ -257,7 +257,11 @@ def test_a_restarted_peer_is_met_again_and_its_predecessor_is_refused(world: Wor
     [
         ({"options": {"mode": "pull"}}, {"options": {"mode": "push"}}, "mode of the nixl connector"),
         ({"layout": msgspec.to_builtins(make_layout(dtype="float16", dtype_bytes=2))}, {}, "float16"),
-        ({"tp": 2}, {"tp": 3, "layout": make_layout(num_kv_heads=1)}, "2 there"),
+        (
+            {"tp": 2, "layout": msgspec.to_builtins(make_layout(num_kv_heads=3, total_kv_heads=6))},
+            {"tp": 3, "layout": make_layout(num_kv_heads=2, total_kv_heads=6)},
+            "2 there",
+        ),
     ],
     ids=["mode", "dtype", "ranks"],
 )

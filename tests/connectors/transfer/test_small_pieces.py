@@ -5,6 +5,7 @@ from pdkv.connectors.transfer.small_pieces import Gate
 
 
 def test_small_pieces_are_gathered_if_there_are_enough_of_them() -> None:
+    """F18."""
     gate = Gate(4096, 3)
     sizes = as_ids([4096, 100, 8192, 4095, 0])
     assert gate.choose(sizes).tolist() == [False, True, False, True, True]

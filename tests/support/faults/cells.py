@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from matrix_rows import HAVE_CONNECTIONS
+
 Kind = Literal["kill", "stop", "cut", "cut transfer", "refused transfer", "full pool", "stop, 1.5 s limit"]
 Moment = Literal["on prefill", "in transfer", "mid-stream"]
 
@@ -34,9 +36,6 @@ KINDS: Mapping[Kind, Sequence[Place]] = {
 }
 """kill -9; SIGSTOP; the connections to the router cut, or those that KV travels on; the peer refuses each hand-off;
 more requests than the KV pool holds; SIGSTOP for the rest of the load, whose clients wait for 1.5 s each."""
-
-HAVE_CONNECTIONS = ("p2p", "store redis", "store lmcache")
-"""Where KV travels on sockets. NIXL's engines share memory on one host, and files need no connection."""
 
 USUAL = ("shared_memory", "p2p", "nixl pull", "nixl push", "store redis")
 """One of each way in which KV travels."""

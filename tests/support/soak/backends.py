@@ -22,8 +22,7 @@ _FILES = (*_STORE, f"capacity={STORE_MIB}MiB")
 OPTIONS: dict[str, Sequence[str]] = {
     "shared_memory": ("load_timeout_s=1",),
     "p2p": ("timeout_s=1.5", "handshake_timeout_s=1", "idle_s=3"),
-    "nixl pull": ("transfer_timeout_s=1.5",),
-    "nixl push": ("transfer_timeout_s=1.5",),
+    **dict.fromkeys((name for name in BACKENDS if name.startswith("nixl")), ("transfer_timeout_s=1.5",)),
     "shared_storage": _FILES,
     "store redis": _SERVER,
     "store lmcache": _SERVER,
@@ -33,9 +32,6 @@ OPTIONS: dict[str, Sequence[str]] = {
 assert set(OPTIONS) == set(BACKENDS)
 
 HAVE_FILES = ("shared_storage", "store tiers", "multi")
-
-HAVE_LINKS = ("p2p", "store redis", "store lmcache")
-"""Engines have connections to each other, or to a server; others reach each other's memory, or files."""
 
 
 def choose(name: str, directory: Path) -> Choice:

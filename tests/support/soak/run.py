@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 from deployments import Running, launches
-from matrix_rows import BACKENDS, Chosen
+from matrix_rows import BACKENDS, HAVE_CONNECTIONS, Chosen
 from oracle import Expected
 from prompt_set import forty_prompts
 from serving_checks import read_books, serve_directory
@@ -29,7 +29,7 @@ from traffic import client_of
 
 from soak import hostile_frames, strangers
 from soak.accounts import accounts
-from soak.backends import HAVE_FILES, HAVE_LINKS, REQUEST_TIMEOUT_S, STORE_MIB, choose, extra_flags, select
+from soak.backends import HAVE_FILES, REQUEST_TIMEOUT_S, STORE_MIB, choose, extra_flags, select
 from soak.checks import (
     Held,
     check_let_go,
@@ -203,7 +203,7 @@ async def _soak(
     engines = list(deployment.pids())
     others = [f"{name}.{rank}" for name in engines for rank in range(1, plan.ranks[name.startswith("decode")])]
     has_files = plan.backend in HAVE_FILES
-    has_links = plan.backend in HAVE_LINKS and not others  # else an engine's ranks would be cut from each other
+    has_links = plan.backend in HAVE_CONNECTIONS and not others  # else an engine's ranks would be cut from each other
     site = Site(engines, others, chosen.server is not None, has_files, has_links, plan.spared)
     async with client_of(deployment) as client:
         client.headers["x-pd-timeout-s"] = str(REQUEST_TIMEOUT_S)
