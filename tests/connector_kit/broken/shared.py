@@ -33,7 +33,7 @@ BLOCKED_S = 0.3
 
 
 class _Broken(SharedMemoryConnector):
-    """`shared_memory` with a worker or a scheduler side of its own."""
+    """`shared_memory` with a worker or a scheduler side of its own, whose digests do not find first what is wrong."""
 
     worker_type: type[SharedMemoryWorker] = SharedMemoryWorker
     scheduler_type: type[SharedMemoryScheduler] = SharedMemoryScheduler
@@ -43,7 +43,7 @@ class _Broken(SharedMemoryConnector):
 
     def make_worker_side(self, rank: int) -> SharedMemoryWorker:
         return self.worker_type(
-            self.config, self._arena, self.notify, io_threads=1,
+            msgspec.structs.replace(self.config, kv_checksum="off"), self._arena, self.notify, io_threads=1,
             load_timeout_s=self.options.load_timeout_s, peers=self._peers,
         )  # fmt: skip
 
