@@ -102,6 +102,7 @@ class PullWorker(PeerWorker):
         super().shutdown()
         if self.source_digests is not None:
             self.source_digests.close()
+            self.checksums.close()  # its view of the pool keeps an arena mapped
         self.source_digests = None
 
     def _compare(self, piece: PullPiece, check: DigestCheck, digests: Digests | None) -> None:
