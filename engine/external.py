@@ -4,7 +4,7 @@ Owns the requests that wait outside the batch for a load, the blocks that a peer
 blocks that a transfer reads (I/O holds).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from sys import maxsize
@@ -134,7 +134,7 @@ class ExternalKV:
         self._holds: dict[TransferKey, BlockHold] = {}
         self._cancels: list[TransferKey] = []
         self._news = _News()
-        self._kept: list[Sequence[int]] = []  # blocks of requests that finished since the last view
+        self._kept: dict[TransferKey, Sequence[int]] = {}  # blocks of requests that finished since the last view
 
     @property
     def has_news(self) -> bool:
@@ -146,9 +146,9 @@ class ExternalKV:
         return is_urgent or bool(self._cancels) or connector.has_pending_work
 
     @property
-    def kept_blocks(self) -> Sequence[Sequence[int]]:
+    def kept_blocks(self) -> Collection[Sequence[int]]:
         """Blocks of ended requests, held until the connector has heard what is in them: to the end of this plan."""
-        return self._kept
+        return self._kept.values()
 
     @property
     def is_idle(self) -> bool:
@@ -251,7 +251,7 @@ class ExternalKV:
         if any(confirmed.request.transfer_key == key for confirmed in self._news.confirmed):
             held = request.held_blocks()
             self._pool.hold(held, Holder.ACTIVE)  # until the connector has heard what is in them
-            self._kept.append(held)
+            self._kept[key] = held
         return self.connector.request_finished(request.view(), request.block_tables)
 
     def aborted(self, key: TransferKey, *, cancel_sending: bool = False) -> None:
@@ -266,6 +266,8 @@ class ExternalKV:
     def _retract(self, key: TransferKey) -> None:
         """What was confirmed of a request is not told: its blocks may have another owner when the view is built."""
         self._news.confirmed = [c for c in self._news.confirmed if c.request.transfer_key != key]
+        if (held := self._kept.pop(key, None)) is not None:  # no view will be built for them alone
+            self._pool.release(held, Holder.ACTIVE)
 
     def has_saves(self, key: TransferKey) -> bool:
         """Whether a transfer still reads the request's blocks."""
@@ -296,8 +298,8 @@ class ExternalKV:
         meta = self.connector.build_connector_meta(view)
         for hold in meta.holds:
             self.hold(hold)
-        kept, self._kept = self._kept, []
-        for block_ids in kept:
+        kept, self._kept = self._kept, {}
+        for block_ids in kept.values():
             self._pool.release(block_ids, Holder.ACTIVE)
         return meta, cancels, bool(kept)
 

@@ -200,6 +200,23 @@ def test_a_pull_brings_one_empty_step_which_begins_it(tiny_model_dir: Path, monk
             assert counts.free + counts.cached == counts.total
 
 
+def test_a_release_that_overtakes_the_step_behind_a_request_leaves_no_block_held(tiny_model_dir: Path) -> None:
+    """Its reader had all of the KV already: nothing is to be digested, and no step is made to learn that."""
+    with ExitStack() as stack:
+        source, _ = pair(tiny_model_dir, "shared_memory", {}, stack)
+        now = time.monotonic()
+        source.core.handle("r", submit(PROMPT, until="first_token", kv="handoff"), now)
+        sent: list[EngineToRouter] = []
+        while not of_type(sent, HandedOff):
+            source.core.step(now)
+            sent += [message for _, messages in source.core.take_messages(now) for message in messages]
+        (handed_off,) = of_type(sent, HandedOff)
+        assert isinstance(handed_off, HandedOff)
+        source.tell(Release(handed_off.handoff.transfer_id, 0))
+        counts = source.core.scheduler.kv.pool.counts()
+        assert counts.free + counts.cached == counts.total, counts
+
+
 def test_news_for_a_request_that_still_waits_for_its_kv_brings_no_step(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
