@@ -123,8 +123,9 @@ def _place_of(innermost: FrameType) -> tuple[str, FrameType] | None:
     if _module(innermost) in _LOOP_MODULES:
         return None
     outermost = innermost
-    while outermost.f_back is not None and _module(outermost.f_back) not in _LOOP_MODULES:
-        outermost = outermost.f_back
+    # Asked once each: the thread runs on meanwhile, and a frame that has returned has no caller any more.
+    while (caller := outermost.f_back) is not None and _module(caller) not in _LOOP_MODULES:
+        outermost = caller
     return _own_place(innermost) or innermost.f_code.co_qualname, outermost
 
 

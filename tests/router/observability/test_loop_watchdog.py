@@ -1,15 +1,17 @@
 """What holds the event loop is counted and named, on the router's kind of loop; what does not, is not."""
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar, cast
 
 import pytest
 import uvloop
 
-from pdkv.router.observability.loop_watchdog import MAX_PLACES, LoopWatchdog
+from pdkv.router.observability.loop_watchdog import MAX_PLACES, LoopWatchdog, _place_of
 
 
 def watched(hold: Callable[[LoopWatchdog], None], factory: Callable[[], asyncio.AbstractEventLoop]) -> LoopWatchdog:
@@ -113,3 +115,23 @@ def test_many_callbacks_in_a_row_are_a_crowd() -> None:
     watchdog._samples = [("a", 1), ("b", 2), ("a", 3)]
     watchdog._count(0.03, 0.03)
     assert watchdog.stalls == {("a", "crowd"): 1}
+
+
+def test_a_stack_that_unwinds_while_it_is_looked_at_is_no_error() -> None:
+    class Unwinding:
+        """A frame whose caller is there when it is asked for first, and has gone when it is asked for again."""
+
+        f_globals: ClassVar = {"__name__": "pdkv.unwinding"}
+        f_code = sys._getframe().f_code
+
+        def __init__(self) -> None:
+            self._caller: FrameType | None = sys._getframe()
+
+        @property
+        def f_back(self) -> FrameType | None:
+            caller, self._caller = self._caller, None
+            return caller
+
+    found = _place_of(cast(FrameType, Unwinding()))
+    assert found is not None
+    assert found[0] == f"unwinding.{sys._getframe().f_code.co_qualname}.<locals>.Unwinding"
