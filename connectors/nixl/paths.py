@@ -46,10 +46,10 @@ class PeerPaths:
             raise found.with_traceback(None)
         return found
 
-    def in_use(self) -> dict[str, str]:
-        """The path to each peer's rank that has been met, by agent."""
+    def in_use(self) -> list[tuple[str, str]]:
+        """(engine, path) of each rank of a peer that has been met."""
         with self._lock:
-            return {agent: _name(found) for agent, (_, found) in self._found.items()}
+            return [(agent.rsplit("/", 2)[0], _name(found)) for agent, (_, found) in self._found.items()]
 
     def map_ahead(self) -> bool:
         """A little work that makes later copies faster; False: nothing is left to do."""

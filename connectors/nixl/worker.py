@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.base import ConnectorConfig, Stats
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.peer.worker import PeerWorker
-from pdkv.wire.messages import EngineCard
+from pdkv.connectors.stats import sum_stats
+from pdkv.wire.messages import ConnectorStats, EngineCard
 
 
 class NixlWorker(PeerWorker):
@@ -27,6 +28,11 @@ class NixlWorker(PeerWorker):
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         update = super().update_peers
         self.forget_agents(self.rank.update_peers(added, removed, lambda: update(added, removed)))
+
+    def get_stats(self) -> Stats:
+        """With the paths to the peers that have been met."""
+        paths = self.rank.endpoint.sources.in_use()
+        return sum_stats([super().get_stats(), *({"": ConnectorStats(paths={peer: path})} for peer, path in paths)])
 
     def forget_agents(self, agents: Sequence[str]) -> None:
         """These peers are gone."""

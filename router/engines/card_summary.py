@@ -8,11 +8,13 @@ from pdkv.wire.messages import EngineCard, LoadReport
 def describe_card(card: EngineCard | None, load: LoadReport | None = None) -> dict[str, Any]:
     """JSON-ready; of the incarnation that came last, and empty before the first.
 
-    `connector_parts` are the children, transports and tiers that the engine counts by themselves.
+    `connector_parts` are the children, transports and tiers that the engine counts by themselves; `kv_paths` says of
+    those that have several ways to read a peer's KV which one is taken, by part and peer.
     """
     if card is None:
         return {}
     layout = card.layout
+    parts = {} if load is None else load.connectors
     return {
         "version": card.version,
         "epoch": card.epoch,
@@ -21,7 +23,8 @@ def describe_card(card: EngineCard | None, load: LoadReport | None = None) -> di
         "max_num_seqs": card.max_num_seqs,
         "tp": card.tp,
         "connector": card.connector,
-        "connector_parts": sorted(load.connectors) if load is not None else [],
+        "connector_parts": sorted(parts),
+        "kv_paths": {part: stats.paths for part, stats in sorted(parts.items()) if stats.paths},
         "kind": card.kind,
         "content_addressed": card.content_addressed,
         "orders": list(card.orders),

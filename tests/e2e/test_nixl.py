@@ -54,6 +54,8 @@ def test_unequal_blocks_and_ranks(workload: Workload, way: str) -> None:
             books = run_all(deployment, workload)
             check_decode_computed_nothing(books)
             check_undisturbed(books)
+        [decode] = [e for e in deployment.get("/topology").json()["engines"] if e["role"] == "decode"]
+        assert decode["kv_paths"] == {"nixl": {"prefill-0": "arena"}}
 
 
 @pytest.mark.parametrize("way", ["pull", "concurrent"])

@@ -46,6 +46,9 @@ MAX_RANKS = 1024
 MAX_PROBLEM_CHARS = 512
 """Of what is wrong with a connector."""
 
+MAX_CARDS = 65536
+"""Engines that one engine is told of."""
+
 MAX_CONNECTOR_PARTS = 64
 """Children and tiers of a connector that are counted by themselves."""
 
@@ -314,7 +317,7 @@ class Continue(Message, frozen=True):
 class Peers(Message, frozen=True):
     """All engine cards now known; an engine that is missing here is gone."""
 
-    cards: Annotated[list[EngineCard], Meta(max_length=65536)]
+    cards: Annotated[list[EngineCard], Meta(max_length=MAX_CARDS)]
 
 
 class Resync(Message, frozen=True):
@@ -507,9 +510,14 @@ class ConnectorStats(msgspec.Struct, frozen=True):
     tier_failures: Count = 0  # calls of a tier that failed, or that it was spared after a failure
     damaged_values: Count = 0  # that were not what had been saved
     corrupted_transfers: Count = 0  # failed: what arrived was not what the peer had
+    paths: Annotated[dict[Id, Id], Meta(max_length=MAX_CARDS)] = {}  # by which KV of these peers is read
 
     def __add__(self, other: "ConnectorStats") -> "ConnectorStats":
-        return ConnectorStats(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
+        counts = (getattr(self, name) + getattr(other, name) for name in self.__struct_fields__ if name != "paths")
+        paths = dict(self.paths)
+        for peer, path in other.paths.items():  # ranks may differ
+            paths[peer] = "+".join(sorted({*paths.get(peer, path).split("+"), *path.split("+")}))
+        return ConnectorStats(*counts, paths)
 
 
 class LoadReport(Message, frozen=True):

@@ -18,11 +18,12 @@ from nixl_rig import needs_nixl
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.wire import RankBlob, decode_blob, encode_blob
 from pdkv.connectors.registry import make_connector
+from pdkv.connectors.stats import sum_stats
 from pdkv.errors import ConfigError, PeerGone, StaleGeneration
 from pdkv.host import process_memory
 from pdkv.host.process_info import process_start_time
 from pdkv.host.process_memory import ProcessMemory
-from pdkv.wire.messages import EngineCard
+from pdkv.wire.messages import ConnectorStats, EngineCard
 
 pytestmark = needs_nixl
 
@@ -58,8 +59,8 @@ def pull(prefill: Any, decode: Engine, key: str) -> str:
     return code
 
 
-def path_to(decode: Engine, agent: str = "p/1/0") -> str | None:
-    return decode.ranks[0].worker.rank.endpoint.sources.in_use().get(agent)
+def path_to(decode: Engine, engine: str = "p") -> str | None:
+    return decode.ranks[0].worker.get_stats()[""].paths.get(engine)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,11 @@ def test_the_first_path_that_both_sides_offer_is_taken(make: Any, prefill: str, 
     theirs.meet(ours.card)
     assert pull(theirs, ours, "t") == ""
     assert path_to(ours) == path
+
+
+def test_ranks_whose_paths_differ_are_both_named() -> None:
+    ranks = [{"": ConnectorStats(loads=1, paths={"p": path, "q": "cma"})} for path in ("cma", "arena", "cma")]
+    assert sum_stats(ranks) == {"": ConnectorStats(loads=3, paths={"p": "arena+cma", "q": "cma"})}
 
 
 def test_paths_that_do_not_meet_are_refused_from_the_cards(make: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,6 +24,7 @@ from pdkv.wire.messages import (
     BlockCounts,
     BlockStored,
     CacheCleared,
+    ConnectorStats,
     Failed,
     Finished,
     KVEvents,
@@ -541,7 +542,8 @@ def test_an_aggregated_engine_has_no_prompt_to_compute_once_the_first_token_is_o
 
 def test_topology_and_snapshots_show_what_engines_said_last() -> None:
     async def body(system: System) -> None:
-        system.backends["decode-0"].say(LoadReport(1, 2, BlockCounts(100, 60, 10, 20, 5, 5)))
+        connectors = {"pull": ConnectorStats(paths={"prefill-0": "arena"})}
+        system.backends["decode-0"].say(LoadReport(1, 2, BlockCounts(100, 60, 10, 20, 5, 5), connectors=connectors))
         shown = system.dispatcher.topology()["engines"][1]
         assert {name: shown.pop(name) for name in ("connector", "kind", "orders", "model", "epoch", "kv_layout")} == {
             "connector": "pull",
@@ -565,7 +567,8 @@ def test_topology_and_snapshots_show_what_engines_said_last() -> None:
             "max_model_len": 512,
             "max_num_seqs": 8,
             "tp": 1,
-            "connector_parts": [],
+            "connector_parts": ["pull"],
+            "kv_paths": {"pull": {"prefill-0": "arena"}},
             "content_addressed": False,
             "name": "decode-0",
             "role": "decode",
