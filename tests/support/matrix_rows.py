@@ -48,6 +48,7 @@ def _served(server: Callable[[], StoreServer], *, directory: Path) -> Iterator[C
 BACKENDS: dict[str, Callable[..., Choice]] = {
     "shared_memory": functools.partial(_plain, "shared_memory"),
     "p2p": functools.partial(_plain, "p2p"),
+    "p2p tcp": functools.partial(_plain, "p2p", "sockets=tcp"),
     "nixl pull": functools.partial(_plain, "nixl", "mode=pull"),
     "nixl push": functools.partial(_plain, "nixl", "mode=push"),
     "nixl pull cma": functools.partial(_plain, "nixl", "mode=pull", "path=cma"),
@@ -62,7 +63,7 @@ BACKENDS: dict[str, Callable[..., Choice]] = {
 }
 """name -> (directory) -> the flags that choose it, while its server runs."""
 
-HAVE_CONNECTIONS = ("p2p", "store redis", "store lmcache")
+HAVE_CONNECTIONS = ("p2p", "p2p tcp", "store redis", "store lmcache")
 """Engines have connections to each other, or to a server; others reach each other's memory, or files."""
 
 

@@ -21,7 +21,7 @@ _FILES = (*_STORE, f"capacity={STORE_MIB}MiB")
 
 OPTIONS: dict[str, Sequence[str]] = {
     "shared_memory": ("load_timeout_s=1",),
-    "p2p": ("timeout_s=1.5", "handshake_timeout_s=1", "idle_s=3"),
+    **dict.fromkeys(("p2p", "p2p tcp"), ("timeout_s=1.5", "handshake_timeout_s=1", "idle_s=3")),
     **dict.fromkeys((name for name in BACKENDS if name.startswith("nixl")), ("transfer_timeout_s=1.5",)),
     "shared_storage": _FILES,
     "store redis": _SERVER,
