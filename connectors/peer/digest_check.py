@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,59 +23,80 @@ _LOOK_S = 0.0005
 """Another process' memory tells nobody that it has changed."""
 
 
+class Landed(NamedTuple):
+    """Tokens of the own pool, and their digests, (n, heads of the piece)."""
+
+    tokens: Tokens
+    digests: Digests
+
+
 class DigestCheck:
     """Of one piece.
 
     Args:
         layout: of the own pool.
         read: what the source's table says of its units in these generations; digests of all heads of that rank.
+        check_generations: raises StaleGeneration where the source's blocks are no more what was promised.
     """
 
-    def __init__(self, piece: PullPiece, layout: KVLayout, read: Callable[[Ids, Ids], DigestRows]) -> None:
+    def __init__(
+        self,
+        piece: PullPiece,
+        layout: KVLayout,
+        read: Callable[[Ids, Ids], DigestRows],
+        check_generations: Callable[[], None],
+    ) -> None:
         own, _ = piece.digested(piece.load.block_ids, layout.block_size)
         theirs, entries = piece.digested(piece.load.source, piece.load.unit)
         self._piece = piece
         self._read = read
+        self._check_generations = check_generations
         self._units = theirs.units
         self._generations = as_ids(piece.load.generations)[entries]
-        self._least = own.skipped + own.counts
-        self.tokens = own
+        self.tokens = Tokens(own.units, np.zeros_like(own.counts), own.skipped + own.counts)
+        """Of which digests are made as they land: a source has seldom digested more of a hash block by then."""
 
-    def await_source(self, job: Job, checksums: Checksums, check_generations: Callable[[], None]) -> None:
-        """Return when the source has digests of all that is wanted; `tokens` says then what they are of.
-
-        Raises:
-            StaleGeneration: of `check_generations`: there will be none.
-            KVCorrupted: it has not, and seems to make none.
-            TransferError: its table cannot be read, or the job has to stop.
-        """
-        deadline, pause = time.monotonic() + WAIT_S, threading.Event()
-        while (missing := (counts := self._read(self._units, self._generations).counts) < self._least).any():
-            job.check()
-            check_generations()
-            if time.monotonic() >= deadline:
-                text = f"engine {self._piece.load.engine} has no digest of {int(missing.sum())} hash blocks"
-                checksums.report(text, self._piece.load.key, self._piece.load.engine)
-            pause.wait(_LOOK_S)
-        self.tokens = Tokens(self.tokens.units, np.zeros_like(counts), counts)
-
-    def compare(self, landed: Digests, checksums: Checksums) -> None:
-        """Compare with what the source says now, behind the data.
+    def compare(self, job: Job, landed: Digests, make: Callable[[Tokens], Digests], checksums: Checksums) -> Landed:
+        """Compare what is in the own blocks with what the source says, behind the data, when it has said all.
 
         Args:
             landed: of `tokens`, (n, heads of the piece).
+            make: digests of what is in the own blocks.
+
+        Returns:
+            What there are digests of now, and those.
 
         Raises:
-            KVCorrupted: it is something else.
+            StaleGeneration: the source has reused a block.
+            KVCorrupted: it is something else, or the source has no digests and seems to make none.
+            TransferError: its table cannot be read, or the job has to stop.
         """
+        rows, tokens = self._await_source(job, checksums), self.tokens
+        more = np.flatnonzero(rows.counts != tokens.counts)
+        if more.size:  # a cell's digest is that of all its tokens
+            tokens, landed = tokens._replace(counts=rows.counts), landed.copy()
+            landed[more] = make(Tokens(*(column[more] for column in tokens)))
         load, heads = self._piece.load, self._piece.heads
-        rows = self._read(self._units, self._generations)
         theirs = rows.digests[:, heads.peer_first : heads.peer_first + heads.num_heads]
-        wrong = np.flatnonzero((rows.counts != self.tokens.counts) | (landed != theirs).any(axis=1))
+        wrong = np.flatnonzero((landed != theirs).any(axis=1))
         if wrong.size:
             text = (
                 f"{wrong.size} of {len(landed)} hash blocks of tokens [{load.start}, {load.stop}) are not what they "
                 f"were there; the first is number {wrong[0]}: hash block {self._units[wrong[0]]} of the source's pool, "
-                f"{self.tokens.units[wrong[0]]} of this one"
+                f"{tokens.units[wrong[0]]} of this one"
             )
             checksums.report(text, load.key, load.engine)
+        return Landed(tokens, landed)
+
+    def _await_source(self, job: Job, checksums: Checksums) -> DigestRows:
+        """What the source's table says, when it has digests of all that is wanted. Raises as `compare`."""
+        deadline, pause = time.monotonic() + WAIT_S, threading.Event()
+        while (missing := (rows := self._read(self._units, self._generations)).counts < self.tokens.counts).any():
+            job.check()
+            self._check_generations()  # of others there will be none
+            if time.monotonic() >= deadline:
+                load = self._piece.load
+                text = f"engine {load.engine} has no digest of {int(missing.sum())} hash blocks"
+                checksums.report(text, load.key, load.engine)
+            pause.wait(_LOOK_S)
+        return rows

@@ -84,17 +84,16 @@ class PullWorker(PeerWorker):
         num_known = len(piece.load.generations)
         if not blocks.size or blocks.size != num_known or blocks.min() < 0 or blocks.max() >= piece.card.num_blocks:
             raise KVNotFound(f"engine {piece.load.engine} has no such blocks")
-        check = None
+        check_generations = partial(self.check_generations, job, piece, scratch)
         if self._is_checked(piece):
             read = partial(self.read_digests, job, piece, scratch)
-            check = DigestCheck(piece, self.config.layout, read)
-            check.await_source(job, self.checksums, partial(self.check_generations, job, piece, scratch))
+            check = DigestCheck(piece, self.config.layout, read, check_generations)
             landed = self.read_digested(job, piece, scratch, check.tokens)
+            check_generations()
+            self._compare(job, piece, check, landed.digests)
         else:
             landed = Landed(self.read(job, piece, scratch))
-        self.check_generations(job, piece, scratch)
-        if check is not None:
-            self._compare(piece, check, landed.digests)
+            check_generations()
         job.check()
         return landed.num_bytes
 
@@ -105,15 +104,15 @@ class PullWorker(PeerWorker):
             self.checksums.close()  # its view of the pool keeps an arena mapped
         self.source_digests = None
 
-    def _compare(self, piece: PullPiece, check: DigestCheck, digests: Digests | None) -> None:
-        """What has landed against what the source had. All of a rank's heads: they are its blocks' own digests now."""
-        if digests is None:
-            digests = self.checksums.pool.digests(check.tokens, piece.own_part(self.config.layout))
-        check.compare(digests, self.checksums)
+    def _compare(self, job: Job, piece: PullPiece, check: DigestCheck, digests: Digests | None) -> None:
+        """What has landed against what the source has. All of a rank's heads: they are its blocks' own digests now."""
+        make = partial(self.checksums.pool.digests, part=piece.own_part(self.config.layout))
+        digests = make(check.tokens) if digests is None else digests
+        tokens, digests = check.compare(job, digests, make, self.checksums)
         own, load = self.source_digests, piece.load
         if own is not None and load.own_generations and digests.shape[1] == self.config.layout.num_kv_heads:
             blocks = piece.digested(load.block_ids, self.config.layout.block_size)[1]
-            own.table.write(check.tokens.units, as_ids(load.own_generations)[blocks], check.tokens.counts, digests)
+            own.table.write(tokens.units, as_ids(load.own_generations)[blocks], tokens.counts, digests)
 
     def _is_checked(self, piece: PullPiece) -> bool:
         """Both ends have digests of the load; of what is found by content a source that samples has none."""

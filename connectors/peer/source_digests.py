@@ -88,15 +88,18 @@ class SourceDigests:
 
     def _run(self) -> None:
         while (news := self._orders.get()) is not None and not self._stopping:
-            orders, after = news
-            try:
-                after.wait(STEP_TIMEOUT_S)
-                for order in orders:
-                    self._make(order)
-            except TransferTimeout as error:  # who reads it finds no digest, and says so
-                logger.warning("KV without digests: %s", error)
-            except Exception:
-                logger.exception("KV without digests")
+            self.make(*news)
+
+    def make(self, orders: Sequence[DigestOrder], after: StepDone) -> None:
+        """Make them now."""
+        try:
+            after.wait(STEP_TIMEOUT_S)
+            for order in orders:
+                self._make(order)
+        except TransferTimeout as error:  # who reads it finds no digest, and says so
+            logger.warning("KV without digests: %s", error)
+        except Exception:
+            logger.exception("KV without digests")
 
     def _make(self, order: DigestOrder) -> None:
         size = self._pool.layout.block_size

@@ -5,6 +5,7 @@ from sys import maxsize
 from typing import NamedTuple
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults
+from pdkv.errors import KVCorrupted
 
 
 class _Pending:
@@ -21,7 +22,7 @@ class _Pending:
 
     def add(self, rank: int, outcome: TransferOutcome, *, failed: bool) -> None:
         self.ranks.add(rank)
-        if failed and not self.failed:
+        if failed and (not self.failed or outcome.code == KVCorrupted.code):
             self.failed, self.code = True, outcome.code
         if failed:
             self.num_tokens = min(self.num_tokens, outcome.num_tokens)
@@ -46,9 +47,10 @@ class _Ended(NamedTuple):
 class TransferAggregator:
     """Collects per-rank results. Every rank ends every transfer exactly once, also one that it had no part in.
 
-    A transfer has finished when all ranks finished it. It has failed when all ended it and one failed, with the code
-    of the one that failed first: until then the others may still touch its blocks. Bytes and damaged values are summed;
-    the slowest rank gives the seconds, the one with the fewest first tokens gives those of a failed load.
+    A transfer has finished when all ranks finished it. It has failed when all ended it and one failed: until then the
+    others may still touch its blocks. The code is that of the one that failed first, or KVCorrupted's, which is why a
+    peer gives the others up. Bytes and damaged values are summed; the slowest rank gives the seconds, the one with the
+    fewest first tokens gives those of a failed load.
     """
 
     def __init__(self, num_ranks: int) -> None:

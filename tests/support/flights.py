@@ -169,7 +169,7 @@ class Flight:
         num_hit = rng.choice([0, 0, rng.randint(0, (num_tokens - 1) // world.consumer.block_size)])
         transfer = Handover(
             world, num_tokens, order=rng.choice(legal_orders(world)), chunk=rng.choice([0, 16, 48, 64]),
-            num_hit_blocks=num_hit,
+            num_hit_blocks=num_hit, is_told=WAYS[self._name].is_pull,
         )  # fmt: skip
         with self._damaged(damage, transfer) as count:
             transfer.take()

@@ -28,6 +28,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.planning import rank_heads
+from pdkv.errors import KVCorrupted
 from pdkv.wire.messages import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
@@ -154,7 +155,10 @@ class RankedEngine:
             self.woken.acquire(timeout=0.02)
         outcomes = self._reports.pop((kind, key))
         assert len(outcomes) == self.tp, "a rank reported twice"
-        return next((o for o in outcomes if o.code), TransferOutcome("", sum(o.num_bytes for o in outcomes)))
+        failed = sorted(
+            (o for o in outcomes if o.code), key=lambda o: o.code != KVCorrupted.code
+        )  # as an engine has it
+        return failed[0] if failed else TransferOutcome("", sum(o.num_bytes for o in outcomes))
 
     def collect(self) -> None:
         """Take all ranks' results."""

@@ -2,6 +2,7 @@
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferOutcome, TransferResults
 from pdkv.connectors.transfer.aggregator import TransferAggregator
+from pdkv.errors import KVCorrupted
 
 KEY, OTHER = ("t", 0), ("u", 1)
 
@@ -43,6 +44,16 @@ def test_a_failure_waits_until_every_rank_has_let_go() -> None:
     done = aggregator.add([NO_TRANSFERS, NO_TRANSFERS, not_received("transfer_cancelled", num_bytes=2)])
     assert done.failed_receiving == {KEY: TransferOutcome("peer_gone", 11)}
     assert not done.finished_receiving
+
+
+def test_that_kv_was_corrupted_is_said_even_if_another_rank_lost_its_peer_first() -> None:
+    aggregator = TransferAggregator(3)
+    ends = [TransferOutcome(code) for code in ("peer_gone", KVCorrupted.code, "transfer_timeout")]
+    for rank, outcome in enumerate(ends):
+        results = [NO_TRANSFERS] * 3
+        results[rank] = NO_TRANSFERS._replace(failed_receiving={KEY: outcome})
+        ended = aggregator.add(results)
+    assert ended.failed_receiving[KEY].code == KVCorrupted.code
 
 
 def test_directions_and_keys_are_separate() -> None:

@@ -22,7 +22,7 @@ def damage(setting: Setting) -> None:
 
 def _damage(world: World, order: str, how: How) -> None:
     world.producer.ask_all(p.Spoil(how), p.Done)
-    transfer = Handover(world, 52, order=order)
+    transfer = Handover(world, 52, order=order, is_told=True)
     transfer.take()
     outcome = transfer.wait()
     require(outcome.code == KVCorrupted.code, f"after a {how} on the way the load ended with {outcome.code!r}")

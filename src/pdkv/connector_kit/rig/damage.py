@@ -2,8 +2,9 @@
 
 What travels is what lies in the source's blocks when the transport reads them. So damage is done there, behind the
 digest's back: as soon as a digest of some tokens was made, what it is of changes in memory. To the reader that is a
-bit that flipped, or a block that went astray, between the two. Push or pull, and whatever moves the bytes, it is the
-same one line:
+bit that flipped, or a block that went astray, between the two. A pull reads as soon as it hears of a hand-off, so the
+source's digests are made at once by the step that tells what is in the blocks: it has to come before the load. Push
+or pull, and whatever moves the bytes, it is the same one line:
 
     damage = Damage(source_worker, "flip", seed=trial)  # each `damage.arm()` spoils one more digest
     ... hand a request off: its load must end with KVCorrupted.code before its first token is computed ...
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pdkv.connectors.base import TransferKey
+from pdkv.connectors.peer.source_digests import SourceDigests
 from pdkv.connectors.transfer.digest import PieceDigests, PoolDigests, Tokens
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.kernels.digest import Bytes, Digests
@@ -55,6 +57,9 @@ class Damage:
         self._begin: Callable[[Tokens, UnitPart, TransferKey, int], PieceDigests] = self._pool.begin
         setattr(self._pool, "digests", self._spoil)  # noqa: B010 (mypy takes no assignment to a method)
         setattr(self._pool, "begin", self._make_apart)  # noqa: B010
+        self._source: SourceDigests | None = getattr(worker, "source_digests", None)
+        if self._source is not None:
+            setattr(self._source, "put", self._source.make)  # noqa: B010
 
     def arm(self) -> None:
         """Spoil the next digest, too."""
@@ -70,6 +75,8 @@ class Damage:
             self._before.clear()
         setattr(self._pool, "digests", self._make)  # noqa: B010
         setattr(self._pool, "begin", self._begin)  # noqa: B010
+        if self._source is not None:
+            self._source.__dict__.pop("put", None)
 
     def _make_apart(self, tokens: Tokens, part: UnitPart, key: TransferKey, first_token: int) -> PieceDigests:
         """Before the piece moves (of a receiver: when it is in), so that it can change in between."""

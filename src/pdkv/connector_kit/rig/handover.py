@@ -32,6 +32,7 @@ class Handover:
         num_hit_blocks: blocks that the consumer has already; they hold the kit's own pattern, and must keep it.
         chunk: tokens per step on the producer; 0: all at once.
         check: whether the producer computes the text's KV and the consumer's is compared with it.
+        is_told: whether the producer's workers hear of the hand-off before anybody else does.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Handover:
         num_hit_blocks: int = 0,
         chunk: int = 0,
         check: bool = True,
+        is_told: bool = False,
         producer: str = "p",
         consumer: str = "d",
     ) -> None:
@@ -57,6 +59,7 @@ class Handover:
         self.num_tokens = num_tokens
         self.chunk = chunk or num_tokens
         self.check = check
+        self._is_told = is_told
         text = new_text(num_tokens + 1) if text is None else text
         transfer_id = transfer_id or new_name()
         self.sender = Request(
@@ -232,6 +235,8 @@ class Handover:
         self.leased_tables = [list(table) for table in tables]
         self.leased = [block for table in tables for block in table if block >= 0]
         self.receiver.has_output = True
+        if self._is_told:
+            self.producer.step()
 
     # --- consumer -------------------------------------------------------------------------------------------------
 
