@@ -38,6 +38,7 @@ from pdkv.router.http.connections import Connections, connection_limit
 from pdkv.router.http.drain import Drain
 from pdkv.router.http.limits import LimitedProtocol
 from pdkv.router.http.tls import TlsGate
+from pdkv.router.http.turnstile import Turnstile
 from pdkv.router.observability.instruments import Instruments, make_instruments
 from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.secret_options import read_option
@@ -178,7 +179,7 @@ def server_config(
     app: ASGIApp, limits: HttpLimits, bodies: ByteBudget, room: Connections, tls: Tls | None = None
 ) -> uvicorn.Config:
     """uvicorn with our bounds and our TLS; `bodies` is the application's budget, `room` has the connections."""
-    plain = functools.partial(LimitedProtocol, limits=limits, room=room, bodies=bodies)
+    plain = functools.partial(LimitedProtocol, limits=limits, room=room, bodies=bodies, turnstile=Turnstile())
 
     def gate(*args: Any, **kwargs: Any) -> asyncio.Protocol:
         assert tls is not None

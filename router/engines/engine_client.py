@@ -69,7 +69,7 @@ LAST_WORDS_MS = 100
 FRAMES_PER_TURN = 64
 """Frames that a client hands over before other callbacks of the event loop have their turn."""
 
-BYTES_PER_TURN = 64 << 10
+BYTES_PER_TURN = PIECE_BYTES
 """And bytes, after which it takes no further frame, nor a further piece of a long one, in that turn."""
 
 

@@ -6,68 +6,40 @@ closes on clients that still send, which then see a reset instead of the answer.
 
 import asyncio
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
 import httptools
 import msgspec
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from pdkv.config import HttpLimits
 from pdkv.errors import ServerBusy
 from pdkv.limits import clip
 from pdkv.router.http.budget import SMALL_BYTES, ByteBudget, Held
+from pdkv.router.http.closable_transport import ClosableTransport
 from pdkv.router.http.connections import Connections
 from pdkv.router.http.paused_body import PAUSE_BODY, PausedBody
+from pdkv.router.http.request_size import PARSED_BYTES, Refusal, RequestSize
 from pdkv.router.http.responses import error_body
-
-_SLICE = 16 * 1024
-"""Bytes that the parser gets at once while it reads headers: so much more than allowed may be there before a check."""
+from pdkv.router.http.turnstile import Turnstile
 
 _LINGER_S = 5.0
 _LINGER_BYTES = 256 << 20
 """How long, and how much of what a client still sends is dropped, so that it reads the answer before the end."""
+
+_URGENT_PATHS = frozenset({"/health", "/ping"})
+"""Asked by those who take a late answer for a dead router, and cheap: they go past the turnstile."""
 
 
 class _Phase(enum.Enum):
     IDLE = enum.auto()  # nothing of the next request is here
     HEADERS = enum.auto()
     BODY = enum.auto()
-
-
-class _Transport(asyncio.Transport):
-    """The connection as uvicorn sees it: what is done after `close` has no effect."""
-
-    def __init__(self, connection: asyncio.Transport, protocol: "LimitedProtocol") -> None:
-        super().__init__()
-        self._connection = connection
-        self._protocol = protocol
-        self.closed = False
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._connection.get_extra_info(name, default)
-
-    def is_closing(self) -> bool:
-        return self.closed or self._connection.is_closing()
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self._protocol.end()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not self.is_closing():
-            self._connection.write(data)
-
-    def pause_reading(self) -> None:
-        if not self.is_closing():
-            self._connection.pause_reading()
-
-    def resume_reading(self) -> None:
-        if not self.is_closing():
-            self._connection.resume_reading()
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -83,19 +55,17 @@ class LimitedProtocol(HttpToolsProtocol):
         limits: HttpLimits,
         room: Connections,
         bodies: ByteBudget,
+        turnstile: Turnstile,
     ) -> None:
-        """`room` is shared by all connections; `bodies` counts what is kept of pipelined requests."""
+        """All connections share `room`, `turnstile` and `bodies`, which counts what is kept of pipelined requests."""
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._room = room
         self._bodies = bodies
+        self._turnstile = turnstile
         self._phase = _Phase.IDLE
-        self._began = False  # a request began in the piece that is being parsed
-        self._num_headers = 0
-        self._header_bytes = 0  # of the URL and of whole headers
-        self._body_bytes = 0
-        self._extra_bytes = 0  # of this request, received, and not of its body
-        self._refusal: tuple[int, str] | None = None  # why the request being parsed is refused
+        self._size = RequestSize(limits)
+        self._refusal: Refusal | None = None  # why the request being parsed is refused
         self._deaf = False  # a response is under way, and what comes behind its request is no request
         self._rest = b""  # received behind a request that waits for its turn
         self._kept = Held()  # its bytes
@@ -112,7 +82,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admit it, or say that there are too many."""
         self._connection = transport
-        super().connection_made(_Transport(transport, self))
+        super().connection_made(ClosableTransport(transport, self.end))
         self._room.opened(self)
         if self._room.admit():
             self._room.idle(self)
@@ -129,7 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._paused.left()
         if self.scope is not None:
             cast(dict[str, Any], self.scope).pop(PAUSE_BODY, None)  # else the two know each other
-        if isinstance(self.transport, _Transport):
+        if isinstance(self.transport, ClosableTransport):
             self.transport.closed = True
         super().connection_lost(exc)
 
@@ -244,7 +214,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _parse(self, data: memoryview) -> None:
         """Feed the parser piece by piece: a check between two, and nothing behind a request that has to wait."""
         while data and not self._deaf and not self.transport.is_closing():
-            size = len(data) if self._phase is _Phase.BODY else _SLICE
+            size = len(data) if self._phase is _Phase.BODY else PARSED_BYTES
             self._parse_piece(data[:size])
             data = data[size:]
             if self.pipeline:
@@ -254,8 +224,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._await_next(heard=True)
 
     def _parse_piece(self, piece: memoryview) -> None:
-        num_body_bytes = self._body_bytes
-        self._began = False
+        self._size.begin_piece()
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
@@ -264,32 +233,16 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._refuse(400, f"the request is not valid HTTP/1.1: {error}")
             return
-        if self._began:
-            self._extra_bytes = self._header_bytes
-        else:
-            self._extra_bytes += len(piece) - (self._body_bytes - num_body_bytes)
+        self._size.end_piece(len(piece))
         refusal = self._refusal or self._too_much()
         if refusal is not None:
             self._refuse(*refusal)
 
-    def _too_much(self) -> tuple[int, str] | None:
+    def _too_much(self) -> Refusal | None:
         """Why what has come of the request so far is refused."""
-        limits = self._limits
-        if self._phase is _Phase.HEADERS and self._extra_bytes > limits.max_header_bytes:
-            return self._headers_too_large()
-        if self._phase is _Phase.BODY and self._extra_bytes > limits.max_header_bytes + _SLICE + self._body_bytes:
-            return 400, "the chunks of the body are smaller than their own headers: send larger ones"
-        return None
-
-    def _url_too_long(self) -> tuple[int, str]:
-        return 414, f"the URL must have at most {self._limits.max_url_bytes} bytes (--max-url-bytes)"
-
-    def _headers_too_large(self) -> tuple[int, str]:
-        limits = self._limits
-        return 431, (
-            f"the headers must have at most {limits.max_header_bytes} bytes (--max-header-bytes) and be at most "
-            f"{limits.max_headers} (--max-headers)"
-        )
+        if self._phase is _Phase.HEADERS:
+            return self._size.too_much_head()
+        return self._size.too_small_chunks() if self._phase is _Phase.BODY else None
 
     def _keep(self, data: bytes) -> None:
         """Until the requests before it are answered."""
@@ -317,24 +270,20 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._phase = _Phase.HEADERS
-        self._began = True
-        self._num_headers = self._header_bytes = self._body_bytes = self._extra_bytes = 0
+        self._size.begin()
 
     def on_url(self, url: bytes) -> None:
-        self._header_bytes += len(url)
-        if len(self.url) + len(url) > self._limits.max_url_bytes:
-            self._refusal = self._refusal or self._url_too_long()
-        else:
+        refusal = self._size.add_url(len(url))
+        if refusal is None:
             super().on_url(url)
+        self._refusal = self._refusal or refusal
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer, which nobody asked for."""
-        self._num_headers += 1
-        self._header_bytes += len(name) + len(value) + 4
-        if self._num_headers > self._limits.max_headers or self._header_bytes > self._limits.max_header_bytes:
-            self._refusal = self._refusal or self._headers_too_large()
-        elif self._phase is _Phase.HEADERS:
+        refusal = self._size.add_header(name, value)
+        if refusal is None and self._phase is _Phase.HEADERS:
             super().on_header(name, value)
+        self._refusal = self._refusal or refusal
 
     def on_headers_complete(self) -> None:
         self._stop_header_timer()
@@ -347,11 +296,19 @@ class LimitedProtocol(HttpToolsProtocol):
             cast(dict[str, Any], self.scope)[PAUSE_BODY] = self._pause_body
             super().on_headers_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """When it is the request's turn, behind those before it on this connection."""
+        start = functools.partial(super()._start_asgi_task, cycle, app)
+        if cycle.scope["path"] in _URGENT_PATHS:
+            start()
+        else:
+            self._turnstile.enter(start)
+
     def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
+        self._size.add_body(len(body))
         if self._refusal is None:
             super().on_body(body)
-            if self._body_bytes > SMALL_BYTES:
+            if self._size.body_bytes > SMALL_BYTES:
                 self.flow.pause_reading()  # the application receives when there is room for more
 
     def _pause_body(self, on_left: Callable[[], None]) -> PausedBody:

@@ -1,0 +1,93 @@
+"""What has come of a request so far, counted as it is parsed, and what of it is too much."""
+
+from pdkv.config import HttpLimits
+
+Refusal = tuple[int, str]
+"""HTTP status, and why."""
+
+PARSED_BYTES = 16 * 1024
+"""Bytes that the parser gets at once while it reads headers: so much more than allowed may be there before a check."""
+
+
+class RequestSize:
+    """Of the request that a connection's parser is at."""
+
+    __slots__ = (
+        "_began",
+        "_body_bytes",
+        "_body_bytes_before",
+        "_extra_bytes",
+        "_header_bytes",
+        "_limits",
+        "_num_headers",
+        "_url_bytes",
+    )
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._num_headers = 0
+        self._url_bytes = 0
+        self._header_bytes = 0  # of the URL and of whole headers
+        self._body_bytes = 0
+        self._extra_bytes = 0  # received, and not of its body
+        self._began = False  # in the piece that is being parsed
+        self._body_bytes_before = 0  # that piece
+
+    @property
+    def body_bytes(self) -> int:
+        """Of its body."""
+        return self._body_bytes
+
+    def begin(self) -> None:
+        """The next request begins."""
+        self._began = True
+        self._num_headers = self._url_bytes = self._header_bytes = self._body_bytes = self._extra_bytes = 0
+
+    def begin_piece(self) -> None:
+        """The parser gets a piece of what was received; the methods below are called meanwhile."""
+        self._began = False
+        self._body_bytes_before = self._body_bytes
+
+    def add_url(self, size: int) -> Refusal | None:
+        """A part of the URL."""
+        self._url_bytes += size
+        self._header_bytes += size
+        if self._url_bytes > self._limits.max_url_bytes:
+            return 414, f"the URL must have at most {self._limits.max_url_bytes} bytes (--max-url-bytes)"
+        return None
+
+    def add_header(self, name: bytes, value: bytes) -> Refusal | None:
+        """A header, or a trailer."""
+        self._num_headers += 1
+        self._header_bytes += len(name) + len(value) + 4
+        if self._num_headers > self._limits.max_headers or self._header_bytes > self._limits.max_header_bytes:
+            return self._headers_too_large()
+        return None
+
+    def add_body(self, size: int) -> None:
+        """A part of the body; whoever takes bodies bounds them."""
+        self._body_bytes += size
+
+    def end_piece(self, size: int) -> None:
+        """The parser has read the piece, which had so many bytes."""
+        if self._began:
+            self._extra_bytes = self._header_bytes
+        else:
+            self._extra_bytes += size - (self._body_bytes - self._body_bytes_before)
+
+    def too_much_head(self) -> Refusal | None:
+        """While its headers are read: parts of one that is not complete count, too."""
+        return self._headers_too_large() if self._extra_bytes > self._limits.max_header_bytes else None
+
+    def too_small_chunks(self) -> Refusal | None:
+        """While its body is read."""
+        if self._extra_bytes <= self._limits.max_header_bytes + PARSED_BYTES + self._body_bytes:
+            return None
+        return 400, "the chunks of the body are smaller than their own headers: send larger ones"
+
+    def _headers_too_large(self) -> Refusal:
+        limits = self._limits
+        return 431, (
+            f"the headers must have at most {limits.max_header_bytes} bytes (--max-header-bytes) and be at most "
+            f"{limits.max_headers} (--max-headers)"
+        )

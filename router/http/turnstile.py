@@ -1,0 +1,51 @@
+"""How many requests begin in one turn of the event loop.
+
+A hundred that arrive at the same moment would all begin in the same turn, which is read, checked and tokenized for half
+a millisecond each, and whoever is read behind them waits for all of it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+STARTS_PER_TURN = 8
+
+Start = Callable[[], None]
+
+
+class Turnstile:
+    """Lets requests begin in the order in which they came: some at once, the others in the next turns.
+
+    Between two turns the loop looks for input, and does what else is due. Of one event loop.
+    """
+
+    def __init__(self, per_turn: int = STARTS_PER_TURN) -> None:
+        self._per_turn = per_turn
+        self._num_begun = 0  # in this turn
+        self._waiting: deque[Start] = deque()
+        self._is_due = False  # the next turn is heard of
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that came and have not begun."""
+        return len(self._waiting)
+
+    def enter(self, start: Start) -> None:
+        """Call `start`, in this turn of the loop or in a later one. It must not raise."""
+        if self._waiting or self._num_begun >= self._per_turn:
+            self._waiting.append(start)
+        else:
+            self._begin(start)
+
+    def _begin(self, start: Start) -> None:
+        self._num_begun += 1
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+        start()
+
+    def _turn(self) -> None:
+        """The next turn has come."""
+        self._num_begun, self._is_due = 0, False
+        while self._waiting and self._num_begun < self._per_turn:
+            self._begin(self._waiting.popleft())
