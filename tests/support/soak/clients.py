@@ -24,6 +24,7 @@ from deployments import Running, launches
 from serving_checks import serve_directory
 from small_models import make_hf_model
 
+from soak.http_health import describe, late
 from soak.report import RESULTS
 from soak.stalls import WATCHDOG, counted, own
 
@@ -31,7 +32,6 @@ NUM_STREAMS = 8
 SEND_TIMEOUT_S = 5
 FLAGS = ("--kv-cache-memory", "128MiB", "--send-timeout-s", str(SEND_TIMEOUT_S))
 MAX_MORE_RESIDENT = 50 << 20
-MAX_HEALTH_MS = 50.0
 MAX_GAP_FACTOR = 1.2
 _END_BOUND_S = 60.0
 _SUPPORT = Path(__file__).parents[1]
@@ -142,8 +142,7 @@ def _judge(result: Result) -> None:
         result.violations += [f"{name}: {n}" for name, n in clients["counts"].items() if name[-3:-2] == "5"]
     if result.resident_more > MAX_MORE_RESIDENT:
         result.violations.append(f"the router's memory grew by {result.resident_more >> 20} MiB")
-    if result.health["worst_ms"] > MAX_HEALTH_MS:
-        result.slow.append(f"/health took {result.health['worst_ms']} ms")
+    result.slow += late(result.health)
     if result.gap_factor > MAX_GAP_FACTOR:
         result.slow.append(f"the p99 gap of streams is {result.gap_factor:.2f} times what it was")
     if held := own(result.stalls):
@@ -152,15 +151,14 @@ def _judge(result: Result) -> None:
 
 def summary(result: Result) -> str:
     """Some lines for people."""
-    health, before, gaps = result.health, result.gaps_before, result.gaps
+    before, gaps = result.gaps_before, result.gaps
     did = ", ".join(f"{count} {name}" for name, count in sorted(result.rude["counts"].items()))
     lines = [
         f"rude clients for {result.seconds:g} s: {did}",
         f"  schemathesis: {result.schemathesis}",
         f"  gaps of streams: {gaps['median_ms']} ms median, {gaps['p99_ms']} p99; {before['median_ms']} and "
         f"{before['p99_ms']} beside polite clients: p99 {result.gap_factor:.2f} times",
-        f"  /health {health['median_ms']} ms median, {health['p99_ms']} p99, {health['worst_ms']} worst; router "
-        f"{health['resident_before'] >> 20} MiB, {health['resident_worst'] >> 20} at worst",
+        f"  {describe(result.health)}",
         "  the loop was held by " + (", ".join(f"{name} {count}" for name, count in result.stalls.items()) or "nobody"),
     ]
     return "\n".join([*lines, *(f"  VIOLATION {text[:3000]}" for text in [*result.violations, *result.slow])])

@@ -21,6 +21,7 @@ from deployments import Running, launches
 from serving_checks import serve_directory
 from small_models import make_hf_model
 
+from soak.http_health import describe, late
 from soak.http_requests import Exchange, draw, named_attacks
 from soak.report import RESULTS
 from soak.stalls import WATCHDOG, counted, own
@@ -31,7 +32,6 @@ WARM_UP = 100
 """Requests before memory is measured: the allocator's arenas, and what the first request imports."""
 
 MAX_MORE_RESIDENT = 50 << 20
-MAX_HEALTH_MS = 50.0
 _SUPPORT = Path(__file__).parents[1]
 
 
@@ -162,25 +162,19 @@ def _judge(result: Result) -> None:
         return
     if result.resident_more() > MAX_MORE_RESIDENT:
         result.violations.append(f"the router's memory grew by {result.resident_more() >> 20} MiB")
-    if result.health["worst_ms"] > MAX_HEALTH_MS:
-        result.slow.append(f"/health took {result.health['worst_ms']} ms")
+    result.slow += late(result.health)
     if held := own(result.stalls):
         result.slow.append(f"the event loop was held for more than 20 ms by {', '.join(held)}")
 
 
 def summary(result: Result) -> str:
     """Some lines for people."""
-    health = result.health
     lines = [
         f"HTTP: {sum(result.statuses.values())} requests, seed {result.seed}: "
         + ", ".join(f"{count} of {name}" for name, count in sorted(result.statuses.items())),
     ]
-    if health:
-        lines.append(
-            f"  /health {health['median_ms']} ms median, {health['p99_ms']} p99, {health['worst_ms']} worst; router "
-            f"{int(health['resident_before']) >> 20} MiB, {int(health['resident_worst']) >> 20} at worst, "
-            f"{int(health['resident_after']) >> 20} afterwards"
-        )
+    if result.health:
+        lines.append(f"  {describe(result.health)}")
     lines.append("  the loop was held by " + (", ".join(f"{n} {c}" for n, c in result.stalls.items()) or "nobody"))
     return "\n".join([*lines, *(f"  VIOLATION {text[:600]}" for text in [*result.violations, *result.slow])])
 
