@@ -6,6 +6,7 @@ import queue
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+
+NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients that speak no TLS: without it each one reads all certificate authorities, which takes 25 ms."""
 
 Launch = Callable[..., "Running"]
 
@@ -102,12 +106,13 @@ class Running:
 
     def get(self, path: str) -> httpx.Response:
         """GET a path of the router."""
-        return httpx.get(self.url + path, timeout=30)
+        return httpx.get(self.url + path, timeout=30, verify=NO_AUTHORITIES)
 
     def complete(self, prompt: str | list[int], headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         """POST /v1/completions, greedy."""
         body = {"model": "served", "prompt": prompt, "temperature": 0, **fields}
-        return httpx.post(self.url + "/v1/completions", json=body, headers=headers, timeout=60)
+        url = self.url + "/v1/completions"
+        return httpx.post(url, json=body, headers=headers, timeout=60, verify=NO_AUTHORITIES)
 
     def pids(self) -> dict[str, int]:
         """Engine pids by name, from /topology."""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from oracle import Chooser, Expected, greedy, oracle
@@ -30,6 +31,18 @@ def forty_prompts(
 
     Exactly a block, a block and one more or less, shared prefixes, and repeats are among them.
     """
+    if tuple(choosers) == (greedy,):
+        return list(_greedy_prompts(model_dir, num_output, seed))
+    return _make_prompts(model_dir, num_output, choosers, seed)
+
+
+@cache
+def _greedy_prompts(model_dir: Path, num_output: int, seed: int) -> list[Expected]:
+    """Made once: several files of tests use the same ones."""
+    return _make_prompts(model_dir, num_output, (greedy,), seed)
+
+
+def _make_prompts(model_dir: Path, num_output: int, choosers: Sequence[Chooser], seed: int) -> list[Expected]:
     model = oracle(model_dir)
     rng = random.Random(seed)
     token_ids = range(FIRST_ORDINARY_TOKEN, model.vocab_size)
