@@ -41,16 +41,21 @@ lint: install
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow" --check -q -r fE
 
+# Whole files go to the processes, the longest first (tests/conftest.py). They start hundreds of interpreters, which keep
+# what they compile although PYTHONDONTWRITEBYTECODE may be set here.
+test: export PYTHONDONTWRITEBYTECODE =
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not gpu and not slow"
 
-# Every backend between engines of every shape, and the whole conformance kits. Takes half an hour on two cores.
+# Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out of e2e.
+# Takes half an hour on two cores.
 matrix: install
 	mkdir -p .bench && rm -f .bench/matrix.txt
 	MATRIX_RESULTS=$(abspath .bench/matrix.txt) \
 		$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/matrix
 	$(BIN)/python tests/support/matrix_table.py .bench/matrix.txt
 	$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/connector_kit/test_check.py
+	$(BIN)/python -m pytest -n 2 --dist load -m "slow and not gpu" tests/e2e
 
 # So many damaged values in stores of every kind (make soak DAMAGE=10000), so many damaged transfers of each kind, on each
 # way and for all ranks (TRIALS=1000), so many bad HTTP requests (REQUESTS=100000), rude clients beside running streams for

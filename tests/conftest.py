@@ -32,7 +32,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ProcessGuard())
 
 
+LONGEST_FIRST = ("e2e", "soak", "matrix", "connector_kit", "benchmarks", "state_machine", "connectors", "launch")
+"""Folders whose files take long: what one process begins last shall not take longer than what the others have left."""
+
+
+def place(item: pytest.Item) -> int:
+    """Where its folder is among LONGEST_FIRST."""
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=place)
     if config.getoption("--check"):
         left_out = [item for item in items if isinstance(item, pytest.Function) and starts_processes(item)]
         config.hook.pytest_deselected(items=left_out)
