@@ -35,7 +35,7 @@ def multi(*names: str, **options: str) -> list[str]:
     return ["--connector", "multi", "--connector-config", *pairs]
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", [pytest.param("1P1D", marks=pytest.mark.slow), "2P2D", "TP1-TP2"])
 def test_tokens_over_shared_memory_and_a_store(workload: Workload, tmp_path: Path, topology: str) -> None:
     """Two passes, then other engines: what they find is the store's, and it is right."""
     flags = multi("shared_memory", "shared_storage", shared_storage__path=f"{tmp_path}/kv")

@@ -35,8 +35,17 @@ def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("topology", "way"),
+    [
+        ("1P1D", "needs-peer"),
+        ("2P2D", "pull"),
+        ("2P2D", "concurrent"),
+        pytest.param("1P1D", "pull", marks=pytest.mark.slow),
+        pytest.param("1P1D", "concurrent", marks=pytest.mark.slow),
+        pytest.param("2P2D", "needs-peer", marks=pytest.mark.slow),
+    ],
+)
 def test_first_pass_and_replay(workload: Workload, topology: str, way: str) -> None:
     with deployed(workload, *TOPOLOGIES[topology], *NIXL, *WAYS[way], *CHUNKED) as deployment:
         for _ in range(2):
@@ -68,8 +77,9 @@ def test_small_pools_on_both_sides(workload: Workload, way: str) -> None:
             assert books.of("preemptions", "decode") > 0, books
 
 
-@pytest.fixture(scope="module", params=["pull", "push"])
+@pytest.fixture(scope="module", params=[pytest.param("pull", marks=pytest.mark.slow), "push"])
 def deployment(request: pytest.FixtureRequest, module_launch: Launch) -> Running:
+    """Engines that pull are killed in test_faults.py, too."""
     return module_launch("--prefill", "2", "--decode", "2", *NIXL, f"mode={request.param}")
 
 

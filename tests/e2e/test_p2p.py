@@ -25,8 +25,15 @@ def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("order", ["concurrent", "needs_peer_first"])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("topology", "order"),
+    [
+        ("1P1D", "needs_peer_first"),
+        ("2P2D", "concurrent"),
+        pytest.param("1P1D", "concurrent", marks=pytest.mark.slow),
+        pytest.param("2P2D", "needs_peer_first", marks=pytest.mark.slow),
+    ],
+)
 def test_first_pass_and_replay(workload: Workload, topology: str, order: str) -> None:
     with deployed(workload, *TOPOLOGIES[topology], *P2P, "--order", order, *CHUNKED) as deployment:
         for _ in range(2):
@@ -55,7 +62,7 @@ def test_unequal_blocks(workload: Workload) -> None:
             check_undisturbed(books)
 
 
-@pytest.mark.parametrize("ranks", [("2", "1"), ("1", "2")], ids="-".join)
+@pytest.mark.parametrize("ranks", [pytest.param(("2", "1"), marks=pytest.mark.slow), ("1", "2")], ids="-".join)
 def test_unequal_ranks(workload: Workload, ranks: tuple[str, str]) -> None:
     """F20: decode computes no prompt token, whatever ranks hold the heads."""
     flags = ("--prefill-tp", ranks[0], "--decode-tp", ranks[1], "--order", "concurrent")

@@ -75,7 +75,7 @@ def check_both_passes(workload: Workload, flags: Sequence[str]) -> None:
 @pytest.mark.parametrize(
     ("topology", "blocks", "options"),
     [
-        ("1P1D", "16-16", ()),
+        pytest.param("1P1D", "16-16", (), marks=pytest.mark.slow),
         ("2P2D", "16-32", ()),
         ("2P2D", "32-16", (LAYERWISE,)),
         ("1P1D", "16-16", (LAYERWISE, "tokens_per_value=16")),
@@ -89,17 +89,22 @@ def test_tokens_over_files(
     check_both_passes(workload, [*TOPOLOGIES[topology], *BLOCK_SIZES[blocks], *CHUNKED, *flags])
 
 
-@pytest.mark.parametrize(("kind", "topology"), [("redis", "1P1D"), ("redis", "2P2D"), ("lmcache", "1P1D")])
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [("redis", "2P2D"), *(pytest.param(kind, "1P1D", marks=pytest.mark.slow) for kind in ("redis", "lmcache"))],
+)
 def test_tokens_over_servers(workload: Workload, urls: Callable[[str], str], kind: str, topology: str) -> None:
     """F22: real servers, several units per value."""
     check_both_passes(workload, [*TOPOLOGIES[topology], *CHUNKED, *over("store", f"url={urls(kind)}")])
 
 
+@pytest.mark.slow  # a row of the matrix has them in every run
 def test_tokens_over_tiers(workload: Workload, urls: Callable[[str], str]) -> None:
     tiers = over("store", f"url=memory://tier,{urls('file')}", "capacity=64MiB")
     check_both_passes(workload, [*TOPOLOGIES["1P1D"], *tiers])
 
 
+@pytest.mark.slow  # like tiers
 def test_tokens_over_shared_storage(workload: Workload, tmp_path: Path) -> None:
     storage = over("shared_storage", f"path={tmp_path}/kv", "capacity=64MiB")
     check_both_passes(workload, [*TOPOLOGIES["2P2D"], *storage])

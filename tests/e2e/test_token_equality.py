@@ -27,8 +27,15 @@ def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("chunks", [(), CHUNKED], ids=["whole", "chunked"])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("topology", "chunks"),
+    [
+        pytest.param("1P1D", (), id="1P1D-whole"),
+        pytest.param("2P4D", CHUNKED, id="2P4D-chunked"),
+        pytest.param("1P1D", CHUNKED, id="1P1D-chunked", marks=pytest.mark.slow),
+        pytest.param("2P4D", (), id="2P4D-whole", marks=pytest.mark.slow),
+    ],
+)
 def test_first_pass_and_replay(workload: Workload, topology: str, chunks: tuple[str, ...]) -> None:
     with deployed(workload, *TOPOLOGIES[topology], *chunks) as deployment:
         first, replay = (run_all(deployment, workload) for _ in range(2))
@@ -39,14 +46,14 @@ def test_first_pass_and_replay(workload: Workload, topology: str, chunks: tuple[
     assert replay.sources("prefill")["computed"] < first.sources("prefill")["computed"] / 2
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", [pytest.param("1P1D", marks=pytest.mark.slow), "2P4D"])
 def test_preemption_on_both_sides(workload: Workload, topology: str) -> None:
     """F9, F12."""
     with deployed(workload, *TOPOLOGIES[topology], *PREEMPTING) as deployment:
         check_preempted(run_all(deployment, workload), run_all(deployment, workload))
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", ["1P1D", pytest.param("2P4D", marks=pytest.mark.slow)])
 def test_preemption_on_decode_behind_whole_prefills(workload: Workload, topology: str) -> None:
     with deployed(workload, *TOPOLOGIES[topology], *SMALL_DECODE_POOL) as deployment:
         for _ in range(2):
