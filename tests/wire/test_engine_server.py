@@ -22,9 +22,10 @@ from pdkv.router.engines import engine_client, health
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
-from pdkv.wire.frames import PIECE_BYTES, encode_message, encode_raw_frame, split
+from pdkv.wire.frames import PIECE_BYTES, decode_frame, encode_message, encode_raw_frame, split
 from pdkv.wire.messages import (
     Abort,
+    Disconnect,
     Hello,
     Release,
     Resync,
@@ -139,6 +140,8 @@ def test_new_epoch_of_a_router_replaces_its_predecessor_only(server: EngineServe
     assert receive(server, 1) == [("s", RouterJoined("e1"))]
     second.send(encode_frame(Frame(0, [Hello("r", "e2"), Resync()])))
     assert receive(server, 2) == [("r", RouterJoined("e2")), ("r", Resync())]
+    while Disconnect("another router is r now") not in decode_frame(first.recv()).messages:
+        pass  # without it one that lives would wait for answers for ever
     first.send(encode_frame(Frame(1, [Abort("old", 0)])))  # the predecessor speaks no more
     other.send(encode_frame(Frame(1, [Abort("other", 0)])))
     received = receive(server, 1)

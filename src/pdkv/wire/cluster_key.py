@@ -6,6 +6,7 @@ answer one.
 """
 
 import hashlib
+import hmac
 import os
 import stat
 from pathlib import Path
@@ -40,9 +41,17 @@ class ClusterKey:
         return cls(_read_secret(path))
 
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
-        """An engine's socket: nobody without the key gets in. Call it before bind."""
+        """An engine's socket: nobody gets in without the engines' public key, nor without a Doorkeeper that looks at
+        the routers'. Call it before bind.
+        """
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._engines
+        socket.setsockopt(zmq.ZAP_DOMAIN, b"pdkv")
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a Doorkeeper in the context nobody gets in
+
+    def is_routers(self, public_key: bytes) -> bool:
+        """Whether this is the routers' public key, as 32 bytes: whoever comes with it has proven to have the other."""
+        return hmac.compare_digest(public_key, z85.decode(self._routers.public))
 
     def present(self, socket: "zmq.Socket[bytes]") -> None:
         """A router's socket: it speaks with engines that have the key. Call it before connect."""

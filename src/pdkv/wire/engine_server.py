@@ -16,6 +16,7 @@ import zmq
 from pdkv.errors import InvalidRequest, MalformedMessage, StartupError, UnsendableMessage
 from pdkv.log_limit import LogLimit
 from pdkv.wire.cluster_key import ClusterKey
+from pdkv.wire.doorkeeper import Doorkeeper
 from pdkv.wire.frames import (
     MAX_FRAME_BYTES,
     BadMessage,
@@ -122,10 +123,9 @@ class EngineServer:
         configure_socket(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send that cannot be is an error: nothing is dropped unseen
         self._socket.setsockopt(zmq.SNDHWM, MAX_UNREAD_FRAMES)
-        if key is not None:
-            key.guard(self._socket)
         self._watch = watch or StepWatch()
         self._heartbeat: Heartbeat | None = None
+        self._doorkeeper: Doorkeeper | None = None
         self._peers: dict[bytes, _RouterPeer] = {}
         self._routers: dict[str, _RouterPeer] = {}
         self._unread: dict[bytes, _RouterPeer] = {}  # sent away, and to be told when they read again; by identity
@@ -135,8 +135,13 @@ class EngineServer:
         self._poller.register(self._socket, zmq.POLLIN)
         self._extra_fd: int | None = None
         try:
+            if key is not None:
+                self._doorkeeper = Doorkeeper(self._context, key)
+                self._doorkeeper.guard(self._socket)
             self._socket.bind(endpoint)
-            self._heartbeat = Heartbeat(self._context, _second(endpoint), card.epoch, self._watch, key)
+            self._heartbeat = Heartbeat(self._context, _second(endpoint), card.epoch, self._watch, self._doorkeeper)
+            if self._doorkeeper is not None:
+                self._doorkeeper.start([self.endpoint, self._heartbeat.endpoint])
             self.card = msgspec.structs.replace(card, beats=self._heartbeat.endpoint)
         except zmq.ZMQError as error:
             self.close()
@@ -244,6 +249,8 @@ class EngineServer:
         if self._heartbeat is not None:
             self._heartbeat.close()
         self._socket.close(linger=0)
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
         self._context.term()
 
     def _send(self, peer: _RouterPeer, messages: list[msgspec.Raw]) -> None:
@@ -265,17 +272,21 @@ class EngineServer:
     def _tell_unread(self) -> None:
         """Those who did not read and were sent away hear of it as soon as something can be sent to them."""
         for identity, peer in list(self._unread.items()):
-            if identity not in self._peers:  # else it has said Hello anew
-                farewell = [encode_message(Disconnect(f"{MAX_UNREAD_FRAMES} frames were not read"))]
-                data = encode_raw_frame(peer.next_sent, farewell, begun=peer.next_received, handled=peer.num_handled)
-                try:
-                    self._socket.send_multipart((identity, data), zmq.NOBLOCK)
-                except zmq.Again:
-                    continue
-                except zmq.ZMQError as error:
-                    if error.errno != zmq.EHOSTUNREACH:
-                        raise
-            del self._unread[identity]
+            known = identity in self._peers  # it has said Hello anew
+            if known or self._say_goodbye(peer, f"{MAX_UNREAD_FRAMES} frames were not read"):
+                del self._unread[identity]
+
+    def _say_goodbye(self, peer: _RouterPeer, reason: str) -> bool:
+        """To one that was sent away. False: nothing can be sent to it now."""
+        farewell = [encode_message(Disconnect(reason))]
+        data = encode_raw_frame(peer.next_sent, farewell, begun=peer.next_received, handled=peer.num_handled)
+        try:
+            self._socket.send_multipart((peer.identity, data), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return error.errno == zmq.EHOSTUNREACH
+        return True
 
     def _replace(self, router_id: str, message: EngineToRouter, error: UnsendableMessage) -> list[msgspec.Raw]:
         """What is said instead of a message that cannot be sent."""
@@ -325,6 +336,8 @@ class EngineServer:
             )
             return None
         if predecessor is not None:
+            if predecessor is not peer:  # nobody's any more, unless two routers have one id: then it must not wait
+                self._say_goodbye(predecessor, f"another router is {hello.router_id} now")
             self._forget(predecessor)
         if peer is not None and peer is not predecessor:  # one connection is one router
             self._lose(peer)

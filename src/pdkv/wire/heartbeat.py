@@ -9,7 +9,7 @@ from typing import cast
 
 import zmq
 
-from pdkv.wire.cluster_key import ClusterKey
+from pdkv.wire.doorkeeper import Doorkeeper
 from pdkv.wire.frames import encode_message
 from pdkv.wire.messages import Beat
 from pdkv.wire.step_watch import StepWatch, late_after_s
@@ -18,6 +18,9 @@ BEAT_S = 0.2
 """Time between two beats; one comes earlier when a step becomes late."""
 
 _MAX_UNREAD_BEATS = 16
+
+_MAX_SUBSCRIPTION_BYTES = 4096
+"""All that a subscriber says is shorter, a handshake included."""
 
 
 class Heartbeat:
@@ -29,7 +32,7 @@ class Heartbeat:
         endpoint: str,
         epoch: str,
         watch: StepWatch,
-        key: ClusterKey | None = None,
+        doorkeeper: Doorkeeper | None = None,
     ) -> None:
         """`endpoint`: ipc://, or tcp:// with port 0 for a free one. Raises zmq.ZMQError: it cannot be bound."""
         self._epoch = epoch
@@ -38,9 +41,10 @@ class Heartbeat:
         self._socket = context.socket(zmq.PUB)
         self._socket.linger = 0
         self._socket.set_hwm(_MAX_UNREAD_BEATS)
-        if key is not None:
-            key.guard(self._socket)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
         try:
+            if doorkeeper is not None:
+                doorkeeper.guard(self._socket)
             self._socket.bind(endpoint)
         except zmq.ZMQError:
             self._socket.close(linger=0)

@@ -1,0 +1,220 @@
+"""Who comes to an engine over TCP: routers of the deployment get in, and nobody else costs much.
+
+ZeroMQ by itself lets everybody in who knows the engine's public key, keeps any number of connections that say nothing,
+for half a minute each, and takes messages from them that are as long as a router's. So one thread here answers which
+keys are welcome (ZAP), and ends connections that have not proven anything yet when there are too many of them, or when
+they say more than a handshake takes.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias, cast
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pdkv.host.sockets import LISTEN_BACKLOG
+from pdkv.log_limit import LogLimit
+from pdkv.wire.cluster_key import ClusterKey
+
+MAX_UNPROVEN = 128
+MAX_UNPROVEN_PER_SOURCE = 96
+"""Of one address, so that it leaves others some room. Where there are too many, the oldest goes."""
+
+HANDSHAKE_TIMEOUT_S = 10.0
+"""As long as a router takes over the slowest of networks, and as long as one that says nothing may stay."""
+
+MAX_HANDSHAKE_BYTES = 4096
+"""A router needs less than 1,000 until it is in."""
+
+_SWEEP_MS = 20
+"""While there are unproven ones; until then ZeroMQ keeps whatever they send."""
+
+_EVENTS_PER_TURN = 64
+
+_REFUSED_BYTES = 64 + 170 + 20
+"""At most what an engine says to a connection that is not let in: its greeting, WELCOME and an ERROR. READY, which is
+encrypted, comes only with the proof, and makes it more."""
+
+_TCP_INFO = struct.Struct("=120xQQ")
+"""Of linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received."""
+
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_MONITOR_STOPPED
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+logger = logging.getLogger(__name__)
+
+
+class _Unproven(NamedTuple):
+    """A connection that has not authenticated yet. ZeroMQ may close its descriptor at any time."""
+
+    fd: int
+    source: str
+
+
+class Doorkeeper:
+    """Guards sockets of one context. Used by the thread that owns them; has one of its own."""
+
+    def __init__(self, context: "zmq.Context[Socket]", key: ClusterKey) -> None:
+        """Raises zmq.ZMQError: no socket can be had."""
+        self.num_refused = 0  # connections that made room or said too much, and keys that are not welcome
+        self._context = context
+        self._key = key
+        self._ports: set[int] = set()
+        self._unproven: OrderedDict[int, _Unproven] = OrderedDict()  # by inode, the oldest first
+        self._next_sweep = 0.0
+        self._log_limit = LogLimit()
+        self._monitors: list[Socket] = []
+        self._requests = context.socket(zmq.REP)
+        self._requests.linger = 0
+        self._requests.bind("inproc://zeromq.zap.01")
+        self._poller = zmq.Poller()
+        self._poller.register(self._requests, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="doorkeeper", daemon=True)
+
+    @property
+    def num_unproven(self) -> int:
+        """Connections that are not authenticated yet."""
+        return len(self._unproven)
+
+    def guard(self, guarded: Socket) -> None:
+        """Nobody gets in there without the key. Call it before bind."""
+        self._key.guard(guarded)
+        guarded.setsockopt(zmq.BACKLOG, LISTEN_BACKLOG)  # else a router waits a second for each time that it is full
+        guarded.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_TIMEOUT_S * 1000))
+        where = f"inproc://doorkeeper-{len(self._monitors)}"
+        guarded.monitor(where, _EVENTS)
+        monitor = self._context.socket(zmq.PAIR)
+        monitor.linger = 0
+        monitor.connect(where)
+        self._monitors.append(monitor)
+        self._poller.register(monitor, zmq.POLLIN)
+
+    def start(self, endpoints: Sequence[str]) -> None:
+        """All sockets are bound, to these endpoints; who has come already waits."""
+        self._ports = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. The guarded sockets must be closed, or never were. Idempotent."""
+        if self._thread.ident is None:  # ZeroMQ waits until its last event is read
+            self._thread.start()
+        self._thread.join()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._monitors:
+                try:
+                    self._turn()
+                except Exception:  # whatever it was, the next one is served
+                    logger.exception("a connection could not be served")
+        finally:
+            for mine in (self._requests, *self._monitors):
+                mine.close(linger=0)
+
+    def _turn(self) -> None:
+        for readable, _ in self._poller.poll(_SWEEP_MS if self._unproven else None):
+            if readable is self._requests:
+                self._answer()
+            else:
+                self._read_events(cast("Socket", readable))
+        if self._unproven and (now := time.monotonic()) >= self._next_sweep:
+            self._next_sweep = now + _SWEEP_MS / 1000
+            for inode in list(self._unproven):
+                self._look_at(inode)
+
+    def _answer(self) -> None:
+        """Say whether a key is welcome, as https://rfc.zeromq.org/spec/27 has it."""
+        version, number, _, address, _, mechanism, *credentials = self._requests.recv_multipart()
+        welcome = mechanism == b"CURVE" and len(credentials) == 1 and self._key.is_routers(credentials[0])
+        if not welcome:
+            self._refused(address.decode(errors="replace"), "it has a key that is not this deployment's")
+        status = (b"200", b"OK") if welcome else (b"400", b"unknown key")
+        self._requests.send_multipart((version, number, *status, b"", b""))
+
+    def _read_events(self, monitor: Socket) -> None:
+        for _ in range(_EVENTS_PER_TURN):
+            try:
+                event = recv_monitor_message(monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                self._poller.unregister(monitor)
+                self._monitors.remove(monitor)
+                monitor.close(linger=0)
+                return
+            self._take_in(event["value"])
+
+    def _take_in(self, fd: int) -> None:
+        """A connection was accepted."""
+        with _held(fd) as connection:
+            if connection is None or connection.getsockname()[1] not in self._ports:
+                return  # it has gone, and its descriptor may be another's
+            source = _source_of(connection)
+            inode = os.fstat(connection.fileno()).st_ino
+        self._make_room(source)
+        self._unproven[inode] = _Unproven(fd, source)
+
+    def _make_room(self, source: str) -> None:
+        """For one more of a source: the oldest of the same one goes, or the oldest of all."""
+        same = [inode for inode, other in self._unproven.items() if other.source == source]
+        if len(same) >= MAX_UNPROVEN_PER_SOURCE:
+            self._look_at(same[0], "too many connections from its address")
+        elif len(self._unproven) >= MAX_UNPROVEN:
+            self._look_at(next(iter(self._unproven)), "too many connections")
+
+    def _look_at(self, inode: int, why: str = "") -> None:
+        """Forget a connection that is gone or proven; end it for a reason, or when it said too much."""
+        fd, source = self._unproven[inode]
+        with _held(fd) as connection:
+            if connection is not None and os.fstat(connection.fileno()).st_ino == inode:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+                num_acknowledged, num_received = _TCP_INFO.unpack(info)
+                if num_acknowledged <= _REFUSED_BYTES:
+                    if num_received > MAX_HANDSHAKE_BYTES:
+                        why = f"it sent {num_received} bytes before it was let in"
+                    if not why:
+                        return
+                    with contextlib.suppress(OSError):  # gone meanwhile
+                        connection.shutdown(socket.SHUT_RDWR)  # ZeroMQ sees its end, and closes it
+                    self._refused(source, why)
+        del self._unproven[inode]
+
+    def _refused(self, source: str, why: str) -> None:
+        self.num_refused += 1
+        if self._log_limit.passes():
+            logger.warning("a connection from %s was refused: %s (%d so far)", source, why, self.num_refused)
+
+
+@contextlib.contextmanager
+def _held(fd: int) -> Iterator[socket.socket | None]:
+    """The connection of a descriptor, which nobody closes meanwhile; None: there is none any more."""
+    connection = None
+    with contextlib.suppress(OSError):
+        own = os.dup(fd)
+        try:
+            connection = socket.socket(fileno=own)
+        except OSError:
+            os.close(own)
+    try:
+        yield connection
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+def _source_of(connection: socket.socket) -> str:
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:  # it has gone
+        return ""
