@@ -1,4 +1,4 @@
-"""One rank's NIXL agent: registered memory, peers, transfers and messages, with every failure as a typed error.
+"""One rank's NIXL agent: registered memory, peers, reads and messages, with every failure as a typed error.
 
 NIXL is imported here only, when an agent is made: its import loads UCX, which a fork server must not have done.
 The agent is not thread-safe by itself, and some of its calls hold the GIL while they wait for its inner lock: one
@@ -25,7 +25,6 @@ from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, TransferCancel
 
 logger = logging.getLogger(__name__)
 
-Operation = Literal["READ", "WRITE"]
 Pieces = npt.NDArray[np.uint64]
 """(n, 3): address, bytes, device of each piece of one side of a transfer."""
 
@@ -53,6 +52,14 @@ TRANSPORTS = "shm,self,cuda"
 nobody who he is.
 """
 
+_END_WITH_THEIR_CONNECTION = {
+    *("shm", "sm", "mm", "posix", "sysv", "xpmem", "cma", "knem", "self", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"),
+    *("rc", "rc_v", "rc_verbs", "rc_x", "rc_mlx5", "dc", "dc_x", "dc_mlx5"),
+}
+"""UCX's transports over which nothing arrives any more when a connection has been closed by force: copies of this
+process' own, and queue pairs that are destroyed. A closed connection of its TCP lives on as a socket.
+"""
+
 _ENVIRONMENT = {
     "UCX_TLS": TRANSPORTS,
     "UCX_POSIX_ERROR_HANDLING": "y",  # else shared memory does not see that a peer has died, and is not used
@@ -60,6 +67,7 @@ _ENVIRONMENT = {
     # Else an idle transport is armed, and anybody on the host can end the process: by an empty datagram to the socket
     # that wakes it.
     "UCX_ADAPTIVE_PROGRESS": "n",
+    "UCX_TCP_CONN_NB": "y",  # else to connect to a silent host holds the whole agent up, for minutes
     "NIXL_LOG_LEVEL": "FATAL",  # what fails is raised and counted here; NIXL would print each poll of a dead peer
     "UCX_LOG_LEVEL": "fatal",
     "UCX_HANDLE_ERRORS": "none",  # no signal handlers: a crash belongs to the process' owner
@@ -113,6 +121,12 @@ class _Peer:
         return not self.broken
 
 
+def may_land_late() -> bool:
+    """Whether what is read may still be written to where it was to go when its transfer has long been given up."""
+    transports = os.environ.get("UCX_TLS", TRANSPORTS).split(",")
+    return not _END_WITH_THEIR_CONNECTION.issuperset(transports)
+
+
 def load_bindings() -> ModuleType:
     """NIXL's own module, with its environment set where the user has not set it.
 
@@ -141,7 +155,9 @@ def _wheels() -> list[str]:
 
 
 class NixlAgent:
-    """Thread-safe. After a transfer has returned or raised, nothing of it touches memory any more."""
+    """Thread-safe. After a read has returned or raised, nothing of it touches memory any more, unless it
+    `may_land_late`: then what failed may.
+    """
 
     def __init__(self, name: str, *, progress_thread: bool = False) -> None:
         """Without a progress thread UCX works only within calls of this agent: somebody has to `receive` again and
@@ -233,26 +249,24 @@ class NixlAgent:
 
     # --- transfers ------------------------------------------------------------------------------------------------
 
-    def transfer(
+    def read(
         self,
-        operation: Operation,
         peer: str,
         local: Pieces,
         remote: Pieces,
         *,
         deadline: float,
         kinds: tuple[str, str] = ("DRAM", "DRAM"),
-        notification: bytes = b"",
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Copy remote[i] to local[i] (READ) or local[i] to remote[i] (WRITE), and return when that is done.
+        """Copy remote[i] to local[i], and return when that is done.
 
-        A transfer that is given up takes its connection with it: only then is it certain that nothing lands later.
+        A transfer that is given up takes its connection with it. Then nothing of it lands later, unless it
+        `may_land_late`.
 
         Args:
             deadline: of time.monotonic().
             kinds: memory of the local and of the remote side.
-            notification: reaches the peer after the data.
             check: called while it waits; raises what ends the transfer.
 
         Raises:
@@ -261,7 +275,7 @@ class NixlAgent:
             TransferError: NIXL refuses it.
         """
         with self._active(peer, is_transfer=True) as connection:
-            handle = self._make(operation, peer, local, remote, kinds, notification)
+            handle = self._make(peer, local, remote, kinds)
             under_way = True
             try:
                 self._post(handle, peer, connection, deadline, check)
@@ -368,24 +382,15 @@ class NixlAgent:
     def _segment(self, kind: str) -> Any:
         return self._bindings.VRAM_SEG if kind == "VRAM" else self._bindings.DRAM_SEG
 
-    def _make(
-        self,
-        operation: Operation,
-        peer: str,
-        local: Pieces,
-        remote: Pieces,
-        kinds: tuple[str, str],
-        notification: bytes,
-    ) -> int:
+    def _make(self, peer: str, local: Pieces, remote: Pieces, kinds: tuple[str, str]) -> int:
         bindings = self._bindings
         sides = [
             bindings.nixlXferDList(self._segment(kind), pieces)
             for kind, pieces in zip(kinds, (local, remote), strict=True)
         ]
-        op = bindings.NIXL_READ if operation == "READ" else bindings.NIXL_WRITE
         try:
             with self._lock:
-                return int(self._agent.createXferReq(op, *sides, peer, notification, []))
+                return int(self._agent.createXferReq(bindings.NIXL_READ, *sides, peer, b"", []))
         except self._failures as error:
             raise self._typed(error, peer) from error
 

@@ -1,6 +1,8 @@
-"""Whole blocks between engines of equal layout: large runs as they lie, the others, if they are many, by gathering."""
+"""Whole blocks between engines of equal layout: large runs as they lie, the others, if they are many, by gathering.
 
-from collections.abc import Sequence
+What may land late is all gathered: then it lands in buffers that are not used again if it fails, and not in the pool.
+"""
+
 from itertools import pairwise
 
 import numpy as np
@@ -8,9 +10,9 @@ import numpy as np
 from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
 from pdkv.connectors.nixl.wire import RankBlob
-from pdkv.connectors.transfer.planning import Ids, Run, run_starts
+from pdkv.connectors.transfer.planning import Ids, run_starts
 from pdkv.connectors.transfer.small_pieces import Gate
-from pdkv.connectors.transfer.units import UnitPart, UnitPool
+from pdkv.connectors.transfer.units import UnitPool
 
 POST_BYTES = 8 * 1024 * 1024
 """Of one post: between two of them a cancel, the deadline and a shutdown are seen."""
@@ -35,56 +37,29 @@ class BlockReader:
         self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, layers: range, *, offer: int, guard: Guard
     ) -> int:
         """As PoolReader.read_blocks."""
-        num_layers, block_bytes = self._units.num_layers, blob.block_bytes
-        if len(layers) == num_layers:
-            return self._read_whole(job, blob, theirs, ours, offer, guard)
-        num_bytes = block_bytes // num_layers * len(layers)
-        if self._gate.gathers(theirs.size, num_bytes):
-            units = [expand_blocks(blocks, self._units.units_per_block) for blocks in (theirs, ours)]
-            part = UnitPart(0, self._units.num_heads, layers.start, layers.stop)
-            self._reader.fetch(job, blob, Wanted(units[0], 0, units[1], part, offer, guard))
-        else:
-            self._read_pieces(job, blob, layer_pieces(theirs, ours, block_bytes, layers, num_layers), guard)
-        return int(theirs.size) * num_bytes
-
-    def _read_whole(self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, offer: int, guard: Guard) -> int:
-        starts = run_starts(theirs, ours)
+        units, block_bytes = self._units, blob.block_bytes
+        layer_bytes = block_bytes // units.num_layers
+        whole = len(layers) == units.num_layers
+        starts = run_starts(theirs, ours) if whole else np.arange(theirs.size)
         counts = np.diff(starts, append=theirs.size)
-        small_runs = self._gate.choose(counts * blob.block_bytes)
-        large = starts[~small_runs]
-        table = np.stack([theirs[large], ours[large], counts[~small_runs]], axis=1) * blob.block_bytes
-        self._read_pieces(job, blob, table, guard)
-        if small_runs.any():
-            rest = np.repeat(small_runs, counts)
-            small = [expand_blocks(blocks[rest], self._units.units_per_block) for blocks in (theirs, ours)]
-            self._reader.fetch(job, blob, Wanted(small[0], 0, small[1], self._units.whole, offer, guard))
-        return int(theirs.size) * blob.block_bytes
+        first, sizes = layers.start * layer_bytes, (counts - 1) * block_bytes + len(layers) * layer_bytes
+        table = np.stack([theirs[starts] * block_bytes + first, ours[starts] * block_bytes + first, sizes], axis=1)
+        small = np.ones_like(starts, dtype=np.bool_) if self._endpoint.may_land_late else self._gate.choose(sizes)
+        self._read_pieces(job, blob, table[~small], guard)
+        if small.any():
+            rest = np.repeat(small, counts)
+            ids = [expand_blocks(blocks[rest], units.units_per_block) for blocks in (theirs, ours)]
+            part = units.whole._replace(layer_start=layers.start, layer_stop=layers.stop)
+            self._reader.fetch(job, blob, Wanted(ids[0], 0, ids[1], part, offer, guard))
+        return int(theirs.size) * len(layers) * layer_bytes
 
     def _read_pieces(self, job: Waiting, blob: RankBlob, table: Ids, guard: Guard) -> None:
         endpoint, pool = self._endpoint, self._endpoint.pool
         assert pool is not None
-
         for theirs, ours, sizes in cut_pieces(table):
             job.check()
             with guard():
-                endpoint.read(blob, (pool, ours), (blob.pool, theirs), sizes, deadline=job.deadline, check=job.check)
-
-
-def cut_runs(runs: Sequence[Run], block_bytes: int) -> list[Post]:
-    """Runs of blocks as posts of at most about POST_BYTES."""
-    return cut_pieces(np.asarray(runs, dtype=np.int64).reshape(-1, 3) * block_bytes)
-
-
-def cut_layers(source: Ids, destination: Ids, block_bytes: int, layers: range, num_layers: int) -> list[Post]:
-    """Some layers of blocks source[i] and destination[i], one piece per block, as posts of about POST_BYTES."""
-    return cut_pieces(layer_pieces(source, destination, block_bytes, layers, num_layers))
-
-
-def layer_pieces(source: Ids, destination: Ids, block_bytes: int, layers: range, num_layers: int) -> Ids:
-    """Some layers of blocks source[i] and destination[i], (n, 3): source, destination and size in bytes."""
-    layer_bytes = block_bytes // num_layers
-    first, size = layers.start * layer_bytes, np.full(source.size, len(layers) * layer_bytes, dtype=np.int64)
-    return np.stack([source * block_bytes + first, destination * block_bytes + first, size], axis=1)
+                endpoint.read(job, blob, (pool, ours), (blob.pool, theirs), sizes)
 
 
 def cut_pieces(table: Ids, limit: int = POST_BYTES) -> list[Post]:

@@ -14,14 +14,14 @@ import numpy.typing as npt
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.memory import NUM_WORDS, Arena
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.nixl.agent import Memory, NixlAgent
+from pdkv.connectors.nixl.agent import Memory, NixlAgent, may_land_late
 from pdkv.connectors.nixl.doorbell import Doorbell
 from pdkv.connectors.nixl.inbox import Inbox
 from pdkv.connectors.nixl.memory import (
     PAGE_BYTES,
     WORD_BYTES,
+    LandingBuffers,
     Permits,
-    RegisteredBuffers,
     Slots,
     region_of,
 )
@@ -97,9 +97,14 @@ class NixlEndpoint:
         )
         self._doorbell = Doorbell(self._agent.name)
         self.slots = Slots(options.slots, options.slot_bytes)
+        self.may_land_late = may_land_late()
         # What is read from peers' slots, and behind it a slot's generation.
-        self.buffers = RegisteredBuffers(max(options.slots // 2, 2), options.slot_bytes + PAGE_BYTES)
-        self._buffer_region = self._agent.register(region_of(self.buffers.memory))
+        self.buffers = LandingBuffers(
+            max(options.slots // 2, 2),
+            options.slot_bytes + PAGE_BYTES,
+            self._agent.register,
+            may_land_late=self.may_land_late,
+        )
         self._slot_region = self._agent.register(region_of(self.slots.memory))
         self.permits = Permits(arena.words if arena is not None else np.zeros(NUM_WORDS, dtype=np.int64))
         self._permit_region = self._agent.register(region_of(self.permits.values))
@@ -194,67 +199,41 @@ class NixlEndpoint:
 
     def read(
         self,
+        job: Waiting,
         blob: RankBlob,
         local: tuple[Memory, npt.NDArray[np.int64]],
         remote: tuple[Memory, npt.NDArray[np.int64]],
         sizes: npt.NDArray[np.int64] | int,
-        *,
-        deadline: float,
-        check: Callable[[], None],
     ) -> None:
-        """Read pieces of a peer's region, given as (region, offsets), into an own one. Raises TransferError."""
+        """Read pieces of a peer's region, given as (region, offsets), into an own one. Raises TransferError.
+
+        What may land late is read into `buffers` only, and no cancel ends it, which would cost a buffer: the deadline.
+        """
         self._reach(blob)
-        self._agent.transfer(
-            "READ",
+        self._agent.read(
             blob.agent,
             local[0].pieces(local[1], sizes),
             remote[0].pieces(remote[1], sizes),
-            deadline=deadline,
+            deadline=job.deadline,
             kinds=(local[0].kind, remote[0].kind),
-            check=check,
+            check=None if self.may_land_late else job.check,
         )
 
-    def read_words(
-        self, blob: RankBlob, region: Memory, first: int, count: int, *, deadline: float, check: Callable[[], None]
-    ) -> npt.NDArray[np.int64]:
+    def read_bytes(self, job: Waiting, blob: RankBlob, buffer: Bytes, region: Memory, offset: int) -> None:
+        """Read a part of a peer's region into one of `buffers`, or a part of it. Raises TransferError."""
+        start = np.asarray([offset], dtype=np.int64)
+        self.read(job, blob, (region_of(buffer), np.zeros_like(start)), (region, start), buffer.size)
+
+    def read_words(self, job: Waiting, blob: RankBlob, region: Memory, first: int, count: int) -> npt.NDArray[np.int64]:
         """Read `count` int64 words of a peer's region, from number `first` on. Raises TransferError."""
         words = np.empty(count, dtype=np.int64)
-        with self.buffers.take(max(deadline - time.monotonic(), 0.001)) as buffer:
+        with self.buffers.take(job.remaining_s()) as buffer:
             step = buffer.size // WORD_BYTES
-            local = np.asarray([self.buffer_offset(buffer)], dtype=np.int64)
             for start in range(0, count, step):
-                size = min(step, count - start) * WORD_BYTES
-                remote = np.asarray([(first + start) * WORD_BYTES], dtype=np.int64)
-                self.read(blob, (self._buffer_region, local), (region, remote), size, deadline=deadline, check=check)
-                words[start : start + step] = buffer[:size].view(np.int64)
+                part = buffer[: min(step, count - start) * WORD_BYTES]
+                self.read_bytes(job, blob, part, region, (first + start) * WORD_BYTES)
+                words[start : start + step] = part.view(np.int64)
         return words
-
-    def write(
-        self,
-        blob: RankBlob,
-        local: npt.NDArray[np.int64],
-        remote: npt.NDArray[np.int64],
-        sizes: npt.NDArray[np.int64] | int,
-        *,
-        deadline: float,
-        check: Callable[[], None],
-        notice: Wire | None = None,
-    ) -> None:
-        """Write pieces of the own pool into a peer's; `notice` arrives behind the data. Raises TransferError."""
-        assert self.pool is not None
-        self._reach(blob)
-        self._agent.transfer(
-            "WRITE",
-            blob.agent,
-            self.pool.pieces(local, sizes),
-            blob.pool.pieces(remote, sizes),
-            deadline=deadline,
-            kinds=(self.pool.kind, blob.pool.kind),
-            notification=b"" if notice is None else encode(notice),
-            check=check,
-        )
-        if notice is not None:
-            self._ring(blob)
 
     def send(self, blob: RankBlob, message: Wire) -> None:
         """Send a message, which arrives soon or never: by the doorbell to a peer that is not read by NIXL.
@@ -292,15 +271,6 @@ class NixlEndpoint:
                 if self.peers.agent(blob.agent) is None:
                     raise PeerGone(f"agent {blob.agent} is gone") from None
 
-    def buffer_offset(self, buffer: Bytes) -> int:
-        """Where one of `buffers` lies in their region."""
-        return int(buffer.ctypes.data) - self._buffer_region.address
-
-    @property
-    def buffer_region(self) -> Memory:
-        """The region of `buffers`."""
-        return self._buffer_region
-
     # --- the step thread --------------------------------------------------------------------------------------------
 
     def post(self, call: Callable[[], None]) -> None:
@@ -319,10 +289,6 @@ class NixlEndpoint:
                             self._reach(blob)
 
         self.post(connect)
-
-    def disconnect(self, agent: str) -> bool:
-        """Tear a peer's connection down; False: it has not ended yet. Does not wait."""
-        return self._agent.disconnect(agent, 0.0)
 
     def forget(self, blobs: Sequence[RankBlob]) -> None:
         """Peers are gone: tear their connections down, soon."""

@@ -15,10 +15,10 @@ import numpy as np
 
 from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.gather import MAX_UNITS, Chunk, part_of, plan_chunks
-from pdkv.connectors.nixl.memory import PAGE_BYTES, WORD_BYTES, Bytes, generation_offset
+from pdkv.connectors.nixl.memory import PAGE_BYTES, WORD_BYTES, generation_offset
 from pdkv.connectors.nixl.wire import Dropped, Freed, Gather, Gathered, RankBlob, Refused
 from pdkv.connectors.transfer.block_runs import pack_blocks
-from pdkv.connectors.transfer.planning import Ids, as_ids
+from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.errors import KVNotFound, StaleGeneration, TransferError
 
@@ -103,27 +103,15 @@ class GatherReader:
         piece = part_of(wanted.part, chunk)
         size = (chunk.stop - chunk.first) * self._pool.unit_bytes(piece)
         with self._endpoint.buffers.take(job.remaining_s()) as buffer:
-            self._read(job, blob, buffer, gathered.slot * blob.slot_bytes, size)
+            self._endpoint.read_bytes(job, blob, buffer[:size], blob.slots, gathered.slot * blob.slot_bytes)
             after = buffer[-PAGE_BYTES:][:WORD_BYTES]
             offset = generation_offset(blob.slots.size, blob.slot_bytes, gathered.slot)
-            self._read(job, blob, after, offset, WORD_BYTES)
+            self._endpoint.read_bytes(job, blob, after, blob.slots, offset)
             if int(after.view(np.int64)[0]) != gathered.generation:
                 raise StaleGeneration(f"agent {blob.agent} has used slot {gathered.slot} again")
             self._endpoint.try_send(blob, Freed(gathered.request, gathered.slot))
             with wanted.guard():
                 self._pool.scatter(wanted.ours[chunk.first : chunk.stop], piece, buffer[:size])
-
-    def _read(self, job: Waiting, blob: RankBlob, buffer: Bytes, offset: int, size: int) -> None:
-        """Read from a peer's slots into one of the endpoint's buffers."""
-        endpoint = self._endpoint
-        endpoint.read(
-            blob,
-            (endpoint.buffer_region, as_ids([endpoint.buffer_offset(buffer)])),
-            (blob.slots, as_ids([offset])),
-            size,
-            deadline=job.deadline,
-            check=job.check,
-        )
 
     def _next(self, job: Waiting, blob: RankBlob, request: _Open) -> Gathered:
         """Wait for a chunk. Raises a TransferError."""

@@ -1,8 +1,10 @@
 """Host memory that peers reach by NIXL: the table of generations, and staging buffers in one region."""
 
 import itertools
+import logging
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,30 +14,54 @@ from pdkv.connectors.nixl.agent import Memory
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.host.huge_pages import use_huge_pages
 
+logger = logging.getLogger(__name__)
+
 Bytes = npt.NDArray[np.uint8]
+
+MAX_LOST = 64
+"""Buffers that are given up because something may still be written there."""
 
 PAGE_BYTES = 4096
 WORD_BYTES = 8
 
 
-class RegisteredBuffers(StagingBuffers):
-    """Staging buffers that lie in one region, `memory`."""
+class LandingBuffers(StagingBuffers):
+    """Buffers that NIXL reads into.
 
-    _end = 0
+    Args:
+        register: makes a region known to NIXL.
+        may_land_late: of what has failed. Then a buffer is not lent again after a failure, and a new one comes in its
+            place, at most MAX_LOST times.
+    """
+
+    def __init__(
+        self, count: int, size_bytes: int, register: Callable[[Memory], object], *, may_land_late: bool
+    ) -> None:
+        self.lost: list[Bytes] = []
+        self._register = register
+        self._may_land_late = may_land_late
+        super().__init__(count, size_bytes)
 
     def _allocate(self, pinned: bool) -> Bytes:
-        if not self._end:
-            self.memory = new_region(self.count * self.size_bytes)
-        start, self._end = self._end, self._end + self.size_bytes
-        return self.memory[start : self._end]
+        buffer = new_region(self.size_bytes)
+        self._register(region_of(buffer))
+        return buffer
+
+    def _after_failure(self, buffer: Bytes) -> Bytes | None:
+        if not self._may_land_late:
+            return buffer
+        self.lost.append(buffer)
+        if len(self.lost) <= MAX_LOST:
+            return self._allocate(False)
+        logger.error(
+            "%d transfers over UCX have not ended, and their buffers cannot be used again: restart this engine",
+            len(self.lost),
+        )
+        return None
 
 
 class Permit(NamedTuple):
-    """A word in its giver's memory: it stands as long as that is `nonce`.
-
-    A receiver gives one to a sender that writes into its blocks, and that looks before each write; a sender gives one
-    to a receiver that reads its blocks, and that looks behind the data.
-    """
+    """A word in a sender's memory: an offer stands as long as that is `nonce`. Receivers look behind the data."""
 
     word: int
     nonce: int

@@ -12,7 +12,7 @@ from pdkv.options import Options, option, seconds
 class NixlOptions(Options):
     """Options, with their defaults."""
 
-    mode: Mode = option("pull", "pull: decode reads the blocks that prefill keeps; push: prefill writes decode's")
+    mode: Mode = option("pull", "pull: decode reads the blocks that prefill keeps; push: what prefill offers")
     transfer_timeout_s: float = seconds(10.0, "deadline of one transfer on one rank, from its start")
     gather_below: int = option(
         4096, "ucx: shorter runs of blocks, in bytes, are gathered with others into one piece", ge=0
@@ -25,7 +25,6 @@ class NixlOptions(Options):
         "how peers on this host are read: arena: their pools are mapped; cma: copied from process to process; ucx: by "
         "NIXL, the only way from other hosts; auto: the first of them that works",
     )
-    writes: bool = option(False, "push over ucx: the sender writes large runs itself, instead of having them read")
     progress_thread: bool = option(
         False, "NIXL's own progress thread, for transports that need the peer's help, such as TCP between hosts"
     )

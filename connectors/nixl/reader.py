@@ -74,9 +74,7 @@ class PoolReader:
         if blob.generations is None:
             raise KVNotFound(f"agent {blob.agent} shows no generations")
         first, stop = int(blocks.min()), int(blocks.max()) + 1
-        words = self._endpoint.read_words(
-            blob, blob.generations, first, stop - first, deadline=job.deadline, check=job.check
-        )
+        words = self._endpoint.read_words(job, blob, blob.generations, first, stop - first)
         return words[blocks - first]
 
     def digests(self, job: Waiting, blob: RankBlob, units: Ids, generations: Ids) -> DigestRows:
@@ -88,9 +86,7 @@ class PoolReader:
             raise KVNotFound(f"agent {blob.agent} shows no digests")
         width = 1 + self._endpoint.peers.card_of(blob).layout.num_kv_heads
         first, stop = int(units.min()), int(units.max()) + 1
-        words = self._endpoint.read_words(
-            blob, blob.digests, first * width, (stop - first) * width, deadline=job.deadline, check=job.check
-        )
+        words = self._endpoint.read_words(job, blob, blob.digests, first * width, (stop - first) * width)
         return rows_of(words.reshape(-1, width)[units - first], generations)
 
     def word(self, job: Waiting, blob: RankBlob, number: int) -> int:
@@ -98,7 +94,7 @@ class PoolReader:
         source = self._endpoint.sources.source(blob)
         if source is not None:
             return source.word(number)
-        (word,) = self._endpoint.read_words(blob, blob.permits, number, 1, deadline=job.deadline, check=job.check)
+        (word,) = self._endpoint.read_words(job, blob, blob.permits, number, 1)
         return int(word)
 
     def _copy(self, job: Waiting, source: PoolSource, pieces: Pieces, guard: Guard) -> int:

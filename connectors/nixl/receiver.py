@@ -1,253 +1,192 @@
-"""The receiving side of a push over NIXL: who may write into this rank's blocks, and what was offered to it.
+"""The receiving side of a push over NIXL: threads that read what senders offer, a lane for each sender.
 
-The blocks of a transfer that is given up are free when every sender that was let in has said that it writes no more.
-One that is gone cannot say so: then its process has to have ended (nothing else stops a copy within a host), or, on
-another host, the connection to it.
+Nobody but these threads writes the transfers' blocks, so what is given up needs nobody's word.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 from pdkv.connectors.base import TransferKey
-from pdkv.connectors.nixl.memory import Permit
-from pdkv.connectors.nixl.offers import OfferReader
+from pdkv.connectors.nixl.fetch import Wanted
 from pdkv.connectors.nixl.rank import NixlRank
-from pdkv.connectors.nixl.wire import Begin, Cancel, Cancelled, Granted, Offer, RankBlob, Taken, Wrote
-from pdkv.connectors.nixl.writers import WriterProcesses
-from pdkv.connectors.peer.push_worker import Incoming, PieceRange, PushWorker
-from pdkv.connectors.transfer.lanes import LaneConfig
-from pdkv.connectors.transfer.worker import Job
-from pdkv.errors import (
-    KVNotFound,
-    PeerGone,
-    TransferCancelled,
-)
+from pdkv.connectors.nixl.wire import Offer, RankBlob, Taken
+from pdkv.connectors.peer.push_worker import Incoming, PushWorker
+from pdkv.connectors.transfer.block_runs import unpack_blocks
+from pdkv.connectors.transfer.lanes import IOLanes, LaneConfig
+from pdkv.connectors.transfer.planning import Ids, unit_index
+from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
+from pdkv.errors import KVNotFound, PdkvError, StaleGeneration, TransferCancelled, TransferError, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
 MAX_EARLY = 1024
 _GRACE_S = 1.0
-"""Senders may be earlier than this rank has heard of the transfer: so many of them, so much."""
-
-_REPEAT_S = 1.0
-"""A cancel that nobody has confirmed is sent again after so long."""
-
-
-class _Writer(NamedTuple):
-    """A sender that was let in."""
-
-    blob: RankBlob
-    permit: Permit
+"""Offers may be earlier than this rank has heard of the transfer: of so many of them, so much."""
 
 
 class PushReceiver:
-    """Who may write into this rank's blocks, and what was offered to it."""
+    """Reads offers into the blocks of their transfers. Thread-safe."""
 
     def __init__(self, worker: PushWorker, rank: NixlRank, lanes: LaneConfig) -> None:
         self._worker = worker
         self._rank = rank
         self._endpoint = rank.endpoint
-        self._lock = threading.Lock()  # guards all that follows
-        self._writers: dict[TransferKey, dict[str, _Writer]] = {}  # by agent
-        self._stopping: dict[TransferKey, tuple[Job, float]] = {}  # cancelled at that time, writers to be heard of
-        self._gone: list[tuple[TransferKey, str]] = []  # writers without a card that have not ended for certain
-        self._processes = WriterProcesses()
-        self._early: dict[TransferKey, list[tuple[float, RankBlob, Begin | Offer]]] = {}
-        self._offers = OfferReader(worker, rank, lanes, self._landed)
+        self._lock = threading.Lock()  # guards the next one
+        self._early: dict[TransferKey, list[tuple[float, RankBlob, Offer]]] = {}
+        self._lanes: IOLanes[tuple[RankBlob, Offer]] = IOLanes(
+            lanes,
+            self._take,
+            refuse=lambda item, error: self._answer(*item, TransferError.code),
+            make_scratch=lambda lane: None,
+            close_scratch=lambda lane, scratch: None,
+            do_idle_work=lambda: False,
+        )
 
     def listen(self) -> None:
         """Take the messages to receivers."""
-        self._endpoint.handle(Begin, self._on_begin)
-        self._endpoint.handle(Wrote, self._on_wrote)
-        self._endpoint.handle(Cancelled, self._on_cancelled)
         self._endpoint.handle(Offer, self._on_offer)
-        self._endpoint.add_tick(self._tick)
+        self._endpoint.add_tick(self._refuse_early)
 
-    def num_writers(self, key: TransferKey) -> int:
-        """Senders that may write into a transfer's blocks."""
+    def register(self, key: TransferKey) -> None:
+        """A receive has begun; what came too early for it is read."""
         with self._lock:
-            return len(self._writers.get(key, ()))
+            early = self._early.pop(key, [])
+        for _, blob, offer in early:
+            self._lanes.put(blob.agent, (blob, offer))
+
+    def retire(self, agents: Iterable[str]) -> None:
+        """These senders are gone."""
+        self._lanes.retire(agents)
 
     def shutdown(self) -> None:
-        """Stop the threads that take offers."""
-        self._offers.shutdown()
-        with self._lock:
-            self._processes.close()
-
-    # --- the step thread ------------------------------------------------------------------------------------------
-
-    def register(self, job: Job) -> None:
-        """A receive has begun; who was too early is answered."""
-        self._take_early(job.key)
-
-    def interrupt(self, job: Job) -> bool:
-        """Whether nobody may write the job's blocks; else all writers are asked to stop."""
-        with self._lock:
-            writers = self._writers.get(job.key)
-            if not writers:
-                self._writers.pop(job.key, None)
-                return True
-            self._stopping[job.key] = (job, time.monotonic())
-            self._withdraw(writers.values())
-            asked = [writer.blob for writer in writers.values()]
-        self._endpoint.post(lambda: self._cancel(job.key, asked))
-        return False
-
-    def forget(self, agents: Sequence[str]) -> None:
-        """These writers are gone: their transfers fail. What one is just writing may land until it has ended."""
-        gone = set(agents)
-        with self._lock:
-            left = [(key, agent) for key, writers in self._writers.items() for agent in gone & writers.keys()]
-            self._withdraw(self._writers[key][agent] for key, agent in left)
-            self._gone.extend(left)
-            self._processes.forget(gone - {agent for _, agent in left})
-        for key in {key for key, _ in left}:
-            self._worker.stop_jobs(partial(_is_received, key), PeerGone.code)
-        self._offers.retire(gone)
+        """Stop the threads."""
+        self._lanes.shutdown(JOIN_TIMEOUT_S)
 
     # --- the message thread ---------------------------------------------------------------------------------------
 
-    def _on_begin(self, blob: RankBlob, message: Begin) -> None:
-        job = self._find(message.key)
-        if job is None:
-            self._keep(blob, message)
+    def _on_offer(self, blob: RankBlob, offer: Offer) -> None:
+        if self._is_known(offer.key):
+            self._lanes.put(blob.agent, (blob, offer))
             return
-        with self._lock:
-            wanted = not job.stop_code and job.state == "posted"
-            permit = self._let_in(message.key, blob) if wanted else None
-        if permit is None:
-            self._endpoint.try_send(blob, Granted(*message.key, TransferCancelled.code))
-        elif not self._endpoint.try_send(blob, Granted(*message.key, "", *permit)):
-            self._writer_is_out(message.key, blob.agent)  # it never heard of it
-
-    def _on_wrote(self, blob: RankBlob, message: Wrote) -> None:
-        with self._lock:
-            let_in = blob.agent in self._writers.get(message.key, {})
-        job = self._find(message.key)
-        if job is None or not let_in:
-            return  # late: the transfer has ended, its writer hears so
-        incoming: Incoming = job.order
-        incoming.check_range(message.piece)
-        self._landed(job, message.piece, message.num_bytes, message.digests, blob)
-
-    def _landed(self, job: Job, piece: PieceRange, num_bytes: int, digests: bytes, blob: RankBlob) -> None:
-        """A piece is in; with the last one nobody may write any more."""
-        card = self._endpoint.peers.card_of(blob)
-        self._worker.landed(job, piece, num_bytes, digests, (card.engine, card.epoch))
-        if job.state == "ended":
-            with self._lock:
-                self._withdraw(self._writers.pop(job.key, {}).values())
-                self._stopping.pop(job.key, None)
-
-    def _on_cancelled(self, blob: RankBlob, message: Cancelled) -> None:
-        self._writer_is_out(message.key, blob.agent)
-
-    def _on_offer(self, blob: RankBlob, message: Offer) -> None:
-        if self._find(message.key) is None:
-            self._keep(blob, message)
-        else:
-            self._offers.take(blob, message)
-
-    def _keep(self, blob: RankBlob, message: Begin | Offer) -> None:
-        """Its transfer may be registered in a moment."""
         with self._lock:
             full = len(self._early) >= MAX_EARLY
             if not full:
-                self._early.setdefault(message.key, []).append((time.monotonic(), blob, message))
+                self._early.setdefault(offer.key, []).append((time.monotonic(), blob, offer))
         if full:
-            self._refuse(blob, message)
-        elif self._find(message.key) is not None:  # registered meanwhile, and `register` has seen nothing
-            self._take_early(message.key)
+            self._answer(blob, offer, KVNotFound.code)
+        elif self._is_known(offer.key):  # registered meanwhile, and `register` has seen nothing
+            self.register(offer.key)
 
-    def _take_early(self, key: TransferKey) -> None:
-        """Take what was too early for a transfer, soon."""
-        with self._lock:
-            early = self._early.pop(key, [])
-        for _, blob, message in early:
-            handler: Any = self._on_begin if isinstance(message, Begin) else self._on_offer
-            self._endpoint.post(partial(handler, blob, message))
-
-    def _refuse(self, blob: RankBlob, message: Begin | Offer) -> None:
-        code = KVNotFound.code
-        answer = Granted(*message.key, code) if isinstance(message, Begin) else Taken(message.offer, code)
-        self._endpoint.try_send(blob, answer)
-
-    def _tick(self) -> None:
-        """Refuse who was too early for too long, and ask again who has not confirmed."""
+    def _refuse_early(self) -> None:
+        """What was too early for too long."""
         now = time.monotonic()
         with self._lock:
             late = [key for key, kept in self._early.items() if now - kept[0][0] > _GRACE_S]
             refused = [kept for key in late for kept in self._early.pop(key)]
-            repeat = [key for key, (_, since) in self._stopping.items() if now - since > _REPEAT_S]
-            asked = []
-            for key in repeat:
-                self._stopping[key] = (self._stopping[key][0], now)
-                asked.append((key, [writer.blob for writer in self._writers.get(key, {}).values()]))
-        self._settle_gone()
-        for _, blob, message in refused:
-            self._refuse(blob, message)
-        for key, writers in asked:
-            self._cancel(key, writers)
+        for _, blob, offer in refused:
+            self._answer(blob, offer, KVNotFound.code)
 
-    def _settle_gone(self) -> None:
-        """Writers that cannot say any more that they have ended: see whether they have."""
-        with self._lock:
-            agents = {agent for _, agent in self._gone}
-            ended = {agent for agent in agents if self._processes.has_ended(agent)}
-            remote = {agent for agent in agents if not self._processes.knows(agent)}
-        ended |= {agent for agent in remote if self._endpoint.disconnect(agent)}
-        if ended:
-            with self._lock:
-                out = [(key, agent) for key, agent in self._gone if agent in ended]
-                self._gone = [(key, agent) for key, agent in self._gone if agent not in ended]
-                self._processes.forget(ended)
-            for key, agent in out:
-                self._writer_is_out(key, agent)
-
-    def _cancel(self, key: TransferKey, writers: Sequence[RankBlob]) -> None:
-        for blob in writers:
-            self._endpoint.try_send(blob, Cancel(*key))
-
-    def _writer_is_out(self, key: TransferKey, agent: str) -> None:
-        """It writes no more; the transfer that has to stop ends with the last of them."""
-        with self._lock:
-            writers = self._writers.get(key, {})
-            writer = writers.pop(agent, None)
-            if writer is None:
-                return
-            self._withdraw([writer])
-            if writers:
-                return
-            del self._writers[key]
-            stopping = self._stopping.pop(key, None)
-        if stopping is not None:
-            self._worker.let_go(stopping[0])
-
-    def _let_in(self, key: TransferKey, blob: RankBlob) -> Permit | None:
-        """Under the lock. None: too many write already, or its end could not be seen."""
-        writers = self._writers.setdefault(key, {})
-        if blob.agent not in writers:
-            permit = self._endpoint.permits.give() if self._processes.watch(blob) else None
-            if permit is None:
-                return None
-            writers[blob.agent] = _Writer(blob, permit)
-        return writers[blob.agent].permit
-
-    def _withdraw(self, writers: Iterable[_Writer]) -> None:
-        """Under the lock: they see it before they write the next piece."""
-        for writer in writers:
-            self._endpoint.permits.withdraw(writer.permit)
-
-    def _find(self, key: TransferKey) -> Job | None:
+    def _is_known(self, key: TransferKey) -> bool:
         try:
-            return self._worker.find_incoming(key)[0]
+            return bool(self._worker.find_incoming(key))
         except KVNotFound:
-            return None
+            return False
+
+    def _answer(self, blob: RankBlob, offer: Offer, code: str) -> None:
+        self._endpoint.try_send(blob, Taken(offer.offer, code))
+
+    # --- I/O threads ----------------------------------------------------------------------------------------------
+
+    def _take(self, item: tuple[RankBlob, Offer], scratch: None) -> None:
+        """Read what is offered into the transfer's blocks."""
+        blob, offer = item
+        code = ""
+        try:
+            self._read(blob, offer)
+        except PdkvError as error:
+            code = error.code
+            logger.debug("offer of %s for %s: %s", blob.agent, offer.key, error)
+        except Exception:  # whatever it was, the next offer is taken
+            code = TransferError.code
+            self._worker.num_unexpected_errors += 1
+            logger.exception("offer of %s for %s", blob.agent, offer.key)
+        self._answer(blob, offer, code)
+
+    def _read(self, blob: RankBlob, offer: Offer) -> None:
+        """Read it, then see whether it still stood: if not, its blocks may have been another request's."""
+        worker, rank = self._worker, self._rank
+        job, incoming = worker.find_incoming(offer.key)
+        piece = offer.piece
+        incoming.check_range(piece)
+        ours = self._whole_blocks(incoming, offer) if offer.whole else self._units(incoming, offer)
+        offered = unpack_blocks(offer.blocks, ours.size)
+        if offered is None or offered.ids.size != ours.size:
+            raise TransferError(f"agent {blob.agent} offers something else than is wanted")
+        theirs = offered.ids
+        reading = _Reading(job, time.monotonic() + worker.timeout_s)
+
+        def guard() -> AbstractContextManager[None]:
+            return _writing(worker, job)
+
+        if offer.whole:
+            layers = range(piece.part.layer_start, piece.part.layer_stop)
+            num_bytes = rank.reader.read_blocks(reading, blob, theirs, ours, layers, offer=offer.offer, guard=guard)
+        else:
+            wanted = Wanted(theirs, offer.head_start, ours, piece.part, offer.offer, guard)
+            num_bytes = rank.reader.read_units(reading, blob, wanted)
+        if rank.reader.word(reading, blob, offer.permit) != offer.nonce:
+            raise StaleGeneration(f"agent {blob.agent} has withdrawn its offer")
+        card = self._endpoint.peers.card_of(blob)
+        worker.landed(job, piece, num_bytes, offer.digests, (card.engine, card.epoch))
+
+    def _whole_blocks(self, incoming: Incoming, offer: Offer) -> Ids:
+        """Where offered blocks go."""
+        layout, piece = self._worker.config.layout, offer.piece
+        first, rest = divmod(piece.start - incoming.ticket.start, layout.block_size)
+        if rest or piece.num_heads != layout.num_kv_heads or incoming.ticket.start % layout.block_size:
+            raise TransferError("whole blocks are offered that are none here")
+        stop = -(-(piece.stop - incoming.ticket.start) // layout.block_size)
+        return incoming.block_ids[first:stop]
+
+    def _units(self, incoming: Incoming, offer: Offer) -> Ids:
+        """Where offered units go."""
+        block_size = self._worker.config.layout.block_size
+        first = incoming.ticket.start // block_size * block_size
+        try:
+            return unit_index(incoming.block_ids, block_size, offer.piece.start - first, offer.piece.stop - first)
+        except ValueError as error:
+            raise TransferError(str(error)) from None
 
 
-def _is_received(key: TransferKey, job: Job) -> bool:
-    return job.key == key and isinstance(job.order, Incoming)
+@dataclass(frozen=True)
+class _Reading:
+    """One offer of a receive, which itself may last until the prompt is computed."""
+
+    job: Job
+    deadline: float
+
+    def check(self) -> None:
+        """Raises TransferCancelled or TransferTimeout."""
+        self.job.check()
+        if time.monotonic() >= self.deadline:
+            raise TransferTimeout("an offer was not read in time", transfer_id=self.job.key[0], attempt=self.job.key[1])
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline. Raises as `check` does."""
+        self.check()
+        return max(self.deadline - time.monotonic(), 1e-3)
+
+
+@contextmanager
+def _writing(worker: PushWorker, job: Job) -> Iterator[None]:
+    """While a posted receive's blocks are written. Raises TransferCancelled when they may not be."""
+    if not worker.enter(job):
+        raise TransferCancelled("cancelled", transfer_id=job.key[0], attempt=job.key[1])
+    try:
+        yield
+    finally:
+        worker.leave(job)

@@ -47,18 +47,6 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, tag_field="t"):
     """Base of the messages."""
 
 
-class _AboutTransfer(_Wire, frozen=True):
-    """A message that names a transfer."""
-
-    transfer_id: str
-    attempt: int
-
-    @property
-    def key(self) -> TransferKey:
-        """(transfer_id, attempt)."""
-        return (self.transfer_id, self.attempt)
-
-
 # --- gathering: the reader asks, the source copies units into its slots, the reader reads those ---------------------
 
 
@@ -118,37 +106,11 @@ class Reset(_Wire, frozen=True, tag=6):
 # --- pushing ------------------------------------------------------------------------------------------------------
 
 
-class Begin(_AboutTransfer, frozen=True, tag=10):
-    """Sender: may I write into the blocks that the transfer's ticket names?"""
-
-
-class Granted(_AboutTransfer, frozen=True, tag=11):
-    """Receiver: yes, as long as the word `permit` in my memory is `nonce`; or no, for this reason."""
-
-    code: str = ""
-    permit: int = 0
-    nonce: int = 0
-
-
-class Wrote(_AboutTransfer, frozen=True, tag=12):
-    """Sender: this (as the receiver counts) is in. Behind the data it tells of."""
-
-    piece: PieceRange
-    num_bytes: int
-    digests: bytes = b""  # of it, as it was there
-
-
-class Cancel(_AboutTransfer, frozen=True, tag=13):
-    """Receiver: write no more, and tell me when nothing can be written any more."""
-
-
-class Cancelled(_AboutTransfer, frozen=True, tag=14):
-    """Sender: nothing of mine is written any more."""
-
-
-class Offer(_AboutTransfer, frozen=True, tag=15):
+class Offer(_Wire, frozen=True, tag=15):
     """Sender: this can be read here, as long as the word `permit` is `nonce`."""
 
+    transfer_id: str
+    attempt: int
     offer: int
     permit: int
     nonce: int
@@ -158,6 +120,11 @@ class Offer(_AboutTransfer, frozen=True, tag=15):
     piece: PieceRange  # as the receiver counts
     digests: bytes = b""  # of it
 
+    @property
+    def key(self) -> TransferKey:
+        """(transfer_id, attempt)."""
+        return (self.transfer_id, self.attempt)
+
 
 class Taken(_Wire, frozen=True, tag=16):
     """Receiver: I have what was offered, or never will."""
@@ -166,9 +133,7 @@ class Taken(_Wire, frozen=True, tag=16):
     code: str = ""
 
 
-Wire = (
-    Gather | Gathered | Refused | Freed | Dropped | Reset | Begin | Granted | Wrote | Cancel | Cancelled | Offer | Taken
-)
+Wire = Gather | Gathered | Refused | Freed | Dropped | Reset | Offer | Taken
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Wire] = msgspec.msgpack.Decoder(Wire)

@@ -49,8 +49,18 @@ class StagingBuffers:
             raise TransferTimeout(f"no staging buffer came free within {timeout_s:g} s") from None
         try:
             yield buffer
-        finally:
+        except BaseException:
+            self._put(self._after_failure(buffer))
+            raise
+        self._put(buffer)
+
+    def _put(self, buffer: Bytes | None) -> None:
+        if buffer is not None:
             self._free.put(buffer)
+
+    def _after_failure(self, buffer: Bytes) -> Bytes | None:
+        """What is lent instead of a buffer whose job has failed."""
+        return buffer
 
     def _allocate(self, pinned: bool) -> Bytes:
         if not pinned:

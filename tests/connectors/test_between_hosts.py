@@ -15,8 +15,12 @@ SMALL, LARGE = list(range(0, 12, 2)), list(range(100, 400))
 TOKENS = {len(SMALL): 90, len(LARGE): 16 * len(LARGE)}
 LARGE_BYTES = len(LARGE) << 17
 
-WAYS = {"p2p": ("p2p", {"timeout_s": "1", "handshake_timeout_s": "1"})}
-"""`nixl` over UCX's TCP does not hold what is shown here: docs/between-hosts.md says what is known."""
+NIXL = {"progress_thread": "true", "transfer_timeout_s": "1"}
+WAYS = {
+    "p2p": ("p2p", {"timeout_s": "1", "handshake_timeout_s": "1"}),
+    "nixl pull": ("nixl", NIXL),
+    "nixl push": ("nixl", {"mode": "push", **NIXL}),
+}
 
 Pair = tuple[HostedEngine, HostedEngine]
 
@@ -67,6 +71,7 @@ def test_a_large_transfer_arrives_whole(hosts: Hosts, pair: Pair) -> None:
     sink("check", LARGE, TOKENS[len(LARGE)], 1)
 
 
+@pytest.mark.parametrize("pair", ["p2p"], indirect=True)  # UCX may end the process: docs/between-hosts.md
 def test_what_is_cut_in_the_middle_fails_at_both_ends_and_the_next_one_succeeds(hosts: Hosts, pair: Pair) -> None:
     source, sink = pair
     move(pair, "before the cut", 2)
@@ -77,17 +82,22 @@ def test_what_is_cut_in_the_middle_fails_at_both_ends_and_the_next_one_succeeds(
     move(pair, "after the cut", 3)
 
 
-def test_a_dead_wire_is_a_timeout_at_both_ends_and_nothing_lands_when_it_is_mended(hosts: Hosts, pair: Pair) -> None:
+def test_a_dead_wire_is_a_timeout_at_both_ends_and_nothing_lands_when_it_is_mended(
+    request: pytest.FixtureRequest, hosts: Hosts, pair: Pair
+) -> None:
     source, sink = pair
     move(pair, "before", 4)
-    before = [source("held"), sink("held")]
+    kept = 0 if request.node.callspec.params["pair"] == "p2p" else 1
+    """UCX keeps the socket of a connection that it was told to close: docs/between-hosts.md."""
+    before = [[files + kept, threads] for files, threads in (source("held"), sink("held"))]
+    sink("fill", LARGE, TOKENS[len(LARGE)], 5)  # so that what lands late is seen
     hosts.wire.after(LARGE_BYTES // 3, "lose")
     begin(source, sink, "dead", LARGE, TOKENS[len(LARGE)])
     hosts.wire.wait("lose")
     assert set(outcomes(source, sink, "dead")) <= {"peer_gone", "transfer_timeout", "transfer_cancelled"}
     landed = sink("sum")
     hosts.wire.mend()
-    move(pair, "after", 4)  # the same into the same blocks as before
+    move(pair, "after", 4)  # the same into the same blocks as before; a stalled agent would not come to it
     wait_until_true(lambda: _is_silent(hosts), "what the source's kernel had is sent")
     assert sink("sum") == landed
     wait_until_true(lambda: _within([source("held"), sink("held")], before), "what it held is given back")

@@ -127,7 +127,6 @@ def test_what_a_device_computes_in_a_step_is_pushed_behind_that_step(late: LateS
 # --- NIXL -----------------------------------------------------------------------------------------------------------
 
 OFFERED = {"mode": "push"}
-WRITTEN = {"mode": "push", "path": "ucx", "writes": "true", "gather_below": "0"}
 GATHERED = {"path": "ucx", "gather_below": str(1 << 30), "gather_min_pieces": "1"}
 
 
@@ -145,8 +144,8 @@ def restore(engine: NixlEngine, content: list[torch.Tensor]) -> None:
 
 
 @needs_nixl
-@pytest.mark.parametrize("options", [OFFERED, OFFERED | GATHERED, WRITTEN])
-def test_blocks_are_offered_and_written_when_their_step_is_over(late: LateStep, options: dict[str, str]) -> None:
+@pytest.mark.parametrize("options", [OFFERED, OFFERED | GATHERED])
+def test_blocks_are_offered_when_their_step_is_over(late: LateStep, options: dict[str, str]) -> None:
     with closing() as make:
         prefill, decode = make(NixlEngine, "p", options=options), make(NixlEngine, "d", options=options)
         prefill.meet(decode.card)

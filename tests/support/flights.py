@@ -51,7 +51,6 @@ WAYS: Mapping[str, Way] = {
         for path in ("arena", "cma", "ucx")
     },
     **{f"nixl push {path}": Way("nixl", {"mode": "push", "path": path}) for path in ("arena", "cma", "ucx")},
-    "nixl writes": Way("nixl", {"mode": "push", "writes": "true"}),
     **{f"p2p {sockets}": Way("p2p", {"sockets": sockets}, relayed=True) for sockets in ("unix", "tcp")},
 }
 

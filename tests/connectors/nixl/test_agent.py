@@ -13,7 +13,7 @@ from traffic import held_by_process, wait_until_true, wait_until_within
 
 from pdkv.connector_kit.rig.shm_files import left_behind, shm_files
 from pdkv.connectors.nixl import agent as nixl_agent
-from pdkv.connectors.nixl.agent import Memory, NixlAgent, Operation, load_bindings
+from pdkv.connectors.nixl.agent import Memory, NixlAgent, load_bindings
 from pdkv.errors import (
     ConfigError,
     IncompatiblePeers,
@@ -42,23 +42,19 @@ def start_peer() -> Iterator[Callable[..., Peer]]:
 def copy(
     own: Own,
     peer: Peer,
-    operation: Operation = "READ",
     *,
     num_pieces: int = 8,
     timeout_s: float = WAIT_S,
-    notification: bytes = b"",
     check: Callable[[], None] | None = None,
 ) -> None:
     """Pieces in reverse order on this side."""
     theirs = np.arange(num_pieces, dtype=np.int64) * PIECE
     ours = theirs[::-1].copy()
-    own.agent.transfer(
-        operation,
+    own.agent.read(
         peer.name,
         own.region.pieces(ours, PIECE),
         peer.region.pieces(theirs, PIECE),
         deadline=time.monotonic() + timeout_s,
-        notification=notification,
         check=check,
     )
 
@@ -74,18 +70,6 @@ def test_a_read_brings_exactly_the_pieces_named(own: Own, start_peer: Callable[.
     meet(own, peer)
     assert (own.data[: 8 * PIECE] == 9).all()
     assert not own.data[8 * PIECE :].any()
-
-
-def test_a_write_is_in_the_peers_memory_when_its_notification_arrives(
-    own: Own, start_peer: Callable[..., Peer]
-) -> None:
-    peer = start_peer()
-    own.agent.connect(peer.name, peer.metadata)
-    own.data[:PIECE], own.data[PIECE : 2 * PIECE] = 1, 2
-    copy(own, peer, "WRITE", num_pieces=2, notification=b"written")
-    assert peer.ask("hear") == [["own", "written"]]
-    assert peer.ask("bytes", 0, 1) == [2]
-    assert peer.ask("bytes", PIECE, PIECE + 1) == [1]
 
 
 def test_messages_go_both_ways(own: Own, start_peer: Callable[..., Peer]) -> None:
@@ -285,8 +269,7 @@ def test_memory_of_the_peer_that_is_not_registered_is_refused(own: Own, start_pe
     beyond = Memory(peer.region.address, 2 * peer.region.size)
     offset = np.array([peer.region.size])
     with pytest.raises(TransferError):
-        own.agent.transfer(
-            "READ",
+        own.agent.read(
             peer.name,
             own.region.pieces(np.array([0]), PIECE),
             beyond.pieces(offset, PIECE),

@@ -1,6 +1,5 @@
 """Parts of the `nixl` connector that need no NIXL: plans, messages, cards, the doorbell, slots, posts."""
 
-import errno
 import os
 import stat
 import struct
@@ -19,32 +18,29 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connector_kit.rig.sockets import listeners
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_table import LocalBlockTable
-from pdkv.connectors.nixl.agent import MAX_MESSAGE_BYTES, Memory, Message
-from pdkv.connectors.nixl.blocks import POST_BYTES, cut_runs
-from pdkv.connectors.nixl.doorbell import Doorbell, DoorbellAddress, _open_pipe
+from pdkv.connectors.nixl import memory
+from pdkv.connectors.nixl.agent import MAX_MESSAGE_BYTES, Memory, Message, may_land_late
+from pdkv.connectors.nixl.blocks import POST_BYTES, cut_pieces
+from pdkv.connectors.nixl.doorbell import Doorbell, _open_pipe
 from pdkv.connectors.nixl.gather import MAX_UNITS, plan_chunks
-from pdkv.connectors.nixl.memory import WORD_BYTES, Slots, generation_offset
+from pdkv.connectors.nixl.memory import WORD_BYTES, LandingBuffers, Slots, generation_offset
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import (
     BLOB_VERSION,
-    Begin,
     Gather,
     Offer,
     RankBlob,
+    Taken,
     decode,
-    decode_blob,
     encode,
     encode_blob,
 )
-from pdkv.connectors.nixl.writers import WriterProcesses
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, pack_blocks
-from pdkv.connectors.transfer.planning import Run
-from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, TransferError
+from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, TransferError, TransferTimeout
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
-from pdkv.host.process_info import process_start_time
 from pdkv.wire.messages import EngineCard, KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_size=8, block_size=16, dtype="float32", dtype_bytes=4)
@@ -77,19 +73,18 @@ def test_a_layer_that_fits_into_no_slot_is_refused() -> None:
 
 def test_posts_are_bounded_and_hold_every_byte_once() -> None:
     """F18."""
-    runs = [Run(3, 5, 1), Run(10, 20, 40), Run(60, 90, 2)]
-    block_bytes = 1 << 20
-    posts = cut_runs(runs, block_bytes)
+    mib = 1 << 20
+    runs = np.array([(3, 5, 1), (10, 20, 40), (60, 90, 2)], dtype=np.int64) * mib
+    posts = cut_pieces(runs)
     assert max(int(sizes.sum()) for _, _, sizes in posts) < 2 * POST_BYTES
     pairs = [
         (source + at, destination + at)
         for post in posts
         for source, destination, size in zip(*post, strict=True)
-        for at in range(0, int(size), block_bytes)
+        for at in range(0, int(size), mib)
     ]
-    blocks = [(run.source + i, run.destination + i) for run in runs for i in range(run.num_blocks)]
-    assert pairs == [(source * block_bytes, destination * block_bytes) for source, destination in blocks]
-    assert cut_runs([], block_bytes) == []
+    assert pairs == [(source + at, there + at) for source, there, size in runs for at in range(0, size, mib)]
+    assert cut_pieces(runs[:0]) == []
 
 
 # --- messages and cards ---------------------------------------------------------------------------------------------
@@ -102,12 +97,10 @@ def test_the_longest_request_fits_into_a_message() -> None:
     message = Gather(2**40, units, 0, 128, 0, 128, 1 << 30, 2**40)
     assert decode(encode(message)) == message
     with pytest.raises(ValueError, match="at most"):
-        encode(Begin("x" * MAX_MESSAGE_BYTES, 0))
+        encode(Gather(1, bytes(MAX_MESSAGE_BYTES), 0, 1, 0, 1, 4096))
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"", b"\x00", b"\x92\x63\x01", b"\x93\x0a\x01\x02", b"{}", encode(Begin("t", 1))[:-1]]
-)
+@pytest.mark.parametrize("garbage", [b"", b"\x00", b"\x92\x63\x01", b"\x93\x0a\x01\x02", b"{}", encode(Taken(1))[:-1]])
 def test_what_is_no_message_is_malformed(garbage: bytes) -> None:
     """F16, F17."""
     with pytest.raises(MalformedMessage):
@@ -151,27 +144,6 @@ def test_a_peer_is_found_by_incarnation_and_by_agent_until_it_goes() -> None:
     assert peers.agents_of("p", "1") == []
     with pytest.raises(PeerGone):
         peers.rank("p", "1", 0)
-
-
-def test_a_writer_whose_end_could_not_be_seen_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a descriptor for its process its blocks would be free while it may still write."""
-    start_time = process_start_time(os.getpid())
-    assert start_time is not None
-    blob = decode_blob(make_blob(doorbell=DoorbellAddress(os.getpid(), start_time, -1, 0)))
-    processes = WriterProcesses()
-
-    def no_descriptor(pid: int) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pidfd_open", no_descriptor)
-        assert not processes.watch(blob)
-    assert not processes.knows(blob.agent)
-    assert processes.watch(blob)
-    assert processes.knows(blob.agent)
-    assert not processes.has_ended(blob.agent)
-    processes.close()
-    assert processes.watch(decode_blob(make_blob(agent="elsewhere", host="there")))
 
 
 @pytest.mark.parametrize(
@@ -230,6 +202,40 @@ def test_a_slot_gets_a_new_generation_before_it_is_written() -> None:
     assert not slots.memory[:4096].any()
     _, second = slots.begin(1)
     assert seen() == second != first
+
+
+def test_a_buffer_in_which_something_may_land_late_is_not_lent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: a dead network that comes back would bring it into what another transfer has read."""
+    monkeypatch.setattr(memory, "MAX_LOST", 2)
+    registered: list[Memory] = []
+
+    def fail(buffers: LandingBuffers) -> int:
+        with pytest.raises(TransferTimeout, match="too late"), buffers.take(1.0) as buffer:  # noqa: PT012
+            address = int(buffer.ctypes.data)
+            raise TransferTimeout("too late")
+        return address
+
+    late = LandingBuffers(1, 4096, registered.append, may_land_late=True)
+    used = [fail(late) for _ in range(3)]
+    assert len(set(used)) == 3
+    assert [region.address for region in registered] == used
+    with pytest.raises(TransferTimeout, match="no staging buffer"), late.take(0.001):
+        pass
+    safe = LandingBuffers(1, 4096, registered.append, may_land_late=False)
+    assert fail(safe) == fail(safe)
+
+
+@pytest.mark.parametrize(
+    ("transports", "late"),
+    [(None, False), ("rc,cuda,shm,self", False), ("tcp,self", True), ("all", True), ("^ib", True), ("ud", True)],
+)
+def test_what_may_land_late_is_what_is_not_known_to_end(
+    monkeypatch: pytest.MonkeyPatch, transports: str | None, late: bool
+) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    if transports is not None:
+        monkeypatch.setenv("UCX_TLS", transports)
+    assert may_land_late() == late
 
 
 def test_huge_pages_keep_what_is_in_memory() -> None:

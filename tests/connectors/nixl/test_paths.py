@@ -179,7 +179,7 @@ def test_a_withdrawn_offer_is_refused_behind_the_data(make: Any, path: str, monk
     prefill.ranks[0].worker.cancel(("t", 1))
     assert prefill.outcome("t").code == "transfer_cancelled"
     go_on.set()
-    decode.ranks[0].worker.receiver._offers.shutdown()
+    decode.ranks[0].worker._receiver.shutdown()
     assert errors == [StaleGeneration.code]
     assert decode.ranks[0].worker.num_open_jobs == 1  # nothing has arrived
     decode.ranks[0].worker.cancel(("t", 1))

@@ -19,7 +19,6 @@ NUM_BLOCKS = 1 << 17
     [
         pytest.param(P2PConnector, {}, id="p2p"),
         pytest.param(NixlPushConnector, {"mode": "push"}, id="nixl", marks=needs_nixl),
-        pytest.param(NixlPushConnector, {"mode": "push", "writes": "true"}, id="nixl-writes", marks=needs_nixl),
     ],
 )
 def test_a_scattered_prompt_is_pushed(connector: Any, options: dict[str, str]) -> None:

@@ -21,7 +21,6 @@ MakeEngine = Callable[[str], PushEngine]
 TRANSPORTS: list[Any] = [
     pytest.param((P2PConnector, {}), id="p2p"),
     pytest.param((NixlPushConnector, {"mode": "push"}), id="nixl", marks=needs_nixl),
-    pytest.param((NixlPushConnector, {"mode": "push", "writes": "true"}), id="nixl-writes", marks=needs_nixl),
 ]
 
 

@@ -46,7 +46,7 @@ class NixlRead(BareTransport):
             sources, targets, size = self.source_offsets, self.target_offsets, self.piece_bytes
         local = self._memory.pieces(targets + self.slot(), size)
         remote = self._peer.memory.pieces(sources + self.slot(), size)
-        self._agent.transfer("READ", self._peer.agent, local, remote, deadline=time.monotonic() + timeout_s)
+        self._agent.read(self._peer.agent, local, remote, deadline=time.monotonic() + timeout_s)
 
     def close(self) -> None:
         self._ending.set()
