@@ -13,19 +13,28 @@ from another_user import as_nobody, intrude, needs_root
 from deployments import Launch, Running
 from doors import documented_doors, doors_of
 from nixl_rig import HAS_NIXL
-from soak.strangers import besiege, heap_of
+from soak.strangers import besiege, heap_of, run_directories_of
 
 CROWD = 100
+PUSH = ("--connector", "multi", "--connector-config", "connectors=p2p,shared_memory")
 CONNECTORS = {
-    "push": ("--connector", "multi", "--connector-config", "connectors=p2p,shared_memory", "--decode-tp", "2"),
+    "push": PUSH,
     **({"nixl": ("--connector", "nixl")} if HAS_NIXL else {}),
 }
 
 
 @pytest.fixture(scope="module")
 def houses(module_launch: Launch) -> Mapping[str, Running]:
-    """One deployment for each way."""
-    return {name: module_launch("--prefill", "1", "--decode", "1", *flags) for name, flags in CONNECTORS.items()}
+    """One deployment for each way; that of pushes has its decode engine, with two ranks, on TCP."""
+    flags = {name: ("--prefill", "1", "--decode", "0" if name == "push" else "1") for name in CONNECTORS}
+    engines = {"push": (*PUSH, "--tp", "2")}
+    started = {
+        name: module_launch(*flags[name], *CONNECTORS[name], wait=False, engine=engines.get(name))
+        for name in CONNECTORS
+    }
+    for deployment in started.values():
+        deployment.wait_ready()
+    return started
 
 
 def test_every_door_is_listed_in_security_md_and_every_listed_one_is_there(houses: Mapping[str, Running]) -> None:
@@ -37,9 +46,9 @@ def test_every_door_is_listed_in_security_md_and_every_listed_one_is_there(house
 
 def test_run_directories_are_for_their_owner_alone(houses: Mapping[str, Running]) -> None:
     for deployment in houses.values():
-        (run_dir,) = deployment.directory.glob(f"pdkv-{deployment.process.pid}-*")
-        assert run_dir.stat().st_mode & 0o777 == 0o700
-        assert run_dir.stat().st_uid == os.geteuid()
+        for run_dir in run_directories_of(deployment):
+            assert run_dir.stat().st_mode & 0o777 == 0o700
+            assert run_dir.stat().st_uid == os.geteuid()
 
 
 @pytest.mark.parametrize("name", CONNECTORS)

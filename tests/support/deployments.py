@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class Running:
         self.mark = uuid.uuid4().hex
         self.lines: list[str] = []
         self.stopped = False
+        self.elsewhere: list[Running] = []  # engines that were started by themselves
+        self.listen: tuple[str, int] | None = None  # such an engine's address
         self._new_lines: queue.Queue[str | None] = queue.Queue()
         self.process = subprocess.Popen(
             enter(sys.executable, "-P", "-m", "pdkv.cli", command, *arguments),
@@ -184,15 +186,35 @@ def _is_of_running_launch(path: Path) -> bool:
 def launches(model: Path) -> Iterator[Launch]:
     """A factory of deployments; those still running at the end are stopped and checked."""
     directory = Path(tempfile.mkdtemp(prefix="e2e-"))  # short: unix sockets lie below it
+    keys = Path(tempfile.mkdtemp(prefix="e2e-keys-"))
     running: list[Running] = []
+    defaults = ["--model", str(model), "--kv-cache-memory", "8MiB", "--threads", "1"]
+    defaults.append("--check-finite")  # no test's model computes NaN, unless it is about that
 
-    def launch(*flags: str, wait: bool = True, environment: dict[str, str] | None = None) -> Running:
-        """Start `pd launch` on a free port with small engines; further flags override these."""
-        defaults = ["--model", str(model), "--port", "0", "--kv-cache-memory", "8MiB", "--threads", "1"]
-        defaults.append("--check-finite")  # no test's model computes NaN, unless it is about that
-        defaults += ["--probe-interval-s", "0"]  # the books of engines are compared
-        deployment = Running([*defaults, *flags], environment or {}, directory)
+    def launch(
+        *flags: str,
+        wait: bool = True,
+        environment: dict[str, str] | None = None,
+        engine: Sequence[str] | None = None,
+    ) -> Running:
+        """Start `pd launch` on a free port with small engines; further flags override these.
+
+        `engine`: flags of a `pd engine` decode-b, which it finds by TCP.
+        """
+        own = ["--port", "0", "--probe-interval-s", "0"]  # the books of engines are compared
+        address = ("127.{}.{}.{}".format(*(64 + os.getpid()).to_bytes(3)), 7000 + 2 * len(running))
+        if engine is not None:
+            (key := keys / f"{len(running)}.key").touch(mode=0o600)
+            key.write_text(uuid.uuid4().hex)
+            endpoint, shared = "tcp://{}:{}".format(*address), ["--cluster-key-file", str(key)]
+            own += ["--remote-engines", f"decode-b={endpoint}", *shared]
+        deployment = Running([*defaults, *own, *flags], environment or {}, directory)
         running.append(deployment)
+        if engine is not None:
+            named = ["--name", "decode-b", "--role", "decode", "--listen", endpoint, *shared]
+            joined = Running([*defaults, *named, *engine], environment or {}, directory, command="engine")
+            running.append(joined)
+            deployment.elsewhere, joined.listen = [joined], address
         if wait:
             deployment.wait_ready()
         return deployment
@@ -205,4 +227,5 @@ def launches(model: Path) -> Iterator[Launch]:
     finally:
         for deployment in running:
             deployment.discard()
-        shutil.rmtree(directory, ignore_errors=True)
+        for folder in (directory, keys):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,7 @@ import socket
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -28,18 +29,20 @@ def documented_doors() -> set[str]:
 
 
 def processes_of(deployment: Running) -> list[psutil.Process]:
-    """The launcher and all that runs below it."""
-    launcher = psutil.Process(deployment.process.pid)
-    return [launcher, *launcher.children(recursive=True)]
+    """The launcher and all that runs below it, and the same of engines elsewhere."""
+    launchers = [psutil.Process(running.process.pid) for running in (deployment, *deployment.elsewhere)]
+    return [process for launcher in launchers for process in (launcher, *launcher.children(recursive=True))]
 
 
 def doors_of(deployment: Running) -> Mapping[str, set[int]]:
     """All doors of a deployment by label, each with the processes that have it."""
-    port = urlsplit(deployment.url).port
+    named = {("127.0.0.1", urlsplit(deployment.url).port): "tcp: --port"}
+    for host, port in (engine.listen for engine in deployment.elsewhere if engine.listen is not None):
+        named |= {(host, port): "tcp: --listen", (host, port + 1): "tcp: --listen, the port above"}
     engines = deployment.pids()
     found: dict[str, set[int]] = {}
     for process in processes_of(deployment):
-        labels = {_listener_label(listener, port) for listener in listeners(process.pid)}
+        labels = {_listener_label(listener, named) for listener in listeners(process.pid)}
         labels.update(_udp(process.pid), _memory(process.pid))
         for label in labels:
             for name in engines:
@@ -48,10 +51,9 @@ def doors_of(deployment: Running) -> Mapping[str, set[int]]:
     return found
 
 
-def _listener_label(listener: Listener, port: int | None) -> str:
+def _listener_label(listener: Listener, named: Mapping[Any, str]) -> str:
     if listener.family != socket.AF_UNIX:
-        host, own_port = listener.address
-        return "tcp: --port" if own_port == port else f"tcp: {host}"
+        return named.get(listener.address, f"tcp: {listener.address[0]}")
     path = str(listener.address)
     if path.startswith("\0"):
         if listener.type == socket.SOCK_DGRAM:

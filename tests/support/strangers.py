@@ -16,11 +16,16 @@ from pdkv.connector_kit.rig.sockets import Listener
 CROWD = 1000
 CONNECT_S = 5.0
 ANSWER_S = 1.0
+LOOPBACK = "127.0.0.1"
+"""Where everything listens but engines on TCP: these have addresses of their own (deployments.launches)."""
+
 _RESET = struct.pack("ii", 1, 0)
 
 _ZMTP_GREETING = b"\xff" + b"\0" * 8 + b"\x7f" + b"\3\0" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 _ZMTP_READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 _ZMTP_SUBSCRIBER = b"\x05READY\x0bSocket-Type\0\0\0\x03SUB"
+_CURVE_GREETING = b"\xff" + b"\0" * 8 + b"\x7f" + b"\3\0" + b"CURVE".ljust(20, b"\0") + b"\0" * 32
+_CURVE_HELLO = b"\x04\xc8\x05HELLO\x01\0" + b"\0" * 72 + b"k" * 32 + b"\0" * 7 + b"\x01" + b"b" * 80
 
 
 def _zmtp(ready: bytes) -> bytes:
@@ -30,6 +35,8 @@ def _zmtp(ready: bytes) -> bytes:
 def opening(door: Listener) -> bytes:
     """The first bytes of who belongs there; no more than a stranger can know."""
     name = Path(str(door.address)).name
+    if door.family == socket.AF_INET and door.address[0] != LOOPBACK:
+        return _CURVE_GREETING + _CURVE_HELLO  # its box is made with a key that no stranger has
     if door.family != socket.AF_UNIX or name.startswith("\0"):
         return (
             b"\x81\0\x97\xa5Hello\x01\xa3p2p\xc4\x20" + bytes(32) + b"\x93\xa1p\xa11\0\x93\xa1d\xa11\0\xcb" + bytes(8)

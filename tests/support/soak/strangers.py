@@ -33,12 +33,14 @@ MAX_GROWTH_BYTES = 32 << 20
 ANSWERS = 6
 """So many come while the strangers are there."""
 
+ENGINE_ON_TCP = "p2p, an engine on TCP"
 CONNECTORS: Mapping[str, tuple[str, ...]] = {
     "shared_memory": ("--connector", "shared_memory"),
     "p2p": ("--connector", "p2p"),
     "p2p tcp": ("--connector", "p2p", "--connector-config", "sockets=tcp"),
     "nixl": ("--connector", "nixl"),
     "nixl push": ("--connector", "nixl", "--connector-config", "mode=push"),
+    ENGINE_ON_TCP: ("--connector", "p2p"),
 }
 
 
@@ -59,7 +61,9 @@ def main() -> int:
             began = time.monotonic()
             try:
                 with launches(model) as launch:
-                    report = besiege(launch("--prefill", "1", "--decode", "1", *flags), CROWD)
+                    roles = ("--prefill", "1", "--decode", "0" if name == ENGINE_ON_TCP else "1")
+                    deployment = launch(*roles, *flags, engine=flags if name == ENGINE_ON_TCP else None)
+                    report = besiege(deployment, CROWD)
             except AssertionError as error:
                 num_failed += 1
                 report = f"FAILED: {error}"
@@ -127,10 +131,18 @@ def try_as_nobody(deployment: Running) -> None:
         return
     pids = [process.pid for process in processes_of(deployment)]
     fds: Sequence[Sequence[int]] = [sorted(map(int, os.listdir(f"/proc/{pid}/fd"))) for pid in pids]
-    (run_dir,) = deployment.directory.glob(f"pdkv-{deployment.process.pid}-*")
+    run_dir, *others = run_directories_of(deployment)
     named = [door for door in doors_to_attack(deployment) if str(door.address).startswith("/")]
     worked = as_nobody(partial(intrude, pids, fds, [heap_of(pid) for pid in pids], named, str(run_dir)))
+    for other in others:
+        worked += as_nobody(partial(intrude, [], [], [], [], str(other)))
     assert worked == [], worked
+
+
+def run_directories_of(deployment: Running) -> list[Path]:
+    """The launch's, and those of engines elsewhere."""
+    pids = [running.process.pid for running in (deployment, *deployment.elsewhere)]
+    return [path for pid in pids for path in deployment.directory.glob(f"pdkv-{pid}-*")]
 
 
 def heap_of(pid: int) -> int:
