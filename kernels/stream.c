@@ -3,6 +3,7 @@
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -19,23 +20,44 @@ void pdkv_digest(
 
 typedef struct {
     int64_t fds[2], num_fds, sends, deadline_ns;
+    int64_t pipe[2]; /* to read from, to write to; -1: none */
     char *base;
     const int64_t *rows; /* (num_rows, 2): offset and length */
     int64_t num_rows, num_bytes, batch_bytes, step_bytes;
     uint64_t *digests; /* NULL: none */
     const uint64_t *seeds;
     const int64_t *sizes, *offsets;
-    int64_t num_units, units_per_step;
+    int64_t num_units, units_per_step, slices;
     int64_t outer, outer_stride, inner, inner_stride, row_bytes;
 } stream;
 
+/* A step is some units, or so much of their outer rows: one of `slices`. */
 static void digest_step(const stream *s, int64_t step) {
-    const int64_t first = step * s->units_per_step;
+    if (s->digests == NULL) return;
+    const int64_t first = step / s->slices * s->units_per_step, slice = step % s->slices, outer = s->outer / s->slices;
     int64_t count = s->num_units - first;
-    if (s->digests == NULL || count <= 0) return;
+    if (count <= 0) return;
     if (count > s->units_per_step) count = s->units_per_step;
-    pdkv_digest(s->digests + first * s->inner, s->seeds, s->sizes + first, NULL, s->base, NULL, s->offsets + first,
-                count, s->outer, 0, s->outer_stride, s->inner, 0, s->inner_stride, s->row_bytes);
+    pdkv_digest(s->digests + first * s->inner, s->seeds + slice * outer * s->inner, s->sizes + first, NULL,
+                s->base + slice * outer * s->outer_stride, NULL, s->offsets + first,
+                count, outer, 0, s->outer_stride, s->inner, 0, s->inner_stride, s->row_bytes);
+}
+
+/* As sendmsg, without a copy: what is sent are the pages, which the receiver reads where they lie. */
+static int64_t splice_rows(const stream *s, int fd, const struct msghdr *rows) {
+    const int64_t taken = vmsplice((int)s->pipe[1], rows->msg_iov, rows->msg_iovlen, SPLICE_F_NONBLOCK);
+    for (int64_t left = taken; left > 0;) {
+        const int64_t moved = splice((int)s->pipe[0], NULL, fd, NULL, (size_t)left, SPLICE_F_MOVE);
+        if (moved < 0 && errno == EINTR) continue;
+        if (moved <= 0) return moved;
+        left -= moved;
+    }
+    return taken;
+}
+
+static int64_t move_rows(const stream *s, int fd, struct msghdr *rows) {
+    if (!s->sends) return recvmsg(fd, rows, MSG_WAITALL);
+    return s->pipe[1] < 0 ? sendmsg(fd, rows, MSG_NOSIGNAL) : splice_rows(s, fd, rows);
 }
 
 static int64_t now_ns(void) {
@@ -62,7 +84,7 @@ int64_t pdkv_stream(const stream *s) {
                 wanted += length;
                 r++, at = 0;
             }
-            const int64_t moved = s->sends ? sendmsg(fd, &message, MSG_NOSIGNAL) : recvmsg(fd, &message, MSG_WAITALL);
+            const int64_t moved = move_rows(s, fd, &message);
             if (moved < 0 && errno == EINTR) continue;
             if (moved <= 0) return moved < 0 ? errno : EPIPE;
             done += moved;

@@ -11,16 +11,20 @@ class StreamArgs(ctypes.Structure):
 
     fds: blocking sockets with time limits; batches of `batch_bytes` go over `num_fds` of them in turn. A batch is
     whole steps. deadline_ns: by CLOCK_MONOTONIC. rows: (num_rows, 2): offset from `base`, length; `num_bytes` in all.
-    digests: (num_units, inner), or NULL; seeds, sizes, offsets, and the rows of a unit: as for `digest.add_digests`.
+    pipe: an empty one, through which rows are sent without a copy, so that they have to stay as they are until the
+    receiver has them; or (-1, -1).
+    digests: (num_units, inner), or NULL. In a step those of `units_per_step` units are made, or of one of `slices` of
+    their outer rows. seeds, sizes, offsets, and the rows of a unit: as for `digest.add_digests`.
     """
 
     _fields_ = (
         ("fds", ctypes.c_int64 * 2),
         *((name, ctypes.c_int64) for name in ("num_fds", "sends", "deadline_ns")),
+        ("pipe", ctypes.c_int64 * 2),
         *((name, ctypes.c_void_p) for name in ("base", "rows")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_bytes", "batch_bytes", "step_bytes")),
         *((name, ctypes.c_void_p) for name in ("digests", "seeds", "sizes", "offsets")),
-        *((name, ctypes.c_int64) for name in ("num_units", "units_per_step")),
+        *((name, ctypes.c_int64) for name in ("num_units", "units_per_step", "slices")),
         *((name, ctypes.c_int64) for name in ("outer", "outer_stride", "inner", "inner_stride", "row_bytes")),
     )
 

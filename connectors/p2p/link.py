@@ -12,7 +12,7 @@ from pdkv.connectors.p2p.wire import Control, End
 from pdkv.connectors.transfer.block_copy import Bytes
 from pdkv.connectors.transfer.digest import PieceDigests
 from pdkv.connectors.transfer.worker import Job
-from pdkv.errors import TransferCancelled, TransferError, Unauthenticated
+from pdkv.errors import PeerGone, TransferCancelled, TransferError, Unauthenticated
 
 if TYPE_CHECKING:
     from pdkv.connectors.p2p.nccl import NcclGroup
@@ -89,6 +89,8 @@ class LinkEnd:
         end = self.control.expect(remaining_s())
         if not isinstance(end, End):
             raise TransferError(f"{type(end).__name__} behind a piece")
+        if self.control.connection.is_unix and not self.is_open:
+            raise PeerGone("the sender gave up: it may have used its blocks anew while they were read")
         if end.body != _result(body):
             raise Unauthenticated("a piece was changed on its way")
         return end.digests

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.p2p.sockets import Connection, Iovecs, stream_rows
+from pdkv.connectors.p2p.sockets import NO_PIPE, Connection, Iovecs, stream_rows
 from pdkv.connectors.p2p.wire import Offer
 from pdkv.connectors.peer.push_worker import Incoming, PushPiece, range_of
 from pdkv.connectors.step_done import ON_HOST
@@ -37,6 +37,9 @@ WINDOW_BYTES = 64 << 20
 
 STAGED_BYTES = 4 << 20
 """The same where it goes through a buffer."""
+
+SPLICED_ROW_BYTES = 4 << 10
+"""Rows of so many bytes and more, on the average, are sent without a copy; smaller ones cost more than that each."""
 
 LARGE_ROW_BYTES = 32 * 1024
 """Smaller rows are digested from a copy of theirs: one call instead of one for each."""
@@ -126,18 +129,21 @@ class PiecePool:
         assert self._flat is not None
         size, per_batch = self.unit_bytes(plan.part), plan.offer.per_batch
         window = max(WINDOW_BYTES // (2 * per_batch * size), 1) * 2 * per_batch
-        per_step = max(STEP_BYTES // size, 1)
+        per_step, slices = max(STEP_BYTES // size, 1), self._slices(plan.part)
         if len(sockets) == 1:
             per_batch = window
         elif per_batch % per_step:
             per_step = per_batch
         per_id = self.layout.block_size // HASH_BLOCK_SIZE if plan.part is None else 1
-        args = stream.StreamArgs(base=self._flat.ctypes.data, sends=way == "send", num_fds=len(sockets))
-        args.batch_bytes, args.step_bytes = per_batch * size, (per_batch if digests is None else per_step) * size
+        args = stream.StreamArgs(base=self._flat.ctypes.data, sends=way == "send", num_fds=len(sockets), slices=slices)
+        args.batch_bytes = per_batch * size
+        args.step_bytes = args.batch_bytes if digests is None else per_step * size // slices
         for first in range(0, plan.ids.size, window):
             ids = plan.ids[first : first + window]
             rows = self._row_table(ids, plan.part)
             args.rows, args.num_rows, args.num_bytes = rows.ctypes.data, len(rows), ids.size * size
+            splices = args.sends and args.num_bytes >= len(rows) * SPLICED_ROW_BYTES
+            args.pipe[:] = sockets[0].pipe() if splices else NO_PIPE
             if digests is not None:
                 digests.fill(args, first * per_id, ids.size * per_id, per_step * per_id)
             stream_rows(args, sockets, remaining_s())
@@ -155,6 +161,11 @@ class PiecePool:
         else:
             for row in rows.tolist():
                 add(table[row].data)
+
+    def _slices(self, part: UnitPart | None) -> int:
+        """Into how many equal parts, of whole layers or K or V of one, a block or unit is cut to be digested."""
+        size, outer = self.unit_bytes(part), 2 * (self.layout.num_layers if part is None else part.num_layers)
+        return next((n for n in range(1, outer) if outer % n == 0 and size <= n * STEP_BYTES), outer)
 
     def _rows(self, ids: Ids, part: UnitPart | None) -> tuple[int, Ids]:
         """(bytes of a row, numbers of the rows). Raises TransferError for what the pool does not have."""

@@ -26,6 +26,7 @@ from pdkv.connectors.peer.push_worker import Incoming, PushPiece, PushWorker
 from pdkv.connectors.transfer.lanes import Lane, LaneConfig
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
 from pdkv.errors import KVCorrupted, KVNotFound, PdkvError, TransferCancelled, TransferError
+from pdkv.host.huge_pages import use_huge_pages
 from pdkv.wire.messages import EngineCard
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class P2PWorker(PushWorker):
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         options = self._options
         super().register_kv_caches(kv_cache)
+        if kv_cache.device.type == "cpu":
+            use_huge_pages(kv_cache.data_ptr(), kv_cache.nbytes)
         self._pool = PiecePool(kv_cache, self.config.layout)
         limits = LinkLimits(options.max_groups, 2 * options.idle_s, options.handshake_timeout_s, options.timeout_s)
         self.listener = LinkListener(self.config, options.host, self._secret, limits, self._take)

@@ -16,7 +16,8 @@ from traffic import wait_until_true
 from pdkv.connector_kit.rig.sockets import listeners
 from pdkv.connectors.p2p import outbound, pieces
 from pdkv.connectors.p2p.connector import P2PConnector
-from pdkv.connectors.p2p.sockets import connect
+from pdkv.connectors.p2p.link import LinkEnd
+from pdkv.connectors.p2p.sockets import NO_PIPE, Connection, can_splice, connect
 from pdkv.connectors.p2p.wire import (
     FRAMES_VERSION,
     Accepted,
@@ -441,10 +442,67 @@ def test_a_peer_on_another_host_is_reached_over_tcp(make_engine: Engines) -> Non
 def test_an_end_without_the_compiled_kernel_gets_on_with_one_that_has_it(
     make_engine: Engines, monkeypatch: pytest.MonkeyPatch, sockets: str, slow: str
 ) -> None:
+    monkeypatch.setattr(pieces, "STEP_BYTES", 32 << 10)  # blocks are digested in four slices
     prefill, decode = pair(make_engine, sockets=sockets)
     pool = {"p": prefill, "d": decode}[slow].workers[0]._pool
     monkeypatch.setattr(pieces.PiecePool, "can_stream", property(lambda self: self is not pool))
     move(prefill, decode, "t", BLOCKS)
+
+
+@SOCKETS
+def test_a_sender_that_gives_up_behind_its_last_byte_has_sent_nothing(
+    make_engine: Engines, monkeypatch: pytest.MonkeyPatch, sockets: str
+) -> None:
+    """Over a unix socket the receiver may still have to read the sender's own pages, which belong to others by then."""
+    prefill, decode = pair(make_engine, sockets=sockets, kv_checksum="off")
+    move(prefill, decode, "first", [1])  # and the link is made
+    all_sent, may_read = threading.Event(), threading.Event()
+    real_receive, real_send = LinkEnd.receive_piece, Control.send
+
+    def receive(self: LinkEnd, *arguments: Any) -> bytes:
+        assert may_read.wait(WAIT_S)
+        return real_receive(self, *arguments)
+
+    def send(self: Control, frame: Any, timeout_s: float) -> None:
+        real_send(self, frame, timeout_s)
+        if isinstance(frame, End):
+            all_sent.set()
+
+    monkeypatch.setattr(LinkEnd, "receive_piece", receive)
+    monkeypatch.setattr(Control, "send", send)
+    kv = begin(prefill, decode, "t", [2])
+    assert all_sent.wait(WAIT_S)
+    prefill.cancel(("t", 1))
+    assert prefill.outcome("sending", ("t", 1)).code == "transfer_cancelled"
+    prefill.fill([2], kv.flip(0))
+    may_read.set()
+    if decode.outcome("receiving", ("t", 1)).code != "peer_gone":
+        decode.check([2], kv)  # what was copied when it was sent
+        assert sockets == "tcp"
+
+
+def test_memory_goes_without_a_copy_only_where_the_system_can_do_that(
+    make_engine: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+    real_pipe = Connection.pipe
+
+    def pipe(self: Connection) -> tuple[int, int]:
+        made.append(real_pipe(self))
+        return made[-1]
+
+    monkeypatch.setattr(Connection, "pipe", pipe)
+    prefill, decode = pair(make_engine)
+    move(prefill, decode, "t", BLOCKS)
+    assert can_splice()
+    assert len(set(made) - {NO_PIPE}) == 1
+    monkeypatch.setattr("pdkv.connectors.p2p.sockets.can_splice", lambda: False)
+    other = make_engine("d2", layout=make_layout(**WIDE))
+    prefill.meet(decode.card, other.card)
+    other.meet(prefill.card)
+    made.clear()
+    move(prefill, other, "u", BLOCKS)
+    assert set(made) == {NO_PIPE}
 
 
 @SOCKETS
