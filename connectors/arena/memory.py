@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import BlockTableReader, TableArrays, TableShape
-from pdkv.connectors.transfer.block_copy import Bytes
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
+from pdkv.connectors.transfer.pool_copy import Bytes
 from pdkv.errors import (
     ConfigError,
     IncompatiblePeers,
@@ -234,16 +234,6 @@ class PeerArena:
         done = _advise(self.data, self.num_mapped_bytes, _TOUCH_BYTES, _MADV_POPULATE_READ)
         self.num_mapped_bytes = self.num_mapped_bytes + _TOUCH_BYTES if done else self.data.nbytes
         return True
-
-    def tokens(self) -> Bytes:
-        """The KV pool as (num_blocks, layers * 2, KV heads, block_size, bytes of one head's token)."""
-        return token_view(self.data, self.header.layout)
-
-
-def token_view(data: Bytes, layout: KVLayout) -> Bytes:
-    """A pool of (num_blocks, block_bytes) as (num_blocks, layers * 2, KV heads, block_size, token_bytes)."""
-    token_bytes = layout.head_size * layout.dtype_bytes
-    return data.reshape(len(data), layout.num_layers * 2, layout.num_kv_heads, layout.block_size, token_bytes)
 
 
 def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:

@@ -25,6 +25,8 @@ class PoolSource(ABC):
     """Thread-safe."""
 
     path: ClassVar[str]
+    mapped: Bytes | None = None
+    """The pool, (blocks, bytes), where it is mapped: whoever reads there calls `will_read` first."""
 
     @abstractmethod
     def copy(self, target: Bytes, pieces: Pieces) -> None:
@@ -42,6 +44,9 @@ class PoolSource(ABC):
     def digest_rows(self, units: Ids) -> Ids:
         """The table of digests' rows of these hash blocks now, (n, 1 + heads) words. Raises a TransferError."""
 
+    def will_read(self) -> None:
+        """Its memory is read from now on, sooner or later all of it."""
+
     def map_ahead(self) -> bool:
         """A little work that makes later copies faster; False: nothing is left to do."""
         return False
@@ -57,11 +62,14 @@ class MappedSource(PoolSource):
 
     def __init__(self, arena: PeerArena) -> None:
         self._arena = arena
-        self._flat = arena.data.reshape(-1)
+        self.mapped = arena.data
 
     def copy(self, target: Bytes, pieces: Pieces) -> None:
+        self.will_read()
+        copy_pieces(target, self._arena.data.reshape(-1), pieces)
+
+    def will_read(self) -> None:
         self._arena.is_source = True
-        copy_pieces(target, self._flat, pieces)
 
     def generations(self, blocks: Ids) -> Ids:
         fence()

@@ -11,9 +11,10 @@ from pdkv.connectors.nixl.gather import no_offer
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.worker import NixlWorker
 from pdkv.connectors.peer.checksums import Checksums
-from pdkv.connectors.peer.pull_worker import PullPiece, PullWorker
+from pdkv.connectors.peer.pull_worker import Landed, PullPiece, PullWorker
 from pdkv.connectors.peer.source_digests import SourceDigests
 from pdkv.connectors.step_done import ON_HOST
+from pdkv.connectors.transfer.digest import Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.connectors.transfer.worker import Job
@@ -67,8 +68,16 @@ class NixlPullWorker(NixlWorker, PullWorker):
         wanted = Wanted(piece.source_units(), piece.heads.peer_first, piece.own_units(layout), piece.own_part(layout))
         return self.rank.reader.read_units(job, blob, wanted)
 
+    def read_digested(self, job: Job, piece: PullPiece, scratch: Any, tokens: Tokens) -> Landed:
+        """In one pass, where the peer's pool is mapped."""
+        source = self.rank.endpoint.sources.source(self._ranks.rank(*piece.peer_rank))
+        if source is None or source.mapped is None:
+            return super().read_digested(job, piece, scratch, tokens)
+        source.will_read()
+        return self.copy_digested(job, piece, source.mapped, tokens)
+
     def read_digests(self, job: Job, piece: PullPiece, scratch: Any, units: Ids, generations: Ids) -> DigestRows:
-        blob = self._ranks.rank(piece.load.engine, piece.load.epoch, piece.heads.peer_rank)
+        blob = self._ranks.rank(*piece.peer_rank)
         return self.rank.reader.digests(job, blob, units, generations)
 
     def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:

@@ -9,13 +9,10 @@ from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
 from pdkv.connectors.nixl.wire import RankBlob
 from pdkv.connectors.transfer.digest_table import DigestRows, rows_of
 from pdkv.connectors.transfer.planning import Ids
-from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
+from pdkv.connectors.transfer.pool_copy import COPY_BYTES, Pieces, block_pieces, unit_pieces
 from pdkv.connectors.transfer.small_pieces import Gate
 from pdkv.connectors.transfer.units import UnitPool
 from pdkv.errors import KVNotFound
-
-COPY_BYTES = 16 * 1024 * 1024
-"""Within a host: between two such parts a cancel, the deadline and a shutdown are seen."""
 
 
 class PoolReader:

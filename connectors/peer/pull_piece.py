@@ -8,6 +8,7 @@ import numpy as np
 from pdkv.connectors.peer.pull_scheduler import BlockLoad
 from pdkv.connectors.transfer.digest import Tokens, cut_tokens, unit_tokens
 from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, unit_index
+from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import KVNotFound
 from pdkv.wire.messages import EngineCard, KVLayout
@@ -19,6 +20,11 @@ class PullPiece(NamedTuple):
     load: BlockLoad
     card: EngineCard
     heads: HeadPart
+
+    @property
+    def peer_rank(self) -> tuple[str, str, int]:
+        """(engine, epoch, rank) that it is read from."""
+        return self.load.engine, self.load.epoch, self.heads.peer_rank
 
     @property
     def blocks(self) -> Ids:
@@ -44,6 +50,14 @@ class PullPiece(NamedTuple):
     def peer_part(self, layout: KVLayout) -> UnitPart:
         """The same heads as the peer's rank counts them; an image of a unit has the same bytes on both sides."""
         return UnitPart(self.heads.peer_first, self.heads.peer_first + self.heads.num_heads, 0, layout.num_layers)
+
+    def pieces(self, layout: KVLayout) -> Pieces:
+        """What is copied out of the peer's pool, where that is mapped. Raises KVNotFound as `source_units`."""
+        load, peer = self.load, self.card.layout
+        if layout == peer and load.unit == layout.block_size and load.start % layout.block_size == 0:
+            return block_pieces(layout, as_ids(load.source), as_ids(load.block_ids), range(layout.num_layers))
+        theirs, ours = self.source_units(), self.own_units(layout)
+        return unit_pieces(layout, peer, theirs, self.heads.peer_first, ours, self.own_part(layout))
 
     def digested(self, block_ids: Sequence[int], entry_tokens: int) -> tuple[Tokens, Ids]:
         """The load's tokens in these entries of `entry_tokens` each, cut at hash blocks.

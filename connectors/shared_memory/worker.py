@@ -5,36 +5,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from pdkv.connectors.arena.block_table import BlockTableReader, fence
-from pdkv.connectors.arena.memory import Arena, PeerArena, token_view
+from pdkv.connectors.arena.memory import Arena, PeerArena
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.checksums import Checksums
-from pdkv.connectors.peer.pull_scheduler import BlockLoad
 from pdkv.connectors.peer.pull_worker import Landed, PullPiece, PullWorker
 from pdkv.connectors.peer.source_digests import SourceDigests
-from pdkv.connectors.transfer.block_copy import STAGING_BYTES, Bytes, copy_blocks, copy_segments
-from pdkv.connectors.transfer.digest import PoolDigests, Tokens
+from pdkv.connectors.transfer.digest import Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows
 from pdkv.connectors.transfer.lanes import SHARED_LANE, Lane, LaneConfig
-from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, token_segments
+from pdkv.connectors.transfer.planning import Ids
+from pdkv.connectors.transfer.pool_copy import COPY_BYTES, Bytes, copy_pieces
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import ConfigError, KVNotFound
 
 if TYPE_CHECKING:
     import torch
 
-PIECE_BYTES = 16 * 1024 * 1024
-"""Between two pieces of a copy a cancel, the deadline and a shutdown are seen."""
-
 
 @dataclass(slots=True)
 class _Scratch:
     """What an I/O thread keeps for itself."""
 
-    staging: Bytes
     table: BlockTableReader | None = None  # the generations of the load that it runs
 
 
@@ -60,7 +54,6 @@ class SharedMemoryWorker(PullWorker):
         self._arenas = PeerArenas(config) if peers is None else peers
         lanes = LaneConfig(num_shared=io_threads, thread_name="pdkv-load")
         super().__init__(config, notify, self._arenas, timeout_s=load_timeout_s, lanes=lanes)
-        self._layout = config.layout
         self._arena = arena
         self._pool: Bytes | None = arena.data()
         self.checksums = Checksums(config, self._pool)
@@ -97,7 +90,7 @@ class SharedMemoryWorker(PullWorker):
     # --- I/O threads ----------------------------------------------------------------------------------------------
 
     def make_scratch(self, lane: Lane) -> _Scratch:
-        return _Scratch(np.empty(STAGING_BYTES, dtype=np.uint8))
+        return _Scratch()
 
     def do_idle_work(self) -> bool:
         """With nothing to copy, peers' pools are mapped ahead, bit by bit."""
@@ -110,27 +103,24 @@ class SharedMemoryWorker(PullWorker):
             scratch.table = None  # or it would keep the peer mapped
 
     def read(self, job: Job, piece: PullPiece, scratch: _Scratch) -> int:
-        load = piece.load
-        peer = self._begin(job, piece, scratch)
-        theirs = peer.header.layout
-        same_heads = theirs.num_kv_heads == self._layout.num_kv_heads == piece.heads.num_heads
-        same_blocks = load.unit == theirs.block_size == self._layout.block_size and load.start % load.unit == 0
-        if same_heads and same_blocks:
-            num_bytes = self._copy_whole(job, load, peer, scratch.staging)
-        else:
-            num_bytes = self._copy_tokens(job, load, piece.heads, peer)
+        peer, pool = self._begin(job, piece, scratch), self._pool
+        assert pool is not None
+        pieces = piece.pieces(self.config.layout)
+        for part in pieces.cut(COPY_BYTES):
+            job.check()
+            copy_pieces(pool.reshape(-1), peer.data.reshape(-1), part)
         fence()  # the generations are read after the data
-        return num_bytes
+        return pieces.num_bytes
 
     def read_digested(self, job: Job, piece: PullPiece, scratch: _Scratch, tokens: Tokens) -> Landed:
-        landed = self._copy_digested(job, piece, self._begin(job, piece, scratch), tokens)
+        landed = self.copy_digested(job, piece, self._begin(job, piece, scratch).data, tokens)
         fence()  # generations and digests are read after the data
         return landed
 
     def _begin(self, job: Job, piece: PullPiece, scratch: _Scratch) -> PeerArena:
         """The arena that a piece is read from. Raises StaleGeneration for what is not worth a copy any more."""
         load = piece.load
-        peer = self._arenas.get(load.engine, load.epoch, piece.heads.peer_rank)
+        peer = self._arenas.get(*piece.peer_rank)
         peer.is_source = peer.is_source or load.is_handoff
         self.check_generations(job, piece, scratch)
         return peer
@@ -140,49 +130,7 @@ class SharedMemoryWorker(PullWorker):
         return scratch.table.generations(blocks)
 
     def read_digests(self, job: Job, piece: PullPiece, scratch: _Scratch, units: Ids, generations: Ids) -> DigestRows:
-        peer = self._arenas.get(piece.load.engine, piece.load.epoch, piece.heads.peer_rank)
+        peer = self._arenas.get(*piece.peer_rank)
         if units.size and not 0 <= units.min() <= units.max() < peer.shape.table.num_units:
             raise KVNotFound(f"engine {piece.load.engine} has no such blocks")
         return peer.digests.read(units, generations)
-
-    def _copy_digested(self, job: Job, piece: PullPiece, peer: PeerArena, tokens: Tokens) -> Landed:
-        """Copy whole hash blocks, and digest them on the way."""
-        assert self._pool is not None
-        source = PoolDigests(peer.data, peer.header.layout, rank=piece.heads.peer_rank, tp=piece.card.tp)
-        theirs, own = piece.digested(piece.load.source, piece.load.unit)[0], self.checksums.pool
-        parts = piece.own_part(self._layout), piece.peer_part(self._layout)
-        unit_bytes = own.unit_bytes(parts[0])
-        count, digests = max(1, PIECE_BYTES // unit_bytes), []
-        for first in range(0, theirs.units.size, count):
-            job.check()
-            cut = slice(first, first + count)
-            some = Tokens(*(column[cut] for column in tokens))
-            digests.append(own.copy(some, parts[0], source, theirs.units[cut], parts[1]))
-        return Landed(int(theirs.units.size) * unit_bytes, np.concatenate(digests))
-
-    def _copy_whole(self, job: Job, load: BlockLoad, peer: PeerArena, staging: Bytes) -> int:
-        pool = self._pool
-        assert pool is not None
-        source, target = as_ids(load.source), as_ids(load.block_ids)
-        count = max(1, PIECE_BYTES // pool.shape[1])
-        for first in range(0, source.size, count):
-            job.check()
-            piece = slice(first, first + count)
-            copy_blocks(peer.data, pool, source[piece], target[piece], staging)
-        return int(source.size * pool.shape[1])
-
-    def _copy_tokens(self, job: Job, load: BlockLoad, heads: HeadPart, peer: PeerArena) -> int:
-        """Copy some heads, or tokens between blocks of unequal size."""
-        pool, layout = self._pool, self._layout
-        assert pool is not None
-        segments = token_segments(load.start, load.stop, load.unit, layout.block_size)
-        source = peer.tokens()[:, :, heads.peer_first : heads.peer_first + heads.num_heads]
-        target = token_view(pool, layout)[:, :, heads.first : heads.first + heads.num_heads]
-        token_bytes = layout.token_bytes // layout.num_kv_heads * heads.num_heads
-        units_per_block = peer.header.layout.block_size // load.unit
-        count = max(1, PIECE_BYTES // (load.unit * token_bytes))
-        for first in range(0, len(segments), count):
-            job.check()
-            piece = segments[first : first + count]
-            copy_segments(source, target, load.source, units_per_block, load.block_ids, piece)
-        return (load.stop - load.start) * token_bytes

@@ -19,6 +19,9 @@ from pdkv.wire.messages import KVLayout
 
 Bytes = npt.NDArray[np.uint8]
 
+COPY_BYTES = 16 * 1024 * 1024
+"""Between two such parts of a copy a cancel, the deadline and a shutdown are seen."""
+
 _CACHE_BYTES = 512 * 1024
 
 

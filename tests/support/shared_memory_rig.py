@@ -120,7 +120,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Semaphore(0), threading.Event()
         self.num_copies = 0
-        real = shared_memory_worker.copy_blocks
+        real = shared_memory_worker.copy_pieces
 
         def copy(*arguments: Any) -> None:
             self.num_copies += 1
@@ -128,7 +128,7 @@ class Gate:
             assert self.opened.wait(WAIT_S)
             real(*arguments)
 
-        monkeypatch.setattr(shared_memory_worker, "copy_blocks", copy)
+        monkeypatch.setattr(shared_memory_worker, "copy_pieces", copy)
 
     def wait(self) -> None:
         assert self.reached.acquire(timeout=WAIT_S)

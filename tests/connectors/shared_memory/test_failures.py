@@ -98,7 +98,7 @@ def test_an_unexpected_error_fails_the_load_and_not_the_thread(
     decode.meet(prefill.card)
     request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
     with monkeypatch.context() as patch:
-        patch.setattr(shared_memory_worker, "copy_blocks", lambda *_: 1 / 0)
+        patch.setattr(shared_memory_worker, "copy_pieces", lambda *_: 1 / 0)
         decode.start(request, [0, 1, 2], 0)
         assert decode.outcome(request).code == "transfer_failed"
     assert "ZeroDivisionError" in caplog.text
