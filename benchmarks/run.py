@@ -19,6 +19,7 @@ from benchmarks import (
     dtypes,
     engine_vs_vllm,
     front,
+    hosts,
     identity,
     interference,
     many,
@@ -65,6 +66,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "connector_nixl": connectors.run_nixl,
     "connector_p2p": connectors.run_p2p,
     "connector_store_redis": connectors.run_store_redis,
+    "hosts": hosts.run,
     "sampler": sampler.run,
     "dtypes": dtypes.run,
 }

@@ -6,12 +6,14 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
+from hosts import needs_namespaces
 from nixl_rig import needs_nixl
 
 from benchmarks import (
     connectors,
     dtypes,
     front,
+    hosts,
     identity,
     layerwise,
     sampler,
@@ -76,6 +78,12 @@ def test_connectors_are_compared_with_what_lies_below_them(
     run: Callable[[Context], list[Claim]], tmp_path: Path
 ) -> None:
     check(run(Context(tmp_path, None, quick=True)))
+
+
+@pytest.mark.slow
+def test_transfers_between_hosts_are_compared_with_a_bare_socket(tmp_path: Path) -> None:
+    needs_namespaces()
+    check(hosts.run(Context(tmp_path, None, quick=True)))
 
 
 def test_two_installations_take_turns_and_either_form_of_their_rates_is_read(
