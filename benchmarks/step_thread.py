@@ -20,13 +20,13 @@ import torch
 from benchmarks.report import Claim, Context
 from pdkv.build_core import build_core
 from pdkv.config import HandoffConfig
-from pdkv.connectors.base import NO_TRANSFERS, ConnectorConfig, TransferResults, WorkerConnector
+from pdkv.connectors.base import NO_TRANSFERS, ConnectorConfig, WorkerConnector
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.nixl.agent import load_bindings
 from pdkv.connectors.registry import make_connector
 from pdkv.engine.block_pool import BlockPool, Holder
 from pdkv.engine.core import EngineCore
-from pdkv.engine.executor import Executor
+from pdkv.engine.executor import NOTHING_ENDED, Ended, Executor
 from pdkv.engine.intake import prepare
 from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
@@ -88,8 +88,8 @@ class DrawsOnly(Executor):
         sampled = {share.key: SampledTokens([7], None) for share in plan.scheduled if share.samples}
         return StepOutput(plan.step_id, sampled, {}, transfers)
 
-    def take_finished(self) -> TransferResults:
-        return NO_TRANSFERS if self._worker is None else self._worker.get_finished()
+    def take_finished(self) -> Ended:
+        return NOTHING_ENDED if self._worker is None else Ended(self._worker.get_finished())
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         if self._worker is not None:

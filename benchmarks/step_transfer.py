@@ -78,7 +78,7 @@ class Stepped:
         while True:
             if self._news.is_set():
                 self._news.clear()
-                self._count(self.core.wake)
+                sent += self._count(self._wake)
             if not self.core.has_work:
                 return sent
             self.num_steps += 1
@@ -101,6 +101,13 @@ class Stepped:
     def _step(self) -> list[EngineToRouter]:
         now = time.monotonic()
         self.core.step(now)
+        return self._take(now)
+
+    def _wake(self) -> list[EngineToRouter]:
+        self.core.wake()
+        return self._take(time.monotonic())
+
+    def _take(self, now: float) -> list[EngineToRouter]:
         return [message for _, messages in self.core.take_messages(now) for message in messages]
 
     def _count(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -165,8 +165,6 @@ class Observed(NamedTuple):
     is larger; at once at a hand-off's end, and when its ticket arrives."""
     confirmed_steps: int = 1
     """A decode's confirmed tokens may be shown so many steps late, with those of others: each time costs by itself."""
-    ends: bool = True
-    """Which requests ended is told at once; else with the next step, which is not made for that alone."""
 
     def __or__(self, other: "Observed") -> "Observed":
         """What either needs."""
@@ -178,11 +176,10 @@ class Observed(NamedTuple):
             self.waiting_keys or other.waiting_keys,
             gcd(*units) or 1,
             min(steps, default=1),
-            self.ends or other.ends,
         )
 
 
-OBSERVES_NOTHING = Observed(Shown.NONE, Shown.NONE, waiting_keys=False, ends=False)
+OBSERVES_NOTHING = Observed(Shown.NONE, Shown.NONE, waiting_keys=False)
 
 
 class SchedulerView(msgspec.Struct, frozen=True):
@@ -265,7 +262,7 @@ class TransferResults(NamedTuple):
     failed_receiving: Mapping[TransferKey, TransferOutcome]
 
     def __bool__(self) -> bool:
-        return any(self[:])
+        return bool(self[0] or self[1] or self[2] or self[3])
 
 
 NO_TRANSFERS = TransferResults({}, {}, {}, {})
@@ -356,6 +353,10 @@ class SchedulerConnector(ABC):
         `notify` tells of a change.
         """
         return ""
+
+    def must_hear_end(self, key: TransferKey) -> bool:
+        """Whether a step shall be made for nothing but to tell that a request or a hand-off is over."""
+        return True
 
     @property
     def has_pending_work(self) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.kernels.int_lists import int64_array
+
 
 class BlockTable(ABC):
     """Written by the engine that owns the pool, read by its peers."""
@@ -65,11 +67,11 @@ class LocalBlockTable(BlockTable):
         """Nobody else reads: nothing to do."""
 
     def generations_of(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-        return self.values[np.fromiter(block_ids, np.int64, len(block_ids))]
+        return self.values[int64_array(block_ids)]
 
     def reuse_all(self, block_ids: Sequence[int]) -> None:
         """They are all different."""
-        self.values[np.fromiter(block_ids, np.int64, len(block_ids))] += 1
+        self.values[int64_array(block_ids)] += 1
 
     def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """Nothing to do."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pdkv.connectors.block_table import BlockTable
 from pdkv.engine.free_queue import FreeQueue, Ids
 from pdkv.kernels.block_pool import HolderCounts, available
+from pdkv.kernels.int_lists import int64_array
 from pdkv.wire.messages import BlockCounts, BlockRemoved, BlockStored, CacheCleared, KVEvent
 
 
@@ -133,7 +134,7 @@ class BlockPool:
             self._hold_few(block_ids, holder)
             return
         if self._compiled is not None:
-            self._free.taken(self._compiled.hold(_as_ids(block_ids), holder))
+            self._free.taken(self._compiled.hold(int64_array(block_ids), holder))
             return
         counts = self._num_holders[holder]
         for held in self._distinct(block_ids):
@@ -163,7 +164,7 @@ class BlockPool:
             self._release_few(block_ids, holder)
             return
         if self._compiled is not None:
-            freed = self._compiled.release(_as_ids(block_ids), holder)
+            freed = self._compiled.release(int64_array(block_ids), holder)
             self._free.push(freed.cached, cached=True)
             self._free.push(freed.empty, cached=False)
             return
@@ -197,7 +198,7 @@ class BlockPool:
 
     def num_freed_by(self, holds: Iterable[Sequence[int]]) -> int:
         """Blocks that nobody would hold any more once these ACTIVE holds were released."""
-        block_ids, counts = np.unique(_as_ids(list(chain.from_iterable(holds))), return_counts=True)
+        block_ids, counts = np.unique(int64_array(list(chain.from_iterable(holds))), return_counts=True)
         only_active = self._states[block_ids] & _HELD == 1 << Holder.ACTIVE
         return int((only_active & (self._num_holders[Holder.ACTIVE, block_ids] == counts)).sum())
 
@@ -205,7 +206,7 @@ class BlockPool:
         """How many of the blocks anybody holds."""
         if len(block_ids) <= _FEW:
             return sum(map(self.is_held, block_ids))
-        return int(np.count_nonzero(self._states[_as_ids(block_ids)] & _HELD))
+        return int(np.count_nonzero(self._states[int64_array(block_ids)] & _HELD))
 
     def is_held(self, block_id: int) -> bool:
         """Whether anybody holds the block."""
@@ -248,7 +249,7 @@ class BlockPool:
                 own = keys[first : first + per_block]
                 self._enter_one(block_id, own, keys[first - 1] if first else parent, announced=announced)
             return
-        ids = _as_ids(block_ids)
+        ids = int64_array(block_ids)
         known = np.fromiter(map(self._index().__contains__, keys[per_block - 1 :: per_block]), np.bool_, len(ids))
         fresh = np.flatnonzero(~known & (ids >= 0) & (self._states[ids] & _CONTENT == 0))
         for run in np.split(fresh, np.flatnonzero(np.diff(fresh) != 1) + 1):
@@ -368,7 +369,7 @@ class BlockPool:
 
     def _distinct(self, block_ids: Collection[int]) -> Iterator[Ids]:
         """The blocks in parts of which none names a block twice."""
-        rest = _as_ids(block_ids)
+        rest = int64_array(block_ids)
         while rest.size:
             places = np.arange(rest.size)
             self._marks[rest] = places
@@ -407,10 +408,6 @@ class BlockPool:
         self._parents[with_content] = None
         for start in range(0, len(removed), MAX_KEYS_PER_EVENT):
             self.events.append(BlockRemoved(keys=removed[start : start + MAX_KEYS_PER_EVENT]))
-
-
-def _as_ids(block_ids: Collection[int]) -> Ids:
-    return np.fromiter(block_ids, np.int64, len(block_ids))
 
 
 def _as_objects(values: Sequence[bytes | None]) -> npt.NDArray[np.object_]:

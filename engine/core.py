@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdkv.connectors.base import TransferKey, TransferOutcome
-from pdkv.engine.executor import Executor
+from pdkv.engine.executor import Ended, Executor
 from pdkv.engine.external import EndedSend, ExternalKV
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.intake import Prepared, root_of
@@ -163,8 +163,13 @@ class EngineCore:
         return self._dirty or self.scheduler.queues.needs_step or self.external.has_news
 
     def wake(self) -> None:
-        """The connector's notify: an empty step collects results."""
-        self._dirty = True
+        """The connector's notify: what has ended is settled now. A step follows only where somebody may go on.
+
+        Raises what the executor raises: the engine is then lost.
+        """
+        self._settle(self.executor.collect())
+        self._fail_rejected()
+        self.scheduler.ask_again()
 
     def next_deadline(self) -> float | None:
         """The earliest time at which `step` must be called although nothing else happens."""
@@ -181,8 +186,9 @@ class EngineCore:
 
     def begin_step(self, now: float) -> StepOutput:
         """Schedule and execute. Its finish_step may lag: at most two steps may have begun when one is finished."""
-        if ended := self.executor.take_finished():  # what they bring is in this step, not behind an empty one
-            self._sends_ended(self.scheduler.settle(ended))
+        ended = self.executor.take_finished()
+        if ended.transfers:  # what they bring is in this step, not behind an empty one
+            self._settle(ended)
         self.expire(now)
         self._dirty = False
         self._last_step = now
@@ -221,6 +227,12 @@ class EngineCore:
         if result.computed:
             self.scheduler.go_on()
         self.watch.end()
+
+    def _settle(self, ended: Ended) -> None:
+        """What ended between two steps."""
+        if ended.stats is not None:
+            self.external.worker_stats = ended.stats
+        self._sends_ended(self.scheduler.settle(ended.transfers))
 
     def _sends_ended(self, sends: Sequence[EndedSend]) -> None:
         for send in sends:

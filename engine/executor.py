@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from pdkv.config import EngineConfig
-from pdkv.connectors.base import NO_TRANSFERS, TransferResults, WorkerConnector
+from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferResults, WorkerConnector
 from pdkv.engine.dtype import resolve_dtype
 from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
 from pdkv.engine.kv_cache import (
@@ -32,6 +32,16 @@ from pdkv.models.weight_files import WeightFiles
 from pdkv.wire.messages import EngineCard, KVLayout
 
 
+class Ended(NamedTuple):
+    """What the connector's worker sides say between two steps."""
+
+    transfers: TransferResults
+    stats: Stats | None = None  # since start; None: as before
+
+
+NOTHING_ENDED = Ended(NO_TRANSFERS)
+
+
 class Executor(ABC):
     """What the engine core knows of its ranks."""
 
@@ -39,13 +49,17 @@ class Executor(ABC):
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step on all ranks and return their common output. Blocks; raises what a rank raised."""
 
-    def take_finished(self) -> TransferResults:
-        """Between steps: transfers that ended since the last one, so that the next one can plan with them.
+    def take_finished(self) -> Ended:
+        """Between steps: transfers that ended since the last one, as far as that costs nothing.
 
         Not more than a saving: what it leaves is in the next step's output. An engine of several ranks leaves all of
         it, since a transfer has ended when it has on every rank.
         """
-        return NO_TRANSFERS
+        return NOTHING_ENDED
+
+    def collect(self) -> Ended:
+        """`take_finished` of all ranks, which are asked. Blocks for their answers; raises what a rank raised."""
+        return self.take_finished()
 
     @abstractmethod
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
@@ -200,9 +214,16 @@ class InProcessExecutor(ModelExecutor):
             self._threads.use_for(plan.num_tokens)
         return self._runner.execute(plan)
 
-    def take_finished(self) -> TransferResults:
-        # One of several ranks is asked by its steps: what this one has ended others may not have.
-        return self._runner.take_finished() if self._runner is not None and self.shard.size == 1 else NO_TRANSFERS
+    def take_finished(self) -> Ended:
+        # What one of several ranks has ended others may not have.
+        return self.collect() if self.shard.size == 1 else NOTHING_ENDED
+
+    def collect(self) -> Ended:
+        """Of this rank alone."""
+        if self._worker is None:
+            return NOTHING_ENDED
+        transfers = self._worker.get_finished()
+        return Ended(transfers, self._worker.get_stats()) if transfers else NOTHING_ENDED
 
     def take_drawn(self, token_ids: Sequence[Sequence[int]]) -> None:
         """What rank 0 drew in the last step, in that step's order: for the other ranks, before the next one."""

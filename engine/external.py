@@ -10,6 +10,8 @@ from itertools import islice
 from sys import maxsize
 from typing import NamedTuple
 
+import msgspec
+
 from pdkv.connectors.base import (
     NO_MATCH,
     OBSERVES_NOTHING,
@@ -80,11 +82,12 @@ class Settled(NamedTuple):
 class _News:
     """What the next view tells the connector."""
 
-    confirmed: list[ConfirmedRange] = field(default_factory=list)
+    confirmed: dict[TransferKey, ConfirmedRange] = field(default_factory=dict)
     preempted: list[TransferKey] = field(default_factory=list)
     finished: list[TransferKey] = field(default_factory=list)
     aborted: list[TransferKey] = field(default_factory=list)
     is_urgent: bool = False  # what is confirmed may not wait for more
+    is_end_urgent: bool = False  # nor may the end of a request wait for the next step
 
     def __bool__(self) -> bool:
         return bool(self.confirmed or self.preempted or self.finished or self.aborted)
@@ -123,7 +126,6 @@ class ExternalKV:
         self._shows_scheduled = _Shows.of(observes.scheduled)
         self._shows_confirmed = _Shows.of(observes.confirmed)
         self._shows_waiting_keys = observes.waiting_keys
-        self._tells_ends = observes.ends  # at once
         self._confirmed_steps = observes.confirmed_steps
         self._num_waited = 0  # views without what is confirmed
         self._confirmed_unit = max(block_size, observes.confirmed_tokens)
@@ -142,7 +144,7 @@ class ExternalKV:
         connector, news = self.connector, self._news
         if connector is None:
             return False
-        is_urgent = bool(news) if self._tells_ends else bool(news.confirmed)
+        is_urgent = news.is_end_urgent or bool(news.confirmed)
         return is_urgent or bool(self._cancels) or connector.has_pending_work
 
     @property
@@ -223,8 +225,7 @@ class ExternalKV:
         stop, unit = request.num_confirmed, self._confirmed_unit
         if last or again or stop // unit > start // unit:
             request.num_reported = stop
-            tables = self._shown(request.block_tables)
-            self._news.confirmed.append(ConfirmedRange(request.view(), start, stop, tables, last))
+            self._confirm(ConfirmedRange(request.view(), start, stop, self._shown(request.block_tables), last))
             if request.kv == "handoff" or start < len(request.prompt_token_ids):
                 self._news.is_urgent = True
         return (request.num_reported // unit + 1) * unit
@@ -232,8 +233,16 @@ class ExternalKV:
     def report_leased(self, request: Request, block_tables: BlockTables) -> None:
         """A handed-off request's ticket came after its end: show its blocks once more."""
         tables = block_tables or self._no_blocks
-        self._news.confirmed.append(ConfirmedRange(request.view(), 0, request.num_confirmed, tables, True))
+        self._confirm(ConfirmedRange(request.view(), 0, request.num_confirmed, tables, True))
         self._news.is_urgent = True
+
+    def _confirm(self, told: ConfirmedRange) -> None:
+        """The next view has it, with what it already has of the request, which comes before."""
+        key, confirmed = told.request.transfer_key, self._news.confirmed
+        before = confirmed.get(key)
+        if before is not None:
+            told = msgspec.structs.replace(told, start=min(before.start, told.start), last=before.last or told.last)
+        confirmed[key] = told
 
     def preempted(self, request: Request) -> None:
         """The request lost its blocks and will come again; what the connector has not heard yet is void."""
@@ -248,7 +257,8 @@ class ExternalKV:
             return FinishDecision(hold_blocks=False)
         key = request.transfer_key
         self._news.finished.append(key)
-        if any(confirmed.request.transfer_key == key for confirmed in self._news.confirmed):
+        self._news.is_end_urgent |= self.connector.must_hear_end(key)
+        if key in self._news.confirmed:
             held = request.held_blocks()
             self._pool.hold(held, Holder.ACTIVE)  # until the connector has heard what is in them
             self._kept[key] = held
@@ -260,12 +270,13 @@ class ExternalKV:
             return
         self._retract(key)
         self._news.aborted.append(key)
+        self._news.is_end_urgent |= self.connector.must_hear_end(key)
         if cancel_sending and self.has_saves(key) and key not in self._cancels:
             self._cancels.append(key)
 
     def _retract(self, key: TransferKey) -> None:
         """What was confirmed of a request is not told: its blocks may have another owner when the view is built."""
-        self._news.confirmed = [c for c in self._news.confirmed if c.request.transfer_key != key]
+        self._news.confirmed.pop(key, None)
         if (held := self._kept.pop(key, None)) is not None:  # no view will be built for them alone
             self._pool.release(held, Holder.ACTIVE)
 
@@ -288,7 +299,7 @@ class ExternalKV:
         view = SchedulerView(
             step_id=step_id,
             scheduled=scheduled,
-            confirmed=news.confirmed,
+            confirmed=list(news.confirmed.values()),
             preempted=news.preempted,
             finished=news.finished,
             aborted=news.aborted,
@@ -326,7 +337,8 @@ class ExternalKV:
         The connector says first what the engine shall act on, and hears of that before the engine does.
         """
         for outcomes in (results.finished_receiving, results.failed_receiving):
-            self.num_damaged += sum(outcome.num_damaged for outcome in outcomes.values())
+            for outcome in outcomes.values():
+                self.num_damaged += outcome.num_damaged
         if self.connector is not None:
             results = self.connector.resolve_results(results)
         if self.connector is None or not results:

@@ -1,6 +1,6 @@
 """What the routers were told of tiers below this engine's cache; one that joins later is told it, too."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -41,9 +41,8 @@ class LowerTiers:
         told = self._told[medium]
         for key in event.removed:
             told.pop(key, None)
-        for key in event.stored:
-            told[key] = None
-            told.move_to_end(key)
+        told.update(dict.fromkeys(event.stored))
+        deque(map(told.move_to_end, event.stored), maxlen=0)  # for each
         while len(told) > MAX_TIER_KEYS:
             told.popitem(last=False)
         yield from _parts(self._tiers[medium], event.removed, event.stored)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, TransferResults, WorkerConnector
+from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.connectors.step_done import ON_HOST, StepDone, make_step_done
 from pdkv.engine.attention.backend import Layer, pad, to_tensor
 from pdkv.engine.attention.select import make_backend
@@ -63,7 +63,6 @@ class ModelRunner:
         self._check_finite = check_finite
         self._draws = draws
         self._last_step: StepDone = ON_HOST  # that the connector was told of
-        self._took_finished = False  # since the last step
         self._undrawn: tuple[IntArray, IntArray] | None = None  # slots and positions of the last step's tokens
         self._model = model
         self._kv_pool = kv_pool
@@ -117,15 +116,8 @@ class ModelRunner:
         if worker is not None and meta is not None:
             worker.wait_for_save()
         transfers = NO_TRANSFERS if worker is None else worker.get_finished()
-        stats = worker.get_stats() if worker is not None and (transfers or self._took_finished) else None
-        self._took_finished = False
+        stats = worker.get_stats() if worker is not None and transfers else None
         return StepOutput(plan.step_id, computed.sampled, computed.prompt_logprobs, transfers, computed.failed, stats)
-
-    def take_finished(self) -> TransferResults:
-        """Transfers that ended since the last step; the next one's output has the connector's counts of them."""
-        transfers = NO_TRANSFERS if self._worker is None else self._worker.get_finished()
-        self._took_finished = self._took_finished or bool(transfers)
-        return transfers
 
     def take_drawn(self, token_ids: Sequence[Sequence[int]]) -> None:
         """What rank 0 drew in the last step, in that step's order; before the next one."""

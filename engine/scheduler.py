@@ -147,6 +147,11 @@ class Scheduler:
         if not self.queues.is_empty:
             self.queues.needs_step = True
 
+    def ask_again(self) -> None:
+        """The connector may know now what it did not: whoever waits for its answer asks with the next step."""
+        if self.external.unstarted or not self.queues.is_empty:
+            self.queues.needs_step = True
+
     def settle(self, results: TransferResults) -> list[EndedSend]:
         """Transfers have ended, with a step or between two: loads, holds and quarantines end with them."""
         settled = self.external.settle(results)

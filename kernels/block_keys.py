@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from pdkv.block_keys import extend_keys
 from pdkv.kernels.compiled import load_library
+from pdkv.kernels.int_lists import int32_array
 
 KEY_BYTES = 16
 Tokens = npt.NDArray[np.int32]
@@ -47,7 +48,7 @@ def available() -> bool:
 
 def as_tokens(token_ids: Sequence[int]) -> Tokens:
     """Token ids as an array. Raises OverflowError for one that no int32 holds."""
-    return np.fromiter(token_ids, np.int32, len(token_ids))
+    return int32_array(token_ids)
 
 
 def keys_behind(parent: bytes, token_ids: Sequence[int] | Tokens, *, hash_block_size: int) -> list[bytes]:

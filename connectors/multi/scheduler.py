@@ -337,6 +337,9 @@ class MultiScheduler(SchedulerConnector):
             for events in side.take_events()
         ]
 
+    def must_hear_end(self, key: TransferKey) -> bool:
+        return any(scheduler.must_hear_end(key) for scheduler in self._schedulers)
+
     @property
     def has_pending_work(self) -> bool:
         return (

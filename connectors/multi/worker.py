@@ -28,7 +28,7 @@ class MultiWorker(WorkerConnector):
     def __init__(self, children: Sequence[Child], workers: Sequence[WorkerConnector]) -> None:
         self._children = children
         self.workers = workers
-        self._parts: list[KVConnectorMetadata] = []  # of the step that runs
+        self._hooked: list[tuple[WorkerConnector, KVConnectorMetadata]] = []  # by the layers of the step that runs
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         for worker in self.workers:
@@ -39,25 +39,26 @@ class MultiWorker(WorkerConnector):
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         assert isinstance(meta, MultiMetadata)
-        self._parts = [
+        parts = [
             msgspec.msgpack.decode(part, type=child.connector.metadata_type) if isinstance(part, msgspec.Raw) else part
             for child, part in zip(self._children, meta.parts, strict=True)
         ]
-        for worker, part in zip(self.workers, self._parts, strict=True):
+        self._hooked = []
+        for worker, part in zip(self.workers, parts, strict=True):
             part.earlier_steps, part.this_step = meta.earlier_steps, meta.this_step
             worker.start_load_kv(part)
+            if part.needs_layer_hooks:
+                self._hooked.append((worker, part))
         for child, key in meta.cancels:
             self.workers[child].cancel(key)
 
     def wait_for_layer_load(self, layer: int) -> None:
-        for worker, part in zip(self.workers, self._parts, strict=True):
-            if part.needs_layer_hooks:
-                worker.wait_for_layer_load(layer)
+        for worker, _ in self._hooked:
+            worker.wait_for_layer_load(layer)
 
     def save_kv_layer(self, layer: int, kv_cache: "torch.Tensor", meta: KVConnectorMetadata) -> None:
-        for worker, part in zip(self.workers, self._parts, strict=True):
-            if part.needs_layer_hooks:
-                worker.save_kv_layer(layer, kv_cache, part)
+        for worker, part in self._hooked:
+            worker.save_kv_layer(layer, kv_cache, part)
 
     def wait_for_save(self) -> None:
         for worker in self.workers:

@@ -181,6 +181,9 @@ class PullScheduler(SchedulerConnector):
             filled=filled_entries(self.config.layout, match.start, match.stop),
         )
 
+    def must_hear_end(self, key: TransferKey) -> bool:
+        return False  # the workers do nothing about it
+
     def build_connector_meta(self, view: SchedulerView) -> PullMetadata:
         for keys in (view.finished, view.aborted, view.preempted):
             for key in keys:

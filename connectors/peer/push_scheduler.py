@@ -208,6 +208,10 @@ class PushScheduler(SchedulerConnector):
             holds=[BlockHold(send.batch, send.block_ids, send.source) for send in sends],
         )
 
+    def must_hear_end(self, key: TransferKey) -> bool:
+        sending = self._sending.get(key)
+        return sending is not None and sending.is_open
+
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         return FinishDecision(hold_blocks=request.kv == "handoff", until_release=True)
 

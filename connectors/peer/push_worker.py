@@ -171,6 +171,7 @@ class PushWorker(PeerWorker):
         self.checksums = Checksums(self.config, kv_cache)
         self.layer_by_layer = kv_cache.device.type == "cpu"  # else layers are there when the device's stream says so
         self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
+        self._next_stop = 0  # behind the first such layers
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         if not isinstance(meta, PushMetadata):
@@ -295,12 +296,14 @@ class PushWorker(PeerWorker):
         jobs = self.submit(send.key, "send", tasks, batch=send.batch, last=False)
         if send.during_step:
             self._in_step += jobs
+            self._next_stop = min((job.order.layers.stop for job in self._in_step), default=0)
 
     def _begin_sending(self, num_layers: int) -> None:
         """The first layers of what the step computes are in their blocks."""
-        if self._in_step:
+        if self._in_step and self._next_stop <= num_layers:
             ready = [job for job in self._in_step if job.order.layers.stop <= num_layers]
             self._in_step = [job for job in self._in_step if job.order.layers.stop > num_layers]
+            self._next_stop = min((job.order.layers.stop for job in self._in_step), default=0)
             self.start_jobs(ready)
 
     def _pieces(self, send: PushSend, after: StepDone) -> Iterable[Task]:

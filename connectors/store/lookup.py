@@ -7,8 +7,8 @@ other keys the answer is which of them are there.
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
@@ -166,10 +166,19 @@ class KeyLookups:
         self._changed.notify_all()
         return True
 
-    def is_known(self, key: bytes) -> bool:
-        """Whether the value is believed to be stored."""
+    def has_seen_none(self, keys: Collection[bytes]) -> bool:
+        """Whether none of the values was stored when it was looked at last."""
         with self._changed:
-            return self._believes(key, time.monotonic())
+            return self._known.keys().isdisjoint(keys)
+
+    def are_known(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which values are believed to be stored."""
+        now = time.monotonic()
+        with self._changed:
+            if self._barred:
+                return [self._believes(key, now) for key in keys]
+            known, oldest = self._known, now - self._known_for_s
+            return [known.get(key, oldest) > oldest for key in keys]
 
     def was_known(self, key: bytes) -> bool:
         """Whether the value was stored when it was looked at last, however long ago."""
@@ -178,8 +187,9 @@ class KeyLookups:
     def add(self, keys: Sequence[bytes]) -> None:
         """These values are stored now, and sound: they were saved or loaded."""
         with self._changed:
-            for key in keys:
-                self._barred.pop(key, None)
+            if self._barred:
+                for key in keys:
+                    self._barred.pop(key, None)
             self._add(keys)
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -188,10 +198,11 @@ class KeyLookups:
             for key in keys:
                 self._known.pop(key, None)
 
-    def is_barred(self, key: bytes) -> bool:
-        """Whether the value was damaged a while ago, or stood behind one that was."""
+    def barred(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Values that were damaged a while ago, or stood behind one that was."""
+        now = time.monotonic()
         with self._changed:
-            return time.monotonic() < self._barred.get(key, 0.0)
+            return [key for key in keys if now < self._barred.get(key, 0.0)] if self._barred else []
 
     def bar(self, keys: Sequence[bytes]) -> None:
         """The values are damaged, or may be: they are misses for BARRED_S, whatever the store says."""
@@ -227,11 +238,10 @@ class KeyLookups:
         return since is not None and now - since < self._known_for_s
 
     def _add(self, keys: Sequence[bytes]) -> None:
-        now = time.monotonic()
-        for key in keys:
-            self._known[key] = now
-            self._known.move_to_end(key)
-            self._misses.pop(key, None)
+        self._known.update(dict.fromkeys(keys, time.monotonic()))
+        deque(map(self._known.move_to_end, keys), maxlen=0)  # for each
+        for key in self._misses.keys() & keys:
+            del self._misses[key]
         while len(self._known) > MAX_KNOWN_KEYS:
             self._known.popitem(last=False)
 

@@ -47,6 +47,8 @@ class StoreNews:
         if not self._is_told:
             return
         changes, size = self._changes, self._size
-        for key, _, num_tokens, group in values:
-            if not group and num_tokens == size and (key in changes or len(changes) < MAX_NEWS):
-                changes[key] = is_there
+        keys = [key for key, _, num_tokens, group in values if not group and num_tokens == size]
+        if len(changes) + len(keys) > MAX_NEWS:
+            room = MAX_NEWS - len(changes)
+            keys = [key for key in keys if key in changes] + [key for key in keys if key not in changes][:room]
+        changes.update(dict.fromkeys(keys, is_there))

@@ -12,7 +12,7 @@ class Piece(NamedTuple):
     """One part of some values, side by side in a buffer."""
 
     part: ValuePart
-    values: Sequence[Value]
+    values: Sequence[Value]  # as large as the first one; the last may be smaller
     unit_bytes: int
 
 
@@ -54,7 +54,10 @@ def pack(pieces: Sequence[Piece], capacity: int, *, split: bool) -> Iterator[lis
             packed, room = [], capacity
         first = 0
         while first < len(values):
-            stop = first
+            size = values[first].num_units * unit_bytes
+            stop = first + min(room // size, len(values) - first)
+            if stop > first:
+                room -= (stop - first - 1) * size + values[stop - 1].num_units * unit_bytes
             while stop < len(values) and values[stop].num_units * unit_bytes <= room:
                 room -= values[stop].num_units * unit_bytes
                 stop += 1

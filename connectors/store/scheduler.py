@@ -1,8 +1,9 @@
 """The scheduler side of store connectors: what is found, what is loaded, what is saved, and whose tail is dropped."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import compress, count
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -77,6 +78,8 @@ class _Sources(NamedTuple):
 
 
 _cuts = msgspec.msgpack.Decoder(Cut)
+_start_of = attrgetter("start")
+_tokens_of = attrgetter("num_tokens")
 
 
 class StorePeers(PeerCards):
@@ -253,7 +256,7 @@ class StoreScheduler(SchedulerConnector):
         values = self._cut.values_to_load(request.block_keys, start, stop, tails)
         entries = slice(start // self._block_size, -(-stop // self._block_size))
         self._queued[key] = StoreLoad(key, values, start, stop, [list(table[entries]) for table in block_tables])
-        self._loading[key] = _Loading(start, [value for value in values if self._cut.is_whole(value)])
+        self._loading[key] = _Loading(start, self._cut.whole_of(values))
         return None
 
     # --- orders ---------------------------------------------------------------------------------------------------
@@ -283,16 +286,7 @@ class StoreScheduler(SchedulerConnector):
         if len(confirmed.block_tables[0]) * self._block_size < confirmed.stop:
             return None  # shown again after its end, without its blocks
         is_handoff = request.kv == "handoff"
-        new: list[Value] = []
-        check: list[Value] = []
-        for value in self._values_to_save(confirmed):
-            if value.key in self._saving or self.lookups.is_known(value.key):
-                if is_handoff:
-                    check.append(value)
-            elif self.lookups.was_known(value.key):
-                check.append(value)
-            else:
-                new.append(value)
+        new, check = self._split(self._values_to_save(confirmed), checks_all=is_handoff)
         tails = self._cut.tails(key, confirmed.stop) if confirmed.last else []
         if is_handoff:
             self._handoffs[key] = tails
@@ -303,10 +297,29 @@ class StoreScheduler(SchedulerConnector):
             return None
         return self._make_save(confirmed, new, check, tails)
 
-    def _values_to_save(self, confirmed: ConfirmedRange) -> Iterator[Value]:
+    def _split(self, values: list[Value], *, checks_all: bool) -> tuple[list[Value], list[Value]]:
+        """Those that were never seen in the store, and those that may be there and are to be looked for."""
+        keys = [value.key for value in values]
+        if self._saving.isdisjoint(keys) and self.lookups.has_seen_none(keys):
+            return values, []
+        new: list[Value] = []
+        check: list[Value] = []
+        for value, is_known in zip(values, self.lookups.are_known(keys), strict=True):
+            if is_known or value.key in self._saving:
+                if checks_all:
+                    check.append(value)
+            elif self.lookups.was_known(value.key):
+                check.append(value)
+            else:
+                new.append(value)
+        return new, check
+
+    def _values_to_save(self, confirmed: ConfirmedRange) -> list[Value]:
         keys, start, stop = confirmed.request.block_keys, confirmed.start, confirmed.stop
+        values: list[Value] = []
         for group, table in enumerate(confirmed.block_tables):
-            yield from self._cut.values_to_save(keys, start, stop, group, table, last=confirmed.last)
+            values += self._cut.values_to_save(keys, start, stop, group, table, last=confirmed.last)
+        return values
 
     def _make_save(
         self, confirmed: ConfirmedRange, new: list[Value], check: list[Value], tails: list[Value]
@@ -325,18 +338,20 @@ class StoreScheduler(SchedulerConnector):
             check=check,
             spans=[self._span(table, g, [*values, *check]) for g, table in enumerate(confirmed.block_tables)],
             last=confirmed.last,
-            replaced=[key for key in keys if self.lookups.is_barred(key)],
+            replaced=self.lookups.barred(keys),
         )
 
     def _span(self, table: Sequence[int], group: int, values: Sequence[Value]) -> BlockSpan:
         """The blocks that hold a KV group's values."""
-        own, size = [value for value in values if value.group == group], self._block_size
-        first = min((value.start for value in own), default=0) // size
-        last = -(-max((value.stop for value in own), default=0) // size)
+        own, size = self._cut.of_group(values, group), self._block_size
+        if not own:
+            return BlockSpan(0, [])
+        first = min(map(_start_of, own)) // size
+        last = -(-max(own, key=_start_of).stop // size)
         return BlockSpan(first * size, list(table[first:last]))
 
     def _num_bytes(self, values: Sequence[Value]) -> int:
-        return sum(value.num_tokens for value in values) * self._token_bytes
+        return sum(map(_tokens_of, values)) * self._token_bytes
 
     def _drops(self, view: SchedulerView) -> list[StoreDrop]:
         """Hand-offs that are over: released, given up, or ended by their first token."""
@@ -360,6 +375,9 @@ class StoreScheduler(SchedulerConnector):
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         return True
+
+    def must_hear_end(self, key: TransferKey) -> bool:
+        return bool(self._handoffs.get(key))  # its tails are to be deleted; a save under way is cancelled by itself
 
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         """The store has a copy, or will have: no block is leased. The payload says how it is cut."""

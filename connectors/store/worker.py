@@ -143,13 +143,13 @@ class StoreWorker(TransferWorker):
     def _start_save(self, save: StoreSave, after: StepDone) -> None:
         tasks: list[Task] = []
         if self._owned(0):
-            whole = [value for value in save.values if self._cut.is_whole(value)]
+            whole = self._cut.whole_of(save.values)
             for i, pieces in enumerate(self._chunks(whole)):
                 tasks.append(Task(_Write(save, pieces, False, after), self._save_lane((save.batch[0], i))))
             if save.check:
                 tasks.append(Task(_Write(save, save.check, True, after), self._save_lane(save.batch)))
-            tails = [value for value in save.values if not self._cut.is_whole(value)]
-            if tails:  # in the lane in which they will be deleted
+            if len(whole) < len(save.values):  # in the lane in which they will be deleted
+                tails = [value for value in save.values if not self._cut.is_whole(value)]
                 tasks.append(Task(_Write(save, tails, False, after), self._save_lane(save.key)))
         is_handoff = save.key != save.batch
         self.submit(save.key, "send", tasks, batch=save.batch if is_handoff else None, last=save.last or not is_handoff)
@@ -158,10 +158,10 @@ class StoreWorker(TransferWorker):
         """The parts of a KV group's values that this rank writes."""
         return [part for part in self._cut.parts[group] if part.owned]
 
-    def _chunks(self, values: Sequence[Value]) -> Iterator[list[Value]]:
+    def _chunks(self, values: Sequence[Value]) -> Iterator[Sequence[Value]]:
         """Values of one KV group that fill a buffer with all parts that this rank writes."""
         for group, size in enumerate(self._cut.value_tokens):
-            own = [value for value in values if value.group == group]
+            own = self._cut.of_group(values, group)
             units = size // HASH_BLOCK_SIZE
             value_bytes = units * sum(self._pool.unit_bytes(part.part) for part in self._owned(group))
             per_job = max(self._capacity // value_bytes, 1)
@@ -314,7 +314,7 @@ class StoreWorker(TransferWorker):
         pieces = [
             Piece(part, own, self._pool.unit_bytes(part.part))
             for group, parts in enumerate(self._cut.parts)
-            if (own := [value for value in values if value.group == group])
+            if (own := self._cut.of_group(values, group))
             for part in parts
             if part.owned or not owned
         ]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.errors import IncompatiblePeers
+from pdkv.kernels.int_lists import int64_array
 
 Ids = npt.NDArray[np.int64]
 NO_IDS: Ids = np.empty(0, dtype=np.int64)
@@ -41,7 +42,7 @@ def first_seen_block(window: int, num_tokens: int, block_size: int) -> int:
 
 def as_ids(ids: Sequence[int] | Ids) -> Ids:
     """Block ids as an int64 vector."""
-    return np.asarray(ids, dtype=np.int64)
+    return int64_array(ids) if type(ids) is list else np.asarray(ids, dtype=np.int64)
 
 
 def run_starts(*ids: Ids) -> Ids:

@@ -166,9 +166,9 @@ class TransferWorker(WorkerConnector):
     def get_finished(self) -> TransferResults:
         if time.monotonic() >= self._next_deadline:
             self._expire()
+        if not self._results:  # `notify` comes after a result
+            return NO_TRANSFERS
         with self._lock:
-            if not self._results:
-                return NO_TRANSFERS
             results, self._results = self._results, {}
         names = ("finished_send", "failed_send", "finished_receive", "failed_receive")
         return TransferResults(*(results.get(name, {}) for name in names))

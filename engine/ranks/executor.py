@@ -11,7 +11,7 @@ import torch
 from pdkv.connectors.base import Stats, WorkerConnector
 from pdkv.connectors.stats import sum_stats
 from pdkv.connectors.transfer.aggregator import TransferAggregator
-from pdkv.engine.executor import InProcessExecutor, ModelExecutor, RankInfo
+from pdkv.engine.executor import Ended, InProcessExecutor, ModelExecutor, RankInfo
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.ranks.channel import RankChannel
 from pdkv.engine.ranks.messages import (
@@ -19,6 +19,8 @@ from pdkv.engine.ranks.messages import (
     Attach,
     Attached,
     Broken,
+    Collect,
+    Collected,
     PeersChanged,
     Sized,
     StepDone,
@@ -155,6 +157,22 @@ class MultiProcessExecutor(ModelExecutor):
             failed=failed,
             connector_stats=self._sum_stats([output.connector_stats, *(a.connector_stats for a in done)]),
         )
+
+    def collect(self) -> Ended:
+        """Ask all ranks; a transfer has ended when it has on every one.
+
+        Raises:
+            RankTimeout, RankGone: a rank hangs or died.
+        """
+        others = self._others
+        try:
+            others.tell(encode(Collect()), self._timeout_s)
+            own = self._local.collect()
+            answers = [answer for answer in others.hear(self._timeout_s) if isinstance(answer, Collected)]
+        except RankError as error:
+            raise others.why(error) from None
+        transfers = self._transfers.add([own.transfers, *map(transfers_of, answers)])
+        return Ended(transfers, self._sum_stats([own.stats, *(answer.connector_stats for answer in answers)]))
 
     def _sum_stats(self, by_rank: Sequence[Stats | None]) -> Stats | None:
         """Of all ranks, where one has new ones."""

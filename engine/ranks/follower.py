@@ -12,10 +12,12 @@ from pdkv.engine.ranks.messages import (
     Attach,
     Attached,
     Broken,
+    Collect,
     PeersChanged,
     Sized,
     Step,
     Stop,
+    collected,
     decode_order,
     encode,
     plan_of,
@@ -42,7 +44,7 @@ class FirstRank:
         (self._wake_fd,) = self._channel.receive_fds(1, start_timeout_s)
 
     def notify(self) -> None:
-        """The connector here has news: rank 0's loop runs a step, on all ranks. Thread-safe."""
+        """The connector here has news: rank 0's loop asks all ranks. Thread-safe."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it wakes anyway, or it is gone
             os.write(self._wake_fd, b"\0")
 
@@ -78,6 +80,8 @@ class FirstRank:
                     executor.take_drawn(step.drawn)
                     output = executor.execute(plan_of(step, metadata_type))
                     self.say(step_done(output))
+                case Collect():
+                    self.say(collected(*executor.collect()))
                 case PeersChanged(added=added, removed=removed):
                     executor.update_peers(added, removed)
                 case Stop():

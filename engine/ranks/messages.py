@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutcome, TransferResults
+from pdkv.connectors.base import KVConnectorMetadata, Stats, TransferKey, TransferOutcome, TransferResults
 from pdkv.engine.plan import StepFailure, StepOutput, StepPlan
 from pdkv.errors import ConfigError
 from pdkv.wire.decoding import decode_total
@@ -28,6 +28,10 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     drawn: list[list[int]]  # the tokens that rank 0 drew in the step before, in its order
 
 
+class Collect(msgspec.Struct, frozen=True, tag=True):
+    """Between two steps: which transfers have ended? Answered by Collected."""
+
+
 class PeersChanged(msgspec.Struct, frozen=True, tag=True):
     """For the connector's worker side."""
 
@@ -39,7 +43,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """The engine shuts down."""
 
 
-Order = Attach | Step | PeersChanged | Stop
+Order = Attach | Step | Collect | PeersChanged | Stop
 
 
 # --- the others -> rank 0, each on its channel --------------------------------------------------------------------
@@ -68,13 +72,20 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     connector_stats: dict[str, ConnectorStats] | None = None  # None: as in the step before
 
 
+class Collected(msgspec.Struct, frozen=True, tag=True):
+    """Transfers that have ended on this rank; both as in StepDone."""
+
+    transfers: list[list[tuple[TransferKey, TransferOutcome]]]
+    connector_stats: dict[str, ConnectorStats] | None = None
+
+
 class Broken(msgspec.Struct, frozen=True, tag=True):
     """The last word of a rank that an error ends."""
 
     reason: str
 
 
-Answer = Sized | Attached | StepDone | Broken
+Answer = Sized | Attached | StepDone | Collected | Broken
 
 _encoder = msgspec.msgpack.Encoder()
 _order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
@@ -121,11 +132,16 @@ def plan_of(step: Step, metadata_type: type[KVConnectorMetadata]) -> StepPlan:
 
 def step_done(output: StepOutput) -> StepDone:
     """The answer to a step."""
-    transfers = [list(outcomes.items()) for outcomes in output.transfers] if output.transfers else []
-    stats = None if output.connector_stats is None else dict(output.connector_stats)
-    return StepDone(output.step_id, transfers, list(output.failed.items()), stats)
+    ended = collected(output.transfers, output.connector_stats)
+    return StepDone(output.step_id, ended.transfers, list(output.failed.items()), ended.connector_stats)
 
 
-def transfers_of(done: StepDone) -> TransferResults:
+def collected(transfers: TransferResults, stats: Stats | None) -> Collected:
+    """The answer between two steps."""
+    maps = [list(outcomes.items()) for outcomes in transfers] if transfers else []
+    return Collected(maps, None if stats is None else dict(stats))
+
+
+def transfers_of(done: StepDone | Collected) -> TransferResults:
     """The results in an answer."""
     return TransferResults(*map(dict, done.transfers or ([], [], [], [])))

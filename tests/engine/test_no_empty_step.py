@@ -21,7 +21,9 @@ from pdkv.wire.messages import (
     EngineToRouter,
     Finished,
     HandedOff,
+    KVReady,
     KVTicket,
+    LoadReport,
     Peers,
     Release,
     RouterToEngine,
@@ -68,12 +70,13 @@ class Stepped:
             if self.news.is_set():
                 self.news.clear()
                 self.core.wake()
-            if not self.core.has_work:
-                return sent
-            now = time.monotonic()
-            self.core.step(now)
+            has_work, now = self.core.has_work, time.monotonic()
+            if has_work:
+                self.core.step(now)
             for _, messages in self.core.take_messages(now):
                 sent += messages
+            if not has_work:
+                return sent
 
     def run_until(self, kind: type) -> list[EngineToRouter]:
         """`run`, and wait for news, until there is a message of this type."""
@@ -195,9 +198,93 @@ def test_a_pull_brings_one_empty_step_which_begins_it(tiny_model_dir: Path, monk
         steps_behind_load(reader, gate)
         source.tell(Release(handed_off.handoff.transfer_id, 0))
         assert (source.computed, reader.computed) == ([0, len(PROMPT), 0], [1, 1, 1])
-        for engine in (source, reader):
-            counts = engine.core.scheduler.kv.pool.counts()
-            assert counts.free + counts.cached == counts.total
+        assert_nothing_is_held(source)
+        assert_nothing_is_held(reader)
+
+
+def rest(engine: Stepped) -> list[EngineToRouter]:
+    """What an engine says until no transfer of its own is under way."""
+    sent = engine.run()
+    while not engine.core.external.is_idle:
+        assert engine.news.wait(WAIT_S)
+        sent += engine.run()
+    return sent
+
+
+def assert_nothing_is_held(engine: Stepped) -> None:
+    counts = engine.core.scheduler.kv.pool.counts()
+    assert counts.free + counts.cached == counts.total, counts
+
+
+@pytest.mark.parametrize(("connector", "options"), [("p2p", {}), ("nixl", {"mode": "push"})])
+def test_a_push_ends_and_is_counted_without_a_step(
+    connector: str, options: Mapping[str, str], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does its release bring one: what is over is told with a step that somebody needs."""
+    gate = Gate(monkeypatch)
+    with ExitStack() as stack:
+        source, reader = pair(tiny_model_dir, connector, options, stack)
+        (allocated,) = of_type(reader.tell(submit(PROMPT, kv="await_peer")), Allocated)
+        assert isinstance(allocated, Allocated)
+        gate.close()
+        asked = submit(PROMPT, until="first_token", kv="handoff")
+        source.tell(asked, KVTicket("a", 0, allocated.ticket or b""))
+        assert source.computed == [0, len(PROMPT), 0]  # the last one says that nothing more of it comes
+        gate.open()
+        sent = rest(source)
+        (ready,) = of_type(sent, KVReady)
+        assert isinstance(ready, KVReady)
+        assert ready.ok
+        last = of_type(sent, LoadReport)[-1]
+        assert isinstance(last, LoadReport)
+        assert last.connectors[connector].saves == 1
+        source.tell(Release(asked.transfer_id, 0))
+        assert source.computed == [0, len(PROMPT), 0]
+        assert_nothing_is_held(source)
+
+
+def test_a_release_cancels_a_push_under_way_with_a_step_of_its_own(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with ExitStack() as stack:
+        source, reader = pair(tiny_model_dir, "p2p", {}, stack)
+        (allocated,) = of_type(reader.tell(submit(PROMPT, kv="await_peer")), Allocated)
+        assert isinstance(allocated, Allocated)
+        gate.close()
+        asked = submit(PROMPT, until="first_token", kv="handoff")
+        source.tell(asked, KVTicket("a", 0, allocated.ticket or b""))
+        source.tell(Release(asked.transfer_id, 0))
+        rest(source)  # queued jobs end with the cancel: the threads are held all the time
+        assert_nothing_is_held(source)
+        gate.open()
+
+
+@pytest.mark.parametrize("length", [96, 100])
+def test_a_stored_hand_off_ends_without_a_step_but_for_its_tail(length: int, tiny_model_dir: Path) -> None:
+    with ExitStack() as stack:
+        options = {"url": f"memory://no-empty-step-{length}", "tokens_per_value": "16"}
+        source, _ = pair(tiny_model_dir, "store", options, stack)
+        asked = submit(PROMPT[:length], until="first_token", kv="handoff")
+        source.tell(asked)
+        sent = source.run_until(HandedOff) + rest(source)
+        assert len(of_type(sent, KVReady)) == 1
+        steps = [0, 0, length, 0]  # for its peers, the store's answer, the prompt; what it saves begins with the last
+        assert source.computed == steps
+        source.tell(Release(asked.transfer_id, 0))
+        rest(source)
+        assert source.computed == steps + [0] * bool(length % 16)
+        assert_nothing_is_held(source)
+
+
+def test_an_idle_engine_says_that_its_store_cannot_be_reached(tiny_model_dir: Path) -> None:
+    with ExitStack() as stack:
+        engine = Stepped("alone", tiny_model_dir, "store", {"url": "redis://127.0.0.1:9"}, stack)
+        sent = engine.run()
+        while not any(isinstance(m, LoadReport) and m.connector_problem for m in sent):
+            assert engine.news.wait(WAIT_S)
+            sent += engine.run()
+        assert engine.computed == []
 
 
 def test_a_release_that_overtakes_the_step_behind_a_request_leaves_no_block_held(tiny_model_dir: Path) -> None:
@@ -213,8 +300,7 @@ def test_a_release_that_overtakes_the_step_behind_a_request_leaves_no_block_held
         (handed_off,) = of_type(sent, HandedOff)
         assert isinstance(handed_off, HandedOff)
         source.tell(Release(handed_off.handoff.transfer_id, 0))
-        counts = source.core.scheduler.kv.pool.counts()
-        assert counts.free + counts.cached == counts.total, counts
+        assert_nothing_is_held(source)
 
 
 def test_news_for_a_request_that_still_waits_for_its_kv_brings_no_step(

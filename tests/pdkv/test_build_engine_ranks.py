@@ -238,6 +238,27 @@ def test_a_transfer_ends_when_every_rank_has_ended_it(tiny_model_dir: Path, make
     assert outcome.num_bytes == 9
 
 
+def test_ranks_are_asked_between_two_steps_what_has_ended(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    """No step is made for that, neither for what some have ended nor for what all have."""
+    engine = make_engine(tiny_model_dir, 2)
+    core = engine.core
+    core.step(0.0)
+    notes = list(engine.worker(0).notes)
+    seen = []
+    for rank in (1, 0):
+        engine.worker(rank).report(("t", 0), 5)
+        core.wake()
+        ended = core.executor.collect()
+        assert not ended.transfers  # they are settled
+        sent = [m for _, messages in core.take_messages(2.0 - rank) for m in messages]
+        load = of_type(sent, LoadReport)[-1]
+        assert isinstance(load, LoadReport)
+        seen.append(load.connectors[core.card.connector].saves)
+        assert not core.has_work
+    assert seen == [1, 2]
+    assert engine.worker(0).notes == notes
+
+
 def test_what_the_workers_of_all_ranks_count_is_in_the_load(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
     """Summed part by part; a rank that has nothing new counts with what it said last."""
     engine = make_engine(tiny_model_dir, 2)

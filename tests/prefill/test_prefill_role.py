@@ -150,6 +150,7 @@ def test_a_push_whose_first_token_was_the_last_is_forgotten() -> None:
     ticket = msgspec.msgpack.encode(PushTicket("e9", "e9.0", "t-a", 0, 0, 10, pack_blocks([0, 1, 2])))
     core.handle("r", msgspec.structs.replace(hand_off(PROMPT, max_tokens=1), ticket=ticket), 0.0)
     run(core)
+    core.step(1.0)  # which is not made for that alone: nothing is under way
     scheduler = core.external.connector
     assert isinstance(scheduler, PushScheduler)
     assert not scheduler._sending

@@ -103,12 +103,14 @@ def run(core: EngineCore, now: float = 1.0, *, max_steps: int = 200) -> list[Eng
     """Step until nothing is to be done; returns the messages to the router."""
     messages: list[EngineToRouter] = []
     for _ in range(max_steps):
-        if not core.has_work:
-            break
-        core.step(now)
-        core.scheduler.kv.pool.check_integrity()
-        for _, sent in core.take_messages(now):
+        has_work = core.has_work
+        if has_work:
+            core.step(now)
+            core.scheduler.kv.pool.check_integrity()
+        for _, sent in core.take_messages(now):  # of what a notification brought, too
             messages += sent
+        if not has_work:
+            break
     return messages
 
 

@@ -222,21 +222,24 @@ class World:
         for engine in self.engines.values():
             engine.inbox.append(Peers(cards))
 
+    def wake(self, engine: Engine) -> None:
+        """Tell an engine that its connector has news, if it has; whether a step follows is the engine's to say."""
+        if engine.woken[0]:
+            engine.woken[0] = False
+            engine.core.wake()
+            self.collect(engine)
+
     def step(self, engine: Engine) -> None:
         """Begin a step or finish the oldest one begun; then check who owns what."""
         core = engine.core
-        if engine.woken[0]:
-            engine.woken[0] = False
-            core.wake()
+        self.wake(engine)
         lag = self.chooser.below(self.max_lag + 1) if self.max_lag else 0
         engine.begun.append(core.begin_step(self.now))
         while len(engine.begun) > lag:
             core.finish_step(engine.begun.popleft(), self.now)
-        num_before = len(engine.outbox)
         self.collect(engine)
         core.scheduler.kv.pool.check_integrity()
         core.scheduler.queues.check_integrity()
-        self.check_loads(list(engine.outbox)[num_before:])
 
     def leases(self, name: str) -> LeaseTable:
         """The leases of an engine."""
@@ -257,6 +260,7 @@ class World:
         """Messages leave the engine."""
         for _, messages in engine.core.take_messages(self.now):
             engine.outbox.extend(messages)
+            self.check_loads(messages)
 
     # --- router ---------------------------------------------------------------------------------------------------
 
@@ -342,7 +346,9 @@ class World:
         choice = self.chooser.below(67)
         names = list(self.engines)
         engine = self.engines[names[self.chooser.below(len(names))]]
-        if choice < 20:
+        if choice < 4:
+            self.wake(engine)
+        elif choice < 20:
             self.step(engine)
         elif choice < 32 and engine.inbox:
             engine.core.handle("router", engine.inbox.popleft(), self.now)
@@ -457,6 +463,7 @@ class World:
             core = engine.core
             while engine.inbox:
                 core.handle("router", engine.inbox.popleft(), self.now)
+            self.wake(engine)
             deadline = core.next_deadline()
             if core.has_work or engine.begun or moved or (deadline is not None and deadline <= self.now):
                 moved = moved or core.has_work or bool(engine.begun)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.connectors.base import NO_TRANSFERS, TransferResults, WorkerConnector
+from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
 from pdkv.engine.block_pool import BlockPool
-from pdkv.engine.executor import Executor
+from pdkv.engine.executor import NOTHING_ENDED, Ended, Executor
 from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
 from pdkv.wire.messages import EngineCard, KVGroup, KVLayout, RequestKey
 from state_machine.forward import Forward
@@ -103,8 +103,8 @@ class StandInExecutor(Executor):
         transfers = self.worker.get_finished() if self.worker is not None else NO_TRANSFERS
         return StepOutput(plan.step_id, sampled, {}, transfers)
 
-    def take_finished(self) -> TransferResults:
-        return self.worker.get_finished() if self.worker is not None else NO_TRANSFERS
+    def take_finished(self) -> Ended:
+        return Ended(self.worker.get_finished()) if self.worker is not None else NOTHING_ENDED
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         if self.worker is not None:

@@ -1,0 +1,43 @@
+"""Lists of ints as arrays: compiled (int_lists.c) where a compiler was at hand, else numpy's way, which is slow."""
+
+import ctypes
+from collections.abc import Callable, Collection
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.kernels.compiled import load_library
+
+_FEW = 8
+"""Below, the way to the compiled form costs more than it saves."""
+
+
+@cache
+def _array_of() -> Callable[[object, int], bytearray] | None:
+    library = load_library("_block_keys", keeps_gil=True)
+    if library is None or not hasattr(library, "pdkv_array_of"):  # built from an earlier version's sources
+        return None
+    library.pdkv_array_of.argtypes = [ctypes.py_object, ctypes.c_int64]
+    library.pdkv_array_of.restype = ctypes.py_object
+    array_of: Callable[[object, int], bytearray] = library.pdkv_array_of
+    return array_of
+
+
+def available() -> bool:
+    """Whether the compiled form is there."""
+    return _array_of() is not None
+
+
+def int64_array(numbers: Collection[int]) -> npt.NDArray[np.int64]:
+    """(n,), writable. Raises OverflowError for a number that no int64 holds."""
+    if type(numbers) in (list, tuple) and len(numbers) > _FEW and (array_of := _array_of()) is not None:
+        return np.frombuffer(array_of(numbers, 8), np.int64)
+    return np.fromiter(numbers, np.int64, len(numbers))
+
+
+def int32_array(numbers: Collection[int]) -> npt.NDArray[np.int32]:
+    """(n,), writable. Raises OverflowError for a number that no int32 holds."""
+    if type(numbers) in (list, tuple) and len(numbers) > _FEW and (array_of := _array_of()) is not None:
+        return np.frombuffer(array_of(numbers, 4), np.int32)
+    return np.fromiter(numbers, np.int32, len(numbers))
