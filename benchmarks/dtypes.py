@@ -16,7 +16,7 @@ import torch
 from benchmarks.report import Claim, Context
 from benchmarks.turns import in_turns
 from pdkv.host.processor import emulates_bfloat16
-from pdkv.models.linear import can_pack, make_linear
+from pdkv.models.linear import linear_kind, make_linear
 
 HIDDEN, INTERMEDIATE, NUM_LAYERS = 1024, 3072, 3
 SHAPES = ((2 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))  # (out, in)
@@ -54,8 +54,8 @@ def main() -> None:
     torch.set_num_threads(1)
     layers = {}
     for dtype in (torch.float32, torch.bfloat16):
-        packed = can_pack(dtype, torch.device("cpu"))
-        layers[dtype] = [make_linear(torch.randn(s).to(dtype), None, packed=packed) for s in SHAPES * NUM_LAYERS]
+        kind = linear_kind(dtype, torch.device("cpu"), "torch")
+        layers[dtype] = [make_linear(torch.randn(s).to(dtype), None, kind) for s in SHAPES * NUM_LAYERS]
 
     def products(dtype: torch.dtype, rows: int) -> None:
         inputs = {size: torch.ones(rows, size, dtype=dtype) for size in (HIDDEN, INTERMEDIATE)}

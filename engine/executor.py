@@ -169,6 +169,7 @@ class InProcessExecutor(ModelExecutor):
             max_model_len=self.max_model_len,
             parallel=parallel,
             weights=weights,
+            linears=config.cpu_linears,
         )
         if size_bytes is None:
             num_tokens = min(max_num_batched_tokens, self.max_model_len)

@@ -1,9 +1,12 @@
 """A linear layer whose weight is laid out once for its device, with the residual addition fused where it can be."""
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
+
+from pdkv.host.processor import flags
+from pdkv.kernels.linear import PackedWeight, level
 
 
 class Linear(Protocol):
@@ -49,6 +52,48 @@ class PackedLinear:
         return out
 
 
+class CompiledLinear:
+    """A weight laid out for the compiled kernels (docs/cpu-linears.md): near what memory allows from 1 row to 64."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight = PackedWeight(narrowed(weight), bias, weight.dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._weight.multiply(x, None, torch.get_num_threads())
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._weight.multiply(x, residual, torch.get_num_threads())
+
+
+def narrowed(weight: torch.Tensor) -> torch.Tensor:
+    """As bfloat16 where that loses nothing, as in a bfloat16 checkpoint computed in float32: half the bytes to read."""
+    if weight.dtype != torch.float32:
+        return weight
+    narrow = weight.bfloat16()
+    return narrow if torch.equal(narrow.float(), weight) else weight
+
+
+LinearKind = Literal["compiled", "packed", "plain"]
+"""CompiledLinear, PackedLinear, PlainLinear."""
+
+
+def linear_kind(dtype: torch.dtype, device: torch.device, choice: Literal["auto", "torch"] = "auto") -> LinearKind:
+    """What layers of `dtype` are made of; a function of build, processor and arguments alone, so that engines agree.
+
+    `choice` torch: without the kernels of our own.
+    """
+    if choice == "auto" and can_compile(dtype, device):
+        return "compiled"
+    return "packed" if can_pack(dtype, device) else "plain"
+
+
+def can_compile(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this build and this processor have compiled kernels for `dtype`, and no better ones in oneDNN: AMX."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or level() == 0:
+        return False
+    return dtype == torch.float32 or "amx_bf16" not in flags()
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this torch and this processor have oneDNN's packed layers for `dtype`. Tries one small layer."""
     if device.type != "cpu":
@@ -61,6 +106,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
         return False
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, packed: bool) -> Linear:
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind) -> Linear:
     """The layer for a weight (out, in) that is already in its final dtype and on its device."""
-    return PackedLinear(weight, bias) if packed else PlainLinear(weight, bias)
+    kinds = {"compiled": CompiledLinear, "packed": PackedLinear, "plain": PlainLinear}
+    return kinds[kind](weight, bias)

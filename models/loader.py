@@ -1,13 +1,14 @@
 """Build a Decoder from a model directory: Hugging Face names, fused and sharded weights, dtype conversion."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Decoder, DecoderLayer
-from pdkv.models.linear import Linear, can_pack, make_linear
+from pdkv.models.linear import Linear, linear_kind, make_linear
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.parallel_layers import Embedding, GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
 from pdkv.models.rope import make_rope_table
@@ -23,12 +24,14 @@ def load_decoder(
     max_model_len: int,
     parallel: TensorParallel = ALONE,
     weights: WeightFiles | None = None,
+    linears: Literal["auto", "torch"] = "auto",
 ) -> Decoder:
     """Load one rank's weights, which then are this process's own: no later change of a file reaches them.
 
     Args:
         max_model_len: positions reach up to it.
         weights: the files of `path`, already open; None: they are opened here.
+        linears: as in `linear_kind`.
 
     Raises:
         ModelError: a weight file or tensor is missing, broken, of an unexpected shape or changed while it was read.
@@ -44,9 +47,10 @@ def load_decoder(
                 max_model_len=max_model_len,
                 parallel=parallel,
                 weights=opened,
+                linears=linears,
             )
     with Checkpoint(weights) as checkpoint:
-        decoder = _Loader(checkpoint, config, dtype, device, parallel).decoder(max_model_len)
+        decoder = _Loader(checkpoint, config, dtype, device, parallel, linears).decoder(max_model_len)
     weights.check_unchanged()
     return decoder
 
@@ -64,13 +68,14 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         parallel: TensorParallel,
+        linears: Literal["auto", "torch"],
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
         self.dtype = dtype
         self.device = device
         self.parallel = parallel
-        self.packed = can_pack(dtype, device)
+        self.kind = linear_kind(dtype, device, linears)
         shard = parallel.shard
         self.heads = shard.part(config.num_heads, "attention heads")
         self.kv_heads = shard.heads(config.num_kv_heads)
@@ -81,7 +86,9 @@ class _Loader:
         config = self.config
         embedding = self._vocabulary("model.embed_tokens.weight", keep=True)
         # A checkpoint may tie its embeddings and still hold a head, or the reverse: config.json decides.
-        head = embedding if config.tie_word_embeddings else self._vocabulary("lm_head.weight", keep=not self.packed)
+        head = (
+            embedding if config.tie_word_embeddings else self._vocabulary("lm_head.weight", keep=self.kind == "plain")
+        )
         return Decoder(
             config,
             num_heads=self.heads.stop - self.heads.start,
@@ -89,7 +96,7 @@ class _Loader:
             embedding=self._embedding(embedding),
             layers=[self._layer(f"model.layers.{i}.") for i in range(config.num_layers)],
             norm=self._tensor("model.norm.weight", (config.hidden_size,), keep=True),
-            lm_head=self._head(make_linear(head, None, packed=self.packed)),
+            lm_head=self._head(make_linear(head, None, self.kind)),
             rope=make_rope_table(config, max_model_len, self.dtype, self.device),
         )
 
@@ -159,16 +166,16 @@ class _Loader:
         hidden = self.config.hidden_size
         if self.config.fused_weights:
             assert not bias, "no family with fused weights has biases"
-            return make_linear(self._rows_of(fused_name + ".weight", parts), None, packed=self.packed)
+            return make_linear(self._rows_of(fused_name + ".weight", parts), None, self.kind)
         weights = [self._tensor(f"{name}.weight", (rows, hidden), self._part(mine)) for name, rows, mine in parts]
         biases = [self._tensor(f"{name}.bias", (rows,))[mine] for name, rows, mine in parts] if bias else None
-        return make_linear(torch.cat(weights), torch.cat(biases) if biases else None, packed=self.packed)
+        return make_linear(torch.cat(weights), torch.cat(biases) if biases else None, self.kind)
 
     def _rows_of(self, name: str, parts: list[tuple[str, int, slice]]) -> torch.Tensor:
         """This rank's rows of each part of a fused tensor, in which the parts follow one another."""
         shape = (sum(rows for _, rows, _ in parts), self.config.hidden_size)
         if self.parallel.shard.size == 1:
-            return self._tensor(name, shape, keep=not self.packed)
+            return self._tensor(name, shape, keep=self.kind == "plain")
         pieces, begin = [], 0
         for _, rows, mine in parts:
             pieces.append(self._tensor(name, shape, (slice(begin + mine.start, begin + mine.stop),)))
@@ -179,10 +186,10 @@ class _Loader:
         """A projection back to the hidden size, divided by its input; ranks add their parts up."""
         hidden = self.config.hidden_size
         part = self._part(slice(None), mine)
-        weight = self._tensor(f"{name}.weight", (hidden, columns), part, keep=not self.packed).contiguous()
+        weight = self._tensor(f"{name}.weight", (hidden, columns), part, keep=self.kind == "plain").contiguous()
         has_bias = bias and self.parallel.shard.rank == 0
         own_bias = self._tensor(f"{name}.bias", (hidden,), keep=True) if has_bias else None
-        linear = make_linear(weight, own_bias, packed=self.packed)
+        linear = make_linear(weight, own_bias, self.kind)
         return linear if self.parallel.shard.size == 1 else RowParallelLinear(linear, self.parallel)
 
     def _part(self, *index: slice) -> tuple[slice, ...]:

@@ -43,6 +43,11 @@ class EngineConfig:
     max_model_len: int | None = option(None, "longest prompt + output (default: the model's)", ge=1)
     long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound", ge=0)
     threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)", ge=1)
+    cpu_linears: Literal["auto", "torch"] = option(
+        "auto",
+        "linear layers on a CPU: by pdkv's compiled kernels where it has better ones than torch, or always by torch; "
+        "engines that share KV or take over streams must agree",
+    )
     tp: int = option(
         1,
         "ranks of one engine: processes that share its heads, neurons and vocabulary",

@@ -1,9 +1,14 @@
-"""Packed and plain layers compute the same."""
+"""Compiled, packed and plain layers compute the same; build and processor settle which of them serves."""
+
+from typing import Literal
 
 import pytest
 import torch
 
-from pdkv.models.linear import PlainLinear, can_pack, make_linear
+from pdkv.models import linear
+from pdkv.models.linear import PlainLinear, can_pack, linear_kind, make_linear, narrowed
+
+CPU = torch.device("cpu")
 
 torch.set_num_threads(1)
 
@@ -11,12 +16,15 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 130])
-def test_layers_agree_with_float64(dtype: torch.dtype, with_bias: bool, rows: int) -> None:
+@pytest.mark.parametrize("choice", ["auto", "torch"])
+def test_layers_agree_with_float64(
+    dtype: torch.dtype, with_bias: bool, rows: int, choice: Literal["auto", "torch"]
+) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, weight, bias, residual = (
         torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, 96), (160, 96), (160,), (rows, 160))
     )
-    layer = make_linear(weight, bias if with_bias else None, packed=can_pack(dtype, torch.device("cpu")))
+    layer = make_linear(weight, bias if with_bias else None, linear_kind(dtype, CPU, choice))
     plain = PlainLinear(weight, bias if with_bias else None)
     expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0.0)
     tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.2}
@@ -31,3 +39,27 @@ def test_layers_agree_with_float64(dtype: torch.dtype, with_bias: bool, rows: in
 def test_an_unknown_dtype_is_not_packed() -> None:
     assert not can_pack(torch.int8, torch.device("cpu"))
     assert not can_pack(torch.float32, torch.device("meta"))
+
+
+def test_compiled_layers_serve_where_nothing_better_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "level", lambda: 2)
+    monkeypatch.setattr(linear, "flags", lambda: frozenset({"avx512f"}))
+    assert {linear_kind(dtype, CPU) for dtype in (torch.float32, torch.bfloat16)} == {"compiled"}
+    assert linear_kind(torch.float16, CPU) != "compiled"
+    assert linear_kind(torch.float32, torch.device("meta")) == "plain"
+    assert linear_kind(torch.float32, CPU, "torch") != "compiled"
+    monkeypatch.setattr(linear, "flags", lambda: frozenset({"avx512f", "amx_bf16"}))
+    assert linear_kind(torch.float32, CPU) == "compiled"
+    assert linear_kind(torch.bfloat16, CPU) != "compiled"
+    monkeypatch.setattr(linear, "level", lambda: 0)
+    assert linear_kind(torch.float32, CPU) != "compiled"
+
+
+def test_weights_are_narrowed_only_where_that_loses_nothing() -> None:
+    exact = torch.randn(4, 4).bfloat16()
+    assert torch.equal(narrowed(exact.float()), exact)
+    assert narrowed(exact.float()).dtype == narrowed(exact).dtype == torch.bfloat16
+    for odd in (1.0 + 2.0**-12, float("nan")):
+        weight = exact.float()
+        weight[1, 2] = odd
+        assert narrowed(weight) is weight

@@ -14,6 +14,7 @@ from pdkv.models import loader
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder
+from pdkv.models.linear import LinearKind, linear_kind
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.shard import Shard
@@ -116,14 +117,14 @@ def test_sizes_are_derived_from_the_shard(tiny_model_dir: Path) -> None:
         load(tiny_model_dir, parallel=OneOf(0, 3))
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", sorted({"packed", "plain", linear_kind(torch.float32, torch.device("cpu"))}))
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_writing_to_the_file_afterwards_changes_no_loaded_weight(
-    hf_model: HFModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, packed: bool, size: int
+    hf_model: HFModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: LinearKind, size: int
 ) -> None:
     """safetensors hands out views of the mapped file, which a copy onto it would change under a running engine."""
-    monkeypatch.setattr(loader, "can_pack", lambda *_: packed)
+    monkeypatch.setattr(loader, "linear_kind", lambda *_: kind)
     path = Path(shutil.copytree(hf_model(family), tmp_path / "model"))
     decoder = load(path, parallel=OneOf(0, size))
     before = [tensor.clone() for tensor in tensors_of(decoder)]
@@ -145,7 +146,7 @@ def tensors_of(root: object) -> list[torch.Tensor]:
         elif isinstance(value, list | tuple):
             for item in value:
                 visit(item)
-        elif type(value).__module__.startswith("pdkv.models"):
+        elif type(value).__module__.startswith(("pdkv.models", "pdkv.kernels")):
             names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
             for name in names:
                 visit(getattr(value, name))

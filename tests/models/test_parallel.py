@@ -11,7 +11,7 @@ from rank_threads import on_ranks
 from pdkv.errors import RankError, RankTimeout
 from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder
-from pdkv.models.linear import make_linear
+from pdkv.models.linear import LinearKind, linear_kind, make_linear
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel, join_ranks
 from pdkv.models.parallel_layers import GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
@@ -71,16 +71,16 @@ def test_ids_of_another_rank_give_zeros_and_the_sum_has_all() -> None:
     assert torch.equal(partial[1], table[ids] * torch.tensor([0, 0, 1, 1, 0]).unsqueeze(1))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_divided_layers_equal_the_whole_one(packed: bool) -> None:
+@pytest.mark.parametrize("kind", ["plain", "packed", linear_kind(torch.float32, CPU)])
+def test_divided_layers_equal_the_whole_one(kind: LinearKind) -> None:
     x, weight, bias, residual = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6), torch.randn(5, 6)
 
     def run(parallel: TensorParallel) -> list[torch.Tensor]:
         columns = parallel.shard.part(8, "columns")
         own_bias = bias if parallel.shard.rank == 0 else None
-        row = RowParallelLinear(make_linear(weight[:, columns].contiguous(), own_bias, packed=packed), parallel)
+        row = RowParallelLinear(make_linear(weight[:, columns].contiguous(), own_bias, kind), parallel)
         rows = parallel.shard.padded_part(6)
-        head = GatheredLinear(make_linear(weight[rows].contiguous(), bias[rows], packed=packed), 6, parallel)
+        head = GatheredLinear(make_linear(weight[rows].contiguous(), bias[rows], kind), 6, parallel)
         mine = x[:, columns].contiguous()
         return [row(mine), row.add(mine, residual), head(x), head.add(x, residual)]
 

@@ -1,0 +1,358 @@
+/* Linear layers over packed weights, called through ctypes (kernels/linear.py), which releases the GIL meanwhile.
+ *
+ * Weights lie in panels of 32 outputs, each in chunks of 2 KiB: 16 inputs of float32, or 32 of bfloat16 in pairs. A step
+ * of a tile multiplies one line of inputs by two lines of weights. Every output is one chain of additions in the order
+ * of the inputs, from a single accumulator: its bits depend neither on the rows beside it nor on tiles, blocks and
+ * threads, and widened bfloat16 weights give the bits that the same numbers in float32 give, with avx2 and avx512 alike.
+ */
+#include "vectors.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+#define COLUMNS 32       /* outputs of a panel */
+#define CHUNK_BYTES 2048 /* weights of a panel's chunk, in 16 steps of two lines */
+#define BLOCK_CHUNKS 8   /* that several tiles read one after another: they stay in the first cache */
+#define AHEAD_CHUNKS 4   /* how far ahead of a single tile weights are fetched */
+#define BLOCK_ROWS 504   /* whose sums a thread keeps */
+#define UNROLL _Pragma("GCC unroll 16")
+#define V3 "avx2,fma"
+#define V4 "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"
+#define V4_DOT V4 ",avx512bf16"
+
+enum { NONE, AVX2, AVX512, AVX512_BF16 }; /* levels */
+
+/* A layer. */
+typedef struct {
+    const void *weights;   /* panels, as above */
+    const float *bias;     /* (outputs,) or NULL */
+    int64_t inputs, outputs;
+    int64_t dtype;         /* of inputs and outputs: FLOAT32 or BFLOAT16 */
+    int64_t weights_dtype; /* FLOAT32, for inputs of float32, or BFLOAT16 */
+    int64_t level;
+} layer;
+
+/* A call of one. Strides count elements. */
+typedef struct {
+    const layer *of;
+    const void *x;        /* (rows, inputs) */
+    const void *residual; /* (rows, outputs) to be added, or NULL */
+    void *out;            /* (rows, outputs) */
+    char *scratch;        /* for each row, up to BLOCK_ROWS of them, as many bytes as pdkv_linear_row_bytes says */
+    int64_t rows, x_stride, residual_stride;
+} linear;
+
+/* Some rows by one panel's chunks. */
+typedef struct {
+    const char *weights, *x; /* x: for each chunk, each row's 16 floats, 16 pairs of bfloat16, or 32 floats */
+    float *sums;             /* (rows, 32) */
+    int64_t chunks;
+    int is_first;      /* sums begin at 0 */
+    int64_t ahead;     /* bytes from here to weights that will be needed soon */
+    int64_t turn, mask; /* lines whose number & mask == turn are fetched from there */
+} tile;
+
+typedef void run_tile(const tile *, int rows);
+
+#define FETCH_AHEAD(k)                                                                                                \
+    if (((2 * (k)) & mask) == turn) _mm_prefetch(weights + ahead + (k) * 128, _MM_HINT_T0);                           \
+    if (((2 * (k) + 1) & mask) == turn) _mm_prefetch(weights + ahead + (k) * 128 + 64, _MM_HINT_T0);
+
+#define EACH_ROW UNROLL for (int r = 0; r < R; r++)
+
+/* avx512: up to 14 rows by 32 columns. STEP(k) multiplies step k's weights by each row's inputs. */
+#define DEFINE_TILE_V4(NAME, ISA, X_BYTES, STEP)                                                                      \
+    static inline __attribute__((always_inline, target(ISA))) void NAME##_of(const tile *t, const int R) {            \
+        __m512 sums[14][2];                                                                                           \
+        const char *weights = t->weights, *x = t->x;                                                                  \
+        const int64_t ahead = t->ahead, mask = t->mask, turn = t->turn;                                               \
+        EACH_ROW for (int c = 0; c < 2; c++) sums[r][c] =                                                             \
+            t->is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(t->sums + r * COLUMNS + c * 16);                      \
+        for (int64_t chunk = 0; chunk < t->chunks; chunk++) {                                                         \
+            _Pragma("GCC unroll 4") for (int k = 0; k < 16; k++) {                                                    \
+                FETCH_AHEAD(k)                                                                                        \
+                const __m512i w0 = _mm512_loadu_si512(weights + k * 128), w1 = _mm512_loadu_si512(weights + k * 128 + 64); \
+                STEP(k)                                                                                               \
+            }                                                                                                         \
+            weights += CHUNK_BYTES, x += R * X_BYTES;                                                                 \
+        }                                                                                                             \
+        EACH_ROW for (int c = 0; c < 2; c++) _mm512_storeu_ps(t->sums + r * COLUMNS + c * 16, sums[r][c]);            \
+    }                                                                                                                 \
+    static __attribute__((target(ISA))) void NAME(const tile *t, int rows) {                                          \
+        switch (rows) {                                                                                               \
+        case 1: NAME##_of(t, 1); break;                                                                               \
+        case 2: NAME##_of(t, 2); break;                                                                               \
+        case 3: NAME##_of(t, 3); break;                                                                               \
+        case 4: NAME##_of(t, 4); break;                                                                               \
+        case 5: NAME##_of(t, 5); break;                                                                               \
+        case 6: NAME##_of(t, 6); break;                                                                               \
+        case 7: NAME##_of(t, 7); break;                                                                               \
+        case 8: NAME##_of(t, 8); break;                                                                               \
+        case 9: NAME##_of(t, 9); break;                                                                               \
+        case 10: NAME##_of(t, 10); break;                                                                             \
+        case 11: NAME##_of(t, 11); break;                                                                             \
+        case 12: NAME##_of(t, 12); break;                                                                             \
+        case 13: NAME##_of(t, 13); break;                                                                             \
+        default: NAME##_of(t, 14); break;                                                                             \
+        }                                                                                                             \
+    }
+
+#define ADD_V4(r, x, a, b) sums[r][0] = _mm512_fmadd_ps(x, a, sums[r][0]), sums[r][1] = _mm512_fmadd_ps(x, b, sums[r][1])
+#define STEP_FLOAT32_V4(k)                                                                                            \
+    EACH_ROW {                                                                                                        \
+        const __m512 input = _mm512_set1_ps(((const float *)x)[r * 16 + k]);                                          \
+        ADD_V4(r, input, _mm512_castsi512_ps(w0), _mm512_castsi512_ps(w1));                                           \
+    }
+#define STEP_WIDE_V4(k)                                                                                               \
+    {                                                                                                                 \
+        const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(w0, 16));                                          \
+        const __m512 even1 = _mm512_castsi512_ps(_mm512_slli_epi32(w1, 16));                                          \
+        EACH_ROW {                                                                                                    \
+            const __m512 input = _mm512_set1_ps(((const float *)x)[r * 32 + 2 * k]);                                  \
+            ADD_V4(r, input, even0, even1);                                                                           \
+        }                                                                                                             \
+        const __m512i upper = _mm512_set1_epi32((int)0xffff0000);                                                     \
+        const __m512 odd0 = _mm512_castsi512_ps(_mm512_and_si512(w0, upper));                                         \
+        const __m512 odd1 = _mm512_castsi512_ps(_mm512_and_si512(w1, upper));                                         \
+        EACH_ROW {                                                                                                    \
+            const __m512 input = _mm512_set1_ps(((const float *)x)[r * 32 + 2 * k + 1]);                              \
+            ADD_V4(r, input, odd0, odd1);                                                                             \
+        }                                                                                                             \
+    }
+#define STEP_DOT_V4(k)                                                                                                \
+    EACH_ROW {                                                                                                        \
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int *)x)[r * 16 + k]);                              \
+        sums[r][0] = _mm512_dpbf16_ps(sums[r][0], pair, (__m512bh)w0);                                                \
+        sums[r][1] = _mm512_dpbf16_ps(sums[r][1], pair, (__m512bh)w1);                                                \
+    }
+
+DEFINE_TILE_V4(float32_v4, V4, 64, STEP_FLOAT32_V4)
+DEFINE_TILE_V4(wide_v4, V4, 128, STEP_WIDE_V4)
+DEFINE_TILE_V4(dot_v4, V4_DOT, 64, STEP_DOT_V4)
+
+/* avx2: up to 3 rows by 32 columns, or up to 6 by 16 of them, twice. */
+#define DEFINE_TILE_V3(NAME, X_BYTES, STEP)                                                                           \
+    static inline __attribute__((always_inline, target(V3))) void NAME##_of(                                          \
+        const tile *t, const int R, const int C, const int from, const int64_t turn) {                                \
+        __m256 sums[6][4];                                                                                            \
+        const char *weights = t->weights, *x = t->x;                                                                  \
+        const int64_t ahead = t->ahead, mask = t->mask;                                                               \
+        EACH_ROW UNROLL for (int c = 0; c < C; c++) sums[r][c] =                                                      \
+            t->is_first ? _mm256_setzero_ps() : _mm256_loadu_ps(t->sums + r * COLUMNS + from + c * 8);                \
+        for (int64_t chunk = 0; chunk < t->chunks; chunk++) {                                                         \
+            _Pragma("GCC unroll 4") for (int k = 0; k < 16; k++) {                                                    \
+                FETCH_AHEAD(k)                                                                                        \
+                const char *own = weights + k * 128 + from * 4;                                                       \
+                STEP(k)                                                                                               \
+            }                                                                                                         \
+            weights += CHUNK_BYTES, x += R * X_BYTES;                                                                 \
+        }                                                                                                             \
+        EACH_ROW UNROLL for (int c = 0; c < C; c++)                                                                   \
+            _mm256_storeu_ps(t->sums + r * COLUMNS + from + c * 8, sums[r][c]);                                       \
+    }                                                                                                                 \
+    static __attribute__((target(V3))) void NAME(const tile *t, int rows) {                                           \
+        switch (rows) {                                                                                               \
+        case 1: NAME##_of(t, 1, 4, 0, t->turn); break;                                                                \
+        case 2: NAME##_of(t, 2, 4, 0, t->turn); break;                                                                \
+        case 3: NAME##_of(t, 3, 4, 0, t->turn); break;                                                                \
+        case 4: NAME##_of(t, 4, 2, 0, t->turn), NAME##_of(t, 4, 2, 16, -1); break;                                    \
+        case 5: NAME##_of(t, 5, 2, 0, t->turn), NAME##_of(t, 5, 2, 16, -1); break;                                    \
+        default: NAME##_of(t, 6, 2, 0, t->turn), NAME##_of(t, 6, 2, 16, -1); break;                                   \
+        }                                                                                                             \
+    }
+
+#define STEP_FLOAT32_V3(k)                                                                                            \
+    __m256 w[4];                                                                                                      \
+    UNROLL for (int c = 0; c < C; c++) w[c] = _mm256_loadu_ps((const float *)own + c * 8);                            \
+    EACH_ROW {                                                                                                        \
+        const __m256 input = _mm256_broadcast_ss((const float *)x + r * 16 + k);                                      \
+        UNROLL for (int c = 0; c < C; c++) sums[r][c] = _mm256_fmadd_ps(input, w[c], sums[r][c]);                     \
+    }
+#define WIDE_HALF_V3(k, odd, WIDEN)                                                                                   \
+    {                                                                                                                 \
+        __m256 w[4];                                                                                                  \
+        UNROLL for (int c = 0; c < C; c++) w[c] =                                                                     \
+            _mm256_castsi256_ps(WIDEN(_mm256_loadu_si256((const __m256i *)own + c)));                                 \
+        EACH_ROW {                                                                                                    \
+            const __m256 input = _mm256_broadcast_ss((const float *)x + r * 32 + 2 * k + odd);                        \
+            UNROLL for (int c = 0; c < C; c++) sums[r][c] = _mm256_fmadd_ps(input, w[c], sums[r][c]);                 \
+        }                                                                                                             \
+    }
+#define WIDEN_EVEN_V3(pairs) _mm256_slli_epi32(pairs, 16)
+#define WIDEN_ODD_V3(pairs) _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000))
+#define STEP_WIDE_V3(k) WIDE_HALF_V3(k, 0, WIDEN_EVEN_V3) WIDE_HALF_V3(k, 1, WIDEN_ODD_V3)
+
+DEFINE_TILE_V3(float32_v3, 64, STEP_FLOAT32_V3)
+DEFINE_TILE_V3(wide_v3, 128, STEP_WIDE_V3)
+
+INLINE float float_of_bfloat16(uint16_t half) {
+    union { uint32_t bits; float number; } to = {(uint32_t)half << 16};
+    return to.number;
+}
+
+INLINE uint16_t bfloat16_of(float number) { /* to nearest, ties to even, as torch has it */
+    union { float number; uint32_t bits; } from = {number};
+    const uint32_t rounded = (from.bits + 0x7fff + ((from.bits >> 16) & 1)) >> 16;
+    return (uint16_t)((from.bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+/* How the rows of a call, or of a block of them, are divided into tiles: as evenly as can be. */
+typedef struct {
+    int64_t tiles, base, extra;
+} division;
+
+static division divide(int64_t rows, int64_t most) {
+    const int64_t tiles = (rows + most - 1) / most;
+    return (division){tiles, rows / tiles, rows % tiles};
+}
+
+INLINE int64_t first_row(division by, int64_t i) { return i * by.base + (i < by.extra ? i : by.extra); }
+
+INLINE int is_dot(const layer *l) {
+    return l->level == AVX512_BF16 && l->dtype == BFLOAT16 && l->weights_dtype == BFLOAT16;
+}
+INLINE int64_t chunk_inputs(const layer *l) { return l->weights_dtype == BFLOAT16 ? 32 : 16; }
+INLINE int64_t x_bytes(const layer *l) { return is_dot(l) || l->weights_dtype == FLOAT32 ? 64 : 128; } /* of a chunk */
+INLINE int64_t num_chunks(const layer *l) { return (l->inputs + chunk_inputs(l) - 1) / chunk_inputs(l); }
+INLINE int64_t num_panels(const layer *l) { return (l->outputs + COLUMNS - 1) / COLUMNS; }
+
+/* Whether the rows can be read where they lie: a tile of one row is laid out as the row itself. */
+INLINE int in_place(const linear *a) {
+    return a->rows == 1 && a->of->inputs % chunk_inputs(a->of) == 0 && (a->of->dtype == FLOAT32 || is_dot(a->of));
+}
+
+/* A row's chunks, `stride` bytes apart: widened where they must be, with zeros behind the last input. */
+INLINE void lay_out_chunks(const char *x, char *to, int64_t inputs, int64_t stride, const int64_t chunk, const int64_t bytes,
+                           const int widens) {
+    const int64_t input_bytes = widens ? 2 : bytes / chunk;
+    int64_t from = 0;
+    for (; from + chunk <= inputs; from += chunk, to += stride, x += chunk * input_bytes)
+        if (widens)
+            for (int64_t i = 0; i < chunk; i += 16) load_bfloat16((vec16 *)(to + i * 4), (const uint16_t *)x + i);
+        else
+            memcpy(to, x, (size_t)bytes);
+    if (from == inputs) return;
+    memset(to, 0, (size_t)bytes);
+    if (widens)
+        for (int64_t i = 0; i < inputs - from; i++) ((float *)to)[i] = float_of_bfloat16(((const uint16_t *)x)[i]);
+    else
+        memcpy(to, x, (size_t)((inputs - from) * input_bytes));
+}
+
+FOR_EACH_CPU static void lay_out(const linear *a, int64_t row, char *to, int64_t stride) {
+    const layer *l = a->of;
+    const char *x = (const char *)a->x + row * a->x_stride * (l->dtype == FLOAT32 ? 4 : 2);
+    if (l->dtype == FLOAT32 && l->weights_dtype == FLOAT32)
+        lay_out_chunks(x, to, l->inputs, stride, 16, 64, 0);
+    else if (l->dtype == FLOAT32)
+        lay_out_chunks(x, to, l->inputs, stride, 32, 128, 0);
+    else if (is_dot(l))
+        lay_out_chunks(x, to, l->inputs, stride, 32, 64, 0);
+    else
+        lay_out_chunks(x, to, l->inputs, stride, 32, 128, 1);
+}
+
+INLINE void write_columns(const linear *a, const float *sums, int64_t row, int64_t column, const int64_t count) {
+    const layer *l = a->of;
+    const int64_t at = row * l->outputs + column, residual_at = row * a->residual_stride + column;
+    float numbers[COLUMNS];
+    for (int64_t i = 0; i < count; i++) numbers[i] = l->bias ? sums[i] + l->bias[column + i] : sums[i];
+    if (l->dtype == FLOAT32) {
+        if (a->residual)
+            for (int64_t i = 0; i < count; i++) numbers[i] += ((const float *)a->residual)[residual_at + i];
+        memcpy((float *)a->out + at, numbers, (size_t)count * sizeof(float));
+        return;
+    }
+    if (a->residual)
+        for (int64_t i = 0; i < count; i++)
+            numbers[i] += float_of_bfloat16(((const uint16_t *)a->residual)[residual_at + i]);
+    for (int64_t i = 0; i < count; i++) ((uint16_t *)a->out)[at + i] = bfloat16_of(numbers[i]);
+}
+
+/* Sums of a panel's outputs, with bias and residual, rounded once. */
+FOR_EACH_CPU static void write_panel(const linear *a, const float *sums, int64_t row, int64_t rows, int64_t panel) {
+    const int64_t column = panel * COLUMNS, rest = a->of->outputs - column;
+    for (int64_t i = 0; i < rows; i++)
+        if (rest >= COLUMNS)
+            write_columns(a, sums + i * COLUMNS, row + i, column, COLUMNS);
+        else
+            write_columns(a, sums + i * COLUMNS, row + i, column, rest);
+}
+
+static run_tile *kernel(const layer *l) {
+    if (is_dot(l)) return dot_v4;
+    if (l->level >= AVX512) return l->weights_dtype == BFLOAT16 ? wide_v4 : float32_v4;
+    return l->weights_dtype == BFLOAT16 ? wide_v3 : float32_v3;
+}
+
+static void run_panel(const layer *l, run_tile *run, const char *x, float *sums, division by, int64_t panel) {
+    const int64_t chunks = num_chunks(l), block = by.tiles == 1 ? chunks : BLOCK_CHUNKS;
+    int64_t sharing = 1; /* tiles that share the fetching of what comes next */
+    while (sharing * 2 <= by.tiles && sharing < 32) sharing *= 2;
+    for (int64_t chunk = 0; chunk < chunks; chunk += block)
+        for (int64_t i = 0; i < by.tiles; i++) {
+            const int64_t first = first_row(by, i), rows = first_row(by, i + 1) - first;
+            const tile of = {
+                .weights = (const char *)l->weights + (panel * chunks + chunk) * CHUNK_BYTES,
+                .x = x + (first * chunks + rows * chunk) * x_bytes(l),
+                .sums = sums + first * COLUMNS,
+                .chunks = chunks - chunk < block ? chunks - chunk : block,
+                .is_first = chunk == 0,
+                .ahead = (by.tiles == 1 ? AHEAD_CHUNKS : BLOCK_CHUNKS) * CHUNK_BYTES,
+                .turn = i < sharing ? i : -1,
+                .mask = sharing - 1,
+            };
+            run(&of, (int)rows);
+        }
+}
+
+/* The rows of a block, tile by tile, as the kernels read them; shared out among the threads of a team. */
+static void lay_out_block(const linear *a, int64_t row, division by, int64_t rows) {
+    const int64_t bytes = x_bytes(a->of), chunks = num_chunks(a->of);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t in_larger = by.extra * (by.base + 1); /* rows of the tiles that have one more */
+        const int64_t j = i < in_larger ? i / (by.base + 1) : by.extra + (i - in_larger) / by.base;
+        const int64_t first = first_row(by, j), size = first_row(by, j + 1) - first;
+        lay_out(a, row + i, a->scratch + (first * chunks + i - first) * bytes, size * bytes);
+    }
+}
+
+/* The best level that this processor has. */
+int64_t pdkv_linear_level(void) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return NONE;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return AVX2;
+    return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
+}
+
+/* Bytes of scratch for each row. */
+int64_t pdkv_linear_row_bytes(const layer *l) { return num_chunks(l) * x_bytes(l); }
+
+void pdkv_linear(const layer *l, const void *x, int64_t x_stride, const void *residual, int64_t residual_stride,
+                 void *out, int64_t rows, void *scratch, int64_t num_threads) {
+    const linear a = {l, x, residual, out, scratch, rows, x_stride, residual_stride};
+    const int64_t panels = num_panels(l);
+    run_tile *const run = kernel(l);
+#pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
+    {
+        float sums[BLOCK_ROWS * COLUMNS] __attribute__((aligned(64)));
+        for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+            const int64_t count = rows - row < BLOCK_ROWS ? rows - row : BLOCK_ROWS;
+            const division by = divide(count, l->level >= AVX512 ? 14 : 6);
+            if (!in_place(&a)) lay_out_block(&a, row, by, count);
+            const char *const block = in_place(&a) ? x : scratch;
+#pragma omp for schedule(static)
+            for (int64_t panel = 0; panel < panels; panel++) {
+                run_panel(l, run, block, sums, by, panel);
+                write_panel(&a, sums, row, count, panel);
+            }
+        }
+    }
+}
+
+#else
+int64_t pdkv_linear_level(void) { return 0; }
+#endif

@@ -1,0 +1,144 @@
+"""Linear layers over packed weights in host memory (linear.c): float32 and bfloat16, on x86-64 with avx2 or better.
+
+They are there where a compiler was at hand when the package was built: `level()` says so, callers have torch's beside.
+Calls release the GIL. A row's result does not depend on the rows beside it or on the number of threads, to the bit.
+"""
+
+import ctypes
+import threading
+from functools import cache
+
+import torch
+
+from pdkv.kernels.compiled import load_library
+from pdkv.kernels.host import DTYPES
+
+COLUMNS = 32
+"""Outputs of a panel of packed weights."""
+
+BLOCK_ROWS = 504
+"""Rows that are laid out at once."""
+
+_CHUNK_INPUTS = {torch.float32: 16, torch.bfloat16: 32}
+"""Inputs of a chunk of packed weights, by their dtype."""
+
+LEVELS = ("none", "avx2", "avx512", "avx512_bf16")
+"""What kernels use, from 1 on, by their numbers in linear.c."""
+
+
+class _Layer(ctypes.Structure):
+    """linear.c's `layer`: what its comments say."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "dtype", "weights_dtype", "level")),
+    )
+
+
+class _Scratch(threading.local):
+    """Room for one call's inputs as the kernels read them; grows, and ends with its thread."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def address(self, num_bytes: int) -> int:
+        """Where that many bytes are, until the thread's next call."""
+        if len(self._bytes) < num_bytes:
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._bytes.data_ptr()
+
+
+_scratch = _Scratch()
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = load_library("_linear")
+    if library is not None:
+        library.pdkv_linear_level.restype = ctypes.c_int64
+        if library.pdkv_linear_level() == 0:  # and nothing else may be there
+            return None
+        library.pdkv_linear_row_bytes.argtypes = [ctypes.POINTER(_Layer)]
+        library.pdkv_linear_row_bytes.restype = ctypes.c_int64
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.pdkv_linear.argtypes = [
+            ctypes.POINTER(_Layer), pointer, number, pointer, number, pointer, number, pointer, number,
+        ]  # fmt: skip
+        library.pdkv_linear.restype = None
+    return library
+
+
+@cache
+def level() -> int:
+    """The best of LEVELS that this build and this processor have; 0: none."""
+    library = _library()
+    return 0 if library is None else int(library.pdkv_linear_level())
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """(outputs, inputs) as (panels, chunks of 2 KiB): a panel's outputs side by side, by input, or by pair of bfloat16.
+
+    Padded with zeros to whole panels and chunks.
+    """
+    outputs, inputs = weight.shape
+    chunk = _CHUNK_INPUTS[weight.dtype]
+    padding = (0, -inputs % chunk, 0, -outputs % COLUMNS)
+    if any(padding):
+        weight = torch.nn.functional.pad(weight, padding)
+    in_pair = chunk // 16
+    return weight.reshape(-1, COLUMNS, weight.shape[1] // in_pair, in_pair).transpose(1, 2).contiguous()
+
+
+class PackedWeight:
+    """A weight as the kernels read it, in its own memory."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, *, use_level: int | None = None
+    ) -> None:
+        """`weight` (outputs, inputs) of `dtype`, that of inputs and outputs, or of bfloat16; `bias` (outputs,).
+
+        `use_level`: at most `level()`, which is the default.
+        """
+        library = _library()
+        assert library is not None, "ask level() first"
+        assert weight.dtype in (dtype, torch.bfloat16), (weight.dtype, dtype)
+        self.outputs, self.inputs = weight.shape
+        self.dtype = dtype
+        self.packed = pack(weight)
+        self.bias = None if bias is None else bias.to(torch.float32, copy=True)
+        self._layer = _Layer(
+            weights=self.packed.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            dtype=DTYPES[str(dtype).removeprefix("torch.")],
+            weights_dtype=DTYPES[str(weight.dtype).removeprefix("torch.")],
+            level=level() if use_level is None else use_level,
+        )
+        self._address = ctypes.byref(self._layer)
+        self._row_bytes = int(library.pdkv_linear_row_bytes(self._address))
+        self._run = library.pdkv_linear
+
+    def multiply(self, x: torch.Tensor, residual: torch.Tensor | None, num_threads: int) -> torch.Tensor:
+        """x @ weight.T + bias + residual, rounded once; x (rows, inputs), residual (rows, outputs)."""
+        assert (x.shape[1], x.dtype) == (self.inputs, self.dtype), (x.shape, x.dtype)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if residual is not None:
+            assert (residual.shape, residual.dtype) == ((len(x), self.outputs), self.dtype), residual.shape
+            residual = residual if residual.stride(1) == 1 else residual.contiguous()
+        rows = len(x)
+        out = torch.empty((rows, self.outputs), dtype=self.dtype)
+        self._run(
+            self._address,
+            x.data_ptr(),
+            x.stride(0),
+            None if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0),
+            out.data_ptr(),
+            rows,
+            _scratch.address(min(rows, BLOCK_ROWS) * self._row_bytes),
+            num_threads,
+        )
+        return out

@@ -1,0 +1,141 @@
+"""The compiled linear layers against torch in float64: every kernel, odd sizes, what lies beside what they may read."""
+
+import pytest
+import torch
+
+from pdkv.kernels.linear import BLOCK_ROWS, LEVELS, PackedWeight, level, pack
+
+pytestmark = pytest.mark.skipif(level() == 0, reason="no compiler when pdkv was installed, or a processor without avx2")
+
+F32, BF16 = torch.float32, torch.bfloat16
+USABLE = [pytest.param(i, id=LEVELS[i]) for i in range(1, len(LEVELS)) if i <= level()]
+DTYPES = [
+    pytest.param(F32, F32, id="float32"),
+    pytest.param(F32, BF16, id="widened"),
+    pytest.param(BF16, BF16, id="bfloat16"),
+]
+SIZES = [(1, 1), (31, 15), (32, 16), (33, 33), (100, 1000), (257, 31)]  # outputs, inputs
+ROWS = [1, 2, 3, 5, 6, 7, 13, 14, 15, 29, 67]
+
+
+def make(shape: tuple[int, ...], dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def check(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *added: torch.Tensor) -> None:
+    """Within the rounding of a chain of additions in float32, and of one to the dtype of the output."""
+    exact = x.double() @ weight.double().T + sum(a.double() for a in added)
+    size = x.double().abs() @ weight.double().abs().T + sum(a.double().abs() for a in added)
+    allowed = size * (x.shape[1] + 2) * 2.0**-24 + (exact.abs() * 2.0**-8 if out.dtype == BF16 else 0.0)
+    assert bool(((out.double() - exact).abs() <= allowed).all())
+
+
+@pytest.fixture(params=USABLE)
+def use_level(request: pytest.FixtureRequest) -> int:
+    level_used: int = request.param
+    return level_used
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_every_size_is_within_rounding(
+    use_level: int, dtype: torch.dtype, weight_dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    weight, bias = make((outputs, inputs), weight_dtype), make((outputs,), dtype)
+    plain = PackedWeight(weight, None, dtype, use_level=use_level)
+    biased = PackedWeight(weight, bias, dtype, use_level=use_level)
+    for rows in ROWS:
+        x, residual = make((rows, inputs), dtype), make((rows, outputs), dtype)
+        for threads in (1, 2, 5):
+            check(plain.multiply(x, None, threads), x, weight)
+            check(biased.multiply(x, residual, threads), x, weight, bias, residual)
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
+def test_a_row_has_the_same_bits_beside_any_others_and_on_any_threads(
+    use_level: int, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    weight = PackedWeight(make((70, 300), weight_dtype), make((70,)), dtype, use_level=use_level)
+    x, residual = make((BLOCK_ROWS + 21, 300), dtype), make((BLOCK_ROWS + 21, 70), dtype)
+    alone = torch.cat([weight.multiply(x[i : i + 1], residual[i : i + 1], 1) for i in range(len(x))])
+    for rows in (*range(2, 15), 16, 29, 67, BLOCK_ROWS, BLOCK_ROWS + 1, len(x)):
+        threads = 1 + rows % 3
+        assert torch.equal(weight.multiply(x[:rows], residual[:rows], threads), alone[:rows])
+        assert torch.equal(weight.multiply(x[-rows:], residual[-rows:], threads), alone[-rows:])
+
+
+def test_float32_has_the_same_bits_at_every_level_and_with_widened_weights() -> None:
+    narrow, x = make((70, 300), BF16), make((29, 300))
+    outs = [
+        PackedWeight(weight, None, F32, use_level=i).multiply(x, None, 2)
+        for weight in (narrow, narrow.float())
+        for i in range(1, level() + 1)
+    ]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_nothing_beside_the_operands_is_read_or_written(
+    use_level: int, dtype: torch.dtype, weight_dtype: torch.dtype, poison: float, rows: int
+) -> None:
+    """Inputs and residual are unaligned columns of larger tensors full of NaN or infinity; so was the scratch."""
+    outputs, inputs = 45, 37
+    weight = PackedWeight(make((outputs, inputs), weight_dtype), None, dtype, use_level=use_level)
+    weight.multiply(torch.full((100, inputs), poison, dtype=dtype), None, 2)
+    x, residual = make((rows, inputs), dtype), make((rows, outputs), dtype)
+    inside = []
+    for part in (x, residual):
+        whole = torch.full((rows + 2, part.shape[1] + 7), poison, dtype=dtype)
+        whole[1:-1, 3 : 3 + part.shape[1]] = part
+        inside.append(whole[1:-1, 3 : 3 + part.shape[1]])
+    before = inside[1].clone()
+    out = weight.multiply(*inside, 2)
+    assert torch.equal(out, weight.multiply(x, residual, 1))
+    assert bool(out.isfinite().all())
+    assert torch.equal(inside[1], before)
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
+def test_what_is_not_finite_stays_in_its_row(use_level: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    weight = make((40, 64), weight_dtype)
+    layer = PackedWeight(weight, None, dtype, use_level=use_level)
+    x = make((15, 64), dtype)
+    clean = layer.multiply(x, None, 1)
+    x[4, 63], x[9, 0] = float("nan"), float("inf")
+    out = layer.multiply(x, None, 1)
+    rest = [i for i in range(15) if i not in (4, 9)]
+    assert torch.equal(out[rest], clean[rest])
+    assert bool(out[4].isnan().all())
+    assert torch.equal(out[9], torch.where(weight[:, 0] > 0, float("inf"), float("-inf")).to(dtype))
+
+
+def test_rows_of_any_strides_and_none_at_all(use_level: int) -> None:
+    weight = PackedWeight(make((40, 64)), None, F32, use_level=use_level)
+    x, residual = make((64, 20)).T, make((40, 20)).T
+    expected = weight.multiply(x.contiguous(), residual.contiguous(), 1)
+    assert torch.equal(weight.multiply(x, residual, 2), expected)
+    assert torch.equal(weight.multiply(x[:1].expand(20, -1), None, 1), weight.multiply(x[:1], None, 1).expand(20, -1))
+    assert weight.multiply(x[:0], None, 2).shape == (0, 40)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    weight = PackedWeight(make((40, 64)), None, F32)
+    with pytest.raises(AssertionError):
+        weight.multiply(make((2, 65)), None, 1)
+    with pytest.raises(AssertionError):
+        weight.multiply(make((2, 64), BF16), None, 1)
+    with pytest.raises(AssertionError):
+        weight.multiply(make((2, 64)), make((2, 39)), 1)
+
+
+@pytest.mark.parametrize(("dtype", "in_pair"), [(F32, 1), (BF16, 2)])
+def test_packed_weights_are_panels_of_32_outputs_by_input(dtype: torch.dtype, in_pair: int) -> None:
+    weight = make((33, 35), dtype)
+    packed = pack(weight)
+    assert packed.shape == (2, 48 // in_pair if in_pair == 1 else 32, 32, in_pair)
+    assert packed[0, 34 // in_pair, 31, 34 % in_pair] == weight[31, 34]
+    assert torch.equal(packed[1, : 34 // in_pair, 0].reshape(-1), weight[32, :34])
+    assert not packed[1, :, 1:].any()
+    assert not packed[:, -(-35 // in_pair) :].any()
