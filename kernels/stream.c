@@ -67,7 +67,7 @@ static int64_t now_ns(void) {
 }
 
 /* 0, or the error's number; EPIPE where the peer has closed the connection, EAGAIN where it is late. */
-int64_t pdkv_stream(const stream *s) {
+int64_t pdkv_stream_rows(const stream *s) {
     struct iovec window[MOST_ROWS];
     struct msghdr message = {.msg_iov = window};
     int64_t row = 0, begun = 0, done = 0; /* `begun` bytes of `row` */

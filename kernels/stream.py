@@ -32,10 +32,10 @@ class StreamArgs(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL | None:
     library = load_library("_host")
-    if library is None or not hasattr(library, "pdkv_stream"):
+    if library is None or not hasattr(library, "pdkv_stream_rows"):
         return None
-    library.pdkv_stream.argtypes = [ctypes.POINTER(StreamArgs)]
-    library.pdkv_stream.restype = ctypes.c_int64
+    library.pdkv_stream_rows.argtypes = [ctypes.POINTER(StreamArgs)]
+    library.pdkv_stream_rows.restype = ctypes.c_int64
     return library
 
 
@@ -52,4 +52,4 @@ def stream(args: StreamArgs) -> int:
     """
     library = _library()
     assert library is not None, "ask available() first"
-    return int(library.pdkv_stream(ctypes.byref(args)))
+    return int(library.pdkv_stream_rows(ctypes.byref(args)))
