@@ -1,4 +1,7 @@
-"""Dispatch: engines come and go, requests begin on them and are moved off them; `driver.py` sees them through."""
+"""Dispatch: engines are added and looked after, requests begin on them and are moved off them.
+
+`listener.py` hears what engines say, `driver.py` sees requests through.
+"""
 
 import asyncio
 import logging
@@ -6,18 +9,13 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pdkv.config import HealthConfig, RecoveryConfig
-from pdkv.errors import (
-    EngineGivenUp,
-    EngineUnavailable,
-    IncompatiblePeers,
-    NoEngine,
-)
+from pdkv.errors import EngineGivenUp, EngineUnavailable, NoEngine
 from pdkv.router.admission.capacity import Capacity
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.books import kv_tokens
@@ -27,39 +25,18 @@ from pdkv.router.engines.moves import Mover
 from pdkv.router.engines.probes import Prober, probe_request
 from pdkv.router.engines.shared_marks import SharedMarks, own_marks
 from pdkv.router.engines.views import describe_engine, describe_fleet, snapshot_engines, snapshot_health
-from pdkv.router.generations.driver import Driver
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.listener import Listener
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.generations.request import NOWHERE, Delta, GenerateRequest, Route
 from pdkv.router.routing.policies import DEFAULT_POLICY, Side
-from pdkv.router.routing.prefix_index import PrefixIndex, keys_needed
+from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.route_chooser import RouteChooser
 from pdkv.router.routing.tier_index import TierIndex
 from pdkv.version import VERSION
-from pdkv.wire.messages import (
-    Allocated,
-    Beat,
-    EngineCard,
-    EngineToRouter,
-    Failed,
-    Finished,
-    HandedOff,
-    KVEvents,
-    KVReady,
-    Loaded,
-    LoadReport,
-    Order,
-    Peers,
-    Release,
-    RequestKey,
-    Resync,
-    RouterToEngine,
-    TierEvents,
-    Tokens,
-    Trial,
-)
+from pdkv.wire.messages import Order
 from pdkv.wire.refusal_note import RefusalNote
 
 __all__ = ["Counters", "Delta", "Dispatcher", "EngineSnapshot", "GenerateRequest", "Generation"]
@@ -69,7 +46,7 @@ logger = logging.getLogger(__name__)
 NO_PROBES = HealthConfig(probe_interval_s=0.0)
 
 
-class Dispatcher(Driver):
+class Dispatcher(Listener):
     """A router's engines, and what begins on them. Lives in one event loop; an `EngineListener` of its backends."""
 
     def __init__(
@@ -93,14 +70,15 @@ class Dispatcher(Driver):
         """
         limits = recovery or RecoveryConfig()
         fleet, counters = Fleet(complete_once=not await_all, identity=identity), Counters()
-        self.index = PrefixIndex(on_work=self._work_on_index_soon)
-        self.tiers = TierIndex()
+        index, tiers = PrefixIndex(on_work=self.work_on_index_soon), TierIndex()
         self._routes = RouteChooser(
-            fleet, self.index, self.tiers,
+            fleet, index, tiers,
             policy=policy, orders=orders, rng=rng or random.Random(), take_over=limits.take_over,
         )  # fmt: skip
         losses = Recovery(limits, fleet, counters)
         super().__init__(
+            index=index,
+            tiers=tiers,
             fleet=fleet,
             counters=counters,
             room=Capacity(fleet, take_over=limits.take_over),
@@ -113,11 +91,8 @@ class Dispatcher(Driver):
         self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
         self._mover = Mover(fleet, self.move, take_over=limits.take_over)
         self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and so no candidate
-        self._settled = asyncio.Event()  # it is known whether this start succeeds
-        self._refusal: IncompatiblePeers | None = None  # why it does not
         self._ticker: asyncio.TimerHandle | None = None
         self._connected = False
-        self._closed = False
 
     # --- engines --------------------------------------------------------------------------------------------------
 
@@ -157,17 +132,6 @@ class Dispatcher(Driver):
         self.changes.notify()
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    @property
-    def ready(self) -> bool:
-        """Whether requests can be served: every engine has been ready once, and a pair is ready now."""
-        roles = {e.role for e in self.fleet.engines.values() if e.life == "ready" and not e.draining}
-        return self.fleet.complete_once and not self._closed and ("any" in roles or {"prefill", "decode"} <= roles)
-
-    @property
     def fault(self) -> str:
         """Why no request can be answered now, for people; empty where one can be."""
         if self._closed:
@@ -188,14 +152,6 @@ class Dispatcher(Driver):
             if not self._closed:
                 self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
-    def _work_on_index_soon(self) -> None:
-        asyncio.get_running_loop().call_soon(self._work_on_index)
-
-    def _work_on_index(self) -> None:
-        """A slice of what the index has put off; other callbacks have their turn before the next."""
-        if not self._closed and self.index.work():
-            self._work_on_index_soon()
-
     def look_after_engines(self) -> None:
         """TICK_S have passed: the silent grow older, requests leave suspects, the idle are probed."""
         self.fleet.tick()
@@ -212,16 +168,6 @@ class Dispatcher(Driver):
             self.shared_marks.update(own_marks(self.fleet, now))
         if self.ready and (route := self.prober.due(now)) is not None:
             self._launch(probe_request(route), route, now)
-
-    async def wait_ready(self) -> None:
-        """Return when it has been ready for the first time.
-
-        Raises:
-            IncompatiblePeers: it will never be: an engine of the first start cannot work with the others.
-        """
-        await self._settled.wait()
-        if self._refusal is not None:
-            raise self._refusal
 
     @property
     def max_model_len(self) -> int | None:
@@ -322,96 +268,3 @@ class Dispatcher(Driver):
         with self.recovery.leaving(generation, engine):
             self._advance(generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move off {engine}")
         return True
-
-    # --- what engines say (EngineListener) ------------------------------------------------------------------------
-
-    def engine_up(self, name: str, card: EngineCard) -> None:
-        """An incarnation is ready: its peers hear of it."""
-        try:
-            self.fleet.came_up(name, card)
-        except IncompatiblePeers as error:
-            logger.error("%s stays out: %s", name, error)
-            if not self.fleet.complete_once:
-                self._refusal = error
-                self._settled.set()
-            return
-        logger.info("%s is ready (pid %d, epoch %s)", name, card.pid, card.epoch)
-        keys_per_block = -(-card.layout.block_size // card.hash_block_size)
-        num_needed = keys_needed(card.layout, card.hash_block_size)
-        self.index.add_engine(name, card.num_blocks * keys_per_block, num_needed=num_needed)
-        self.tiers.add_engine(name)
-        self._send_peers()
-        self.on_room()
-        self.changes.notify()
-        if self.ready:
-            self._settled.set()
-        self._place_parked_soon()
-
-    def engine_down(self, name: str, reason: str, suspects: Collection[RequestKey] = ()) -> None:
-        """An incarnation is gone: what it worked on goes on elsewhere, and its peers hear of it.
-
-        One of the `suspects` may have ended it.
-        """
-        self.fleet.left(name)
-        if not self.fleet.is_ready(name):
-            return
-        logger.warning("%s is gone: %s", name, reason)
-        self.fleet.went_down(name, self._clock())
-        self.index.remove_engine(name)
-        self.tiers.remove_engine(name)
-        victims = [g for g in self._generations.values() if name in g.flow.route[:2]]
-        try:
-            self.recovery.engine_died(name, victims, suspects)
-        except Exception:
-            logger.exception("an error while finding out who ended %s; its requests go on elsewhere", name)
-        for generation in victims:
-            self._advance(generation, partial(generation.flow.engine_died, name), f"the end of {name}")
-        self._send_peers()
-        self.changes.notify()
-        self._place_parked_soon()
-        for card in self.fleet.no_longer_refused():
-            self.engine_up(card.engine, card)
-
-    def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
-        """One frame of an engine that is up."""
-        if not self.fleet.is_ready(name):
-            self.counters.dropped_messages += sum(not isinstance(m, Beat) for m in messages)
-            return
-        now = self._clock()
-        if not isinstance(messages[0], Beat):
-            self.fleet.engines[name].health.heard()
-        for message in messages:
-            try:
-                if isinstance(message, Tokens):
-                    self._take_tokens(name, message, now)
-                else:
-                    self._take(name, message, now)
-            except Exception as error:
-                self._mishandled(name, message, error)
-
-    def _take(self, name: str, message: RouterToEngine | EngineToRouter, now: float) -> None:
-        """Act on one message of an engine that brings no tokens."""
-        match message:
-            case Finished() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
-                self._handle(self._generations.get(message.request_id), name, message, now)
-            case Release():
-                self._handle(self._transfers.get(message.transfer_id), name, message, now)
-            case LoadReport():
-                self.fleet.engines[name].load = message
-            case Beat():
-                self.fleet.engines[name].health.beat(message)
-            case Trial():
-                self.recovery.trials.hear(name, message)
-                self._send(name, message)
-            case KVEvents():
-                if not self.index.apply(name, message):
-                    self._send(name, Resync())
-            case TierEvents():
-                self.tiers.apply(name, message)
-            case _:
-                self.counters.dropped_messages += 1
-
-    def _send_peers(self) -> None:
-        peers = Peers(cards=self.fleet.cards())
-        for name in self._backends:
-            self._send(name, peers)

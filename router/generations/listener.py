@@ -1,0 +1,189 @@
+"""What engines say: they come and go, and report; every message finds what it is about."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from pdkv.errors import IncompatiblePeers
+from pdkv.router.admission.capacity import Capacity
+from pdkv.router.engines.fleet import Counters, Fleet
+from pdkv.router.engines.probes import Prober
+from pdkv.router.generations.driver import Driver
+from pdkv.router.generations.placement import Placement
+from pdkv.router.generations.recovery import Recovery
+from pdkv.router.routing.prefix_index import PrefixIndex, keys_needed
+from pdkv.router.routing.tier_index import TierIndex
+from pdkv.wire.messages import (
+    Allocated,
+    Beat,
+    EngineCard,
+    EngineToRouter,
+    Failed,
+    Finished,
+    HandedOff,
+    KVEvents,
+    KVReady,
+    Loaded,
+    LoadReport,
+    Peers,
+    Release,
+    RequestKey,
+    Resync,
+    RouterToEngine,
+    TierEvents,
+    Tokens,
+    Trial,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Listener(Driver):
+    """An `EngineListener` that drives generations, and keeps the indexes of what engines hold."""
+
+    def __init__(
+        self,
+        *,
+        index: PrefixIndex,
+        tiers: TierIndex,
+        fleet: Fleet,
+        counters: Counters,
+        room: Capacity,
+        recovery: Recovery,
+        placing: Placement,
+        prober: Prober,
+        clock: Callable[[], float],
+    ) -> None:
+        """`index` calls `work_on_index_soon` where it puts something off."""
+        super().__init__(
+            fleet=fleet, counters=counters, room=room, recovery=recovery, placing=placing, prober=prober, clock=clock
+        )
+        self.index = index
+        self.tiers = tiers
+        self._settled = asyncio.Event()  # it is known whether this start succeeds
+        self._refusal: IncompatiblePeers | None = None  # why it does not
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served: every engine has been ready once, and a pair is ready now."""
+        roles = {e.role for e in self.fleet.engines.values() if e.life == "ready" and not e.draining}
+        return self.fleet.complete_once and not self._closed and ("any" in roles or {"prefill", "decode"} <= roles)
+
+    async def wait_ready(self) -> None:
+        """Return when it has been ready for the first time.
+
+        Raises:
+            IncompatiblePeers: it will never be: an engine of the first start cannot work with the others.
+        """
+        await self._settled.wait()
+        if self._refusal is not None:
+            raise self._refusal
+
+    def work_on_index_soon(self) -> None:
+        """In a turn of the event loop of its own."""
+        asyncio.get_running_loop().call_soon(self._work_on_index)
+
+    def _work_on_index(self) -> None:
+        """A slice of what the index has put off; other callbacks have their turn before the next."""
+        if not self._closed and self.index.work():
+            self.work_on_index_soon()
+
+    # --- what engines say (EngineListener) ------------------------------------------------------------------------
+
+    def engine_up(self, name: str, card: EngineCard) -> None:
+        """An incarnation is ready: its peers hear of it."""
+        try:
+            self.fleet.came_up(name, card)
+        except IncompatiblePeers as error:
+            logger.error("%s stays out: %s", name, error)
+            if not self.fleet.complete_once:
+                self._refusal = error
+                self._settled.set()
+            return
+        logger.info("%s is ready (pid %d, epoch %s)", name, card.pid, card.epoch)
+        keys_per_block = -(-card.layout.block_size // card.hash_block_size)
+        num_needed = keys_needed(card.layout, card.hash_block_size)
+        self.index.add_engine(name, card.num_blocks * keys_per_block, num_needed=num_needed)
+        self.tiers.add_engine(name)
+        self._send_peers()
+        self.on_room()
+        self.changes.notify()
+        if self.ready:
+            self._settled.set()
+        self._place_parked_soon()
+
+    def engine_down(self, name: str, reason: str, suspects: Collection[RequestKey] = ()) -> None:
+        """An incarnation is gone: what it worked on goes on elsewhere, and its peers hear of it.
+
+        One of the `suspects` may have ended it.
+        """
+        self.fleet.left(name)
+        if not self.fleet.is_ready(name):
+            return
+        logger.warning("%s is gone: %s", name, reason)
+        self.fleet.went_down(name, self._clock())
+        self.index.remove_engine(name)
+        self.tiers.remove_engine(name)
+        victims = [g for g in self._generations.values() if name in g.flow.route[:2]]
+        try:
+            self.recovery.engine_died(name, victims, suspects)
+        except Exception:
+            logger.exception("an error while finding out who ended %s; its requests go on elsewhere", name)
+        for generation in victims:
+            self._advance(generation, partial(generation.flow.engine_died, name), f"the end of {name}")
+        self._send_peers()
+        self.changes.notify()
+        self._place_parked_soon()
+        for card in self.fleet.no_longer_refused():
+            self.engine_up(card.engine, card)
+
+    def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
+        """One frame of an engine that is up."""
+        if not self.fleet.is_ready(name):
+            self.counters.dropped_messages += sum(not isinstance(m, Beat) for m in messages)
+            return
+        now = self._clock()
+        if not isinstance(messages[0], Beat):
+            self.fleet.engines[name].health.heard()
+        for message in messages:
+            try:
+                if isinstance(message, Tokens):
+                    self._take_tokens(name, message, now)
+                else:
+                    self._take(name, message, now)
+            except Exception as error:
+                self._mishandled(name, message, error)
+
+    def _take(self, name: str, message: RouterToEngine | EngineToRouter, now: float) -> None:
+        """Act on one message of an engine that brings no tokens."""
+        match message:
+            case Finished() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
+                self._handle(self._generations.get(message.request_id), name, message, now)
+            case Release():
+                self._handle(self._transfers.get(message.transfer_id), name, message, now)
+            case LoadReport():
+                self.fleet.engines[name].load = message
+            case Beat():
+                self.fleet.engines[name].health.beat(message)
+            case Trial():
+                self.recovery.trials.hear(name, message)
+                self._send(name, message)
+            case KVEvents():
+                if not self.index.apply(name, message):
+                    self._send(name, Resync())
+            case TierEvents():
+                self.tiers.apply(name, message)
+            case _:
+                self.counters.dropped_messages += 1
+
+    def _send_peers(self) -> None:
+        peers = Peers(cards=self.fleet.cards())
+        for name in self._backends:
+            self._send(name, peers)
