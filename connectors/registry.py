@@ -40,14 +40,14 @@ def connector_target(name: str) -> str:
     Raises:
         UnknownConnector: neither a known name nor of the form "module:Class".
     """
-    if name in SHIPPED:  # without the scan of all installed distributions
+    module, separator, attribute = name.partition(":")
+    if separator and module and attribute:
+        return name
+    if name in SHIPPED:  # neither needs the scan of all installed distributions
         return SHIPPED[name]
     targets = connector_targets()
     if name in targets:
         return targets[name]
-    module, separator, attribute = name.partition(":")
-    if separator and module and attribute:
-        return name
     meant = did_you_mean(name, targets)
     raise UnknownConnector(f'unknown connector {name!r}{meant}; known: {", ".join(sorted(targets))}, or "module:Class"')
 

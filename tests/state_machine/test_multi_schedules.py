@@ -12,7 +12,7 @@ from state_machine.host import run_schedule
 
 from pdkv.connectors.multi.scheduler import MultiScheduler
 
-NUM_SCHEDULES = 1400
+NUM_SCHEDULES = 700
 
 PAIRS: list[Pair] = [
     ("pull+store", "prefill_first", "async"),
