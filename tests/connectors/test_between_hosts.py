@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from hosts import Hosts, needs_namespaces, two_hosts
+from hosts import Host, Hosts, hosts_or_skip
 from hosts.engine import HostedEngine, begin, outcomes
 from traffic import wait_until_true
 
@@ -27,30 +27,42 @@ Pair = tuple[HostedEngine, HostedEngine]
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    needs_namespaces()
-    with two_hosts() as hosts:
+    with hosts_or_skip() as hosts:
         yield hosts
 
 
-@pytest.fixture(scope="module", params=list(WAYS))
-def pair(request: pytest.FixtureRequest, hosts: Hosts) -> Iterator[Pair]:
-    """A source on the first host and a sink on the second, which have exchanged something."""
-    connector, options = WAYS[request.param]
+@pytest.fixture(scope="module")
+def engines(hosts: Hosts) -> Iterator[Pair]:
+    """A source on the first host and a sink on the second, started once for all ways."""
     with ExitStack() as stack:
-        engines = []
-        for host, name in ((hosts.first, "prefill-0"), (hosts.second, "decode-0")):
-            own = {"host": host.address} if connector == "p2p" else {}
-            engine = HostedEngine(
-                host, name, connector, options | own, num_blocks=NUM_BLOCKS, layout=LAYOUT,
+        first, second = (
+            HostedEngine(
+                host, name, *options_of(host, "p2p"), num_blocks=NUM_BLOCKS, layout=LAYOUT,
                 environment={"UCX_TLS": "tcp,self"},
-            )  # fmt: skip
+            )
+            for host, name in ((hosts.first, "prefill-0"), (hosts.second, "decode-0"))
+        )  # fmt: skip
+        for engine in (first, second):
             stack.callback(engine.close)
-            engines.append(engine)
-        source, sink = engines
-        source.meet(sink)
-        sink.meet(source)
-        source("fill", LARGE, TOKENS[len(LARGE)], 1)
-        yield source, sink
+        yield first, second
+
+
+@pytest.fixture(scope="module", params=list(WAYS))
+def pair(request: pytest.FixtureRequest, hosts: Hosts, engines: Pair) -> Pair:
+    """The two over a connector, each with the other one's card."""
+    source, sink = engines
+    for engine, host in zip(engines, (hosts.first, hosts.second), strict=True):
+        engine.become(*options_of(host, request.param))
+    source.meet(sink)
+    sink.meet(source)
+    source("fill", LARGE, TOKENS[len(LARGE)], 1)
+    return source, sink
+
+
+def options_of(host: Host, way: str) -> tuple[str, dict[str, str]]:
+    """The connector and its options there."""
+    connector, options = WAYS[way]
+    return connector, options | ({"host": host.address} if connector == "p2p" else {})
 
 
 def move(pair: Pair, name: str, seed: int) -> None:

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from deployments import Running
 from equality import Workload, check_decode_computed_nothing, check_replies, check_undisturbed, run_all
-from hosts import Hosts, needs_namespaces, two_hosts
+from hosts import Hosts, hosts_or_skip
 from hosts.deployment import deployed_between
 from nixl_rig import needs_nixl
 from oracle import oracle
 from serving_checks import complete_all, serve_directory, settled_books
 from traffic import wait_until_true
 
-LENGTHS = (600, 1, 257, 16, 200, 33)
-NUM_OUTPUT = 12
+LENGTHS = (600, 1, 257, 33)
+NUM_OUTPUT = 6
 
 P2P = ("--connector", "p2p", "--connector-config", "host={host}", "timeout_s=2")
 NIXL = ("--connector", "nixl", "--connector-config", "progress_thread=true", "transfer_timeout_s=2")
@@ -23,8 +23,7 @@ CHUNKED = ("--long-prefill-token-threshold", "96")
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    needs_namespaces()
-    with two_hosts() as hosts:
+    with hosts_or_skip() as hosts:
         yield hosts
 
 
@@ -56,6 +55,17 @@ def test_p2p(hosts: Hosts, workloads: Sequence[Workload]) -> None:
         check_replies(complete_all(launch, workloads[4].bodies), workloads[4].expected)
         assert hosts.wire.num_bytes()[0] - before > num_kv_bytes(workloads[4])
         settled_books(launch, lambda _: True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [("2", "1"), ("2", "2")], ids="-".join)
+def test_p2p_from_two_ranks(hosts: Hosts, workloads: Sequence[Workload], ranks: tuple[str, str]) -> None:
+    """To as many or fewer."""
+    prefill, decode = ("--prefill-tp", ranks[0]), ("--tp", ranks[1])
+    with deployed_between(
+        hosts, workloads[0].path, *CHUNKED, connector=P2P, prefill=prefill, decode=decode
+    ) as (launch, engine):  # fmt: skip
+        check_tokens_and_cuts(hosts, launch, engine, workloads)
 
 
 @needs_nixl

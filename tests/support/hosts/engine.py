@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +38,29 @@ class HostedEngine:
         layout: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`layout`: what differs from push_rig.make_layout."""
-        spec = {
-            "name": name, "connector": connector, "options": dict(options), "tp": tp, "num_blocks": num_blocks,
-            "layout": dict(layout or {}),
-        }  # fmt: skip
+        """Begin to start it. `layout`: what differs from push_rig.make_layout."""
+        self._spec = {"name": name, "tp": tp, "num_blocks": num_blocks, "layout": dict(layout or {})}
+        spec = {**self._spec, "connector": connector, "options": dict(options)}
         self._process = subprocess.Popen(
             host.command(sys.executable, "-P", __file__, json.dumps(spec)),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), **(environment or {})},
         )  # fmt: skip
-        self.card = msgspec.msgpack.decode(base64.b64decode(self._answer()), type=EngineCard)
+
+    def become(self, connector: str, options: Mapping[str, str]) -> None:
+        """End the engine; there is another one in the same process, which spares its start."""
+        card = self("become", {**self._spec, "connector": connector, "options": dict(options)})
+        self.card = msgspec.msgpack.decode(base64.b64decode(card), type=EngineCard)
+
+    @cached_property
+    def card(self) -> EngineCard:
+        """Its card, when it has started."""
+        return msgspec.msgpack.decode(base64.b64decode(self._answer()), type=EngineCard)
 
     def __call__(self, command: str, *arguments: Any) -> Any:
         """Carry a command out there; returns its answer."""
         assert self._process.stdin is not None
+        assert self.card
         self._process.stdin.write(json.dumps([command, *arguments]) + "\n")
         return self._answer()
 
@@ -151,7 +160,14 @@ def _main() -> None:
     engine = _make(json.loads(sys.argv[1]))
     print(json.dumps(_text(engine.card)), flush=True)
     for line in sys.stdin:
-        print(json.dumps(_act(engine, *json.loads(line))), flush=True)
+        command, *arguments = json.loads(line)
+        if command == "become":
+            engine.close()
+            engine = _make(arguments[0])
+            answer = _text(engine.card)
+        else:
+            answer = _act(engine, command, *arguments)
+        print(json.dumps(answer), flush=True)
     engine.close()
 
 

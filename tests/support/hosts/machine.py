@@ -9,7 +9,6 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -107,17 +106,12 @@ def two_hosts() -> Iterator[Hosts]:
         yield pair
 
 
-@cache
-def _obstacle() -> str:
-    """Why there can be no hosts here; empty: there can."""
-    try:
-        with two_hosts():
-            return ""
-    except (NoNamespaces, FileNotFoundError) as error:
-        return str(error)
-
-
-def needs_namespaces() -> None:
-    """Skip the test that runs, where there can be no hosts."""
-    if why := _obstacle():
-        pytest.skip(f"needs network namespaces of its own (unshare --user --net, /dev/net/tun): {why}")
+@contextlib.contextmanager
+def hosts_or_skip() -> Iterator[Hosts]:
+    """The same for a test or a fixture, which are skipped where there can be no hosts."""
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(two_hosts())
+        except (NoNamespaces, FileNotFoundError) as error:
+            pytest.skip(f"needs network namespaces of its own (unshare --user --net, /dev/net/tun): {error}")
+        yield hosts
