@@ -15,24 +15,6 @@ Ids = npt.NDArray[np.int64]
 NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
-class Run(NamedTuple):
-    """Blocks [source, source + num_blocks) go to [destination, destination + num_blocks)."""
-
-    source: int
-    destination: int
-    num_blocks: int
-
-
-class Segment(NamedTuple):
-    """`num_tokens` tokens inside one source and one destination block; indices count from the range's first blocks."""
-
-    source_index: int
-    source_offset: int  # tokens into that block
-    destination_index: int
-    destination_offset: int  # tokens into that block
-    num_tokens: int
-
-
 def first_seen_block(window: int, num_tokens: int, block_size: int) -> int:
     """The first block that the token behind tokens [0, num_tokens) sees some of, where it sees `window` tokens, its own
     included (0: all). Blocks before it may be given up.
@@ -61,47 +43,6 @@ def run_starts(*ids: Ids) -> Ids:
     for vector in ids:
         breaks[1:] |= np.diff(vector) != 1
     return np.flatnonzero(breaks).astype(np.int64)
-
-
-def merge_runs(source: Sequence[int] | Ids, destination: Sequence[int] | Ids) -> list[Run]:
-    """Merge pairs of blocks (source[i] → destination[i]) that are adjacent on both sides, in the order given.
-
-    Raises:
-        ValueError: the two sides differ in length.
-    """
-    sources, destinations = as_ids(source), as_ids(destination)
-    if sources.size != destinations.size:
-        raise ValueError(f"{sources.size} source blocks for {destinations.size} destination blocks")
-    starts = run_starts(sources, destinations)
-    counts = np.diff(starts, append=sources.size)
-    return [
-        Run(int(sources[start]), int(destinations[start]), int(count))
-        for start, count in zip(starts, counts, strict=True)
-    ]
-
-
-def token_segments(start: int, stop: int, source_size: int, destination_size: int) -> list[Segment]:
-    """Cut tokens [start, stop) at the block borders of both sides, whose blocks hold different numbers of tokens.
-
-    Index 0 on each side is the block that holds token `start`. Every segment lies within one block of each side.
-
-    Raises:
-        ValueError: an empty block or a range that runs backwards.
-    """
-    if source_size < 1 or destination_size < 1 or not 0 <= start <= stop:
-        raise ValueError(f"no such transfer: tokens [{start}, {stop}), blocks of {source_size} and {destination_size}")
-    segments: list[Segment] = []
-    first_source, first_destination = start // source_size, start // destination_size
-    position = start
-    while position < stop:
-        source, source_offset = divmod(position, source_size)
-        destination, destination_offset = divmod(position, destination_size)
-        length = min(source_size - source_offset, destination_size - destination_offset, stop - position)
-        segments.append(
-            Segment(source - first_source, source_offset, destination - first_destination, destination_offset, length)
-        )
-        position += length
-    return segments
 
 
 def whole_blocks(units: Sequence[int] | Ids, units_per_block: int) -> Ids | None:

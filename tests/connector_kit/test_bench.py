@@ -34,7 +34,7 @@ from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import NotApplicable, Violation
 from pdkv.connectors.registry import connector_target, load_connector
-from pdkv.connectors.transfer.planning import merge_runs
+from pdkv.connectors.transfer.planning import as_ids, run_starts
 from pdkv.errors import ConfigError
 from pdkv.wire.messages import ChecksumMode
 
@@ -179,7 +179,7 @@ def test_ranks_and_block_sizes_may_differ() -> None:
 def test_pieces_are_those_that_the_shared_plan_merges() -> None:
     shape = parse_layout(SMALL)
     source, target = [4, 5, 6, 9], [7, 8, 2, 3]
-    assert planned_pieces(shape, shape, 64, source, target) == len(merge_runs(source, target)) == 3
+    assert planned_pieces(shape, shape, 64, source, target) == run_starts(as_ids(source), as_ids(target)).size == 3
     assert planned_pieces(shape, shape, 20, source, target) == 1  # two blocks, side by side on both sides
     assert planned_pieces(shape, shape, 64, source, source) == 2
 
@@ -203,8 +203,8 @@ def test_an_aged_pool_scatters_and_a_fresh_one_does_not() -> None:
     aged, fresh = AgedBooks(512, seed=1), ContiguousBooks(512, seed=1)
     taken = aged.allocate(300)
     assert len(set(taken)) == 300
-    assert len(merge_runs(taken, taken)) > 100
-    assert len(merge_runs(fresh.allocate(100), fresh.allocate(100))) == 1
+    assert run_starts(as_ids(taken)).size > 100
+    assert run_starts(as_ids(fresh.allocate(100)), as_ids(fresh.allocate(100))).size == 1
     aged.release(taken)
     assert aged.num_held == 0
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pdkv.connector_kit.rig.world import Shape
-from pdkv.connectors.transfer.planning import blocks_of, merge_runs, reader_parts, token_segments
+from pdkv.connectors.transfer.planning import as_ids, blocks_of, reader_parts, run_starts
 
 
 def planned_pieces(
@@ -19,12 +19,12 @@ def planned_pieces(
     if producer.block_size == consumer.block_size:
         count = len(blocks_of(0, num_tokens, consumer.block_size))
         if same_heads:
-            return len(merge_runs(source[:count], target[:count])) * consumer.tp
+            return run_starts(as_ids(source[:count]), as_ids(target[:count])).size * consumer.tp
         per_part = 1  # a block's tokens of adjacent heads lie in one run
         segments = count
     else:
         per_part = 0
-        segments = len(token_segments(0, num_tokens, producer.block_size, consumer.block_size))
+        segments = len({token for shape in (producer, consumer) for token in range(0, num_tokens, shape.block_size)})
     parts = [
         part for rank in range(consumer.tp) for part in reader_parts(rank, consumer.tp, producer.tp, heads)
     ]  # fmt: skip
