@@ -177,6 +177,21 @@ def test_a_recorded_handshake_opens_nothing(server: EngineServer, context: Conte
     assert server.num_dropped == 0
 
 
+def test_a_descriptor_that_is_anothers_by_now_is_left_alone(server: EngineServer) -> None:
+    """ZeroMQ may have closed it, and the process has opened something else, when its number is read."""
+    keeper = doorkeeper_of(server)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as elsewhere,
+        open(os.devnull, "rb") as file,
+    ):
+        mine, theirs = socket.socketpair()
+        with mine, theirs:
+            for fd in (elsewhere.fileno(), mine.fileno(), file.fileno(), theirs.fileno() + 1000):
+                keeper._take_in(fd)
+    assert keeper.num_unproven == keeper.num_refused == 0
+
+
 def test_an_engine_that_is_besieged_ends_as_any_other() -> None:
     """Without a thread or a descriptor left, whatever strangers do meanwhile; also one that cannot listen."""
     threads, descriptors = threading.active_count(), num_descriptors()

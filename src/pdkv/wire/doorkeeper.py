@@ -158,7 +158,7 @@ class Doorkeeper:
     def _take_in(self, fd: int) -> None:
         """A connection was accepted."""
         with _held(fd) as connection:
-            if connection is None or connection.getsockname()[1] not in self._ports:
+            if connection is None or _own_port(connection) not in self._ports:
                 return  # it has gone, and its descriptor may be another's
             source = _source_of(connection)
             inode = os.fstat(connection.fileno()).st_ino
@@ -211,6 +211,13 @@ def _held(fd: int) -> Iterator[socket.socket | None]:
     finally:
         if connection is not None:
             connection.close()
+
+
+def _own_port(connection: socket.socket) -> int | None:
+    """None: it is no TCP connection."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    return int(connection.getsockname()[1])
 
 
 def _source_of(connection: socket.socket) -> str:
