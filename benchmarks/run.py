@@ -22,6 +22,7 @@ from benchmarks import (
     hosts,
     identity,
     interference,
+    linears,
     many,
     pd_balance,
     pd_vs_vllm,
@@ -69,6 +70,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "hosts": hosts.run,
     "sampler": sampler.run,
     "dtypes": dtypes.run,
+    "linears": linears.run,
 }
 NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny")
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import isfinite
 from pathlib import Path
+from shutil import which
 
 import pytest
 from hosts import hosts_or_skip
@@ -16,6 +17,7 @@ from benchmarks import (
     hosts,
     identity,
     layerwise,
+    linears,
     sampler,
     startup,
     step_thread,
@@ -25,6 +27,7 @@ from benchmarks import (
 from benchmarks.redis_server import find_binary, redis_server
 from benchmarks.report import Claim, Context
 from pdkv.kernels import host
+from pdkv.kernels.linear import level
 
 needs_redis = pytest.mark.skipif(find_binary() is None, reason="there is no redis-server")
 
@@ -58,6 +61,13 @@ def test_what_a_transfer_costs_the_step_threads_is_measured_under_each_connector
 @pytest.mark.skipif(not host.can_draw(), reason="no compiler when pdkv was installed")
 def test_the_compiled_draw_is_compared_with_torchs(tmp_path: Path) -> None:
     check(sampler.run(Context(tmp_path, None, quick=True)))
+
+
+@pytest.mark.skipif(level() == 0 or which("cc") is None, reason="no compiler, or a processor without avx2")
+def test_linear_layers_are_compared_with_the_machines_limits(tmp_path: Path) -> None:
+    claims = linears.run(Context(tmp_path, None, quick=True))
+    check(claims)
+    assert len(claims) == len(linears.KINDS) * 2
 
 
 @pytest.mark.slow

@@ -1,0 +1,177 @@
+"""A model's linear layers over the machine's limits: max(bytes / bandwidth, operations / peak), measured beside them.
+
+    python -m benchmarks.run linears
+    python -m benchmarks.linears --threads 1 --cpu-time      on a machine that others use, too
+
+Shapes are mid's (benchmarks/models.py). torch's own layers (oneDNN's packed ones) stand beside. Needs a C compiler.
+"""
+
+import argparse
+import ctypes
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.report import Claim, Context, show
+from benchmarks.turns import Times, in_turns
+from pdkv.kernels.linear import LEVELS, PackedWeight, level
+from pdkv.models.linear import PackedLinear
+
+SHAPES = {"qkv": (2048, 1024), "output": (1024, 1024), "gate_up": (5632, 1024), "down": (1024, 2816)}  # (out, in)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+KINDS = {  # of inputs, of weights
+    "float32": (torch.float32, torch.float32),
+    "float32, weights of bfloat16": (torch.float32, torch.bfloat16),
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+}
+ALLOWED = 1.6
+COLD_BYTES = 96 << 20
+"""Weights that are read by turns, and the bytes that the bandwidth is measured with: more than a cache holds."""
+
+PEAK_ROUNDS = 50_000
+PEAKS = {"avx2": (12, 8), "avx512": (24, 16), "avx512_bf16": (24, 32)}
+"""limits.c's: sums, and multiplications of each at once."""
+
+
+class Case(NamedTuple):
+    """One kind of layer, and how it is timed."""
+
+    kind: str
+    threads: int
+    rounds: int
+    clock: Callable[[], float]
+
+
+class Limits:
+    """What limits.c measures."""
+
+    def __init__(self, folder: Path) -> None:
+        """Compile it into `folder`."""
+        source, library = Path(__file__).with_name("limits.c"), folder / "limits.so"
+        flags = ["-std=gnu11", "-O3", "-fopenmp", "-shared", "-fPIC"]
+        subprocess.run(["cc", *flags, str(source), "-o", str(library)], check=True, timeout=60.0)
+        self._library = ctypes.CDLL(str(library))
+        self._numbers = torch.zeros(COLD_BYTES // 4)
+
+    def read(self, threads: int) -> None:
+        """Read COLD_BYTES."""
+        address, count = ctypes.c_void_p(self._numbers.data_ptr()), ctypes.c_int64(self._numbers.numel())
+        self._library.limit_read(address, count, ctypes.c_int(threads))
+
+    def compute(self, name: str, threads: int) -> None:
+        """PEAK_ROUNDS of PEAKS[name], on each thread."""
+        getattr(self._library, f"limit_{name}")(ctypes.c_int64(PEAK_ROUNDS), ctypes.c_int(threads))
+
+
+def run(context: Context) -> list[Claim]:
+    """One claim for each kind and number of rows: of the shape furthest from its bound. None without a kernel."""
+    return measure(torch.get_num_threads(), 2 if context.quick else 15, time.perf_counter, quick=context.quick)
+
+
+def measure(threads: int, rounds: int, clock: Callable[[], float], *, quick: bool = False) -> list[Claim]:
+    """`clock` is read around a pass over many layers."""
+    if level() == 0 or shutil.which("cc") is None:
+        return []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+            limits = Limits(Path(folder))
+            return [
+                claim for kind in KINDS for claim in _claims(Case(kind, threads, rounds, clock), limits, quick=quick)
+            ]
+    finally:
+        torch.set_num_threads(before)
+
+
+def _claims(case: Case, limits: Limits, *, quick: bool) -> list[Claim]:
+    all_rows = ROWS[1::3] if quick else ROWS
+    worst, figures = dict.fromkeys(all_rows, 0.0), {rows: dict[str, float]() for rows in all_rows}
+    for shape in ("output",) if quick else SHAPES:
+        for rows, (ratio, found) in _shape(case, limits, shape, all_rows).items():
+            worst[rows] = max(worst[rows], ratio)
+            figures[rows] |= found
+    used = LEVELS[level()]
+    return [
+        Claim(
+            f"{case.kind}, {rows} rows, {used}, {case.threads} threads: the worst layer / its bound",
+            worst[rows], ALLOWED, "lower", figures[rows],
+        )
+        for rows in all_rows
+    ]  # fmt: skip
+
+
+def _shape(
+    case: Case, limits: Limits, shape: str, all_rows: tuple[int, ...]
+) -> dict[int, tuple[float, dict[str, float]]]:
+    """{rows: (ratio, figures)}."""
+    dtype, weight_dtype = KINDS[case.kind]
+    outputs, inputs = SHAPES[shape]
+    num_bytes = outputs * inputs * weight_dtype.itemsize
+    count = -(-COLD_BYTES // num_bytes)
+    weights = [torch.randn(outputs, inputs).to(weight_dtype) for _ in range(count)]
+    packed = [PackedWeight(weight, None, dtype) for weight in weights]
+    by_torch = [PackedLinear(weight.to(dtype)) for weight in weights]
+    del weights
+    peak = "avx512_bf16" if dtype == torch.bfloat16 and level() == 3 else LEVELS[min(level(), 2)]
+    found = {}
+    for rows in all_rows:
+        x = torch.randn(rows, inputs).to(dtype)
+        times = in_turns(
+            {
+                "read": lambda: limits.read(case.threads),
+                "compute": lambda: limits.compute(peak, case.threads),
+                "layers": lambda x=x: [weight.multiply(x, None, case.threads) for weight in packed],
+                "torch": lambda x=x: [linear(x) for linear in by_torch],
+            },
+            case.rounds,
+            case.clock,
+        )
+        bandwidth = COLD_BYTES / times["read"].median
+        sums, lanes = PEAKS[peak]
+        operations = PEAK_ROUNDS * sums * lanes * 2 * case.threads / times["compute"].median
+        bound = max(num_bytes / bandwidth, 2 * outputs * inputs * rows / operations)
+        found[rows] = (
+            times["layers"].median / count / bound,
+            _figures(shape, times, count, bound)
+            | {
+                f"{shape}: GB/s": bandwidth / 1e6,
+                f"{shape}: GFLOP/s": operations / 1e6,
+            },
+        )
+    return found
+
+
+def _figures(shape: str, times: dict[str, Times], count: int, bound: float) -> dict[str, float]:
+    return {
+        f"{shape}: ms": times["layers"].median / count,
+        f"{shape}: torch ms": times["torch"].median / count,
+        f"{shape}: bound ms": bound,
+    }
+
+
+def main() -> None:
+    """Print the claims, of as many threads as asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cpu-time", action="store_true", help="of this thread: with --threads 1 only")
+    options = parser.parse_args()
+    if options.cpu_time and options.threads != 1:
+        parser.error("--cpu-time is this thread's: it needs --threads 1")
+    print(
+        show(
+            "linears",
+            measure(options.threads, options.rounds, time.thread_time if options.cpu_time else time.perf_counter),
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
