@@ -21,10 +21,10 @@ from pdkv.config import HttpLimits
 from pdkv.errors import ServerBusy
 from pdkv.limits import clip
 from pdkv.router.http.budget import SMALL_BYTES, ByteBudget, Held
-from pdkv.router.http.closable_transport import ClosableTransport
 from pdkv.router.http.connections import Connections
 from pdkv.router.http.paused_body import PAUSE_BODY, PausedBody
 from pdkv.router.http.request_size import PARSED_BYTES, Refusal, RequestSize
+from pdkv.router.http.response_transport import ResponseTransport
 from pdkv.router.http.responses import error_body
 from pdkv.router.http.turnstile import Turnstile
 
@@ -82,7 +82,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admit it, or say that there are too many."""
         self._connection = transport
-        super().connection_made(ClosableTransport(transport, self.end))
+        super().connection_made(ResponseTransport(transport, self.end))
         self._room.opened(self)
         if self._room.admit():
             self._room.idle(self)
@@ -99,7 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._paused.left()
         if self.scope is not None:
             cast(dict[str, Any], self.scope).pop(PAUSE_BODY, None)  # else the two know each other
-        if isinstance(self.transport, ClosableTransport):
+        if isinstance(self.transport, ResponseTransport):
             self.transport.closed = True
         super().connection_lost(exc)
 
@@ -298,6 +298,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """When it is the request's turn, behind those before it on this connection."""
+        if isinstance(self.transport, ResponseTransport):
+            self.transport.begin_response()
         start = functools.partial(super()._start_asgi_task, cycle, app)
         if cycle.scope["path"] in _URGENT_PATHS:
             start()
