@@ -42,6 +42,9 @@ _CLASSES = [
 ]  # fmt: skip
 """The five classes of the ownership equation, by state."""
 
+_IN_CLASS = np.array([[of == name for of in _CLASSES] for name in BlockCounts.__struct_fields__[1:]], dtype=np.int64)
+"""(classes, states): 1 where a state is of the class."""
+
 MAX_KEYS_PER_EVENT = 4096
 """Block keys that one event tells."""
 
@@ -98,10 +101,7 @@ class BlockPool:
 
     def counts(self) -> BlockCounts:
         """Blocks by class; the five add up to the total."""
-        counts = dict.fromkeys(("free", "cached", "active", "leased", "quarantined"), 0)
-        for name, count in zip(_CLASSES, self._num_in_state, strict=True):
-            counts[name] += count
-        return BlockCounts(total=self.num_blocks, **counts)
+        return BlockCounts(self.num_blocks, *(_IN_CLASS @ self._in_states).tolist())
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take blocks for a request (holder ACTIVE), evicting the least recently used content; None: not enough."""

@@ -103,6 +103,7 @@ class StoreCut:
         self.layout = layout
         self.windows = layout.windows
         self.has_windows = any(self.windows)
+        self.is_plain = len(self.windows) == 1 and not self.has_windows
         self.cut = Cut(tokens_per_value, shards, layer_groups, envelope.FORMAT, signer)
         self.layer_groups = layer_groups
         self.value_tokens = [layout.block_size if window else tokens_per_value for window in self.windows]
@@ -168,13 +169,15 @@ class StoreCut:
     def whole_values(self, block_keys: Sequence[bytes], start: int, stop: int, group: int = 0) -> list[Value]:
         """Whole values of a KV group that end in (start, stop]. `block_keys`: one per hash block of the request."""
         size = self.value_tokens[group]
-        units = size // HASH_BLOCK_SIZE
-        last = min(stop // size, len(block_keys) // units)
-        first, suffix = start // size, _group_suffix(group)
-        keys = block_keys[(first + 1) * units - 1 : last * units : units]
-        if suffix:
-            keys = [key + suffix for key in keys]
-        return list(map(_value_of, zip(keys, count(first * size, size), repeat(size), repeat(group))))
+        keys = self.whole_keys(block_keys, start, stop, group)
+        return list(map(_value_of, zip(keys, count(start // size * size, size), repeat(size), repeat(group))))
+
+    def whole_keys(self, block_keys: Sequence[bytes], start: int, stop: int, group: int = 0) -> Sequence[bytes]:
+        """Their keys, which cost a fraction of them."""
+        size = self.value_tokens[group]
+        units, suffix = size // HASH_BLOCK_SIZE, _group_suffix(group)
+        keys = block_keys[(start // size + 1) * units - 1 : stop // size * units : units]
+        return [key + suffix for key in keys] if suffix else keys
 
     def tails(self, key: TransferKey, num_tokens: int) -> list[Value]:
         """The tokens of a prompt behind the last whole value of each KV group; found by their transfer only."""

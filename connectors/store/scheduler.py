@@ -192,13 +192,18 @@ class StoreScheduler(SchedulerConnector):
         """The end of the longest hit: without a gap in groups without a window, and in the others all that the next
         token sees. None: it is being looked up.
         """
-        start, stop, _ = sources
+        start, stop, tails = sources
         cut = self._cut
-        chain = cut.values_to_load(block_keys, *sources, windowed=False)
-        num_found = self.lookups.num_found([value.key for value in chain], wanted=wanted)
+        if cut.is_plain:
+            begin = start // self._block_size * self._block_size
+            keys = [*cut.whole_keys(block_keys, begin, stop), *(tail.key for tail in tails)]
+        else:
+            keys = [value.key for value in cut.values_to_load(block_keys, *sources, windowed=False)]
+        num_found = self.lookups.num_found(keys, wanted=wanted)
         if num_found is None:
             return None
-        if num_found < len(chain):
+        if num_found < len(keys):
+            chain = cut.values_to_load(block_keys, *sources, windowed=False)
             if wanted and not self.lookups.problem:  # it said so itself
                 self._news.missing(chain[num_found : num_found + 1])
             stop = chain[num_found].start // cut.hit_tokens * cut.hit_tokens
@@ -283,6 +288,8 @@ class StoreScheduler(SchedulerConnector):
         requests for what nobody has seen for a while.
         """
         request, key = confirmed.request, confirmed.request.transfer_key
+        if request.kv != "handoff" and self._cut.is_plain and self._are_known(confirmed):
+            return None
         if len(confirmed.block_tables[0]) * self._block_size < confirmed.stop:
             return None  # shown again after its end, without its blocks
         is_handoff = request.kv == "handoff"
@@ -296,6 +303,11 @@ class StoreScheduler(SchedulerConnector):
         if not (new or check or confirmed.last):
             return None
         return self._make_save(confirmed, new, check, tails)
+
+    def _are_known(self, confirmed: ConfirmedRange) -> bool:
+        """Whether all of a request, which has one KV group, is stored already, as what was just loaded is."""
+        keys = self._cut.whole_keys(confirmed.request.block_keys, confirmed.start, confirmed.stop)
+        return all(self.lookups.are_known(keys))
 
     def _split(self, values: list[Value], *, checks_all: bool) -> tuple[list[Value], list[Value]]:
         """Those that were never seen in the store, and those that may be there and are to be looked for."""
