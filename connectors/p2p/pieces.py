@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.p2p.sockets import NO_PIPE, Connection, Iovecs, stream_rows
+from pdkv.connectors.p2p.sockets import NO_PIPE, Connection, Rows, stream_rows
 from pdkv.connectors.p2p.wire import Offer
 from pdkv.connectors.peer.push_worker import Incoming, PushPiece, range_of
 from pdkv.connectors.step_done import ON_HOST
@@ -92,19 +92,19 @@ class PiecePool:
         buffer: Bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
         return buffer
 
-    def outgoing(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> Iovecs:
+    def outgoing(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> Rows:
         """Where the KV of some blocks or units is to be read."""
         if buffer is None or part is None:
-            return self._iovecs(ids, part)
+            return self._memory(ids, part)
         image = self._image(ids, part, buffer)
         self.units.gather(ids, part, image, after=ON_HOST, timeout_s=0.0)  # run_job has waited
-        return _one_row(image)
+        return [image.data]
 
-    def incoming(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> Iovecs:
+    def incoming(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> Rows:
         """Where the KV of some blocks or units is to be written; `landed` has to follow."""
         if buffer is None or part is None:
-            return self._iovecs(ids, part)
-        return _one_row(self._image(ids, part, buffer))
+            return self._memory(ids, part)
+        return [self._image(ids, part, buffer).data]
 
     def landed(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> None:
         """Bring what has come into the pool, where it is not there yet."""
@@ -179,21 +179,16 @@ class PiecePool:
         starts = run_starts(rows)
         return np.stack((rows[starts] * row_bytes, np.diff(starts, append=rows.size) * row_bytes), axis=1)
 
-    def _iovecs(self, ids: Ids, part: UnitPart | None) -> Iovecs:
+    def _memory(self, ids: Ids, part: UnitPart | None) -> Rows:
         assert self._flat is not None, "KV on a GPU needs a buffer"
-        iovecs = self._row_table(ids, part).astype(np.uint64)
-        iovecs[:, 0] += np.uint64(self._flat.ctypes.data)
-        return iovecs
+        pool = self._flat.data
+        return [pool[first : first + size] for first, size in self._row_table(ids, part).tolist()]
 
     def _image(self, ids: Ids, part: UnitPart, buffer: Bytes) -> Bytes:
         size = ids.size * self.units.unit_bytes(part)
         if size > buffer.size:
             raise TransferError(f"{size} bytes at a time, in a buffer of {buffer.size}")
         return buffer[:size]
-
-
-def _one_row(image: Bytes) -> Iovecs:
-    return np.array([[image.ctypes.data, image.size]], dtype=np.uint64)
 
 
 def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float, *, in_blocks: bool) -> MovePlan:

@@ -1,10 +1,9 @@
 """The sockets of `p2p` links: unix within a host, TCP between hosts; KV goes straight out of the pools and into them.
 
-The system calls take arrays of (address, length) that numpy has made: thousands of rows cost two calls and no copy.
+All of a piece is one call of the compiled kernel; what goes without it, and frames, are calls of the socket module.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -14,19 +13,16 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from pdkv.errors import PeerGone, TransferTimeout
 from pdkv.kernels.stream import StreamArgs, stream
 
-Iovecs = npt.NDArray[np.uint64]
-"""Shape (n, 2): address and length of each row."""
+Rows = Sequence[memoryview]
 
 IOV_MAX = 1024
 UNIX_BUFFER_BYTES = 4 << 20
@@ -39,22 +35,6 @@ PIPE_BYTES = 256 << 10
 NO_PIPE = (-1, -1)
 
 _SECONDS = struct.Struct("@ll")
-
-
-class _Message(ctypes.Structure):
-    """struct msghdr."""
-
-    _fields_ = (
-        ("name", ctypes.c_void_p), ("name_length", ctypes.c_uint), ("iovecs", ctypes.c_void_p),
-        ("num_iovecs", ctypes.c_size_t), ("control", ctypes.c_void_p), ("control_length", ctypes.c_size_t),
-        ("flags", ctypes.c_int),
-    )  # fmt: skip
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-for _call in (_libc.sendmsg, _libc.recvmsg):
-    _call.argtypes = [ctypes.c_int, ctypes.POINTER(_Message), ctypes.c_int]
-    _call.restype = ctypes.c_ssize_t
 
 
 def host_id() -> str:
@@ -114,21 +94,23 @@ class Connection:
 
     def send(self, data: bytes, timeout_s: float) -> None:
         """Send all of a frame."""
-        self._move("send", _iovecs_of(data), timeout_s)
+        self.send_rows([memoryview(data)], timeout_s)
 
     def receive(self, size: int, timeout_s: float) -> bytes:
         """Wait for so many bytes."""
         data = bytearray(size)
-        self._move("receive", _iovecs_of(data), timeout_s)
+        self.receive_rows([memoryview(data)], timeout_s)
         return bytes(data)
 
-    def send_rows(self, iovecs: Iovecs, timeout_s: float) -> None:
-        """Send memory, row by row; the array is used up."""
-        self._move("send", iovecs, timeout_s)
+    def send_rows(self, rows: Rows, timeout_s: float) -> None:
+        """Send memory, row by row."""
+        self._move(rows, socket.SO_SNDTIMEO, lambda some: self.socket.sendmsg(some, [], socket.MSG_NOSIGNAL), timeout_s)
 
-    def receive_rows(self, iovecs: Iovecs, timeout_s: float) -> None:
-        """Fill memory, row by row; the array is used up."""
-        self._move("receive", iovecs, timeout_s)
+    def receive_rows(self, rows: Rows, timeout_s: float) -> None:
+        """Fill memory, row by row."""
+        self._move(
+            rows, socket.SO_RCVTIMEO, lambda some: self.socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0], timeout_s
+        )
 
     @property
     def is_open(self) -> bool:
@@ -155,25 +137,15 @@ class Connection:
         pipe, self._pipe = self._pipe or NO_PIPE, NO_PIPE
         _close_pipe(pipe)
 
-    def _move(self, way: Literal["send", "receive"], iovecs: Iovecs, timeout_s: float) -> None:
+    def _move(self, rows: Rows, limit: int, call: Callable[[Rows], int], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        call, limit, flags = (
-            (_libc.sendmsg, socket.SO_SNDTIMEO, socket.MSG_NOSIGNAL)
-            if way == "send"
-            else (_libc.recvmsg, socket.SO_RCVTIMEO, socket.MSG_WAITALL)
-        )
-        message = _Message()
         try:
-            while len(iovecs):
+            while rows:
                 _limit(self.socket, limit, deadline - time.monotonic())
-                message.iovecs, message.num_iovecs = iovecs.ctypes.data, min(len(iovecs), IOV_MAX)
-                moved = call(self.socket.fileno(), ctypes.byref(message), flags)
-                if moved > 0:
-                    iovecs = _rest(iovecs, moved)
-                elif moved == 0:
+                moved = call(rows[:IOV_MAX])
+                if not moved:
                     raise PeerGone(f"{self.peer} closed the connection")
-                elif (number := ctypes.get_errno()) != errno.EINTR:
-                    raise OSError(number, os.strerror(number))
+                rows = _rest(rows, moved)
         except BlockingIOError:
             raise TransferTimeout(f"{self.peer}: nothing moves for {timeout_s:g} s") from None
         except OSError as error:
@@ -235,18 +207,10 @@ def _limit(connection: socket.socket, option: int, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, option, _SECONDS.pack(int(whole), int(part * 1e6)))
 
 
-def _iovecs_of(data: bytes | bytearray) -> Iovecs:
-    """A buffer as one row. Keep the buffer meanwhile."""
-    view = np.frombuffer(data, dtype=np.uint8)
-    return np.array([[view.ctypes.data, view.size]], dtype=np.uint64)
-
-
-def _rest(iovecs: Iovecs, moved: int) -> Iovecs:
+def _rest(rows: Rows, moved: int) -> Rows:
     """What is left of rows of which the first `moved` bytes are done; the first row may begin in its middle."""
-    ends = np.cumsum(iovecs[:IOV_MAX, 1])
-    done = int(np.searchsorted(ends, np.uint64(moved), side="right"))
-    if done < len(ends):
-        part = moved - (int(ends[done - 1]) if done else 0)
-        iovecs[done, 0] += np.uint64(part)
-        iovecs[done, 1] -= np.uint64(part)
-    return iovecs[done:]
+    for number, row in enumerate(rows):
+        if moved < len(row):
+            return [row[moved:], *rows[number + 1 :]]
+        moved -= len(row)
+    return []
