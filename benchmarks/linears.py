@@ -34,7 +34,7 @@ ALLOWED = 1.6
 COLD_BYTES = 96 << 20
 """Weights that are read by turns, and the bytes that the bandwidth is measured with: more than a cache holds."""
 
-PEAK_ROUNDS = 50_000
+PEAK_ROUNDS = 500_000
 PEAKS = {"avx2": (12, 8), "avx512": (24, 16), "avx512_bf16": (24, 32)}
 """limits.c's: sums, and multiplications of each at once."""
 
@@ -46,6 +46,7 @@ class Case(NamedTuple):
     threads: int
     rounds: int
     clock: Callable[[], float]
+    level: int
 
 
 class Limits:
@@ -74,17 +75,22 @@ def run(context: Context) -> list[Claim]:
     return measure(torch.get_num_threads(), 2 if context.quick else 15, time.perf_counter, quick=context.quick)
 
 
-def measure(threads: int, rounds: int, clock: Callable[[], float], *, quick: bool = False) -> list[Claim]:
+def measure(
+    threads: int, rounds: int, clock: Callable[[], float], *, quick: bool = False, use_level: int | None = None
+) -> list[Claim]:
     """`clock` is read around a pass over many layers."""
     if level() == 0 or shutil.which("cc") is None:
         return []
+    used = level() if use_level is None else use_level
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
             limits = Limits(Path(folder))
             return [
-                claim for kind in KINDS for claim in _claims(Case(kind, threads, rounds, clock), limits, quick=quick)
+                claim
+                for kind in KINDS
+                for claim in _claims(Case(kind, threads, rounds, clock, used), limits, quick=quick)
             ]
     finally:
         torch.set_num_threads(before)
@@ -97,7 +103,7 @@ def _claims(case: Case, limits: Limits, *, quick: bool) -> list[Claim]:
         for rows, (ratio, found) in _shape(case, limits, shape, all_rows).items():
             worst[rows] = max(worst[rows], ratio)
             figures[rows] |= found
-    used = LEVELS[level()]
+    used = LEVELS[case.level]
     return [
         Claim(
             f"{case.kind}, {rows} rows, {used}, {case.threads} threads: the worst layer / its bound",
@@ -116,10 +122,10 @@ def _shape(
     num_bytes = outputs * inputs * weight_dtype.itemsize
     count = -(-COLD_BYTES // num_bytes)
     weights = [torch.randn(outputs, inputs).to(weight_dtype) for _ in range(count)]
-    packed = [PackedWeight(weight, None, dtype) for weight in weights]
+    packed = [PackedWeight(weight, None, dtype, use_level=case.level) for weight in weights]
     by_torch = [PackedLinear(weight.to(dtype)) for weight in weights]
     del weights
-    peak = "avx512_bf16" if dtype == torch.bfloat16 and level() == 3 else LEVELS[min(level(), 2)]
+    peak = "avx512_bf16" if dtype == torch.bfloat16 and case.level == 3 else LEVELS[min(case.level, 2)]
     found = {}
     for rows in all_rows:
         x = torch.randn(rows, inputs).to(dtype)
@@ -162,15 +168,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cpu-time", action="store_true", help="of this thread: with --threads 1 only")
+    parser.add_argument("--level", type=int, choices=range(1, level() + 1), help=", ".join(LEVELS[1:]) + " are 1, 2, 3")
     options = parser.parse_args()
     if options.cpu_time and options.threads != 1:
         parser.error("--cpu-time is this thread's: it needs --threads 1")
-    print(
-        show(
-            "linears",
-            measure(options.threads, options.rounds, time.thread_time if options.cpu_time else time.perf_counter),
-        )
-    )
+    clock = time.thread_time if options.cpu_time else time.perf_counter
+    print(show("linears", measure(options.threads, options.rounds, clock, use_level=options.level)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@
 
 #define COLUMNS 32       /* outputs of a panel */
 #define CHUNK_BYTES 2048 /* weights of a panel's chunk, in 16 steps of two lines */
-#define BLOCK_CHUNKS 8   /* that several tiles read one after another: they stay in the first cache */
+#define BLOCK_CHUNKS 4   /* that several tiles read one after another: they stay in the first cache */
 #define AHEAD_CHUNKS 4   /* how far ahead of a single tile weights are fetched */
 #define BLOCK_ROWS 504   /* whose sums a thread keeps */
 #define UNROLL _Pragma("GCC unroll 16")
@@ -286,7 +286,8 @@ static run_tile *kernel(const layer *l) {
 }
 
 static void run_panel(const layer *l, run_tile *run, const char *x, float *sums, division by, int64_t panel) {
-    const int64_t chunks = num_chunks(l), block = by.tiles == 1 ? chunks : BLOCK_CHUNKS;
+    const int reads_once = by.tiles == 1 && (l->level >= AVX512 || by.base <= 3);
+    const int64_t chunks = num_chunks(l), block = reads_once ? chunks : BLOCK_CHUNKS;
     int64_t sharing = 1; /* tiles that share the fetching of what comes next */
     while (sharing * 2 <= by.tiles && sharing < 32) sharing *= 2;
     for (int64_t chunk = 0; chunk < chunks; chunk += block)
@@ -298,7 +299,7 @@ static void run_panel(const layer *l, run_tile *run, const char *x, float *sums,
                 .sums = sums + first * COLUMNS,
                 .chunks = chunks - chunk < block ? chunks - chunk : block,
                 .is_first = chunk == 0,
-                .ahead = (by.tiles == 1 ? AHEAD_CHUNKS : BLOCK_CHUNKS) * CHUNK_BYTES,
+                .ahead = (reads_once ? AHEAD_CHUNKS : BLOCK_CHUNKS) * CHUNK_BYTES,
                 .turn = i < sharing ? i : -1,
                 .mask = sharing - 1,
             };
