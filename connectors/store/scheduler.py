@@ -1,7 +1,7 @@
 """The scheduler side of store connectors: what is found, what is loaded, what is saved, and whose tail is dropped."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress, count
 from operator import attrgetter
 from typing import NamedTuple
@@ -78,8 +78,8 @@ class _Sources(NamedTuple):
 
 
 _cuts = msgspec.msgpack.Decoder(Cut)
-_start_of = attrgetter("start")
-_tokens_of = attrgetter("num_tokens")
+_start_of: Callable[[Value], int] = attrgetter("start")
+_tokens_of: Callable[[Value], int] = attrgetter("num_tokens")
 
 
 class StorePeers(PeerCards):

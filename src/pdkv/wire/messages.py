@@ -513,11 +513,12 @@ class ConnectorStats(msgspec.Struct, frozen=True):
     paths: Annotated[dict[Id, Id], Meta(max_length=MAX_CARDS)] = {}  # by which KV of these peers is read
 
     def __add__(self, other: "ConnectorStats") -> "ConnectorStats":
-        counts = (getattr(self, name) + getattr(other, name) for name in self.__struct_fields__ if name != "paths")
+        names = [name for name in self.__struct_fields__ if name != "paths"]
+        total = ConnectorStats(*(getattr(self, name) + getattr(other, name) for name in names))
         paths = dict(self.paths)
         for peer, path in other.paths.items():  # ranks may differ
             paths[peer] = "+".join(sorted({*paths.get(peer, path).split("+"), *path.split("+")}))
-        return ConnectorStats(*counts, paths)
+        return msgspec.structs.replace(total, paths=paths)
 
 
 class LoadReport(Message, frozen=True):
