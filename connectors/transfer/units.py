@@ -189,7 +189,7 @@ class UnitPool:
     def _gather_from_device(self, units: Ids, part: UnitPart, out: Bytes, after: StepDone, timeout_s: float) -> None:
         import torch
 
-        from pdkv.kernels import gather_blocks
+        from pdkv.kernels.kv_copy import gather_blocks
 
         with torch.cuda.stream(self._stream()):
             after.wait_on_stream(timeout_s)
@@ -208,7 +208,7 @@ class UnitPool:
     def _scatter_to_device(self, units: Ids, part: UnitPart, source: Bytes) -> None:
         import torch
 
-        from pdkv.kernels import scatter_blocks
+        from pdkv.kernels.kv_copy import scatter_blocks
 
         with torch.cuda.stream(self._stream()):
             images = torch.from_numpy(source).to(self.kv_cache.device).view(self.kv_cache.dtype)

@@ -27,6 +27,7 @@ from pdkv.connectors.store.plan import StoreMetadata
 from pdkv.connectors.transfer.planning import as_ids
 from pdkv.connectors.transfer.units import UnitPool
 from pdkv.errors import TransferTimeout
+from pdkv.kernels import kv_copy
 
 POISON = -77.0
 
@@ -281,10 +282,8 @@ def test_a_gather_on_its_own_stream_is_queued_behind_the_step(
 
         return copy
 
-    import pdkv.kernels
-
     monkeypatch.setattr(torch.Tensor, "index_select", noted(read))
-    monkeypatch.setattr(pdkv.kernels, "gather_blocks", noted(pdkv.kernels.gather_blocks))
+    monkeypatch.setattr(kv_copy, "gather_blocks", noted(kv_copy.gather_blocks))
     step = CudaStepDone()
     step.record()
     units.gather(as_ids([3, 1]), part, out, after=step, timeout_s=WAIT_S)

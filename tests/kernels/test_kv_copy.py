@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdkv.kernels import gather_blocks, scatter_blocks, write_kv
+from pdkv.kernels.kv_copy import gather_blocks, scatter_blocks, write_kv
 
 
 def numbered_pool() -> torch.Tensor:

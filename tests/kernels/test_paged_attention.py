@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from pdkv.kernels import paged_attention, write_kv
+from pdkv.kernels.kv_copy import write_kv
+from pdkv.kernels.paged_attention import paged_attention
 
 BLOCK_SIZE = 16
 
