@@ -53,7 +53,12 @@ def workload(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Workl
 
 
 @pytest.fixture(
-    scope="module", params=[AGGREGATED, TOPOLOGIES["1P1D"], TOPOLOGIES["2P4D"]], ids=["aggregated", "1P1D", "2P4D"]
+    scope="module",
+    params=[
+        pytest.param(AGGREGATED, id="aggregated"),
+        pytest.param(TOPOLOGIES["1P1D"], id="1P1D", marks=pytest.mark.slow),
+        pytest.param(TOPOLOGIES["2P4D"], id="2P4D"),
+    ],
 )
 def deployment(request: pytest.FixtureRequest, workload: Workload) -> Iterator[Running]:
     with deployed(workload, *request.param) as running:

@@ -34,6 +34,10 @@ def test_first_pass_and_replay(workload: Workload) -> None:
             check_undisturbed(books)
 
 
+@pytest.mark.parametrize(
+    "workload", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2")), "qwen3", "phi3"],
+    indirect=True,
+)  # fmt: skip
 def test_preemption_on_both_sides(workload: Workload) -> None:
     with deployed(workload, *TOPOLOGIES["1P1D"], *PREEMPTING) as deployment:
         check_preempted(run_all(deployment, workload), run_all(deployment, workload))

@@ -1,7 +1,8 @@
 """Imports run one way: a folder imports those below it, and no two modules import each other, not even lazily."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,10 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-ARROWS = {name: {to for to in imports(path) if to in MODULES and to != name} for name, path in MODULES.items()}
+@cache
+def arrows() -> Mapping[str, set[str]]:
+    """What each module imports. Not made while tests are collected: it takes seconds."""
+    return {name: {to for to in imports(path) if to in MODULES and to != name} for name, path in MODULES.items()}
 
 
 def layer(module: str) -> int:
@@ -95,7 +99,7 @@ def layer(module: str) -> int:
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"pdkv"}))
 def test_a_module_imports_nothing_above_it(module: str) -> None:
-    upward = [to for to in ARROWS[module] if to != "pdkv" and layer(to) > layer(module)]
+    upward = [to for to in arrows()[module] if to != "pdkv" and layer(to) > layer(module)]
     assert not upward
 
 
@@ -106,7 +110,7 @@ def test_no_two_modules_import_each_other() -> None:
     def visit(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, " -> ".join([*path[path.index(module) :], module])
         if module not in done:
-            for to in sorted(ARROWS[module]):
+            for to in sorted(arrows()[module]):
                 visit(to, (*path, module))
             done.add(module)
 

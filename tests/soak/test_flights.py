@@ -8,7 +8,7 @@ from flights import RANKS, WAYS, Way, damages_of, flights
 
 from pdkv.connector_kit.rig.processes import Zygote
 
-NUM_TRIALS = 12  # of each kind of damage; `python -m soak.damage` has a thousand
+NUM_TRIALS = 8  # of each kind of damage; `python -m soak.damage` has a thousand
 
 
 @pytest.fixture(scope="module")
