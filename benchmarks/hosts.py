@@ -73,12 +73,11 @@ class _Pair:
         self._source, self._sink = engines
         self._source.meet(self._sink)
         self._sink.meet(self._source)
-        self.refill(0)
+        self._source("fill", self._blocks, len(self._blocks) * 16, 0)
 
-    def refill(self, seed: int) -> None:
-        """Other KV from now on."""
-        self._seed = seed
-        self._source("fill", self._blocks, len(self._blocks) * 16, seed)
+    def spoil(self) -> None:
+        """Nothing of what has arrived so far is there any more."""
+        self._sink("fill", self._blocks, len(self._blocks) * 16, 1)
 
     def move(self) -> float:
         """Seconds. Raises RuntimeError: it failed."""
@@ -94,7 +93,7 @@ class _Pair:
 
     def check(self) -> None:
         """Raises AssertionError, on the host: other bytes are there than were sent."""
-        self._sink("check", self._blocks, len(self._blocks) * 16, self._seed)
+        self._sink("check", self._blocks, len(self._blocks) * 16, 0)
 
     def close(self) -> None:
         """End both engines."""
@@ -107,7 +106,7 @@ def _compare(hosts: Any, bare: Any, pairs: Mapping[str, _Pair], delay_ms: int, r
     hosts.wire.delay(delay_ms / 1000)
     moves = {"bare": bare.move, **{name: pair.move for name, pair in pairs.items()}}
     for pair in pairs.values():
-        pair.refill(delay_ms + 1)
+        pair.spoil()
     seconds: dict[str, list[float]] = {name: [] for name in moves}
     for turn in range(-1, rounds):  # the first one grows windows
         for name in sorted(moves, reverse=turn % 2 == 0):
