@@ -2,17 +2,21 @@
 
 from contextlib import nullcontext
 
+import numpy as np
+
 from pdkv.connectors.arena.sources import PoolSource
 from pdkv.connectors.nixl.blocks import BlockReader
 from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
 from pdkv.connectors.nixl.wire import RankBlob
+from pdkv.connectors.transfer.digest import PoolDigests, Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows, rows_of
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.pool_copy import COPY_BYTES, Pieces, block_pieces, unit_pieces
 from pdkv.connectors.transfer.small_pieces import Gate
 from pdkv.connectors.transfer.units import UnitPool
 from pdkv.errors import KVNotFound
+from pdkv.kernels.digest import Digests
 
 
 class PoolReader:
@@ -62,6 +66,35 @@ class PoolReader:
         own, peer = self._endpoint.config.layout, self._endpoint.peers.card_of(blob).layout
         pieces = unit_pieces(own, peer, wanted.theirs, wanted.head_start, wanted.ours, wanted.part)
         return self._copy(job, source, pieces, wanted.guard)
+
+    def read_digested(
+        self, job: Waiting, blob: RankBlob, wanted: Wanted, own: PoolDigests, tokens: Tokens
+    ) -> Digests | None:
+        """As `read_units`, and digest on the way what is wanted of the own units; the result is for all heads.
+
+        Args:
+            wanted: of both pools as many units as of `tokens`.
+            tokens: in the order of the own units.
+
+        Returns:
+            None: the peer's pool is not mapped. Nothing has been read.
+        """
+        source = self._endpoint.sources.source(blob)
+        if source is None or source.mapped is None or own.flat is None or tokens.skipped.any():
+            return None
+        layout, peer, pool = self._endpoint.config.layout, self._endpoint.peers.card_of(blob).layout, source.mapped
+        pieces = unit_pieces(layout, peer, wanted.theirs, wanted.head_start, wanted.ours, wanted.part)
+        pieces.check(own.flat.nbytes, pool.nbytes)
+        source.will_read()
+        digests, first = [np.zeros((0, wanted.part.num_heads), dtype=np.uint64)], 0
+        for part in pieces.cut(COPY_BYTES):
+            job.check()
+            cut = slice(first, first + part.target.size)
+            first = cut.stop
+            with wanted.guard():
+                some = Tokens(*(column[cut] for column in tokens))
+                digests.append(own.copy_pieces(some, wanted.part, pool.reshape(-1), part))
+        return np.concatenate(digests)
 
     def generations(self, job: Waiting, blob: RankBlob, blocks: Ids) -> Ids:
         """The generations of a peer's blocks now; `blob` is its rank 0's. Raises as `read_blocks`."""

@@ -10,12 +10,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.fetch import Wanted
 from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.nixl.wire import Offer, RankBlob, Taken
 from pdkv.connectors.peer.push_worker import Incoming, PushWorker
 from pdkv.connectors.transfer.block_runs import unpack_blocks
+from pdkv.connectors.transfer.digest import PieceDigests
 from pdkv.connectors.transfer.lanes import IOLanes, LaneConfig
 from pdkv.connectors.transfer.planning import Ids, unit_index
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
@@ -132,16 +136,42 @@ class PushReceiver:
         def guard() -> AbstractContextManager[None]:
             return _writing(worker, job)
 
-        if offer.whole:
-            layers = range(piece.part.layer_start, piece.part.layer_stop)
-            num_bytes = rank.reader.read_blocks(reading, blob, theirs, ours, layers, offer=offer.offer, guard=guard)
-        else:
-            wanted = Wanted(theirs, offer.head_start, ours, piece.part, offer.offer, guard)
-            num_bytes = rank.reader.read_units(reading, blob, wanted)
+        card = self._endpoint.peers.card_of(blob)
+        sender = (card.engine, card.epoch)
+        own = worker.digests_for(incoming, piece, sender)
+        wanted = Wanted(theirs, offer.head_start, ours, piece.part, offer.offer, guard)
+        num_bytes = self._read_digested(reading, blob, offer, wanted, own)
+        num_bytes = num_bytes or self._read_only(reading, blob, offer, wanted)
         if rank.reader.word(reading, blob, offer.permit) != offer.nonce:
             raise StaleGeneration(f"agent {blob.agent} has withdrawn its offer")
-        card = self._endpoint.peers.card_of(blob)
-        worker.landed(job, piece, num_bytes, offer.digests, (card.engine, card.epoch))
+        worker.landed(job, piece, num_bytes, offer.digests, sender, own)
+
+    def _read_only(self, reading: "_Reading", blob: RankBlob, offer: Offer, wanted: Wanted) -> int:
+        """Read blocks or units. Returns the bytes."""
+        reader, part = self._rank.reader, wanted.part
+        if not offer.whole:
+            return reader.read_units(reading, blob, wanted)
+        layers = range(part.layer_start, part.layer_stop)
+        return reader.read_blocks(
+            reading, blob, wanted.theirs, wanted.ours, layers, offer=offer.offer, guard=wanted.guard
+        )
+
+    def _read_digested(
+        self, reading: "_Reading", blob: RankBlob, offer: Offer, wanted: Wanted, own: PieceDigests | None
+    ) -> int:
+        """Read and digest in one pass, where the peer's pool is mapped. Returns the bytes; 0: nothing has been read."""
+        if own is None or not own.in_kernel:
+            return 0
+        theirs, tokens = wanted.theirs, own.tokens
+        if offer.whole:
+            per_block = self._worker.config.layout.block_size // HASH_BLOCK_SIZE
+            theirs = (theirs[:, None] * per_block + np.arange(per_block)).ravel()[: tokens.units.size]
+        wanted = wanted._replace(theirs=theirs, ours=tokens.units)
+        digests = self._rank.reader.read_digested(reading, blob, wanted, own.pool, tokens)
+        if digests is None:
+            return 0
+        own.take(digests)
+        return len(digests) * own.pool.unit_bytes(wanted.part)
 
     def _whole_blocks(self, incoming: Incoming, offer: Offer) -> Ids:
         """Where offered blocks go."""

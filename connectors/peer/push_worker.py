@@ -247,15 +247,15 @@ class PushWorker(PeerWorker):
         job: Job,
         piece: PieceRange,
         num_bytes: int,
-        digests: bytes = b"",
-        sender: Incarnation | None = None,
+        digests: bytes,
+        sender: Incarnation,
         own: PieceDigests | None = None,
     ) -> None:
         """A piece is in the blocks of this rank; ends the receive with the last of them.
 
         Args:
             digests: what the sender's `digests_of` said of it.
-            sender: its (engine, epoch); None: the transport carries no digests.
+            sender: its (engine, epoch).
             own: what `digests_for` it said, where that was asked.
 
         Raises:
@@ -265,7 +265,7 @@ class PushWorker(PeerWorker):
         if not self.enter(job):
             return  # it has ended, or has to: what was in its blocks is nobody's any more
         try:
-            if sender is not None and (own := own or self.digests_for(incoming, piece, sender)) is not None:
+            if (own := own or self.digests_for(incoming, piece, sender)) is not None:
                 tokens = range(piece.start, piece.stop)
                 self.checksums.compare(own.finish(), digests, tokens, incoming.ticket.key, sender[0])
         except KVCorrupted:

@@ -16,6 +16,7 @@ import xxhash
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
+from pdkv.connectors.transfer.pool_copy import Pieces
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.kernels.digest import Bytes, Digests, add_digests, available, mix, seeds_of
 from pdkv.kernels.host import Rows
@@ -120,17 +121,22 @@ class PoolDigests:
             theirs: as many units of `source`.
             their_part: the same layers and heads, as that pool counts them.
         """
-        assert self.flat is not None
         assert source.flat is not None
         rows, others = self._rows(part), source._rows(their_part)
         rows = rows._replace(
             source_outer_stride=others.source_outer_stride, source_inner_stride=others.source_inner_stride
         )
-        result = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
         start = source._offsets(Tokens(theirs, np.zeros_like(theirs), tokens.counts), their_part)
+        return self.copy_pieces(tokens, part, source.flat, Pieces(self._offsets(tokens, part), start, rows))
+
+    def copy_pieces(self, tokens: Tokens, part: UnitPart, source: Bytes, pieces: Pieces) -> Digests:
+        """The same, units as pieces of two flat pools (see `unit_pieces`). The caller has checked their bounds."""
+        assert self.flat is not None
+        result = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
         add_digests(
-            result, _seeds(self.first_head, part), source.flat, start, rows,
-            sizes=tokens.counts * self._token_bytes, target=self.flat, target_offsets=self._offsets(tokens, part),
+            result, _seeds(self.first_head, part), source, np.ascontiguousarray(pieces.source), pieces.rows,
+            sizes=tokens.counts * self._token_bytes, target=self.flat,
+            target_offsets=np.ascontiguousarray(pieces.target),
         )  # fmt: skip
         return result
 
@@ -176,8 +182,8 @@ class PieceDigests:
 
     def __init__(self, pool: PoolDigests, tokens: Tokens, part: UnitPart, key: TransferKey, first_token: int) -> None:
         self.in_kernel = True  # may be made while the piece moves
-        self._pool = pool
-        self._tokens = tokens
+        self.tokens = tokens
+        self.pool = pool
         self._part = part
         self._key = key
         self._first_token = first_token
@@ -190,28 +196,32 @@ class PieceDigests:
             return
         if self._kept is None:
             offsets, sizes = (
-                self._pool._offsets(self._tokens, self._part),
-                self._tokens.counts * self._pool._token_bytes,
+                self.pool._offsets(self.tokens, self._part),
+                self.tokens.counts * self.pool._token_bytes,
             )
-            self._kept = offsets, sizes, _seeds(self._pool.first_head, self._part)
+            self._kept = offsets, sizes, _seeds(self.pool.first_head, self._part)
             self._digests = np.zeros((offsets.size, self._part.num_heads), dtype=np.uint64)
         assert self._digests is not None
-        (offsets, sizes, seeds), rows = self._kept, self._pool._rows(self._part)
+        (offsets, sizes, seeds), rows = self._kept, self.pool._rows(self._part)
         args.digests, args.seeds = self._digests[first:].ctypes.data, seeds.ctypes.data
         args.sizes, args.offsets = sizes[first:].ctypes.data, offsets[first:].ctypes.data
         args.num_units, args.units_per_step = max(min(count, offsets.size - first), 0), per_step
         args.outer, args.outer_stride, args.inner = rows.outer, rows.source_outer_stride, rows.inner
         args.inner_stride, args.row_bytes = rows.source_inner_stride, rows.row_bytes
 
+    def take(self, digests: Digests) -> None:
+        """They were made while the piece moved."""
+        self._digests = digests
+
     def make(self) -> Digests:
         """What no kernel has made is made now."""
         if self._digests is None:
-            self._digests = self._pool.digests(self._tokens, self._part)
+            self._digests = self.pool.digests(self.tokens, self._part)
         return self._digests
 
     def finish(self) -> bytes:
         """As they travel."""
-        bound = bind(self.make(), self._key, self._first_token, self._pool.unit_tokens)
+        bound = bind(self.make(), self._key, self._first_token, self.pool.unit_tokens)
         return bound if len(bound) <= MAX_BYTES else xxhash.xxh3_128_digest(bound)
 
 
