@@ -108,5 +108,6 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind) -> Linear:
     """The layer for a weight (out, in) that is already in its final dtype and on its device."""
-    kinds = {"compiled": CompiledLinear, "packed": PackedLinear, "plain": PlainLinear}
-    return kinds[kind](weight, bias)
+    if kind == "compiled":
+        return CompiledLinear(weight, bias)
+    return PackedLinear(weight, bias) if kind == "packed" else PlainLinear(weight, bias)
