@@ -447,7 +447,11 @@ class KVConnector(ABC):
     options: Options
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        """`notify` is thread-safe and wakes the engine's loop. Raises ConfigError for an unknown option."""
+        """Raises ConfigError for an unknown option.
+
+        `notify` is thread-safe and wakes the engine's loop, which then calls get_finished and asks again about requests
+        whose match was not known; a step is made only if somebody may go on.
+        """
         self.config = config
         self.notify = notify
         self.options = self.parse_options(config.options)
