@@ -139,10 +139,9 @@ class SharedBlockTable(BlockTable):
     def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """They are all different. Raises ValueError: not one key of 16 bytes per hash block."""
         per_block = self._shape.keys_per_block
-        joined = b"".join(keys)
-        if len(keys) != per_block * len(block_ids) or len(joined) != KEY_BYTES * len(keys):
+        if len(keys) != per_block * len(block_ids) or set(map(len, keys)) - {KEY_BYTES}:
             raise ValueError(f"{len(block_ids)} blocks need {per_block} keys of {KEY_BYTES} bytes each")
-        blocks, words = as_ids(block_ids), np.frombuffer(joined, dtype=np.uint64).reshape(-1, per_block, 2)
+        blocks, words = as_ids(block_ids), np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(-1, per_block, 2)
         valid = self._arrays.generations[blocks] + 1
         new = self._arrays.published[blocks] != valid
         blocks, words, valid = blocks[new], words[new].reshape(-1, 2), valid[new]

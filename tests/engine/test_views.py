@@ -132,7 +132,7 @@ def test_the_end_of_a_request_tells_what_waited(monkeypatch: pytest.MonkeyPatch)
     core.handle("r", submit(PROMPT, request_id="c", max_tokens=9), 0.0)
     views.clear()
     run(core)
-    assert [(item.start, item.stop) for view in views for item in view.confirmed] == [(0, 22), (22, 24), (24, 28)]
+    assert [(item.start, item.stop) for view in views for item in view.confirmed] == [(0, 22), (22, 28)]
     assert next(view for view in views if view.finished).confirmed
 
 
@@ -167,5 +167,5 @@ def test_what_two_connectors_observe_together() -> None:
     assert push | store == Observed(Shown.HANDOFFS | Shown.LAYERWISE_LOADS, Shown.ALL, waiting_keys=True)
     coarse = store._replace(confirmed_tokens=64, confirmed_steps=4)
     assert (OBSERVES_NOTHING | coarse) == coarse
-    assert (push | coarse)[3:] == (1, 4, True)  # hand-offs never wait
-    assert (coarse | store._replace(confirmed_tokens=48))[3:] == (16, 1, True)
+    assert (push | coarse)[3:] == (1, 4)  # hand-offs never wait
+    assert (coarse | store._replace(confirmed_tokens=48))[3:] == (16, 1)

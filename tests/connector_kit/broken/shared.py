@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pdkv.connectors.arena.memory import PeerArena
 from pdkv.connectors.base import (
     NO_TRANSFERS,
     KVConnectorMetadata,
@@ -18,12 +17,12 @@ from pdkv.connectors.base import (
     TransferKey,
     TransferResults,
 )
-from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
+from pdkv.connectors.peer.pull_scheduler import PullMetadata
 from pdkv.connectors.peer.pull_worker import PullPiece
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
 from pdkv.connectors.shared_memory.scheduler import SharedMemoryScheduler
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
-from pdkv.connectors.transfer.planning import HeadPart, as_ids
+from pdkv.connectors.transfer.planning import as_ids
 from pdkv.connectors.transfer.worker import Job, Task
 
 LEAKED_BYTES = 8 << 20
@@ -49,11 +48,13 @@ class _Broken(SharedMemoryConnector):
 
 
 class _WithoutLastLayer(SharedMemoryWorker):
-    def _copy_whole(self, job: Job, load: BlockLoad, peer: PeerArena, staging: Any) -> int:
+    def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
         assert self._pool is not None
-        kept = self._pool.shape[1] // self._layout.num_layers * (self._layout.num_layers - 1)
-        self._pool[as_ids(load.block_ids), :kept] = peer.data[as_ids(load.source), :kept]
-        return kept * len(load.source)
+        blocks, last = as_ids(piece.load.block_ids), slice(-self.config.layout.layer_bytes, None)
+        before = self._pool[blocks, last]
+        num_bytes = super().read(job, piece, scratch)
+        self._pool[blocks, last] = before
+        return num_bytes
 
 
 class DropsTheLastLayer(_Broken):
@@ -63,11 +64,21 @@ class DropsTheLastLayer(_Broken):
 
 
 class _ShortTail(SharedMemoryWorker):
-    def _copy_whole(self, job: Job, load: BlockLoad, peer: PeerArena, staging: Any) -> int:
-        heads = self._layout.num_kv_heads
-        if load.stop % self._layout.block_size:
-            load = msgspec.structs.replace(load, stop=load.stop - 1)
-        return self._copy_tokens(job, load, HeadPart(0, 0, 0, heads), peer) if load.start < load.stop else 0
+    def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
+        assert self._pool is not None
+        layout, filled = self.config.layout, piece.load.stop % self.config.layout.block_size
+        shape = (
+            -1,
+            2 * layout.num_layers * layout.num_kv_heads,
+            layout.block_size,
+            layout.head_size * layout.dtype_bytes,
+        )
+        block, token = piece.load.block_ids[-1], filled - 1
+        before = self._pool.reshape(shape)[block, :, token].copy()
+        num_bytes = super().read(job, piece, scratch)
+        if filled:
+            self._pool.reshape(shape)[block, :, token] = before
+        return num_bytes
 
 
 class TailOffByOne(_Broken):
