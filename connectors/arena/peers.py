@@ -63,7 +63,7 @@ class PeerArenas(PeerCards):
             try:
                 arena = open_peer_arena(self._addresses[peer][rank], card)
             except (PeerGone, StaleEpoch, IncompatiblePeers) as error:  # of the peer, for good; others may be over soon
-                self._errors[peer] = error
+                self._errors[peer] = error.anew()
                 logger.warning("no KV from engine %s: %s", engine, error)
                 raise
             except TransferError as error:

@@ -43,7 +43,7 @@ class PeerPaths:
             if known != blob:
                 found = self._find(blob)
         if isinstance(found, PdkvError):
-            raise found.with_traceback(None)
+            raise found.anew()
         return found
 
     def in_use(self) -> list[tuple[str, str]]:
@@ -87,7 +87,7 @@ class PeerPaths:
         try:
             found = self._open(blob)
         except (PeerGone, IncompatiblePeers) as error:
-            found = error
+            found = error.anew()
             logger.warning("no KV from agent %s: %s", blob.agent, error)
         else:
             logger.info("KV of agent %s is read by path %s", blob.agent, _name(found))

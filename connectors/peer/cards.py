@@ -88,7 +88,7 @@ class PeerCards:
             try:
                 self._accept(peer, card)
             except IncompatiblePeers as error:
-                self._errors[peer] = error
+                self._errors[peer] = error.anew()
                 logger.warning("no KV from engine %s: %s", card.engine, error)
 
     def remove(self, engine: str, epoch: str) -> None:
@@ -136,7 +136,7 @@ class PeerCards:
     def _find(self, peer: Incarnation) -> EngineCard:
         engine, epoch = peer
         if peer in self._errors:
-            raise self._errors[peer].with_traceback(None)
+            raise self._errors[peer].anew()
         if peer not in self._cards:
             if any(name == engine for name, _ in self._cards):
                 raise StaleEpoch(f"engine {engine} has another epoch than {epoch} now")

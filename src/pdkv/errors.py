@@ -42,12 +42,21 @@ PdkvError
         └── StoreFull        it has no room and may not evict
 """
 
+from copy import copy
+from typing import Self
+
 
 class PdkvError(Exception):
     """Base of every error that pdkv raises on purpose."""
 
     code = "internal_error"
     """Short stable name: the wire's and the metrics' form of the type."""
+
+    def anew(self) -> Self:
+        """A copy to keep, or to raise again: the traceback of one that was raised keeps alive what its frames refer to,
+        such as a peer's memory.
+        """
+        return copy(self)
 
 
 class InvalidRequest(PdkvError):
