@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -65,7 +66,10 @@ def victim() -> Iterator[int]:
         assert process.stdout is not None
         assert process.stdout.read(5) == b"ready"
         yield process.pid
-        process.kill()
+        # Who traces a process is told of its stop as if it had ended: Popen would neither kill it nor wait for it.
+        os.kill(process.pid, signal.SIGKILL)
+        while not os.WIFSIGNALED(os.waitpid(process.pid, 0)[1]):
+            pass
 
 
 @needs_root
