@@ -78,18 +78,24 @@ def deployed(workload: Workload, *flags: str) -> Iterator[Running]:
 
 
 def run_all(deployment: Running, workload: Workload) -> Books:
-    """All requests at once: the right tokens, each prompt counted once on either side. Returns what it cost."""
+    """All requests at once: the right tokens, each prompt counted once on either side. Returns what it cost.
+
+    Where the router moved requests off an engine that was starved, their prompts may have been computed twice.
+    """
     before = read_books(deployment)
     replies = complete_all(deployment, workload.bodies)
     check_replies(replies, workload.expected)
     num_tokens = workload.num_prompt_tokens
-    roles = {role for _, role, *_ in before.counts}
-    books = settled_books(deployment, lambda now: all((now - before).total(r) >= num_tokens for r in roles)) - before
-    assert all(books.total(role) == num_tokens for role in roles), books
+    books = (
+        settled_books(deployment, lambda now: all((now - before).total(r) >= num_tokens for r in now.roles)) - before
+    )
+    again = books.num_moved * max(len(e.prompt) + len(e.output) for e in workload.expected)
+    surpluses = {role: books.total(role) - num_tokens for role in books.roles}
+    assert all(0 <= surplus <= again for surplus in surpluses.values()), (surpluses, books, deployment.log)
     assert "KV load from" not in deployment.log, deployment.log  # the router's word for a hand-off that failed
     computed = sum(books.sources(role)[s] for role in ("prefill", "any") for s in ("computed", "recomputed"))
     cached = sum(reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies)
-    assert cached == num_tokens - computed, books
+    assert 0 <= cached - (num_tokens - computed) <= again, books
     return books
 
 

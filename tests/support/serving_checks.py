@@ -17,6 +17,8 @@ REQUEST_BOUND_S = 300.0
 REST_BOUND_S = 60.0
 POLL_S = 0.02
 SOURCES = ("computed", "recomputed", "local_hit", "remote", "store")
+ROLES = ("prefill", "decode", "any")
+ROUTER = "router"  # in place of a role
 
 Metrics = dict[tuple[str, ...], int]
 """Samples by (name, role) and, for prompt tokens by source, (name, role, source), summed over a role's engines."""
@@ -50,9 +52,14 @@ def complete_all(deployment: Running, bodies: Sequence[dict[str, Any]]) -> list[
 
 @dataclass(frozen=True)
 class Books:
-    """What the engines of a deployment counted since some moment."""
+    """What the engines of a deployment counted since some moment, and the router's moves."""
 
     counts: Metrics
+
+    @property
+    def roles(self) -> list[str]:
+        """Of the engines there are."""
+        return [role for role in ROLES if ("steps", role) in self.counts]
 
     def of(self, name: str, role: str) -> int:
         """A counter of pdkv_engine_*, summed over a role's engines."""
@@ -65,6 +72,11 @@ class Books:
     def total(self, role: str) -> int:
         """Prompt tokens of all sources."""
         return sum(self.sources(role).values())
+
+    @property
+    def num_moved(self) -> int:
+        """Requests that the router took off engines that seemed to be stuck, as starved ones do on a busy machine."""
+        return self.of("moves", ROUTER)
 
     def __sub__(self, before: "Books") -> "Books":
         return Books({key: value - before.counts.get(key, 0) for key, value in self.counts.items()})
@@ -79,6 +91,8 @@ def _parse_books(text: str) -> Books:
     counts: Counter[tuple[str, ...]] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if sample.name == "pdkv_moves_total":
+                counts["moves", ROUTER] = int(sample.value)
             if not sample.name.startswith("pdkv_engine_") or not sample.name.endswith("_total"):
                 continue
             key = [sample.name.removeprefix("pdkv_engine_").removesuffix("_total"), sample.labels["role"]]
