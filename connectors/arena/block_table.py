@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.block_table import BlockTable
-from pdkv.connectors.transfer.fence import fence as fence
+from pdkv.connectors.transfer.fence import fence
 from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.kernels.block_keys import index_keys
 
@@ -141,7 +141,7 @@ class SharedBlockTable(BlockTable):
         per_block = self._shape.keys_per_block
         if len(keys) != per_block * len(block_ids) or set(map(len, keys)) - {KEY_BYTES}:
             raise ValueError(f"{len(block_ids)} blocks need {per_block} keys of {KEY_BYTES} bytes each")
-        blocks, words = as_ids(block_ids), np.frombuffer(b"".join(keys), dtype=np.uint64).reshape(-1, per_block, 2)
+        blocks, words = as_ids(block_ids), key_words(keys).reshape(-1, per_block, 2)
         valid = self._arrays.generations[blocks] + 1
         new = self._arrays.published[blocks] != valid
         blocks, words, valid = blocks[new], words[new].reshape(-1, 2), valid[new]

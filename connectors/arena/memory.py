@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import BlockTableReader, TableArrays, TableShape
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
-from pdkv.connectors.transfer.pool_copy import Bytes
+from pdkv.connectors.transfer.planning import Bytes
 from pdkv.errors import (
     ConfigError,
     IncompatiblePeers,

@@ -11,10 +11,10 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from pdkv.connectors.arena.block_table import fence
 from pdkv.connectors.arena.memory import PeerArena
-from pdkv.connectors.transfer.planning import Ids
-from pdkv.connectors.transfer.pool_copy import Bytes, Pieces, copy_pieces
+from pdkv.connectors.transfer.fence import fence
+from pdkv.connectors.transfer.planning import Bytes, Ids
+from pdkv.connectors.transfer.pool_copy import Pieces, copy_pieces
 from pdkv.errors import PeerGone, TransferError
 from pdkv.host.process_memory import ProcessMemory
 

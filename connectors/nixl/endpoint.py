@@ -30,6 +30,7 @@ from pdkv.connectors.nixl.paths import PeerPaths
 from pdkv.connectors.nixl.peers import NixlPeers, agent_name
 from pdkv.connectors.nixl.wire import BLOB_VERSION, Path, RankBlob, Reset, Wire, encode, encode_blob
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
+from pdkv.connectors.transfer.planning import Bytes
 from pdkv.errors import ConfigError, PdkvError, PeerGone, TransferTimeout
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Bytes = npt.NDArray[np.uint8]
 A = TypeVar("A")
 M = TypeVar("M", bound=Wire)
 

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.connectors.nixl.agent import Memory
+from pdkv.connectors.transfer.planning import Bytes
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.host.huge_pages import use_huge_pages
 
 logger = logging.getLogger(__name__)
 
-Bytes = npt.NDArray[np.uint8]
 
 MAX_LOST = 64
 """Buffers that are given up because something may still be written there."""

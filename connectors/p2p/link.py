@@ -10,7 +10,7 @@ from pdkv.connectors.p2p.pieces import MovePlan, PiecePool
 from pdkv.connectors.p2p.sockets import Connection
 from pdkv.connectors.p2p.wire import Control, End
 from pdkv.connectors.transfer.digest import PieceDigests
-from pdkv.connectors.transfer.units import Bytes
+from pdkv.connectors.transfer.planning import Bytes
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import PeerGone, TransferCancelled, TransferError, Unauthenticated
 

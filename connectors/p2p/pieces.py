@@ -16,8 +16,8 @@ from pdkv.connectors.p2p.wire import Offer
 from pdkv.connectors.peer.push_worker import Incoming, PushPiece, range_of
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.digest import PieceDigests
-from pdkv.connectors.transfer.planning import Ids, as_ids, blocks_of, run_starts, unit_index
-from pdkv.connectors.transfer.units import Bytes, UnitPart, UnitPool
+from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids, blocks_of, run_starts, unit_index
+from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.errors import TransferError
 from pdkv.kernels import stream
 from pdkv.wire.messages import KVLayout

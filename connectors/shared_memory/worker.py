@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdkv.connectors.arena.block_table import BlockTableReader, fence
+from pdkv.connectors.arena.block_table import BlockTableReader
 from pdkv.connectors.arena.memory import Arena, PeerArena
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig
@@ -15,9 +15,10 @@ from pdkv.connectors.peer.pull_worker import Landed, PullPiece, PullWorker
 from pdkv.connectors.peer.source_digests import SourceDigests
 from pdkv.connectors.transfer.digest import Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows
+from pdkv.connectors.transfer.fence import fence
 from pdkv.connectors.transfer.lanes import SHARED_LANE, Lane, LaneConfig
-from pdkv.connectors.transfer.planning import Ids
-from pdkv.connectors.transfer.pool_copy import COPY_BYTES, Bytes, copy_pieces
+from pdkv.connectors.transfer.planning import Bytes, Ids
+from pdkv.connectors.transfer.pool_copy import COPY_BYTES, copy_pieces
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import ConfigError, KVNotFound
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.plan import Value, ValuePart
-from pdkv.connectors.transfer.staging import Bytes
+from pdkv.connectors.transfer.planning import Bytes
 
 
 class Piece(NamedTuple):

@@ -15,10 +15,10 @@ import xxhash
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import TransferKey
-from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
+from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids, rank_heads
 from pdkv.connectors.transfer.pool_copy import Pieces
 from pdkv.connectors.transfer.units import UnitPart
-from pdkv.kernels.digest import Bytes, Digests, add_digests, available, mix, seeds_of
+from pdkv.kernels.digest import Digests, add_digests, available, mix, seeds_of
 from pdkv.kernels.host import Rows
 from pdkv.kernels.stream import StreamArgs
 from pdkv.wire.messages import KVLayout

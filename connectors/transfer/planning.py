@@ -11,6 +11,7 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.errors import IncompatiblePeers
 from pdkv.kernels.int_lists import int64_array
 
+Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 NO_IDS: Ids = np.empty(0, dtype=np.int64)
 

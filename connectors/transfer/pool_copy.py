@@ -8,16 +8,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
-from pdkv.connectors.transfer.planning import Ids
+from pdkv.connectors.transfer.planning import Bytes, Ids
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import TransferError
 from pdkv.kernels import host
 from pdkv.wire.messages import KVLayout
-
-Bytes = npt.NDArray[np.uint8]
 
 COPY_BYTES = 16 * 1024 * 1024
 """Between two such parts of a copy a cancel, the deadline and a shutdown are seen."""

@@ -6,14 +6,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from pdkv.connectors.transfer.planning import Bytes
 from pdkv.errors import TransferTimeout
 
 if TYPE_CHECKING:
     import torch
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class StagingBuffers:

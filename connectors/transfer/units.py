@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.step_done import StepDone
-from pdkv.connectors.transfer.planning import Ids, as_ids
+from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids
 
 if TYPE_CHECKING:
     import torch
 
-Bytes = npt.NDArray[np.uint8]
 
 _MAX_PARTS = 256
 """Of which a pool remembers the rows."""

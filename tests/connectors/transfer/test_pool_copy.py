@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkv.connectors.transfer.planning import as_ids
-from pdkv.connectors.transfer.pool_copy import Bytes, block_pieces, copy_pieces, unit_pieces
+from pdkv.connectors.transfer.planning import Bytes, as_ids
+from pdkv.connectors.transfer.pool_copy import block_pieces, copy_pieces, unit_pieces
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import TransferError
 from pdkv.kernels import host

@@ -14,12 +14,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from pdkv.connector_kit.rig import protocol as p
+from pdkv.connectors.transfer.planning import Bytes
 from pdkv.kernels import host
-
-Bytes = npt.NDArray[np.uint8]
 
 _BARE: Mapping[str, str] = {
     "pdkv.connectors.memory.connector": "pdkv.connector_kit.bench.bare:LocalCopy",
