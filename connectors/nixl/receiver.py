@@ -6,13 +6,15 @@ Nobody but these threads writes the transfers' blocks, so what is given up needs
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.arena.memory import NUM_WORDS
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.fetch import Wanted
 from pdkv.connectors.nixl.rank import NixlRank
@@ -28,8 +30,12 @@ from pdkv.errors import KVNotFound, PdkvError, StaleGeneration, TransferCancelle
 logger = logging.getLogger(__name__)
 
 MAX_EARLY = 1024
+MAX_EARLY_PER_SENDER = 512
 _GRACE_S = 1.0
-"""Offers may be earlier than this rank has heard of the transfer: of so many of them, so much."""
+"""Offers may be earlier than this rank has heard of the transfer: so many of them, by so much."""
+
+MAX_OPEN = NUM_WORDS
+"""Of one sender, early or not, until they are answered: a sender has no more words to withdraw them by."""
 
 
 class PushReceiver:
@@ -39,8 +45,9 @@ class PushReceiver:
         self._worker = worker
         self._rank = rank
         self._endpoint = rank.endpoint
-        self._lock = threading.Lock()  # guards the next one
-        self._early: dict[TransferKey, list[tuple[float, RankBlob, Offer]]] = {}
+        self._lock = threading.Lock()  # guards the next two
+        self._early: list[tuple[float, RankBlob, Offer]] = []  # the oldest first
+        self._open: Counter[str] = Counter()  # offers by agent that are not answered yet
         self._lanes: IOLanes[tuple[RankBlob, Offer]] = IOLanes(
             lanes,
             self._take,
@@ -57,9 +64,7 @@ class PushReceiver:
 
     def register(self, key: TransferKey) -> None:
         """A receive has begun; what came too early for it is read."""
-        with self._lock:
-            early = self._early.pop(key, [])
-        for _, blob, offer in early:
+        for blob, offer in self._take_early(lambda _, offer: offer.key == key):
             self._lanes.put(blob.agent, (blob, offer))
 
     def retire(self, agents: Iterable[str]) -> None:
@@ -73,25 +78,39 @@ class PushReceiver:
     # --- the message thread ---------------------------------------------------------------------------------------
 
     def _on_offer(self, blob: RankBlob, offer: Offer) -> None:
-        if self._is_known(offer.key):
-            self._lanes.put(blob.agent, (blob, offer))
-            return
         with self._lock:
-            full = len(self._early) >= MAX_EARLY
-            if not full:
-                self._early.setdefault(offer.key, []).append((time.monotonic(), blob, offer))
-        if full:
+            self._open[blob.agent] += 1
+            too_many = self._open[blob.agent] > MAX_OPEN
+        if too_many:
+            self._answer(blob, offer, TransferError.code)
+        elif self._is_known(offer.key):
+            self._lanes.put(blob.agent, (blob, offer))
+        elif not self._keep_early(blob, offer):
             self._answer(blob, offer, KVNotFound.code)
         elif self._is_known(offer.key):  # registered meanwhile, and `register` has seen nothing
             self.register(offer.key)
 
-    def _refuse_early(self) -> None:
-        """What was too early for too long."""
-        now = time.monotonic()
+    def _keep_early(self, blob: RankBlob, offer: Offer) -> bool:
+        """Whether there was room for it."""
         with self._lock:
-            late = [key for key, kept in self._early.items() if now - kept[0][0] > _GRACE_S]
-            refused = [kept for key in late for kept in self._early.pop(key)]
-        for _, blob, offer in refused:
+            of_sender = sum(other.agent == blob.agent for _, other, _ in self._early)
+            if len(self._early) >= MAX_EARLY or of_sender >= MAX_EARLY_PER_SENDER:
+                return False
+            self._early.append((time.monotonic(), blob, offer))
+            return True
+
+    def _take_early(self, is_wanted: Callable[[float, Offer], bool]) -> list[tuple[RankBlob, Offer]]:
+        """Those that are not early any more."""
+        with self._lock:
+            taken = [(blob, offer) for since, blob, offer in self._early if is_wanted(since, offer)]
+            if taken:
+                self._early = [early for early in self._early if not is_wanted(early[0], early[2])]
+        return taken
+
+    def _refuse_early(self) -> None:
+        """What was early for too long."""
+        latest = time.monotonic() - _GRACE_S
+        for blob, offer in self._take_early(lambda since, _: since < latest):
             self._answer(blob, offer, KVNotFound.code)
 
     def _is_known(self, key: TransferKey) -> bool:
@@ -101,6 +120,10 @@ class PushReceiver:
             return False
 
     def _answer(self, blob: RankBlob, offer: Offer, code: str) -> None:
+        with self._lock:
+            self._open[blob.agent] -= 1
+            if not self._open[blob.agent]:
+                del self._open[blob.agent]
         self._endpoint.try_send(blob, Taken(offer.offer, code))
 
     # --- I/O threads ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -16,10 +17,13 @@ from nixl_engines import Engine, RemoteEngine, awaiting, closing, make_layout, v
 from nixl_rig import needs_nixl
 
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.nixl.wire import RankBlob, decode_blob, encode_blob
+from pdkv.connectors.nixl.receiver import MAX_EARLY, MAX_EARLY_PER_SENDER
+from pdkv.connectors.nixl.wire import Offer, RankBlob, decode_blob, encode_blob
+from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.registry import make_connector
 from pdkv.connectors.stats import sum_stats
-from pdkv.errors import ConfigError, PeerGone, StaleGeneration
+from pdkv.connectors.transfer.block_runs import pack_blocks
+from pdkv.errors import ConfigError, KVNotFound, PeerGone, StaleGeneration, TransferError
 from pdkv.host import process_memory
 from pdkv.host.process_info import process_start_time
 from pdkv.host.process_memory import ProcessMemory
@@ -195,6 +199,59 @@ def test_a_word_that_no_sender_has_is_a_typed_error(make: Any, path: str) -> Non
     for number in (-1, 4096, 2**40):
         with pytest.raises(Exception, match="word"):
             source.word(number)
+
+
+def offer_of(key: str, number: int) -> Offer:
+    return Offer(key, 1, number, 1, 1, False, pack_blocks(np.arange(1)), 0, PieceRange(0, 1, 0, 1, 0, 16))
+
+
+def test_offers_that_nobody_expects_are_kept_so_many_at_most(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few transfers they name: of each sender, and of all."""
+    monkeypatch.setattr("pdkv.connectors.nixl.receiver._GRACE_S", 600.0)
+    decode = make(Engine, "d", options={"mode": "push"})
+    senders = [make(Engine, name, options={"mode": "push"}) for name in "pqr"]
+    decode.meet(*(sender.card for sender in senders))
+    receiver = decode.ranks[0].worker._receiver
+    answers: list[tuple[str, str]] = []
+    endpoint = decode.ranks[0].worker.rank.endpoint
+    monkeypatch.setattr(endpoint, "try_send", lambda blob, message: answers.append((blob.agent, message.code)) or True)
+    for number in range(MAX_EARLY):
+        for sender in senders[:2]:
+            receiver._on_offer(blob_of(sender.card), offer_of("unknown", number))
+    assert len(receiver._early) == MAX_EARLY == 2 * MAX_EARLY_PER_SENDER
+    receiver._on_offer(blob_of(senders[2].card), offer_of("another", 0))
+    assert len(receiver._early) == MAX_EARLY
+    refused = [(blob_of(sender.card).agent, KVNotFound.code) for sender in senders]
+    assert answers == refused[:2] * (MAX_EARLY - MAX_EARLY_PER_SENDER) + refused[2:]
+    monkeypatch.setattr("pdkv.connectors.nixl.receiver._GRACE_S", 0.0)
+    receiver._refuse_early()
+    assert len(answers) == 2 * MAX_EARLY + 1
+    assert not receiver._early
+    assert not receiver._open
+
+
+def test_a_sender_has_no_more_offers_open_than_words_to_withdraw_them(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it offers for a transfer that is expected waits in its lane, which would take any number."""
+    monkeypatch.setattr("pdkv.connectors.nixl.receiver.MAX_OPEN", 8)
+    prefill, decode = (make(Engine, name, options={"mode": "push"}) for name in "pd")
+    decode.meet(prefill.card)
+    decode.load(view("t", kv="await_peer", num_tokens=TOKENS + 1), [9, 2, 4, 6])
+    worker, blob = decode.ranks[0].worker, blob_of(prefill.card)
+    receiver, go_on = worker._receiver, threading.Event()
+    answers: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    monkeypatch.setattr(receiver, "_read", lambda *_: go_on.wait(20.0))
+    monkeypatch.setattr(
+        worker.rank.endpoint, "try_send", lambda _, message: answers.put((message.offer, message.code)) or True
+    )
+    for number in range(10):
+        receiver._on_offer(blob, offer_of("t", number))
+    assert [answers.get(timeout=20.0) for _ in range(2)] == [(8, TransferError.code), (9, TransferError.code)]
+    go_on.set()
+    assert [answers.get(timeout=20.0) for _ in range(8)] == [(number, "") for number in range(8)]
+    receiver._on_offer(blob, offer_of("t", 10))
+    assert answers.get(timeout=20.0) == (10, "")
 
 
 # --- memory of processes ----------------------------------------------------------------------------------------------
