@@ -22,7 +22,7 @@ from pdkv.connectors.nixl.wire import Offer, RankBlob, decode_blob, encode_blob
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.registry import make_connector
 from pdkv.connectors.stats import sum_stats
-from pdkv.connectors.transfer.block_runs import pack_blocks
+from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, pack_blocks
 from pdkv.errors import ConfigError, KVNotFound, PeerGone, StaleGeneration, TransferError
 from pdkv.host import process_memory
 from pdkv.host.process_info import process_start_time
@@ -252,6 +252,31 @@ def test_a_sender_has_no_more_offers_open_than_words_to_withdraw_them(
     assert [answers.get(timeout=20.0) for _ in range(8)] == [(number, "") for number in range(8)]
     receiver._on_offer(blob, offer_of("t", 10))
     assert answers.get(timeout=20.0) == (10, "")
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["blocks", "units"])
+@pytest.mark.parametrize("checksum", ["on", "off"])
+@pytest.mark.parametrize("path", ["arena", "cma"])
+def test_an_offer_of_what_lies_outside_the_pool_is_refused(make: Any, path: str, checksum: str, whole: bool) -> None:
+    """Its blocks are numbers that a peer says, copied or digested on the way; then an honest offer arrives."""
+    options = {"mode": "push", "path": path}
+    prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
+    prefill.meet(msgspec.structs.replace(decode.card, kv_checksum=checksum))
+    decode.meet(msgspec.structs.replace(prefill.card, kv_checksum=checksum))
+    prefill.fill(BLOCKS, TOKENS, 1)
+    ticket = decode.load(view("t", kv="await_peer", num_tokens=TOKENS + 1), [9, 2, 4, 6])
+    worker, blob = decode.ranks[0].worker, blob_of(prefill.card)
+    layout, before = prefill.layout, decode.ranks[0].kv.clone()
+    piece = PieceRange(0, layout.num_layers, 0, layout.num_kv_heads, 0, TOKENS)
+    for first in (prefill.card.num_blocks - 3, MAX_BLOCK_ID - 3):
+        offered = pack_blocks(np.arange(first, first + 4))
+        offer = Offer("t", 1, 1, 0, blob.nonce, whole, offered, 0, piece)
+        with pytest.raises(TransferError, match="of the peer's pool of"):
+            worker._receiver._read(blob, offer)
+    assert bool((decode.ranks[0].kv == before).all())
+    prefill.push("t", ticket, BLOCKS, 0, TOKENS, last=True)
+    assert decode.outcome("t").code == ""
+    assert decode.wrong_tokens([9, 2, 4, 6], 0, TOKENS, 1) == []
 
 
 # --- memory of processes ----------------------------------------------------------------------------------------------
