@@ -20,12 +20,9 @@ from dataclasses import dataclass
 
 from pdkv.connectors.peer.auth import Acceptor, Session
 from pdkv.errors import Unauthenticated
+from pdkv.host.strangers import who_makes_room
 
 logger = logging.getLogger(__name__)
-
-MAX_STRANGERS = 128
-MAX_STRANGERS_PER_SOURCE = 96
-"""One host, or one user of this one, leaves others some room; and as many peers as have links may come at once."""
 
 _ACCEPTS_PER_TURN = 32
 _PAUSE_S = 0.1
@@ -151,7 +148,8 @@ class AuthListener:
                 self.num_refused += 1
                 connection.close()
                 continue
-            self._make_room(source)
+            if (crowd := who_makes_room(self._strangers, source)) is not None:
+                self._refuse(self._strangers[crowd[0]], crowd[1])
             connection.setblocking(False)
             stranger = _Stranger(
                 connection, source, Acceptor(self._secret, self._channel), time.monotonic() + self._timeout_s
@@ -166,14 +164,6 @@ class AuthListener:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, _ = _CREDENTIALS.unpack(credentials)
         return f"uid {uid}" if uid == os.geteuid() else None
-
-    def _make_room(self, source: str) -> None:
-        """For one more of a source: the oldest of the same one goes, or the oldest of all."""
-        same = [stranger for stranger in self._strangers.values() if stranger.source == source]
-        if len(same) >= MAX_STRANGERS_PER_SOURCE:
-            self._refuse(same[0], "too many connections from its address")
-        elif len(self._strangers) >= MAX_STRANGERS:
-            self._refuse(next(iter(self._strangers.values())), "too many connections")
 
     def _make_room_after(self, error: OSError) -> None:
         """No descriptor for who connects: a stranger gives its own back, or the listener rests."""

@@ -14,9 +14,10 @@ import zmq
 from traffic import wait_until_true
 from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, receive, tokens
 
+from pdkv.host.strangers import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.wire.cluster_key import ClusterKey
-from pdkv.wire.doorkeeper import MAX_HANDSHAKE_BYTES, MAX_UNPROVEN, MAX_UNPROVEN_PER_SOURCE, Doorkeeper
+from pdkv.wire.doorkeeper import MAX_HANDSHAKE_BYTES, Doorkeeper
 from pdkv.wire.engine_server import EngineServer, RouterJoined
 from pdkv.wire.messages import Abort, Hello
 
@@ -118,12 +119,12 @@ def test_a_crowd_makes_room_by_itself_and_routers_stay(server: EngineServer, con
     async def body(client: EngineClient, listener: Listener) -> None:
         await listener.until(lambda: bool(listener.beats))
         before = num_descriptors()
-        with strangers(address, 2 * MAX_UNPROVEN_PER_SOURCE) as first, strangers(address, 300, "127.0.0.2") as second:
-            wait_until_true(lambda: keeper.num_refused >= 492 - MAX_UNPROVEN, "they make room")
-            wait_until_true(lambda: num_open(first + second) <= MAX_UNPROVEN, "they are gone")
-            assert num_open(second) == MAX_UNPROVEN_PER_SOURCE
-            assert num_open(first) == MAX_UNPROVEN - MAX_UNPROVEN_PER_SOURCE
-            assert num_open(first[: 2 * MAX_UNPROVEN_PER_SOURCE - 32] + second[:-MAX_UNPROVEN_PER_SOURCE]) == 0
+        with strangers(address, 2 * MAX_STRANGERS_PER_SOURCE) as first, strangers(address, 300, "127.0.0.2") as second:
+            wait_until_true(lambda: keeper.num_refused >= 492 - MAX_STRANGERS, "they make room")
+            wait_until_true(lambda: num_open(first + second) <= MAX_STRANGERS, "they are gone")
+            assert num_open(second) == MAX_STRANGERS_PER_SOURCE
+            assert num_open(first) == MAX_STRANGERS - MAX_STRANGERS_PER_SOURCE
+            assert num_open(first[: 2 * MAX_STRANGERS_PER_SOURCE - 32] + second[:-MAX_STRANGERS_PER_SOURCE]) == 0
             await check_served(server, client, listener)
             late = EngineClient("decode-0", server.endpoint, router_id="late", context=context, key=KEY)
             heard = Listener()
@@ -192,6 +193,28 @@ def test_a_descriptor_that_is_anothers_by_now_is_left_alone(server: EngineServer
             for fd in (elsewhere.fileno(), mine.fileno(), file.fileno(), theirs.fileno() + 1000):
                 keeper._take_in(fd)
     assert keeper.num_unproven == keeper.num_refused == 0
+
+
+def test_an_error_that_comes_again_and_again_fills_no_log_and_keeps_no_processor_busy(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does it keep the engine from its end."""
+    keeper = doorkeeper_of(server)
+    num_turns = 0
+
+    def turn() -> None:
+        nonlocal num_turns
+        num_turns += 1
+        raise RuntimeError("no turn succeeds any more")
+
+    monkeypatch.setattr(keeper, "_turn", turn)
+    monkeypatch.setattr("pdkv.wire.doorkeeper._PAUSE_S", 600.0)
+    keeper._refused("nobody", "its line is the only one for a while")
+    with strangers(addresses_of(server)[0], 1):  # the turn before ends
+        wait_until_true(lambda: num_turns > 0, "an error")
+        server.close()
+    assert num_turns == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_an_engine_that_is_besieged_ends_as_any_other() -> None:

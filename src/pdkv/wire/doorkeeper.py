@@ -21,12 +21,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdkv.host.sockets import LISTEN_BACKLOG
+from pdkv.host.strangers import who_makes_room
 from pdkv.log_limit import LogLimit
 from pdkv.wire.cluster_key import ClusterKey
-
-MAX_UNPROVEN = 128
-MAX_UNPROVEN_PER_SOURCE = 96
-"""Of one address, so that it leaves others some room. Where there are too many, the oldest goes."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """As long as a router takes over the slowest of networks, and as long as one that says nothing may stay."""
@@ -38,6 +35,9 @@ _SWEEP_MS = 20
 """While there are unproven ones; until then ZeroMQ keeps whatever they send."""
 
 _EVENTS_PER_TURN = 64
+
+_PAUSE_S = 0.1
+"""After an unexpected error, which may come again at once."""
 
 _REFUSED_BYTES = 64 + 170 + 20
 """At most what an engine says to a connection that is not let in: its greeting, WELCOME and an ERROR. READY, which is
@@ -72,6 +72,7 @@ class Doorkeeper:
         self._unproven: OrderedDict[int, _Unproven] = OrderedDict()  # by inode, the oldest first
         self._next_sweep = 0.0
         self._log_limit = LogLimit()
+        self._closing = threading.Event()
         self._monitors: list[Socket] = []
         self._requests = context.socket(zmq.REP)
         self._requests.linger = 0
@@ -105,6 +106,7 @@ class Doorkeeper:
 
     def close(self) -> None:
         """End the thread. The guarded sockets must be closed, or never were. Idempotent."""
+        self._closing.set()
         if self._thread.ident is None:  # ZeroMQ waits until its last event is read
             self._thread.start()
         self._thread.join()
@@ -117,7 +119,10 @@ class Doorkeeper:
                 try:
                     self._turn()
                 except Exception:  # whatever it was, the next one is served
-                    logger.exception("a connection could not be served")
+                    if self._log_limit.passes():
+                        logger.exception("a connection could not be served")
+                    if self._closing.wait(_PAUSE_S):
+                        return
         finally:
             for mine in (self._requests, *self._monitors):
                 mine.close(linger=0)
@@ -162,16 +167,9 @@ class Doorkeeper:
                 return  # it has gone, and its descriptor may be another's
             source = _source_of(connection)
             inode = os.fstat(connection.fileno()).st_ino
-        self._make_room(source)
+        if (crowd := who_makes_room(self._unproven, source)) is not None:
+            self._look_at(*crowd)
         self._unproven[inode] = _Unproven(fd, source)
-
-    def _make_room(self, source: str) -> None:
-        """For one more of a source: the oldest of the same one goes, or the oldest of all."""
-        same = [inode for inode, other in self._unproven.items() if other.source == source]
-        if len(same) >= MAX_UNPROVEN_PER_SOURCE:
-            self._look_at(same[0], "too many connections from its address")
-        elif len(self._unproven) >= MAX_UNPROVEN:
-            self._look_at(next(iter(self._unproven)), "too many connections")
 
     def _look_at(self, inode: int, why: str = "") -> None:
         """Forget a connection that is gone or proven; end it for a reason, or when it said too much."""

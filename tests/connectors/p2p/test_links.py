@@ -30,9 +30,9 @@ from pdkv.connectors.p2p.wire import (
     Welcome,
 )
 from pdkv.connectors.peer.auth import Party
-from pdkv.connectors.peer.auth_listener import MAX_STRANGERS
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.errors import IncompatiblePeers, PeerGone, TransferError, Unauthenticated
+from pdkv.host.strangers import MAX_STRANGERS
 
 torch.set_num_threads(1)
 

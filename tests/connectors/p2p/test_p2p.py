@@ -24,9 +24,9 @@ from pdkv.connectors.p2p.pieces import PiecePool
 from pdkv.connectors.p2p.sockets import listen
 from pdkv.connectors.p2p.wire import FRAMES_VERSION, Address, Control, Welcome
 from pdkv.connectors.peer.auth import Party
-from pdkv.connectors.peer.auth_listener import MAX_STRANGERS
 from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.errors import ConfigError, StaleEpoch
+from pdkv.host.strangers import MAX_STRANGERS
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from traffic import wait_until_true
 
 from pdkv.connectors.p2p.wire import Accepted, Control, Delivered, Welcome
-from pdkv.connectors.peer import auth_listener
 from pdkv.connectors.peer.auth import (
     HEADER_BYTES,
     MAX_GREETING_BYTES,
@@ -33,6 +32,7 @@ from pdkv.connectors.peer.auth import (
 )
 from pdkv.connectors.peer.auth_listener import AuthListener
 from pdkv.errors import PeerGone, TransferError, TransferTimeout, Unauthenticated
+from pdkv.host.strangers import MAX_STRANGERS_PER_SOURCE
 
 WAIT_S = 20.0
 SECRET = b"s" * 32
@@ -378,7 +378,7 @@ def test_a_thousand_idle_strangers_hold_few_descriptors_and_keep_nobody_out(open
         if i % 100 == 99:
             own.enter()
     wait_until_true(lambda: len(own.came) == 10, "all peers came in")
-    assert own.listener.num_strangers <= auth_listener.MAX_STRANGERS_PER_SOURCE
+    assert own.listener.num_strangers <= MAX_STRANGERS_PER_SOURCE
 
 
 def test_as_many_peers_as_have_links_may_come_at_once(opened: Callable[..., Opened]) -> None:
@@ -419,7 +419,7 @@ def test_a_stranger_that_is_too_slow_has_to_go(opened: Callable[..., Opened]) ->
 def test_the_oldest_of_the_same_source_makes_room(
     opened: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth_listener, "MAX_STRANGERS_PER_SOURCE", 2)
+    monkeypatch.setattr("pdkv.host.strangers.MAX_STRANGERS_PER_SOURCE", 2)
     own = opened()
     connections = []
     for number in range(1, 4):
