@@ -440,8 +440,9 @@ def test_a_peer_that_dies_under_load_fails_its_transfers_only(world: World, mode
     check_nothing_is_left(decode)
 
 
-def test_garbage_is_counted_and_dropped(world: World) -> None:
+def test_garbage_is_counted_and_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """F2, F17: from agents that nobody knows and from those that everybody does."""
+    monkeypatch.setattr("pdkv.connectors.nixl.inbox._EARLY_S", 0.0)  # who is not known by now never will be
     prefill, decode = world.pair("push", BY_UCX)
     endpoint = decode.ranks[0].worker.rank.endpoint
     stranger = Listening("stranger", 4096, 0)
@@ -453,7 +454,12 @@ def test_garbage_is_counted_and_dropped(world: World) -> None:
             for garbage in (b"\x00", b"not msgpack", b"\x93\x01\x02\x03", encode(Taken(7))):
                 agent.send(name, garbage)
         wait_until_true(lambda: endpoint.num_bad_messages >= 3, "garbage of a known agent")
+        wait_until_true(lambda: endpoint._inbox.num_unknown_agents >= 4, "messages of an unknown one")
         hand_over("push", world, prefill, decode, 100)
+        # A word about an offer that was never made is well-formed, and ends nothing.
+        assert (endpoint.num_bad_messages, endpoint._inbox.num_unknown_agents) == (3, 4)
+        assert not endpoint._inbox._early
+        assert decode.ranks[0].worker.num_unexpected_errors == 0
     finally:
         stranger.close()
         posing.close()

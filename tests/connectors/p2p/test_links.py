@@ -431,10 +431,23 @@ def test_only_unix_sockets_are_wanted_and_the_peer_is_elsewhere(make_engine: Eng
     assert prefill.outcome("sending", ("t", 1)).code == "transfer_failed"
 
 
-def test_a_peer_on_another_host_is_reached_over_tcp(make_engine: Engines) -> None:
+def test_a_peer_on_another_host_is_reached_over_tcp(make_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    families: list[socket.AddressFamily] = []
+
+    def connect_and_tell(*where: Any) -> socket.socket:
+        connection = connect(*where)
+        families.append(connection.family)
+        return connection
+
+    monkeypatch.setattr("pdkv.connectors.p2p.outbound.connect", connect_and_tell)
+    prefill, decode = pair(make_engine)
+    move(prefill, decode, "within", BLOCKS)
+    assert set(families) == {socket.AF_UNIX}
+    families.clear()
     prefill, decode = pair(make_engine)
     meet_at(prefill, decode, msgspec.structs.replace(address_of(decode), host_id="another"))
-    move(prefill, decode, "t", BLOCKS)
+    move(prefill, decode, "between", BLOCKS)
+    assert set(families) == {socket.AF_INET}
 
 
 @SOCKETS
