@@ -21,6 +21,7 @@ from pdkv.wire.messages import (
     EngineToRouter,
     Finished,
     HandedOff,
+    KVHandoff,
     KVReady,
     KVTicket,
     LoadReport,
@@ -122,6 +123,21 @@ def pair(model: Path, connector: str, options: Mapping[str, str], stack: ExitSta
     return source, reader
 
 
+def ticket_for(reader: Stepped) -> KVTicket:
+    """Where the reader wants the prompt's KV pushed."""
+    (allocated,) = of_type(reader.tell(submit(PROMPT, kv="await_peer")), Allocated)
+    assert isinstance(allocated, Allocated)
+    assert allocated.ticket is not None
+    return KVTicket("a", 0, allocated.ticket)
+
+
+def handed_off(sent: Sequence[EngineToRouter]) -> KVHandoff:
+    """What the reader is told of a prompt that lies at its source."""
+    (message,) = of_type(list(sent), HandedOff)
+    assert isinstance(message, HandedOff)
+    return message.handoff
+
+
 def first_token(sent: Sequence[EngineToRouter]) -> list[int]:
     (tokens,) = of_type(list(sent), Tokens)
     assert isinstance(tokens, Tokens)
@@ -136,11 +152,10 @@ def test_a_pulled_request_decodes_in_the_step_that_learns_of_its_kv(
     with ExitStack() as stack:
         source, reader = pair(tiny_model_dir, connector, {}, stack)
         sent = source.tell(submit(PROMPT, until="first_token", kv="handoff"))
-        (handed_off,) = of_type(sent, HandedOff)
-        assert isinstance(handed_off, HandedOff)
+        handoff = handed_off(sent)
         gate.close()
         output = first_token(sent)
-        reader.tell(submit(PROMPT, kv="await_peer", output_token_ids=output, handoff=handed_off.handoff))
+        reader.tell(submit(PROMPT, kv="await_peer", output_token_ids=output, handoff=handoff))
         assert steps_behind_load(reader, gate) == [1]
 
 
@@ -151,11 +166,9 @@ def test_a_request_whose_kv_is_pushed_decodes_in_the_step_that_learns_of_it(
     gate = Gate(monkeypatch)
     with ExitStack() as stack:
         source, reader = pair(tiny_model_dir, connector, options, stack)
-        (allocated,) = of_type(reader.tell(submit(PROMPT, kv="await_peer")), Allocated)
-        assert isinstance(allocated, Allocated)
-        assert allocated.ticket is not None
+        ticket = ticket_for(reader)
         gate.close()
-        sent = source.tell(submit(PROMPT, until="first_token", kv="handoff"), KVTicket("a", 0, allocated.ticket))
+        sent = source.tell(submit(PROMPT, until="first_token", kv="handoff"), ticket)
         reader.tell(Continue("a", 0, first_token(sent)))
         assert steps_behind_load(reader, gate) == [1]
 
@@ -189,14 +202,13 @@ def test_a_pull_brings_one_empty_step_which_begins_it(tiny_model_dir: Path, monk
     with ExitStack() as stack:
         source, reader = pair(tiny_model_dir, "shared_memory", {}, stack)
         sent = source.tell(submit(PROMPT, until="first_token", kv="handoff"))
-        (handed_off,) = of_type(sent, HandedOff)
-        assert isinstance(handed_off, HandedOff)
+        handoff = handed_off(sent)
         output = first_token(sent)
         gate.close()
-        reader.tell(submit(PROMPT, kv="await_peer", output_token_ids=output, handoff=handed_off.handoff))
+        reader.tell(submit(PROMPT, kv="await_peer", output_token_ids=output, handoff=handoff))
         assert reader.computed == [0, 0]  # the one before is for its peers
         steps_behind_load(reader, gate)
-        source.tell(Release(handed_off.handoff.transfer_id, 0))
+        source.tell(Release(handoff.transfer_id, 0))
         assert (source.computed, reader.computed) == ([0, len(PROMPT), 0], [1, 1, 1])
         assert_nothing_is_held(source)
         assert_nothing_is_held(reader)
@@ -224,11 +236,10 @@ def test_a_push_ends_and_is_counted_without_a_step(
     gate = Gate(monkeypatch)
     with ExitStack() as stack:
         source, reader = pair(tiny_model_dir, connector, options, stack)
-        (allocated,) = of_type(reader.tell(submit(PROMPT, kv="await_peer")), Allocated)
-        assert isinstance(allocated, Allocated)
+        ticket = ticket_for(reader)
         gate.close()
         asked = submit(PROMPT, until="first_token", kv="handoff")
-        source.tell(asked, KVTicket("a", 0, allocated.ticket or b""))
+        source.tell(asked, ticket)
         assert source.computed == [0, len(PROMPT), 0]  # the last one says that nothing more of it comes
         gate.open()
         sent = rest(source)
@@ -249,11 +260,10 @@ def test_a_release_cancels_a_push_under_way_with_a_step_of_its_own(
     gate = Gate(monkeypatch)
     with ExitStack() as stack:
         source, reader = pair(tiny_model_dir, "p2p", {}, stack)
-        (allocated,) = of_type(reader.tell(submit(PROMPT, kv="await_peer")), Allocated)
-        assert isinstance(allocated, Allocated)
+        ticket = ticket_for(reader)
         gate.close()
         asked = submit(PROMPT, until="first_token", kv="handoff")
-        source.tell(asked, KVTicket("a", 0, allocated.ticket or b""))
+        source.tell(asked, ticket)
         source.tell(Release(asked.transfer_id, 0))
         rest(source)  # queued jobs end with the cancel: the threads are held all the time
         assert_nothing_is_held(source)
@@ -297,9 +307,8 @@ def test_a_release_that_overtakes_the_step_behind_a_request_leaves_no_block_held
         while not of_type(sent, HandedOff):
             source.core.step(now)
             sent += [message for _, messages in source.core.take_messages(now) for message in messages]
-        (handed_off,) = of_type(sent, HandedOff)
-        assert isinstance(handed_off, HandedOff)
-        source.tell(Release(handed_off.handoff.transfer_id, 0))
+        handoff = handed_off(sent)
+        source.tell(Release(handoff.transfer_id, 0))
         assert_nothing_is_held(source)
 
 
@@ -309,10 +318,9 @@ def test_news_for_a_request_that_still_waits_for_its_kv_brings_no_step(
     gate = Gate(monkeypatch)
     with ExitStack() as stack:
         source, reader = pair(tiny_model_dir, "p2p", {}, stack)
-        (allocated,) = of_type(reader.tell(submit(PROMPT, kv="await_peer")), Allocated)
-        assert isinstance(allocated, Allocated)
+        ticket = ticket_for(reader)
         gate.close()
-        sent = source.tell(submit(PROMPT, until="first_token", kv="handoff"), KVTicket("a", 0, allocated.ticket or b""))
+        sent = source.tell(submit(PROMPT, until="first_token", kv="handoff"), ticket)
         before = len(reader.computed)
         reader.tell(Continue("a", 0, first_token(sent)))
         assert len(reader.computed) == before
@@ -322,10 +330,9 @@ def test_news_for_a_request_that_still_waits_for_its_kv_brings_no_step(
 def test_blocks_that_a_release_gives_back_are_taken_at_once_by_who_waits_for_them() -> None:
     core = make_core(num_blocks=16, options={"fabric": "released-blocks"})  # blocks of 4 tokens
     core.handle("r", submit(list(range(100, 130)), until="first_token", kv="handoff"), 0.0)
-    (handed_off,) = of_type(run(core), HandedOff)
-    assert isinstance(handed_off, HandedOff)
+    handoff = handed_off(run(core))
     core.handle("r", submit(list(range(200, 240)), request_id="b", max_tokens=1), 0.0)
     assert not of_type(run(core), Tokens)  # two blocks too few
-    core.handle("r", Release(handed_off.handoff.transfer_id, 0), 0.0)
+    core.handle("r", Release(handoff.transfer_id, 0), 0.0)
     assert of_type(run(core), Tokens)
     core.shutdown()

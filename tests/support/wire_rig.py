@@ -14,6 +14,7 @@ from pdkv.wire.frames import AnyMessage, encode_message, encode_raw_frame
 from pdkv.wire.messages import Beat, EngineCard, KVLayout, RequestKey, Tokens
 
 TIMEOUT_S = 30.0
+KEY = ClusterKey(b"k" * 32)
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 

@@ -3,12 +3,10 @@
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
-from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive
+from wire_rig import KEY, TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive
 
 from pdkv.errors import ConfigError
 from pdkv.router.engines.engine_client import EngineClient
@@ -16,21 +14,7 @@ from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.engine_server import EngineServer
 from pdkv.wire.messages import Abort, Hello
 
-KEY, OTHER = ClusterKey(b"k" * 32), ClusterKey(b"o" * 32)
-
-
-@pytest.fixture
-def server() -> Iterator[EngineServer]:
-    server = EngineServer("tcp://127.0.0.1:0", make_card(), key=KEY)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
+OTHER = ClusterKey(b"o" * 32)
 
 
 async def until_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -40,35 +24,35 @@ async def until_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_who_has_the_key_is_let_in_and_hears_the_beats(server: EngineServer, context: Context) -> None:
+def test_who_has_the_key_is_let_in_and_hears_the_beats(keyed_server: EngineServer, context: Context) -> None:
     async def body(client: EngineClient, listener: Listener) -> None:
         client.send(Abort("q", 1))
-        assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q", 1))]
+        assert await asyncio.to_thread(receive, keyed_server, 1) == [("r", Abort("q", 1))]
         await listener.until(lambda: bool(listener.beats))
 
-    connected(server, context, body, KEY)
+    connected(keyed_server, context, body, KEY)
 
 
 def test_another_key_does_not_get_in_and_disturbs_nobody(
-    server: EngineServer, context: Context, caplog: pytest.LogCaptureFixture
+    keyed_server: EngineServer, context: Context, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(client: EngineClient, listener: Listener) -> None:
-        stranger = EngineClient("decode-0", server.endpoint, router_id="s", context=context, key=OTHER)
+        stranger = EngineClient("decode-0", keyed_server.endpoint, router_id="s", context=context, key=OTHER)
         unheard = Listener()
         stranger.connect(unheard)
         await until_it_is_said(caplog)
         client.send(Abort("q", 1))
-        assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q", 1))]
+        assert await asyncio.to_thread(receive, keyed_server, 1) == [("r", Abort("q", 1))]
         assert not unheard.cards
         stranger.close()
 
-    connected(server, context, body, KEY)
+    connected(keyed_server, context, body, KEY)
 
 
-def test_who_has_none_and_what_is_no_handshake_are_not_heard(server: EngineServer, context: Context) -> None:
+def test_who_has_none_and_what_is_no_handshake_are_not_heard(keyed_server: EngineServer, context: Context) -> None:
     """A hello without a key, and noise: neither reaches the engine, whose next router is let in."""
-    address, _, port = server.endpoint.removeprefix("tcp://").partition(":")
-    stranger = raw_peer(context, server.endpoint)
+    address, _, port = keyed_server.endpoint.removeprefix("tcp://").partition(":")
+    stranger = raw_peer(context, keyed_server.endpoint)
     stranger.send(encode_frame(Frame(0, [Hello("s", "e")])))
     with socket.create_connection((address, int(port))) as noise:
         noise.sendall(os.urandom(4096))
@@ -76,11 +60,11 @@ def test_who_has_none_and_what_is_no_handshake_are_not_heard(server: EngineServe
         async def body(client: EngineClient, listener: Listener) -> None:
             assert not stranger.poll(50)
             client.send(Abort("q", 1))
-            assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q", 1))]
+            assert await asyncio.to_thread(receive, keyed_server, 1) == [("r", Abort("q", 1))]
 
-        connected(server, context, body, KEY)
+        connected(keyed_server, context, body, KEY)
     stranger.close()
-    assert server.num_dropped == 0
+    assert keyed_server.num_dropped == 0
 
 
 def test_an_engine_without_it_is_not_taken_for_one_that_has_it(

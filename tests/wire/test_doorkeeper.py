@@ -12,33 +12,17 @@ from collections.abc import Iterator, Sequence
 import pytest
 import zmq
 from traffic import wait_until_true
-from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, receive, tokens
+from wire_rig import KEY, TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, receive, tokens
 
 from pdkv.host.strangers import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE
 from pdkv.router.engines.engine_client import EngineClient
-from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.doorkeeper import MAX_HANDSHAKE_BYTES, Doorkeeper
 from pdkv.wire.engine_server import EngineServer, RouterJoined
 from pdkv.wire.messages import Abort, Hello
 
-KEY = ClusterKey(b"k" * 32)
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\3\0" + b"CURVE".ljust(20, b"\0") + b"\0" * 32
 
 Address = tuple[str, int]
-
-
-@pytest.fixture
-def server() -> Iterator[EngineServer]:
-    server = EngineServer("tcp://127.0.0.1:0", make_card(), key=KEY)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
 
 
 def doorkeeper_of(server: EngineServer) -> Doorkeeper:
@@ -91,7 +75,7 @@ async def check_served(server: EngineServer, client: EngineClient, listener: Lis
     await listener.until(lambda: len(listener.frames) > num_frames and len(listener.beats) > num_beats)
 
 
-def test_the_engines_public_key_alone_lets_nobody_in(server: EngineServer, context: Context) -> None:
+def test_the_engines_public_key_alone_lets_nobody_in(keyed_server: EngineServer, context: Context) -> None:
     """It is public: whoever has learnt it must still be a router."""
 
     async def body(client: EngineClient, listener: Listener) -> None:
@@ -99,22 +83,22 @@ def test_the_engines_public_key_alone_lets_nobody_in(server: EngineServer, conte
         stranger.linger = 0
         stranger.curve_serverkey = KEY._engines.public
         stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-        stranger.connect(server.endpoint)
+        stranger.connect(keyed_server.endpoint)
         with contextlib.suppress(zmq.Again):  # it was refused already
             hello = encode_frame(Frame(0, [Hello("r", "another")]))  # the name of the one that is served
             stranger.send(hello, zmq.NOBLOCK)
-        await asyncio.to_thread(wait_until_true, lambda: doorkeeper_of(server).num_refused > 0, "it is refused")
-        await check_served(server, client, listener)
+        await asyncio.to_thread(wait_until_true, lambda: doorkeeper_of(keyed_server).num_refused > 0, "it is refused")
+        await check_served(keyed_server, client, listener)
         stranger.close()
 
-    connected(server, context, body, KEY)
+    connected(keyed_server, context, body, KEY)
 
 
 @pytest.mark.parametrize("door", [0, 1], ids=["control plane", "beats"])
-def test_a_crowd_makes_room_by_itself_and_routers_stay(server: EngineServer, context: Context, door: int) -> None:
+def test_a_crowd_makes_room_by_itself_and_routers_stay(keyed_server: EngineServer, context: Context, door: int) -> None:
     """The oldest of a crowd go: so many of one address stay, and so many of all; who is in is in."""
-    address = addresses_of(server)[door]
-    keeper = doorkeeper_of(server)
+    address = addresses_of(keyed_server)[door]
+    keeper = doorkeeper_of(keyed_server)
 
     async def body(client: EngineClient, listener: Listener) -> None:
         await listener.until(lambda: bool(listener.beats))
@@ -125,25 +109,27 @@ def test_a_crowd_makes_room_by_itself_and_routers_stay(server: EngineServer, con
             assert num_open(second) == MAX_STRANGERS_PER_SOURCE
             assert num_open(first) == MAX_STRANGERS - MAX_STRANGERS_PER_SOURCE
             assert num_open(first[: 2 * MAX_STRANGERS_PER_SOURCE - 32] + second[:-MAX_STRANGERS_PER_SOURCE]) == 0
-            await check_served(server, client, listener)
-            late = EngineClient("decode-0", server.endpoint, router_id="late", context=context, key=KEY)
+            await check_served(keyed_server, client, listener)
+            late = EngineClient("decode-0", keyed_server.endpoint, router_id="late", context=context, key=KEY)
             heard = Listener()
             late.connect(heard)
-            assert [name for name, _ in await asyncio.to_thread(receive, server, 1)] == ["late"]
+            assert [name for name, _ in await asyncio.to_thread(receive, keyed_server, 1)] == ["late"]
             await heard.until(lambda: bool(heard.cards) and bool(heard.beats))
             late.close()
         wait_until_true(lambda: keeper.num_unproven == 0, "those that left are forgotten")
         wait_until_true(lambda: num_descriptors() <= before, "descriptors are given back")
-        await check_served(server, client, listener)
+        await check_served(keyed_server, client, listener)
 
-    connected(server, context, body, KEY)
+    connected(keyed_server, context, body, KEY)
 
 
 @pytest.mark.parametrize("door", [0, 1], ids=["control plane", "beats"])
 @pytest.mark.parametrize("announced", [60 << 20, 1 << 62])
-def test_who_is_not_in_yet_may_say_no_more_than_a_handshake(server: EngineServer, door: int, announced: int) -> None:
+def test_who_is_not_in_yet_may_say_no_more_than_a_handshake(
+    keyed_server: EngineServer, door: int, announced: int
+) -> None:
     """ZeroMQ would keep a message of 64 MiB from anybody, and half a minute long."""
-    with socket.create_connection(addresses_of(server)[door], TIMEOUT_S) as stranger:
+    with socket.create_connection(addresses_of(keyed_server)[door], TIMEOUT_S) as stranger:
         stranger.sendall(GREETING)
         assert stranger.recv(64)
         with contextlib.suppress(OSError):
@@ -151,16 +137,16 @@ def test_who_is_not_in_yet_may_say_no_more_than_a_handshake(server: EngineServer
         wait_until_true(lambda: is_ended(stranger), "it is sent away")
 
 
-def test_a_recorded_handshake_opens_nothing(server: EngineServer, context: Context) -> None:
+def test_a_recorded_handshake_opens_nothing(keyed_server: EngineServer, context: Context) -> None:
     """All that a router said, once more: the engine takes part in no conversation that it had before."""
-    host, port = addresses_of(server)[0]
+    host, port = addresses_of(keyed_server)[0]
     with Recorder((host, port)) as recorder:
 
         async def body(client: EngineClient, listener: Listener) -> None:
             router = EngineClient("decode-0", recorder.endpoint, router_id="s", context=context, key=KEY)
             heard = Listener()
             router.connect(heard)
-            assert isinstance((await asyncio.to_thread(receive, server, 1))[0][1], RouterJoined)
+            assert isinstance((await asyncio.to_thread(receive, keyed_server, 1))[0][1], RouterJoined)
             await heard.until(lambda: bool(heard.cards))
             said = recorder.stop()
             assert len(said) > 600
@@ -174,15 +160,15 @@ def test_a_recorded_handshake_opens_nothing(server: EngineServer, context: Conte
                         replay.sendall(said[pause:])
                         replay.shutdown(socket.SHUT_WR)
                     wait_until_true(lambda r=replay: is_ended(r), "it is sent away")  # type: ignore[misc]
-            await check_served(server, client, listener)
+            await check_served(keyed_server, client, listener)
 
-        connected(server, context, body, KEY)
-    assert server.num_dropped == 0
+        connected(keyed_server, context, body, KEY)
+    assert keyed_server.num_dropped == 0
 
 
-def test_a_descriptor_that_is_anothers_by_now_is_left_alone(server: EngineServer) -> None:
+def test_a_descriptor_that_is_anothers_by_now_is_left_alone(keyed_server: EngineServer) -> None:
     """ZeroMQ may have closed it, and the process has opened something else, when its number is read."""
-    keeper = doorkeeper_of(server)
+    keeper = doorkeeper_of(keyed_server)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as elsewhere,
@@ -196,10 +182,10 @@ def test_a_descriptor_that_is_anothers_by_now_is_left_alone(server: EngineServer
 
 
 def test_an_error_that_comes_again_and_again_fills_no_log_and_keeps_no_processor_busy(
-    server: EngineServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keyed_server: EngineServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor does it keep the engine from its end."""
-    keeper = doorkeeper_of(server)
+    keeper = doorkeeper_of(keyed_server)
     num_turns = 0
 
     def turn() -> None:
@@ -210,9 +196,9 @@ def test_an_error_that_comes_again_and_again_fills_no_log_and_keeps_no_processor
     monkeypatch.setattr(keeper, "_turn", turn)
     monkeypatch.setattr("pdkv.wire.doorkeeper._PAUSE_S", 600.0)
     keeper._refused("nobody", "its line is the only one for a while")
-    with strangers(addresses_of(server)[0], 1):  # the turn before ends
+    with strangers(addresses_of(keyed_server)[0], 1):  # the turn before ends
         wait_until_true(lambda: num_turns > 0, "an error")
-        server.close()
+        keyed_server.close()
     assert num_turns == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 

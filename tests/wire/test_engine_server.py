@@ -6,13 +6,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 from no_descriptors import no_descriptors
 from traffic import stop_process
 from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive, tokens
@@ -35,25 +34,6 @@ from pdkv.wire.messages import (
 
 NO_TEXT = encode_frame(Frame(0, [Abort("q", 0)])).replace(b"messages", b"messag\xff\xfe")
 """A frame whose text is no UTF-8: its error is not msgspec's own."""
-
-
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/e"
-
-
-@pytest.fixture
-def server(endpoint: str) -> Iterator[EngineServer]:
-    server = EngineServer(endpoint, make_card())
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
 
 
 def test_handshake_and_messages_in_both_directions_keep_their_order(server: EngineServer, context: Context) -> None:
@@ -285,8 +265,10 @@ while True:
 
 
 def test_death_by_sigkill_is_seen_at_once_and_the_next_incarnation_starts_clean(
-    endpoint: str, context: Context
+    tmp_path: Path, context: Context
 ) -> None:
+    endpoint = f"ipc://{tmp_path}/e"
+
     def start(epoch: str) -> "subprocess.Popen[bytes]":
         card = msgspec.msgpack.encode(make_card(epoch=epoch)).hex()
         return subprocess.Popen([sys.executable, "-c", ENGINE_PROGRAM, endpoint, card])

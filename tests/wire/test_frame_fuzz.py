@@ -32,13 +32,6 @@ NUM_FRAMES = 1000
 PROMPT = list(range(100, 110))
 
 
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-
-
 @contextmanager
 def serving(core: EngineCore, server: EngineServer) -> Iterator[None]:
     """The engine's own loop in a thread."""
