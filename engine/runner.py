@@ -73,7 +73,7 @@ class ModelRunner:
         windows = config.windows or [None] * config.num_layers
         layers = [Layer(*place, window) for place, window in zip(layout.places, windows, strict=True)]
         self._attention = make_backend(kv_pool, model.num_heads, layers)
-        self._sampling = SamplingState(max_num_seqs, config.vocab_size, model.device, config.eos_token_ids)
+        self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=draws)
 
     def warm_up(self) -> None:

@@ -53,11 +53,8 @@ _ROW = np.dtype(
 class SamplingState:
     """The sampling parameters of the running batch, in per-slot arrays."""
 
-    def __init__(
-        self, max_num_seqs: int, vocab_size: int, device: torch.device, eos_token_ids: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
         self._vocab_size = vocab_size
-        self._device = device
         host.can_draw()  # now: a step must not need a file, which an engine without descriptors cannot open
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         self._table: NDArray[Any] = np.zeros(max_num_seqs, _ROW)

@@ -42,7 +42,7 @@ def sample(
     """Run one batch, on the logits' device, whose i-th row is requests[i] in slots[i] of a fresh state."""
     slots = range(len(requests)) if slots is None else slots
     num_slots = max(slots) + 1
-    state = SamplingState(num_slots, logits.shape[1], logits.device, eos)
+    state = SamplingState(num_slots, logits.shape[1], eos)
     token_ids = np.full((num_slots, MAX_LEN), -1, np.int32)
     num_tokens = []
     for slot, new in zip(slots, requests, strict=True):
@@ -59,7 +59,7 @@ def test_a_step_opens_no_file() -> None:
     logits = torch.linspace(-1, 1, 50).reshape(1, 50)
     expected = tokens_of(sample(logits, [new]))
     host._sampler.cache_clear()
-    state = SamplingState(1, 50, CPU, ())
+    state = SamplingState(1, 50, ())
     state.add(0, new)
     token_ids = np.array([new.prompt_token_ids], np.int32)
     with no_descriptors():
@@ -256,7 +256,7 @@ def test_a_continued_request_draws_what_the_first_engine_would_have_drawn() -> N
     rng = np.random.default_rng(6)
     p = params(seed=99, top_p=0.95, repetition_penalty=1.3, frequency_penalty=0.4, min_tokens=6, max_tokens=None)
     logits = torch.from_numpy(rng.normal(0, 1, (10, 30))).float()
-    state = SamplingState(1, 30, CPU, [4])
+    state = SamplingState(1, 30, [4])
     state.add(0, request(p, [1, 2]))
     tokens = np.array([[1, 2, *[0] * 10]], np.int32)
     for i in range(10):
@@ -471,7 +471,7 @@ def test_logprobs_without_alternatives() -> None:
 def test_prompt_logprobs() -> None:
     logits = torch.randn(7, 90, generator=torch.Generator().manual_seed(1))
     targets = np.array([3, 0, 89, 5, 5, 60, 1])
-    entries = SamplingState(1, 90, CPU).prompt_logprobs(logits, targets, 4)
+    entries = SamplingState(1, 90).prompt_logprobs(logits, targets, 4)
     reference = torch.log_softmax(logits.double(), dim=-1)
     assert [e.token_id for e in entries] == targets.tolist()
     assert [e.logprob for e in entries] == pytest.approx(reference[range(7), targets].tolist(), abs=1e-5)
@@ -484,7 +484,7 @@ def test_prompt_logprobs() -> None:
 
 
 def test_a_reused_slot_forgets_its_former_request() -> None:
-    state = SamplingState(2, 4, CPU, [3])
+    state = SamplingState(2, 4, [3])
     first = params(
         logit_bias={0: 100.0},
         min_tokens=5,
@@ -517,7 +517,7 @@ def test_arguments_stay_as_they_were(dtype: torch.dtype) -> None:
 
 def test_logits_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"logits must be \(1, 4\)"):
-        SamplingState(1, 4, CPU).sample(torch.zeros(1, 5), np.array([0]), np.zeros((1, 4), np.int32), np.array([1]))
+        SamplingState(1, 4).sample(torch.zeros(1, 5), np.array([0]), np.zeros((1, 4), np.int32), np.array([1]))
 
 
 @pytest.mark.parametrize(
@@ -537,4 +537,4 @@ def test_parameters_that_this_vocabulary_cannot_serve_are_refused(values: dict[s
         check_for_vocab(params(**values), 50)
     assert error.value.param == field
     with pytest.raises(InvalidRequest):
-        SamplingState(1, 50, CPU).add(0, request(params(**values)))
+        SamplingState(1, 50).add(0, request(params(**values)))
