@@ -59,23 +59,6 @@ INLINE void add_lanes(float *to, const vec16 *rows) {
     memcpy(to, &a, sizeof a);
 }
 
-/* exp for x <= 0, relative error below 2e-7; vectorises, unlike the library's. */
-INLINE float exp_of(float x) {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    x = x < -87.0f ? -87.0f : x;
-    float n = (x * 1.44269504f + shift) - shift;
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } power = {((int32_t)n + 127) << 23};
-    return p * power.f;
-}
-
 /* exp(scores - top) in place, where top is the highest; their sum goes to *total. */
 INLINE void softmax(float *scores, int64_t count, float *top_score, float *total) {
     float top = -FLT_MAX, sum = 0.0f; /* finite, so that a part of nothing but -inf weighs nothing */

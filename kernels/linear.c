@@ -5,10 +5,10 @@
  * of the inputs, from a single accumulator: its bits depend neither on the rows beside it nor on tiles, blocks and
  * threads, and widened bfloat16 weights give the bits that the same numbers in float32 give, with avx2 and avx512 alike.
  */
-#include "vectors.h"
-
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
+
+#include "passes.h"
 
 #define COLUMNS 32       /* outputs of a panel */
 #define CHUNK_BYTES 2048 /* weights of a panel's chunk, in 16 steps of two lines */
@@ -16,11 +16,8 @@
 #define AHEAD_CHUNKS 4   /* how far ahead of a single tile weights are fetched */
 #define BLOCK_ROWS 504   /* whose sums a thread keeps */
 #define UNROLL _Pragma("GCC unroll 16")
-#define V3 "avx2,fma"
-#define V4 "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"
 #define V4_DOT V4 ",avx512bf16"
 
-enum { NONE, AVX2, AVX512, AVX512_BF16 }; /* levels */
 
 /* A layer. */
 typedef struct {
@@ -35,11 +32,12 @@ typedef struct {
 /* A call of one. Strides count elements. */
 typedef struct {
     const layer *of;
-    const void *x;        /* (rows, inputs) */
+    const void *x;        /* (rows, inputs); GATED: (rows, 2 * inputs), gates and then what they gate */
     const void *residual; /* (rows, outputs) to be added, or NULL */
     void *out;            /* (rows, outputs) */
     char *scratch;        /* for each row, up to BLOCK_ROWS of them, as many bytes as pdkv_linear_row_bytes says */
     int64_t rows, x_stride, residual_stride;
+    row_pass before;      /* that x goes through */
 } linear;
 
 /* Some rows by one panel's chunks. */
@@ -185,17 +183,6 @@ DEFINE_TILE_V4(dot_v4, V4_DOT, 64, STEP_DOT_V4)
 DEFINE_TILE_V3(float32_v3, 64, STEP_FLOAT32_V3)
 DEFINE_TILE_V3(wide_v3, 128, STEP_WIDE_V3)
 
-INLINE float float_of_bfloat16(uint16_t half) {
-    union { uint32_t bits; float number; } to = {(uint32_t)half << 16};
-    return to.number;
-}
-
-INLINE uint16_t bfloat16_of(float number) { /* to nearest, ties to even, as torch has it */
-    union { float number; uint32_t bits; } from = {number};
-    const uint32_t rounded = (from.bits + 0x7fff + ((from.bits >> 16) & 1)) >> 16;
-    return (uint16_t)((from.bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-}
-
 /* How the rows of a call, or of a block of them, are divided into tiles: as evenly as can be. */
 typedef struct {
     int64_t tiles, base, extra;
@@ -218,7 +205,7 @@ INLINE int64_t num_panels(const layer *l) { return (l->outputs + COLUMNS - 1) / 
 
 /* Whether the rows can be read where they lie: a tile of one row is laid out as the row itself. */
 INLINE int in_place(const linear *a) {
-    return a->rows == 1 && a->of->inputs % chunk_inputs(a->of) == 0 && (a->of->dtype == FLOAT32 || is_dot(a->of));
+    return a->rows == 1 && a->before.what == AS_THEY_ARE && a->of->inputs % chunk_inputs(a->of) == 0 && (a->of->dtype == FLOAT32 || is_dot(a->of));
 }
 
 /* A row's chunks, `stride` bytes apart: widened where they must be, with zeros behind the last input. */
@@ -242,7 +229,9 @@ INLINE void lay_out_chunks(const char *x, char *to, int64_t inputs, int64_t stri
 FOR_EACH_CPU static void lay_out(const linear *a, int64_t row, char *to, int64_t stride) {
     const layer *l = a->of;
     const char *x = (const char *)a->x + row * a->x_stride * (l->dtype == FLOAT32 ? 4 : 2);
-    if (l->dtype == FLOAT32 && l->weights_dtype == FLOAT32)
+    if (a->before.what != AS_THEY_ARE)
+        pass_row_at(l->level)(&a->before, x, l->inputs, to, stride, chunk_inputs(l), l->dtype, is_dot(l) ? BFLOAT16 : FLOAT32);
+    else if (l->dtype == FLOAT32 && l->weights_dtype == FLOAT32)
         lay_out_chunks(x, to, l->inputs, stride, 16, 64, 0);
     else if (l->dtype == FLOAT32)
         lay_out_chunks(x, to, l->inputs, stride, 32, 128, 0);
@@ -333,8 +322,9 @@ int64_t pdkv_linear_level(void) {
 int64_t pdkv_linear_row_bytes(const layer *l) { return num_chunks(l) * x_bytes(l); }
 
 void pdkv_linear(const layer *l, const void *x, int64_t x_stride, const void *residual, int64_t residual_stride,
-                 void *out, int64_t rows, void *scratch, int64_t num_threads) {
-    const linear a = {l, x, residual, out, scratch, rows, x_stride, residual_stride};
+                 void *out, int64_t rows, void *scratch, int64_t num_threads, int64_t before, const float *norm,
+                 double epsilon) {
+    const linear a = {l, x, residual, out, scratch, rows, x_stride, residual_stride, {before, norm, (float)epsilon}};
     const int64_t panels = num_panels(l);
     run_tile *const run = kernel(l);
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)

@@ -7,6 +7,7 @@ Calls release the GIL. A row's result does not depend on the rows beside it or o
 import ctypes
 import threading
 from functools import cache
+from typing import Final, Literal, NamedTuple
 
 import torch
 
@@ -24,6 +25,20 @@ _CHUNK_INPUTS = {torch.float32: 16, torch.bfloat16: 32}
 
 LEVELS = ("none", "avx2", "avx512", "avx512_bf16")
 """What kernels use, from 1 on, by their numbers in linear.c."""
+
+
+class Norm(NamedTuple):
+    """An RMSNorm that a layer's rows go through before they are multiplied."""
+
+    weight: torch.Tensor  # (inputs,) float32
+    epsilon: float
+
+
+AS_THEY_ARE, NORMED, _GATED = range(3)
+"""What becomes of rows, by numbers in passes.h."""
+
+GATED: Final = "gated"
+"""Rows of (rows, 2 * inputs), gates and what they gate: silu(gate) * up is multiplied."""
 
 
 class _Layer(ctypes.Structure):
@@ -64,6 +79,7 @@ def _library() -> ctypes.CDLL | None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.pdkv_linear.argtypes = [
             ctypes.POINTER(_Layer), pointer, number, pointer, number, pointer, number, pointer, number,
+            number, pointer, ctypes.c_double,
         ]  # fmt: skip
         library.pdkv_linear.restype = None
     return library
@@ -120,14 +136,24 @@ class PackedWeight:
         self._row_bytes = int(library.pdkv_linear_row_bytes(self._address))
         self._run = library.pdkv_linear
 
-    def multiply(self, x: torch.Tensor, residual: torch.Tensor | None, num_threads: int) -> torch.Tensor:
-        """x @ weight.T + bias + residual, rounded once; x (rows, inputs), residual (rows, outputs)."""
-        assert (x.shape[1], x.dtype) == (self.inputs, self.dtype), (x.shape, x.dtype)
+    def multiply(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        num_threads: int,
+        before: Norm | Literal["gated"] | None = None,
+    ) -> torch.Tensor:
+        """before(x) @ weight.T + bias + residual, rounded once; x (rows, inputs), residual (rows, outputs).
+
+        What `before` gives is rounded where torch rounds it: a norm once, silu and its product one after the other.
+        """
+        assert (x.shape[1], x.dtype) == (self.inputs * (1 + (before == GATED)), self.dtype), (x.shape, x.dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
         if residual is not None:
             assert (residual.shape, residual.dtype) == ((len(x), self.outputs), self.dtype), residual.shape
             residual = residual if residual.stride(1) == 1 else residual.contiguous()
+        kind, norm, epsilon = self._before(before)
         rows = len(x)
         out = torch.empty((rows, self.outputs), dtype=self.dtype)
         self._run(
@@ -140,5 +166,18 @@ class PackedWeight:
             rows,
             _scratch.address(min(rows, BLOCK_ROWS) * self._row_bytes),
             num_threads,
+            kind,
+            norm,
+            epsilon,
         )
         return out
+
+    def _before(self, before: Norm | Literal["gated"] | None) -> tuple[int, int | None, float]:
+        """Its number in linear.c, the address of its weight, its epsilon."""
+        if before is None:
+            return AS_THEY_ARE, None, 0.0
+        if before == GATED:
+            return _GATED, None, 0.0
+        weight = before.weight
+        assert (weight.shape, weight.dtype, weight.is_contiguous()) == ((self.inputs,), torch.float32, True)
+        return NORMED, weight.data_ptr(), before.epsilon

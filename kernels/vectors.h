@@ -1,4 +1,4 @@
-/* What the compiled kernels share: a function for each CPU, and loads of every dtype as 16 floats. */
+/* What the compiled kernels share: a function for each CPU, loads of every dtype as 16 floats, exp. */
 #ifndef PDKV_VECTORS_H
 #define PDKV_VECTORS_H
 #include <stdint.h>
@@ -16,6 +16,7 @@ enum { FLOAT32, BFLOAT16, FLOAT16 };
 typedef float vec16 __attribute__((vector_size(64)));
 typedef uint32_t words16 __attribute__((vector_size(64)));
 typedef uint16_t halves16 __attribute__((vector_size(32)));
+typedef int32_t ints16 __attribute__((vector_size(64)));
 
 INLINE void load_float32(vec16 *to, const float *from) { memcpy(to, from, sizeof *to); }
 
@@ -25,6 +26,19 @@ INLINE void load_bfloat16(vec16 *to, const uint16_t *from) {
     words16 words = __builtin_convertvector(bits, words16) << 16;
     memcpy(to, &words, sizeof *to);
 }
+
+INLINE float float_of_bfloat16(uint16_t half) {
+    union { uint32_t bits; float number; } to = {(uint32_t)half << 16};
+    return to.number;
+}
+
+INLINE uint16_t bfloat16_of(float number) { /* to nearest, ties to even, as torch has it */
+    union { float number; uint32_t bits; } from = {number};
+    const uint32_t rounded = (from.bits + 0x7fff + ((from.bits >> 16) & 1)) >> 16;
+    return (uint16_t)((from.bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+INLINE int64_t bytes_of(int64_t numbers, int64_t dtype) { return numbers * (dtype == FLOAT32 ? 4 : 2); }
 
 /* The exponent's bias is 15 in a half, 127 in a float; infinity and NaN have the highest exponent in both. */
 INLINE float float_of(uint16_t half) {
@@ -53,5 +67,22 @@ INLINE void load_float16(vec16 *to, const uint16_t *from) {
     float numbers[16];
     for (int i = 0; i < 16; i++) numbers[i] = float_of(from[i]);
     memcpy(to, numbers, sizeof *to);
+}
+
+/* exp for x <= 0, relative error below 2e-7; vectorises, unlike the library's. */
+INLINE float exp_of(float x) {
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    x = x < -87.0f ? -87.0f : x;
+    float n = (x * 1.44269504f + shift) - shift;
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { int32_t i; float f; } power = {((int32_t)n + 127) << 23};
+    return p * power.f;
 }
 #endif

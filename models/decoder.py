@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from pdkv.models.config import ModelConfig
 from pdkv.models.linear import Linear
 from pdkv.models.parallel_layers import Embedding
+from pdkv.models.passes import RMSNorm, silu_mul
 from pdkv.models.rope import RopeTable, rotate
 
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
@@ -23,12 +23,12 @@ class DecoderLayer:
     def __init__(
         self,
         *,
-        input_norm: torch.Tensor,
+        input_norm: RMSNorm,
         qkv: Linear,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
         output: Linear,
-        mlp_norm: torch.Tensor,
+        mlp_norm: RMSNorm,
         gate_up: Linear,
         down: Linear,
     ) -> None:
@@ -53,7 +53,7 @@ class Decoder:
         num_kv_heads: int,
         embedding: Embedding,
         layers: list[DecoderLayer],
-        norm: torch.Tensor,
+        norm: RMSNorm,
         lm_head: Linear,
         rope: RopeTable,
     ) -> None:
@@ -92,8 +92,8 @@ class Decoder:
                 if not len(x):  # a chunk in mid-prompt: its KV is written, and nothing else is wanted
                     return x
             x = layer.output.add(attended, x)
-            x = layer.down.add(self._gated(layer.gate_up(self._rms_norm(x, layer.mlp_norm))), x)
-        return self._rms_norm(x, self._norm)
+            x = layer.down.add(layer.gate_up(x, layer.mlp_norm), x, silu_mul)
+        return self._norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits (m, vocab) of hidden states (m, hidden)."""
@@ -111,18 +111,9 @@ class Decoder:
     def _qkv(self, layer: DecoderLayer, x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
         """Queries, keys (both normalised where the model does and rotated) and values of one layer, in one tensor."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = layer.qkv(self._rms_norm(x, layer.input_norm)).view(len(x), heads + 2 * kv_heads, self.config.head_size)
+        qkv = layer.qkv(x, layer.input_norm).view(len(x), heads + 2 * kv_heads, self.config.head_size)
         if layer.q_norm is not None and layer.k_norm is not None:
-            qkv[:, :heads] = self._rms_norm(qkv[:, :heads], layer.q_norm)
-            qkv[:, heads : heads + kv_heads] = self._rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm)
+            qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
+            qkv[:, heads : heads + kv_heads] = layer.k_norm(qkv[:, heads : heads + kv_heads])
         rotate(qkv[:, : heads + kv_heads], rope)
         return qkv
-
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
-
-    @staticmethod
-    def _gated(gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of (n, 2 * intermediate); overwrites the gate."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)

@@ -1,4 +1,4 @@
-"""A linear layer whose weight is laid out once for its device, with the residual addition fused where it can be."""
+"""A linear layer: its weight laid out once for its device, what comes before and after it fused where it can be."""
 
 from typing import Literal, Protocol
 
@@ -7,16 +7,17 @@ import torch.nn.functional as F
 
 from pdkv.host.processor import flags
 from pdkv.kernels.linear import PackedWeight, level
+from pdkv.models.passes import CompiledRMSNorm, RMSNorm, RowPass
 
 
 class Linear(Protocol):
-    """x (n, in) -> (n, out)."""
+    """x (n, in) -> (n, out), or from what `before` makes (n, in) of."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T + bias."""
+    def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        """before(x) @ weight.T + bias."""
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T + bias + residual; `residual` (n, out) is left as it is."""
+    def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        """before(x) @ weight.T + bias + residual; `residual` (n, out) is left as it is."""
 
 
 class PlainLinear:
@@ -26,11 +27,11 @@ class PlainLinear:
         self._weight = weight
         self._bias = bias
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
+    def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        return F.linear(_after(before, x), self._weight, self._bias)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias).add_(residual)
+    def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        return F.linear(_after(before, x), self._weight, self._bias).add_(residual)
 
 
 class PackedLinear:
@@ -43,12 +44,12 @@ class PackedLinear:
         self._linear = torch.ops.mkldnn._linear_pointwise.default
         self._linear_add = torch.ops.mkldnn._linear_pointwise.binary
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._linear(x, self._weight, self._bias, "none", [], "")
+    def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        out: torch.Tensor = self._linear(_after(before, x), self._weight, self._bias, "none", [], "")
         return out
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._linear_add(x, residual, self._weight, self._bias, "add")
+    def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        out: torch.Tensor = self._linear_add(_after(before, x), residual, self._weight, self._bias, "add")
         return out
 
 
@@ -58,11 +59,15 @@ class CompiledLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = PackedWeight(narrowed(weight), bias, weight.dtype)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._weight.multiply(x, None, torch.get_num_threads())
+    def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        return self._weight.multiply(x, None, torch.get_num_threads(), None if before is None else before.fused)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._weight.multiply(x, residual, torch.get_num_threads())
+    def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        return self._weight.multiply(x, residual, torch.get_num_threads(), None if before is None else before.fused)
+
+
+def _after(before: RowPass | None, x: torch.Tensor) -> torch.Tensor:
+    return x if before is None else before(x)
 
 
 def narrowed(weight: torch.Tensor) -> torch.Tensor:
@@ -111,3 +116,8 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKin
     if kind == "compiled":
         return CompiledLinear(weight, bias)
     return PackedLinear(weight, bias) if kind == "packed" else PlainLinear(weight, bias)
+
+
+def make_norm(weight: torch.Tensor, epsilon: float, kind: LinearKind) -> RMSNorm:
+    """What goes before layers of that kind."""
+    return CompiledRMSNorm(weight, epsilon) if kind == "compiled" else RMSNorm(weight, epsilon)

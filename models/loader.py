@@ -8,9 +8,10 @@ import torch
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Decoder, DecoderLayer
-from pdkv.models.linear import Linear, linear_kind, make_linear
+from pdkv.models.linear import Linear, linear_kind, make_linear, make_norm
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.parallel_layers import Embedding, GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
+from pdkv.models.passes import RMSNorm
 from pdkv.models.rope import make_rope_table
 from pdkv.models.weight_files import WeightFiles
 
@@ -95,7 +96,7 @@ class _Loader:
             num_kv_heads=self.kv_heads.stop - self.kv_heads.start,
             embedding=self._embedding(embedding),
             layers=[self._layer(f"model.layers.{i}.") for i in range(config.num_layers)],
-            norm=self._tensor("model.norm.weight", (config.hidden_size,), keep=True),
+            norm=self._norm("model.norm.weight"),
             lm_head=self._head(make_linear(head, None, self.kind)),
             rope=make_rope_table(config, max_model_len, self.dtype, self.device),
         )
@@ -122,12 +123,12 @@ class _Loader:
 
     def _layer(self, prefix: str) -> DecoderLayer:
         config = self.config
-        hidden, head_size = config.hidden_size, config.head_size
+        head_size = config.head_size
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         q, kv = self._rows(self.heads), self._rows(self.kv_heads)
         q_rows, kv_rows, neurons = config.num_heads * head_size, config.num_kv_heads * head_size, self.neurons
         return DecoderLayer(
-            input_norm=self._tensor(prefix + "input_layernorm.weight", (hidden,), keep=True),
+            input_norm=self._norm(prefix + "input_layernorm.weight"),
             qkv=self._fused(
                 attention + "qkv_proj",
                 [
@@ -137,10 +138,10 @@ class _Loader:
                 ],
                 bias=config.attention_bias,
             ),
-            q_norm=self._tensor(attention + "q_norm.weight", (head_size,), keep=True) if config.qk_norm else None,
-            k_norm=self._tensor(attention + "k_norm.weight", (head_size,), keep=True) if config.qk_norm else None,
+            q_norm=self._head_norm(attention + "q_norm.weight") if config.qk_norm else None,
+            k_norm=self._head_norm(attention + "k_norm.weight") if config.qk_norm else None,
             output=self._by_columns(attention + "o_proj", q_rows, q, bias=config.attention_output_bias),
-            mlp_norm=self._tensor(prefix + "post_attention_layernorm.weight", (hidden,), keep=True),
+            mlp_norm=self._norm(prefix + "post_attention_layernorm.weight"),
             gate_up=self._fused(
                 mlp + "gate_up_proj",
                 [(mlp + name, config.intermediate_size, neurons) for name in ("gate_proj", "up_proj")],
@@ -148,6 +149,14 @@ class _Loader:
             ),
             down=self._by_columns(mlp + "down_proj", config.intermediate_size, neurons, bias=config.mlp_bias),
         )
+
+    def _norm(self, name: str) -> RMSNorm:
+        """Before a linear layer."""
+        weight = self._tensor(name, (self.config.hidden_size,), keep=True)
+        return make_norm(weight, self.config.rms_norm_eps, self.kind)
+
+    def _head_norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self._tensor(name, (self.config.head_size,), keep=True), self.config.rms_norm_eps)
 
     def _rows(self, heads: slice) -> slice:
         return slice(heads.start * self.config.head_size, heads.stop * self.config.head_size)

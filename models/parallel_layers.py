@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from pdkv.models.linear import Linear
 from pdkv.models.parallel import TensorParallel
+from pdkv.models.passes import RowPass
 
 
 class Embedding:
@@ -44,11 +45,12 @@ class RowParallelLinear:
         self._parallel = parallel
         self._is_first = parallel.shard.rank == 0
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._parallel.all_reduce(self._part(x))
+    def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        return self._parallel.all_reduce(self._part(x, before))
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._parallel.all_reduce(self._part.add(x, residual) if self._is_first else self._part(x))
+    def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        own = self._part.add(x, residual, before) if self._is_first else self._part(x, before)
+        return self._parallel.all_reduce(own)
 
 
 class GatheredLinear:
@@ -60,8 +62,8 @@ class GatheredLinear:
         self._num_outputs = num_outputs
         self._parallel = parallel
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._parallel.all_gather(self._part(x))[:, : self._num_outputs].contiguous()
+    def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        return self._parallel.all_gather(self._part(x, before))[:, : self._num_outputs].contiguous()
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self(x).add_(residual)
+    def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        return self(x, before).add_(residual)

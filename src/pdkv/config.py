@@ -45,7 +45,8 @@ class EngineConfig:
     threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)", ge=1)
     cpu_linears: Literal["auto", "torch"] = option(
         "auto",
-        "linear layers on a CPU: by pdkv's compiled kernels where it has better ones than torch, or always by torch; "
+        "linear layers on a CPU and the passes between them: by pdkv's compiled kernels where it has better ones than "
+        "torch, or always by torch; "
         "engines that share KV or take over streams must agree",
     )
     tp: int = option(

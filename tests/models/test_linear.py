@@ -4,9 +4,11 @@ from typing import Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from pdkv.models import linear
-from pdkv.models.linear import PlainLinear, can_pack, linear_kind, make_linear, narrowed
+from pdkv.models.linear import PlainLinear, can_pack, linear_kind, make_linear, make_norm, narrowed
+from pdkv.models.passes import silu_mul
 
 CPU = torch.device("cpu")
 
@@ -34,6 +36,29 @@ def test_layers_agree_with_float64(
             torch.testing.assert_close(each(x).double(), expected, **tolerance)
             torch.testing.assert_close(each.add(x, residual).double(), expected + residual.double(), **tolerance)
     assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 7, 130])
+@pytest.mark.parametrize("choice", ["auto", "torch"])
+def test_layers_take_passes_along(dtype: torch.dtype, rows: int, choice: Literal["auto", "torch"]) -> None:
+    """What compiled layers fuse, and what comes before others, is what torch's operations give one by one."""
+    generator = torch.Generator().manual_seed(rows)
+    x, gate_up, weight, scale, residual = (
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((rows, 96), (rows, 192), (160, 96), (96,), (rows, 160))
+    )
+    kind = linear_kind(dtype, CPU, choice)
+    layer, plain, norm = make_linear(weight, None, kind), PlainLinear(weight), make_norm(scale, 1e-5, kind)
+    tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.2}
+    with torch.inference_mode():
+        normed = F.rms_norm(x, (96,), scale, 1e-5)
+        torch.testing.assert_close(norm(x), normed)
+        torch.testing.assert_close(layer(x, norm), plain(normed), **tolerance)
+        torch.testing.assert_close(layer.add(x, residual, norm), plain.add(normed, residual), **tolerance)
+        gated = F.silu(gate_up[:, :96]) * gate_up[:, 96:]
+        torch.testing.assert_close(layer(gate_up, silu_mul), plain(gated), **tolerance)
+        torch.testing.assert_close(layer.add(gate_up, residual, silu_mul), plain.add(gated, residual), **tolerance)
 
 
 def test_an_unknown_dtype_is_not_packed() -> None:

@@ -1,0 +1,24 @@
+/* What passes.c does to rows on their way into a linear layer (linear.c). */
+#ifndef PDKV_PASSES_H
+#define PDKV_PASSES_H
+#include "vectors.h"
+
+#define V3 "avx2,fma"
+#define V4 "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"
+
+enum { NONE, AVX2, AVX512, AVX512_BF16 }; /* levels: what a processor has */
+enum { AS_THEY_ARE, NORMED, GATED };      /* what becomes of rows before they are multiplied */
+
+typedef struct {
+    int64_t what;
+    const float *norm; /* NORMED: (inputs,) */
+    float epsilon;     /* NORMED: added to the mean of squares */
+} row_pass;
+
+/* A row of `inputs` numbers, GATED: gates and then as many that they gate, in chunks that begin `stride` bytes apart.
+ * Behind the last number a chunk has zeros. `to_dtype` holds what is rounded to `dtype`. */
+typedef void pass_row(const row_pass *, const void *x, int64_t inputs, char *to, int64_t stride, int64_t chunk,
+                      int64_t dtype, int64_t to_dtype);
+
+__attribute__((visibility("hidden"))) pass_row *pass_row_at(int64_t level);
+#endif

@@ -1,0 +1,57 @@
+"""Passes over a step's rows by compiled kernels (passes.c), there where those of linear layers are: `linear.level()`.
+
+float32 and bfloat16. Calls release the GIL. A row's result does not depend on the rows beside it or on the number of
+threads, to the bit.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+
+from pdkv.kernels.compiled import load_library
+from pdkv.kernels.host import DTYPES
+from pdkv.kernels.linear import NORMED, Norm, level
+
+
+class _PassArgs(ctypes.Structure):
+    """passes.c's `passes`: what its comments say."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out", "weight")),
+        *((name, ctypes.c_int64) for name in ("what", "rows", "size", "stride", "dtype", "num_threads", "level")),
+        ("epsilon", ctypes.c_double),
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = load_library("_linear")
+    assert library is not None, "ask linear.level() first"
+    library.pdkv_pass.argtypes = [ctypes.POINTER(_PassArgs)]
+    library.pdkv_pass.restype = None
+    return library
+
+
+def dtype_number(dtype: torch.dtype) -> int:
+    """vectors.h's."""
+    return DTYPES[str(dtype).removeprefix("torch.")]
+
+
+def rms_norm(x: torch.Tensor, norm: Norm, num_threads: int, *, use_level: int | None = None) -> torch.Tensor:
+    """x / sqrt(mean(x * x) + epsilon) * weight of each row of x (rows, size), rounded once.
+
+    `use_level`: as for `linear.PackedWeight`.
+    """
+    (rows, size), weight = x.shape, norm.weight
+    assert (weight.shape, weight.dtype, weight.is_contiguous()) == ((size,), torch.float32, True), weight.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty((rows, size), dtype=x.dtype)
+    args = _PassArgs(
+        x=x.data_ptr(), out=out.data_ptr(), weight=weight.data_ptr(), what=NORMED, rows=rows, size=size,
+        stride=x.stride(0), dtype=dtype_number(x.dtype), num_threads=num_threads,
+        level=level() if use_level is None else use_level, epsilon=norm.epsilon,
+    )  # fmt: skip
+    _library().pdkv_pass(ctypes.byref(args))
+    return out

@@ -1,0 +1,151 @@
+/* What happens to a row between linear layers: RMSNorm, silu(gate) * up. In float32, rounded where torch rounds.
+ *
+ * passes.c includes it once for each instruction set: ISA is its target, FOR_ISA(name) names its copy. (The compiler
+ * splits vectors that a function's own target does not have, even where it is inlined into one that has them.)
+ * Compiled with -ffp-contract=off: each operation is rounded by itself and sums have a fixed order, so that a row's bits
+ * are the same with every instruction set, whoever computes it and beside whatever rows.
+ */
+#define ROW_INLINE static inline __attribute__((always_inline, target(ISA)))
+
+/* x[i ...], FLOAT32 or BFLOAT16: `count` numbers, at most 16, and zeros. */
+ROW_INLINE vec16 FOR_ISA(load)(const void *x, int64_t i, int64_t count, const int dtype) {
+    const char *from = (const char *)x + bytes_of(i, dtype);
+    char some[64] = {0};
+    if (count < 16) from = memcpy(some, from, (size_t)bytes_of(count < 0 ? 0 : count, dtype));
+    vec16 numbers;
+    if (dtype == FLOAT32) {
+        memcpy(&numbers, from, sizeof numbers);
+    } else {
+        halves16 halves;
+        memcpy(&halves, from, sizeof halves);
+        const words16 words = __builtin_convertvector(halves, words16) << 16;
+        memcpy(&numbers, &words, sizeof numbers);
+    }
+    return numbers;
+}
+
+/* The bits of the nearest bfloat16s, ties to even, as floats. NaN stays NaN: what comes of bfloat16s has no digits of it in
+ * the lower half, which is rounded away. */
+ROW_INLINE words16 FOR_ISA(nearest)(vec16 numbers) {
+    words16 bits;
+    memcpy(&bits, &numbers, sizeof bits);
+    return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+/* To what `dtype` holds, and back. */
+ROW_INLINE vec16 FOR_ISA(rounded)(vec16 numbers, const int dtype) {
+    if (dtype == FLOAT32) return numbers;
+    const words16 bits = FOR_ISA(nearest)(numbers) & 0xffff0000;
+    memcpy(&numbers, &bits, sizeof numbers);
+    return numbers;
+}
+
+/* x[i ...] = numbers, `count` of them, at most 16. */
+ROW_INLINE void FOR_ISA(store)(void *x, int64_t i, int64_t count, vec16 numbers, const int dtype) {
+    char *to = (char *)x + bytes_of(i, dtype);
+    const halves16 halves = __builtin_convertvector(FOR_ISA(nearest)(numbers) >> 16, halves16);
+    const void *from = dtype == FLOAT32 ? (const void *)&numbers : (const void *)&halves;
+    if (count >= 16)
+        memcpy(to, from, (size_t)bytes_of(16, dtype));
+    else if (count > 0)
+        memcpy(to, from, (size_t)bytes_of(count, dtype));
+}
+
+ROW_INLINE vec16 FOR_ISA(where)(ints16 mask, vec16 yes, vec16 no) {
+    ints16 a, b;
+    memcpy(&a, &yes, sizeof a);
+    memcpy(&b, &no, sizeof b);
+    a = (a & mask) | (b & ~mask);
+    memcpy(&yes, &a, sizeof a);
+    return yes;
+}
+
+/* exp for x <= 0, as exp_of, but 0 below what that clamps. */
+ROW_INLINE vec16 FOR_ISA(exp_of)(vec16 x) {
+    const vec16 n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    const vec16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec16 p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const ints16 bits = (__builtin_convertvector(n, ints16) + 127) << 23;
+    vec16 power;
+    memcpy(&power, &bits, sizeof power);
+    return FOR_ISA(where)(x < -87.0f, (vec16){0}, p * power);
+}
+
+/* 1 / sqrt(mean(x * x) + epsilon) */
+ROW_INLINE float FOR_ISA(norm_scale)(const void *x, int64_t size, float epsilon, const int dtype) {
+    vec16 sums[4] = {{0}};
+    int64_t i = 0;
+    for (; i + 64 <= size; i += 64)
+        for (int u = 0; u < 4; u++) {
+            const vec16 numbers = FOR_ISA(load)(x, i + u * 16, 16, dtype);
+            sums[u] += numbers * numbers;
+        }
+    for (int u = 0; u < 4; u++) {
+        const vec16 numbers = FOR_ISA(load)(x, i + u * 16, size - i - u * 16, dtype);
+        sums[u] += numbers * numbers;
+    }
+    const vec16 all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    float lanes[16];
+    memcpy(lanes, &all, sizeof lanes);
+    for (int width = 8; width; width /= 2)
+        for (int u = 0; u < width; u++) lanes[u] += lanes[u + width];
+    return 1.0f / sqrtf(lanes[0] / (float)size + epsilon);
+}
+
+/* silu(gate) * up, where silu(x) = x / (1 + exp(-x)); of exp(-|x|), which cannot overflow. */
+ROW_INLINE vec16 FOR_ISA(gated)(vec16 gate, vec16 up, const int dtype) {
+    const vec16 zero = {0};
+    const ints16 is_negative = gate < zero;
+    const vec16 power = FOR_ISA(exp_of)(FOR_ISA(where)(is_negative, gate, -gate));
+    const vec16 silu = gate * (FOR_ISA(where)(is_negative, power, zero + 1.0f) / (power + 1.0f));
+    return FOR_ISA(rounded)(silu, dtype) * up;
+}
+
+/* Numbers [i, i + 16) of what becomes of a row, `count` of them and zeros, not yet rounded. */
+ROW_INLINE vec16 FOR_ISA(passed)(const row_pass *pass, const void *x, int64_t inputs, float scale, int64_t i, int64_t count,
+                             const int dtype, const int what) {
+    const vec16 numbers = FOR_ISA(load)(x, i, count, dtype);
+    if (what == NORMED) return numbers * scale * FOR_ISA(load)(pass->norm, i, count, FLOAT32);
+    return FOR_ISA(gated)(numbers, FOR_ISA(load)(x, inputs + i, count, dtype), dtype);
+}
+
+/* A row in chunks that begin `stride` bytes apart, with zeros behind its last number; `to_dtype` holds what it is rounded
+ * to. One chunk that is not a multiple of 16 ends with its last number. */
+ROW_INLINE void FOR_ISA(pass_row)(const row_pass *pass, const void *x, int64_t inputs, char *to, int64_t stride, int64_t chunk,
+                              const int dtype, const int to_dtype, const int what) {
+    const float scale = what == NORMED ? FOR_ISA(norm_scale)(x, inputs, pass->epsilon, dtype) : 0.0f;
+    for (int64_t from = 0; from < inputs; from += chunk, to += stride)
+        for (int64_t i = 0; i < chunk; i += 16) {
+            const int64_t at = from + i, count = inputs - at;
+            const vec16 numbers = count >= 16 ? FOR_ISA(passed)(pass, x, inputs, scale, at, 16, dtype, what)
+                                              : FOR_ISA(passed)(pass, x, inputs, scale, at, count, dtype, what);
+            if (chunk - i >= 16)
+                FOR_ISA(store)(to, i, 16, to_dtype == dtype ? numbers : FOR_ISA(rounded)(numbers, dtype), to_dtype);
+            else
+                FOR_ISA(store)(to, i, chunk - i, to_dtype == dtype ? numbers : FOR_ISA(rounded)(numbers, dtype), to_dtype);
+        }
+}
+
+/* pass_row for what is known when it is called. */
+static __attribute__((target(ISA))) void FOR_ISA(pass_any_row)(const row_pass *pass, const void *x, int64_t inputs, char *to, int64_t stride,
+                                  int64_t chunk, int64_t dtype, int64_t to_dtype) {
+    if (pass->what == NORMED && dtype == FLOAT32)
+        FOR_ISA(pass_row)(pass, x, inputs, to, stride, chunk, FLOAT32, FLOAT32, NORMED);
+    else if (pass->what == NORMED && to_dtype == FLOAT32)
+        FOR_ISA(pass_row)(pass, x, inputs, to, stride, chunk, BFLOAT16, FLOAT32, NORMED);
+    else if (pass->what == NORMED)
+        FOR_ISA(pass_row)(pass, x, inputs, to, stride, chunk, BFLOAT16, BFLOAT16, NORMED);
+    else if (dtype == FLOAT32)
+        FOR_ISA(pass_row)(pass, x, inputs, to, stride, chunk, FLOAT32, FLOAT32, GATED);
+    else if (to_dtype == FLOAT32)
+        FOR_ISA(pass_row)(pass, x, inputs, to, stride, chunk, BFLOAT16, FLOAT32, GATED);
+    else
+        FOR_ISA(pass_row)(pass, x, inputs, to, stride, chunk, BFLOAT16, BFLOAT16, GATED);
+}
+
+#undef ROW_INLINE

@@ -1,0 +1,55 @@
+"""What a decoder does to rows before it multiplies them: RMSNorm, and silu(gate) * up; by torch or compiled.
+
+A compiled linear layer takes a pass along: its rows go through it where they are laid out for the kernels (linear.py).
+"""
+
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from pdkv.kernels.linear import GATED, Norm
+from pdkv.kernels.passes import rms_norm
+
+
+class RowPass(Protocol):
+    """x (n, a) -> (n, b), row by row."""
+
+    @property
+    def fused(self) -> Norm | Literal["gated"]:
+        """As compiled linear layers take it along."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """By itself; `x` may be overwritten where b < a."""
+
+
+class RMSNorm:
+    """x (..., size) -> x / sqrt(mean(x * x) + epsilon) * weight, computed in float32 and rounded once."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+        """`weight` (size,), of the rows' dtype."""
+        self.weight = weight
+        self.fused = Norm(weight.float().contiguous(), epsilon)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.fused.epsilon)
+
+
+class CompiledRMSNorm(RMSNorm):
+    """The same of rows (n, size) in host memory."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.fused, torch.get_num_threads())
+
+
+class SiluMul:
+    """Rows of gates and then what they gate -> silu(gate) * up; silu is rounded, then the product."""
+
+    fused = GATED
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+
+silu_mul = SiluMul()
