@@ -2,8 +2,6 @@
 
 from contextlib import nullcontext
 
-import numpy as np
-
 from pdkv.connectors.arena.sources import PoolSource
 from pdkv.connectors.nixl.blocks import BlockReader
 from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
@@ -84,17 +82,8 @@ class PoolReader:
             return None
         layout, peer, pool = self._endpoint.config.layout, self._endpoint.peers.card_of(blob).layout, source.mapped
         pieces = unit_pieces(layout, peer, wanted.theirs, wanted.head_start, wanted.ours, wanted.part)
-        pieces.check(own.flat.nbytes, pool.nbytes)
         source.will_read()
-        digests, first = [np.zeros((0, wanted.part.num_heads), dtype=np.uint64)], 0
-        for part in pieces.cut(COPY_BYTES):
-            job.check()
-            cut = slice(first, first + part.target.size)
-            first = cut.stop
-            with wanted.guard():
-                some = Tokens(*(column[cut] for column in tokens))
-                digests.append(own.copy_pieces(some, wanted.part, pool.reshape(-1), part))
-        return np.concatenate(digests)
+        return own.copy(tokens, wanted.part, pool.reshape(-1), pieces, job.check, wanted.guard)
 
     def generations(self, job: Waiting, blob: RankBlob, blocks: Ids) -> Ids:
         """The generations of a peer's blocks now; `blob` is its rank 0's. Raises as `read_blocks`."""

@@ -70,13 +70,11 @@ class PiecePool:
     """
 
     def __init__(self, kv_cache: "torch.Tensor", layout: KVLayout) -> None:
-        import torch
-
         self.layout = layout
         self.units = UnitPool(kv_cache)
         self.on_host = self.units.on_cpu
         self._num_blocks = len(kv_cache)
-        self._flat: Bytes | None = kv_cache.view(-1).view(torch.uint8).numpy() if self.on_host else None
+        self._flat = self.units.flat
 
     def unit_bytes(self, part: UnitPart | None) -> int:
         """Bytes of one unit's part, or, without one, of a block."""

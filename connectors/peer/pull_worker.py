@@ -18,10 +18,10 @@ from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.peer.source_digests import SourceDigests
 from pdkv.connectors.peer.worker import PeerWorker
 from pdkv.connectors.step_done import ON_HOST
-from pdkv.connectors.transfer.digest import PoolDigests, Tokens
+from pdkv.connectors.transfer.digest import Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows
-from pdkv.connectors.transfer.planning import Ids, as_ids, reader_parts
-from pdkv.connectors.transfer.pool_copy import COPY_BYTES
+from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids, reader_parts
+from pdkv.connectors.transfer.pool_copy import unit_pieces
 from pdkv.connectors.transfer.worker import Job, Task
 from pdkv.errors import KVNotFound, PdkvError, StaleGeneration
 from pdkv.kernels.digest import Digests
@@ -64,23 +64,17 @@ class PullWorker(PeerWorker):
         """As `read`, whole hash blocks of the own pool, of whose `tokens` digests are wanted."""
         return Landed(self.read(job, piece, scratch))
 
-    def copy_digested(self, job: Job, piece: PullPiece, source: Any, tokens: Tokens) -> Landed:
+    def copy_digested(self, job: Job, piece: PullPiece, source: Bytes, tokens: Tokens) -> Landed:
         """What `read_digested` does where the peer's pool is mapped: (blocks, bytes). One pass over the bytes.
 
         Raises:
             TransferError: the job has to stop.
         """
-        own, layout = self.checksums.pool, self.config.layout
-        pool = PoolDigests(source, piece.card.layout, rank=piece.heads.peer_rank, tp=piece.card.tp)
+        layout, part = self.config.layout, piece.own_part(self.config.layout)
         theirs = piece.digested(piece.load.source, piece.load.unit)[0].units
-        parts = piece.own_part(layout), piece.peer_part(layout)
-        count, digests = max(1, COPY_BYTES // own.unit_bytes(parts[0])), []
-        for first in range(0, theirs.size, count):
-            job.check()
-            cut = slice(first, first + count)
-            some = Tokens(*(column[cut] for column in tokens))
-            digests.append(own.copy(some, parts[0], pool, theirs[cut], parts[1]))
-        return Landed(int(theirs.size) * own.unit_bytes(parts[0]), np.concatenate(digests))
+        pieces = unit_pieces(layout, piece.card.layout, theirs, piece.heads.peer_first, tokens.units, part)
+        digests = self.checksums.pool.copy(tokens, part, source.reshape(-1), pieces, job.check)
+        return Landed(pieces.num_bytes, digests)
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         if isinstance(meta, PullMetadata):

@@ -5,7 +5,8 @@ and head, as all ranks count them, and digests of cells add up modulo 2^64. So n
 nor how a transfer is cut by layers, heads and tokens, changes what a hash block's digest is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ import xxhash
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids, rank_heads
-from pdkv.connectors.transfer.pool_copy import Pieces
+from pdkv.connectors.transfer.pool_copy import COPY_BYTES, Pieces
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.kernels.digest import Digests, add_digests, available, mix, seeds_of
 from pdkv.kernels.host import Rows
@@ -113,32 +114,41 @@ class PoolDigests:
         """Digests of a piece that is about to move out of this pool, or into it."""
         return PieceDigests(self, tokens, part, key, first_token)
 
-    def copy(self, tokens: Tokens, part: UnitPart, source: "PoolDigests", theirs: Ids, their_part: UnitPart) -> Digests:
-        """Copy whole units of another pool into this one, and return the digests of `tokens` as they arrive here.
+    def copy(
+        self,
+        tokens: Tokens,
+        part: UnitPart,
+        source: Bytes,
+        pieces: Pieces,
+        check: Callable[[], None],
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Digests:
+        """Copy units out of another pool into this one, and return the digests of `tokens` as they arrive here.
 
         Args:
             tokens: of this pool. Of each unit all tokens are copied, whatever is digested; none is skipped.
-            theirs: as many units of `source`.
-            their_part: the same layers and heads, as that pool counts them.
-        """
-        assert source.flat is not None
-        rows, others = self._rows(part), source._rows(their_part)
-        rows = rows._replace(
-            source_outer_stride=others.source_outer_stride, source_inner_stride=others.source_inner_stride
-        )
-        start = source._offsets(Tokens(theirs, np.zeros_like(theirs), tokens.counts), their_part)
-        return self.copy_pieces(tokens, part, source.flat, Pieces(self._offsets(tokens, part), start, rows))
+            source: the other pool's bytes.
+            pieces: those units in both pools, of one size, as `unit_pieces` has them.
+            check: called now and then.
+            guard: a context around each write.
 
-    def copy_pieces(self, tokens: Tokens, part: UnitPart, source: Bytes, pieces: Pieces) -> Digests:
-        """The same, units as pieces of two flat pools (see `unit_pieces`). The caller has checked their bounds."""
+        Raises:
+            TransferError: some of it is not within its pool; nothing is copied. And what `check` and `guard` raise.
+        """
         assert self.flat is not None
-        result = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
-        add_digests(
-            result, _seeds(self.first_head, part), source, np.ascontiguousarray(pieces.source), pieces.rows,
-            sizes=tokens.counts * self._token_bytes, target=self.flat,
-            target_offsets=np.ascontiguousarray(pieces.target),
-        )  # fmt: skip
-        return result
+        pieces.check(self.flat.nbytes, source.nbytes)
+        digests = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
+        seeds, sizes, first = _seeds(self.first_head, part), tokens.counts * self._token_bytes, 0
+        for some in pieces.cut(COPY_BYTES):
+            check()
+            cut = slice(first, first + some.target.size)
+            first = cut.stop
+            with guard():
+                add_digests(
+                    digests[cut], seeds, source, np.ascontiguousarray(some.source), some.rows, sizes=sizes[cut],
+                    target=self.flat, target_offsets=np.ascontiguousarray(some.target),
+                )  # fmt: skip
+        return digests
 
     def _offsets(self, tokens: Tokens, part: UnitPart) -> Ids:
         """Where the first row of the part of each unit begins, in bytes."""

@@ -8,6 +8,7 @@ import pytest
 
 from pdkv.connectors.transfer.digest import PoolDigests, Tokens, bind, cut_tokens
 from pdkv.connectors.transfer.planning import rank_heads
+from pdkv.connectors.transfer.pool_copy import unit_pieces
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.wire.messages import KVLayout
 
@@ -145,8 +146,11 @@ def test_a_copy_returns_the_digests_of_what_it_copied(tp: int) -> None:
         theirs, ours = (UnitPart(h, h + 1, 0, LAYERS) for h in first)
         tokens = target.tokens(32, NUM_TOKENS)
         there = source.tokens(32, NUM_TOKENS)
-        landed = target.ranks[ranks[1]].copy(tokens, ours, source.ranks[ranks[0]], there.units, theirs)
-        assert np.array_equal(landed, target.ranks[ranks[1]].digests(tokens, ours))
+        own, peer = target.ranks[ranks[1]], source.ranks[ranks[0]]
+        assert peer.flat is not None
+        pieces = unit_pieces(own.layout, peer.layout, there.units, theirs.head_start, tokens.units, ours)
+        landed = own.copy(tokens, ours, peer.flat, pieces, lambda: None)
+        assert np.array_equal(landed, own.digests(tokens, ours))
         assert np.array_equal(landed[:, 0], whole_digest(kv, 32)[:, head])
     assert np.array_equal(whole_digest(kv, 32), sum_of(target)[2:])
 
