@@ -4,6 +4,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pdkv.connectors.base import TransferKey, TransferOutcome
 from pdkv.engine.executor import Ended, Executor
@@ -11,7 +12,7 @@ from pdkv.engine.external import EndedSend, ExternalKV
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.intake import Prepared, root_of
 from pdkv.engine.lower_tiers import LowerTiers
-from pdkv.engine.plan import StepOutput
+from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.request import Request, name_of
 from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
@@ -107,6 +108,12 @@ class Counters:
         self.store += sources.store
 
 
+class Workers(Protocol):
+    """Who is told which engines came and went: the executor, or who passes it on to the executor's thread."""
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None: ...
+
+
 class EngineCore:
     """Schedule → execute → update over the requests of any number of routers. Single-threaded."""
 
@@ -125,6 +132,7 @@ class EngineCore:
         self.card = card
         self.scheduler = scheduler
         self.executor = executor
+        self.workers: Workers = executor
         self.prefill = prefill
         self.decode = decode
         self.counters = Counters()
@@ -167,8 +175,7 @@ class EngineCore:
 
         Raises what the executor raises: the engine is then lost.
         """
-        self._settle(self.executor.collect())
-        self._fail_rejected()
+        self.settle(self.executor.ask_finished())
         self.scheduler.ask_again()
 
     def next_deadline(self) -> float | None:
@@ -185,10 +192,16 @@ class EngineCore:
         self.finish_step(self.begin_step(now), now)
 
     def begin_step(self, now: float) -> StepOutput:
-        """Schedule and execute. Its finish_step may lag: at most two steps may have begun when one is finished."""
+        """Schedule and execute."""
         ended = self.executor.take_finished()
         if ended.transfers:  # what they bring is in this step, not behind an empty one
-            self._settle(ended)
+            self.settle(ended)
+        return self.executor.execute(self.plan_step(now))
+
+    def plan_step(self, now: float) -> StepPlan:
+        """What the executor shall do next, in the order in which this says it. Two steps may have been planned that are
+        not finished yet.
+        """
         self.expire(now)
         self._dirty = False
         self._last_step = now
@@ -201,7 +214,7 @@ class EngineCore:
             self.requests[new.key].begins(now)
         self._fail_rejected()
         self.watch.begin(plan.num_tokens)
-        return self.executor.execute(plan)
+        return plan
 
     def _note_preemption(self, now: float) -> None:
         """Say, now and then, who lost its KV blocks: the pool is too small for what runs."""
@@ -225,14 +238,15 @@ class EngineCore:
         self._sends_ended(result.sends)
         self._fail_rejected()
         if result.computed:
-            self.scheduler.go_on()
+            self.scheduler.compute_on()
         self.watch.end()
 
-    def _settle(self, ended: Ended) -> None:
+    def settle(self, ended: Ended) -> None:
         """What ended between two steps."""
         if ended.stats is not None:
             self.external.worker_stats = ended.stats
         self._sends_ended(self.scheduler.settle(ended.transfers))
+        self._fail_rejected()
 
     def _sends_ended(self, sends: Sequence[EndedSend]) -> None:
         for send in sends:
@@ -384,6 +398,7 @@ class EngineCore:
             self._abort(older)
         root, keys = (root_of(self.card, submit), ()) if prepared is None else prepared[:2]
         request = Request(submit, router_id, root, now, keys)
+        request.end_at = min(request.end_at, self._stop_rules.max_len)
         if logger.isEnabledFor(logging.DEBUG):
             sizes = len(submit.prompt_token_ids), len(submit.output_token_ids)
             logger.debug("request %s: %d prompt and %d output tokens, kv %s", request.name, *sizes, submit.kv)
@@ -451,8 +466,16 @@ class EngineCore:
         removed = [card for epoch, card in self._peers.items() if epoch not in peers]
         if self.external.connector is not None:
             self.external.connector.update_peers(list(peers.values()))
-            self.executor.update_peers(added, removed)
+            self.workers.update_peers(added, removed)
         self._peers = peers
+
+    def peers_refused(self, added: Sequence[EngineCard], removed: Sequence[EngineCard], error: Exception) -> None:
+        """The workers could not stand that change, which they were told of a while ago: the next one says it again."""
+        self.counters.dropped_messages += 1
+        logger.error("the connector's workers refused a change of peers: %s", error, exc_info=error)
+        for card in added:
+            self._peers.pop(card.epoch, None)
+        self._peers.update((card.epoch, card) for card in removed)
 
     # --- requests end ---------------------------------------------------------------------------------------------
 

@@ -49,6 +49,11 @@ class Executor(ABC):
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step on all ranks and return their common output. Blocks; raises what a rank raised."""
 
+    def enter_thread(self) -> None:
+        """The thread that calls this runs all steps from now on; an executor that nobody told runs them on the thread
+        that made it.
+        """
+
     def take_finished(self) -> Ended:
         """Between steps: transfers that ended since the last one, as far as that costs nothing.
 
@@ -57,7 +62,7 @@ class Executor(ABC):
         """
         return NOTHING_ENDED
 
-    def collect(self) -> Ended:
+    def ask_finished(self) -> Ended:
         """`take_finished` of all ranks, which are asked. Blocks for their answers; raises what a rank raised."""
         return self.take_finished()
 
@@ -215,11 +220,17 @@ class InProcessExecutor(ModelExecutor):
             self._threads.use_for(plan.num_tokens)
         return self._runner.execute(plan)
 
+    def enter_thread(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self._threads is not None:
+            self._threads.enter_thread()
+
     def take_finished(self) -> Ended:
         # What one of several ranks has ended others may not have.
-        return self.collect() if self.shard.size == 1 else NOTHING_ENDED
+        return self.ask_finished() if self.shard.size == 1 else NOTHING_ENDED
 
-    def collect(self) -> Ended:
+    def ask_finished(self) -> Ended:
         """Of this rank alone."""
         if self._worker is None:
             return NOTHING_ENDED

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import inf
+from sys import maxsize
 
 from pdkv.connectors.base import RequestView, TransferKey
 from pdkv.engine.plan import NewRequest
@@ -20,6 +21,7 @@ class Request:
         "computed_before",
         "deadline",
         "due_at",
+        "end_at",
         "handoff",
         "hash_keys",
         "hash_root",
@@ -35,6 +37,7 @@ class Request:
         "num_external",
         "num_full_blocks",
         "num_given_up",
+        "num_in_flight",
         "num_local_hit",
         "num_reported",
         "num_worker_blocks",
@@ -43,7 +46,6 @@ class Request:
         "prompt_token_ids",
         "restarts",
         "router_id",
-        "sampling_in_flight",
         "source_is_peer",
         "started",
         "submit",
@@ -66,6 +68,7 @@ class Request:
         self.deadline = arrival + submit.timeout_s
         self.prompt_token_ids = submit.prompt_token_ids
         self.output_token_ids = list(submit.output_token_ids)
+        self.end_at = _end_at(submit)  # with so many tokens it is over: nothing is computed behind the last but one
         self.kv = submit.kv  # becomes "local" with `compute_here`
         self.handoff = submit.handoff
         self.ticket = submit.ticket
@@ -96,7 +99,7 @@ class Request:
         self.in_worker = False
         self.num_worker_blocks = 0
         self.last_step_id = -1  # last step that names this request's blocks
-        self.sampling_in_flight = False  # the next token is not known before that step's update
+        self.num_in_flight = 0  # tokens that steps in flight will draw, at most: known with their updates
 
     def restart(self) -> None:
         """Forget all that was computed: what steps in flight bring for it is dropped."""
@@ -113,8 +116,7 @@ class Request:
         self.preempted = True  # what should have come from outside is computed again
         self.num_external = num_tokens - self.num_local_hit
         self.num_computed = self.num_confirmed = num_tokens
-        self.num_reported = self.num_worker_blocks = self.due_at = 0
-        self.sampling_in_flight = False
+        self.num_reported = self.num_worker_blocks = self.due_at = self.num_in_flight = 0
 
     def compute_here(self) -> None:
         """The peer's part is over, one way or the other."""
@@ -141,6 +143,16 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens known."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_planned(self) -> int:
+        """Tokens known, and those that steps in flight will draw."""
+        return self.num_tokens + self.num_in_flight
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the steps in flight end it by its length: it computes nothing more, and gives its blocks back."""
+        return self.num_in_flight > 0 and self.num_planned >= self.end_at
 
     @property
     def num_wanted(self) -> int:
@@ -210,6 +222,13 @@ class Request:
             remote=external if self.source_is_peer else 0,
             store=0 if self.source_is_peer else external,
         )
+
+
+def _end_at(submit: Submit) -> int:
+    """Tokens of prompt and output behind which a request ends by what it asks for, if nothing ends it before."""
+    num_prompt, most = len(submit.prompt_token_ids), submit.params.max_tokens
+    end_at = maxsize if most is None else num_prompt + most
+    return end_at if submit.until == "end" else min(end_at, num_prompt + len(submit.output_token_ids) + 1)
 
 
 def name_of(submit: Submit) -> RequestName:

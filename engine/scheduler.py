@@ -6,7 +6,7 @@ update may lag: what its requests lost meanwhile is dropped by counter.
 """
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -36,7 +36,7 @@ class _Share(NamedTuple):
     request: Request
     restarts: int
     stop: int  # tokens [.., stop) are computed when the step is confirmed
-    samples: bool
+    num_drawn: int  # tokens, at most
 
 
 class Drawn(NamedTuple):
@@ -112,6 +112,12 @@ class Scheduler:
             self.queues.needs_step = True
         elif self.trials.is_open and not batch and not any(self._in_flight.values()):
             self.trials.pause()
+            self._look_after_end_of_trial()
+
+    def _look_after_end_of_trial(self) -> None:
+        """A trial is over when no step that has the suspect in it is under way any more."""
+        if self.trials.active:
+            self.trials.close(is_idle=not any(self._in_flight.values()))
 
     def update(self, output: StepOutput) -> StepResult:
         """Confirm a step: transfers are settled, counters advance, full blocks enter the cache."""
@@ -119,7 +125,7 @@ class Scheduler:
         self.loads.end_step(output.step_id)
         shares = self._in_flight.pop(output.step_id, ())
         result = StepResult([], [], sends, bool(shares))
-        for request, restarts, stop, samples in shares:
+        for request, restarts, stop, num_drawn in shares:
             if restarts != request.restarts:
                 continue  # aborted, preempted or sent back meanwhile
             failure = output.failed.get(request.key) if output.failed else None
@@ -128,8 +134,8 @@ class Scheduler:
                 result.failed.append((request, failure))
                 continue
             request.num_confirmed = max(request.num_confirmed, stop)
-            if samples:
-                request.sampling_in_flight = False
+            if num_drawn:
+                request.num_in_flight -= num_drawn
                 sampled = output.sampled.get(request.key)
                 if sampled is not None:
                     request.output_token_ids += sampled.token_ids
@@ -140,6 +146,7 @@ class Scheduler:
                 request.due_at = min(self.kv.commit(request), self.external.report_confirmed(request))
         if self.kv.end_step(output.step_id):
             self.queues.needs_step = True
+        self._look_after_end_of_trial()
         return result
 
     def go_on(self) -> None:
@@ -147,10 +154,24 @@ class Scheduler:
         if not self.queues.is_empty:
             self.queues.needs_step = True
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether somebody has something to compute, as far as can be told without planning."""
+        if self.trials.active and any(self._in_flight.values()):
+            return False  # nothing is planned ahead while one is near
+        return bool(self.waiting) or any(r.num_planned > r.num_computed for r in self.running if not r.is_ending)
+
+    def compute_on(self) -> None:
+        """A step has ended: another one follows if somebody has something to compute."""
+        if self.can_go_on:
+            self.queues.needs_step = True
+
     def ask_again(self) -> None:
         """The connector may know now what it did not: whoever waits for its answer asks with the next step."""
-        if self.external.unstarted or not self.queues.is_empty:
+        if self.external.unstarted:
             self.queues.needs_step = True
+        else:
+            self.compute_on()
 
     def settle(self, results: TransferResults) -> list[EndedSend]:
         """Transfers have ended, with a step or between two: loads, holds and quarantines end with them."""
@@ -171,6 +192,7 @@ class Scheduler:
         self.trials.remove(request)
         self.queues.remove(request)
         request.restarts += 1
+        self._look_after_end_of_trial()
 
     # --- schedule: running ----------------------------------------------------------------------------------------
 
@@ -207,7 +229,8 @@ class Scheduler:
             False: not in this step. Blocks come back with the end of a step or of a transfer, or it was the last one.
         """
         while not self.kv.grow(request, num_tokens):
-            if self.kv.will_fit(request, num_tokens, self.external.kept_blocks):
+            ending = [r.held_blocks() for r in self.running if r.is_ending]
+            if self.kv.will_fit(request, num_tokens, chain(self.external.kept_blocks, ending)):
                 return False
             victim = self._pick_victim(index)
             if victim is None:
@@ -218,16 +241,21 @@ class Scheduler:
         return True
 
     def _num_schedulable(self, request: Request, budget: int) -> int:
-        """Tokens of the request to compute in this step; 0 while its next token is in flight."""
-        if request.sampling_in_flight or (self.trials.active and self.trials.holds(request)):
+        """Tokens of the request to compute in this step: also those that steps in flight draw, which the workers know
+        by then. 0 where these end it.
+        """
+        if request.is_ending or (self.trials.active and self.trials.holds(request)):
             return 0
-        num_tokens = request.num_tokens - request.num_computed
+        num_tokens = request.num_planned - request.num_computed
         threshold = self.limits.long_prefill_token_threshold
         return min(num_tokens, threshold or num_tokens, budget)
 
     def _pick_victim(self, index: int) -> Request | None:
-        """The least urgent of running[index:], none of which is in this step yet, whose blocks no transfer reads."""
-        candidates = reversed(self.running[index:])
+        """The least urgent of running[index:], none of which is in this step yet, whose blocks no transfer reads.
+
+        Not one that will end with what it has: nothing is gained by computing that again.
+        """
+        candidates = (r for r in reversed(self.running[index:]) if not r.is_ending)
         return next((r for r in candidates if not self.external.has_saves(r.transfer_key)), None)
 
     def _preempt(self, request: Request) -> None:
@@ -320,7 +348,7 @@ class Scheduler:
         shares: list[_Share] = []
         for request, num_tokens in batch:
             start, stop = request.num_computed, request.num_computed + num_tokens
-            samples = stop == request.num_tokens
+            samples = stop == request.num_planned
             key, num_blocks = request.key, len(request.block_tables[0])
             new_block_ids: list[list[int]] = []
             if not request.num_worker_blocks:  # the workers do not know it
@@ -329,10 +357,10 @@ class Scheduler:
                 new_block_ids = [table[request.num_worker_blocks :] for table in request.block_tables]
             request.num_worker_blocks = num_blocks
             scheduled.append(ScheduledRequest(key, start, num_tokens, new_block_ids, samples))
-            shares.append(_Share(request, request.restarts, stop, samples))
+            shares.append(_Share(request, request.restarts, stop, int(samples)))
             request.num_computed = stop
             request.last_step_id = step_id
-            request.sampling_in_flight = samples
+            request.num_in_flight += samples
         self._in_flight[step_id] = shares
         self.kv.begin_step(step_id)
         return new, scheduled

@@ -18,7 +18,7 @@ class StopRules:
 
     def __init__(self, *, eos_token_ids: Sequence[int], max_model_len: int, vocab_size: int) -> None:
         self._eos = frozenset(eos_token_ids)
-        self._max_len = max_model_len
+        self.max_len = max_model_len
         self._vocab_size = vocab_size
 
     def check(self, submit: Submit, *, has_connector: bool, bounds: tuple[int, int] | None = None) -> None:
@@ -37,11 +37,11 @@ class StopRules:
         prompt, output = submit.prompt_token_ids, submit.output_token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        is_full = bool(output) and len(prompt) + len(output) == self._max_len  # `ended` says so
-        if len(prompt) + len(output) >= self._max_len and not is_full:
+        is_full = bool(output) and len(prompt) + len(output) == self.max_len  # `ended` says so
+        if len(prompt) + len(output) >= self.max_len and not is_full:
             raise InvalidRequest(
                 f"prompt and output so far have {len(prompt) + len(output)} tokens; "
-                f"at most {self._max_len - 1} leave room for one more",
+                f"at most {self.max_len - 1} leave room for one more",
                 param="prompt",
             )
         lowest, highest = bounds or (min(*prompt, *output, 0), max(*prompt, *output, 0))
@@ -57,7 +57,7 @@ class StopRules:
 
     def check_continue(self, request: Request, token_ids: Sequence[int]) -> None:
         """Refuse tokens that the request cannot go on from. Raises InvalidRequest."""
-        if request.num_tokens + len(token_ids) >= self._max_len:
+        if request.num_tokens + len(token_ids) >= self.max_len:
             raise InvalidRequest(f"{len(token_ids)} tokens leave no room for one more", param="token_ids")
         if not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < self._vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="token_ids")
@@ -73,8 +73,8 @@ class StopRules:
             The reason and, where a token ended it, that token.
         """
         output, params = request.output_token_ids, request.submit.params
-        max_tokens = params.max_tokens if params.max_tokens is not None else self._max_len
-        longest = min(max_tokens, self._max_len - len(request.prompt_token_ids))
+        max_tokens = params.max_tokens if params.max_tokens is not None else self.max_len
+        longest = min(max_tokens, self.max_len - len(request.prompt_token_ids))
         for count in range(len(output) - num_new + 1, len(output) + 1):
             token_id = output[count - 1]
             is_eos = token_id in self._eos and not params.ignore_eos

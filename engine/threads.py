@@ -24,6 +24,10 @@ class StepThreads:
             self._least_tokens = 0
         self._now = num_threads
 
+    def enter_thread(self) -> None:
+        """The thread that calls this computes from now on: torch counts threads for each of its callers."""
+        torch.set_num_threads(self._now)
+
     def count(self, num_tokens: int) -> int:
         """Threads for a step of that many tokens."""
         return self._num_threads if num_tokens >= self._least_tokens else 1

@@ -12,13 +12,14 @@ from pdkv.wire.messages import RequestKey, Trial
 ANSWER_TIMEOUT_S = 5.0
 """How long an engine stands still for a router's answer; then it goes on without."""
 
-_State = Literal["none", "opening", "asked", "open", "over"]
+_State = Literal["none", "opening", "asked", "open", "closing", "over"]
 
 
 class Trials:
     """At most one request is on trial at a time. Single-threaded; plain data in, plain data out.
 
-    none ─▶ opening (steps in flight end) ─▶ asked ─▶ open ─▶ over ─▶ none; `asked` and `over` wait for the router.
+    none ─▶ opening (steps in flight end) ─▶ asked ─▶ open ─▶ closing (its step ends) ─▶ over ─▶ none; `asked` and
+    `over` wait for the router. Its steps follow each other strictly in turn.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,7 @@ class Trials:
         self._wanted: Request | None = None  # could run now
         self._request: Request | None = None
         self._state: _State = "none"
+        self._is_idle = True  # when the step that is being planned began to be
         self._messages: list[tuple[str, Trial]] = []  # by router_id
 
     @property
@@ -46,13 +48,14 @@ class Trials:
     def holds(self, request: Request) -> bool:
         """Whether a request that could run now must not."""
         if self._request is not None:
-            return not (self._state == "open" and request is self._request)
+            return not (self._state == "open" and request is self._request and self._is_idle)
         if request.trial_tokens and self._wanted is None:
             self._wanted = request
         return request.trial_tokens > 0
 
     def advance(self, *, is_idle: bool) -> None:
         """The next step is about to be planned. `is_idle`: no step that has anybody in it is under way."""
+        self._is_idle = is_idle
         if self._state == "none" and self._wanted is not None:
             self._request, self._wanted, self._state = self._wanted, None, "opening"
         if self._state == "opening" and is_idle:
@@ -88,6 +91,11 @@ class Trials:
         if self._state == "opening":
             self._clear()
         elif self._state in ("asked", "open"):
+            self._state = "closing"
+
+    def close(self, *, is_idle: bool) -> None:
+        """Tell the router that the trial is over, if it is and if no step that has anybody in it is under way."""
+        if self._state == "closing" and is_idle:
             self._ask(begins=False)
 
     def answered(self, router_id: str, message: Trial) -> bool:

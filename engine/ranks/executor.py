@@ -127,6 +127,9 @@ class MultiProcessExecutor(ModelExecutor):
         answers = others.hear(others.start_timeout_s)
         return own + [RankInfo(a.pid, a.blob) for a in answers if isinstance(a, Attached)]
 
+    def enter_thread(self) -> None:
+        self._local.enter_thread()
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run the step on all ranks; each answers every step, so no rank is ever more than one step behind.
 
@@ -158,7 +161,7 @@ class MultiProcessExecutor(ModelExecutor):
             connector_stats=self._sum_stats([output.connector_stats, *(a.connector_stats for a in done)]),
         )
 
-    def collect(self) -> Ended:
+    def ask_finished(self) -> Ended:
         """Ask all ranks; a transfer has ended when it has on every one.
 
         Raises:
@@ -167,7 +170,7 @@ class MultiProcessExecutor(ModelExecutor):
         others = self._others
         try:
             others.tell(encode(Collect()), self._timeout_s)
-            own = self._local.collect()
+            own = self._local.ask_finished()
             answers = [answer for answer in others.hear(self._timeout_s) if isinstance(answer, Collected)]
         except RankError as error:
             raise others.why(error) from None

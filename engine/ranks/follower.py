@@ -81,7 +81,7 @@ class FirstRank:
                     output = executor.execute(plan_of(step, metadata_type))
                     self.say(step_done(output))
                 case Collect():
-                    self.say(collected(*executor.collect()))
+                    self.say(collected(*executor.ask_finished()))
                 case PeersChanged(added=added, removed=removed):
                     executor.update_peers(added, removed)
                 case Stop():

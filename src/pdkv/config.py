@@ -41,6 +41,10 @@ class EngineConfig:
     max_num_seqs: int = option(256, "most requests in one step", ge=1)
     max_num_batched_tokens: int | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)", ge=1)
     max_model_len: int | None = option(None, "longest prompt + output (default: the model's)", ge=1)
+    max_steps_ahead: int = option(
+        0, "steps planned while an earlier one still computes, so that the model never waits; 0: strictly in turn",
+        ge=0, le=2,
+    )  # fmt: skip
     long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound", ge=0)
     threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)", ge=1)
     cpu_linears: Literal["auto", "torch"] = option(

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from pdkv.build_engine import build_engine
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
 from pdkv.connectors.registry import check_connector
+from pdkv.engine.step_loop import make_step_loop
 from pdkv.errors import ConfigError, InvalidRequest, RequestFailed
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
@@ -159,14 +160,21 @@ class LLM:
         self._sampling_defaults = read_sampling_defaults(config.model, config.generation_config)
         log_sampling_defaults(config.model, self._sampling_defaults)
         self.tokenizer = Tokenizer.from_dir(config.model)
-        self._wake = threading.Event()  # set by the connector's threads
+        self._wake = threading.Event()  # set by the connector's threads and the one that runs steps
+        self._has_news = threading.Event()  # set by the connector's
         epoch = secrets.token_hex(8)
-        self._core = build_engine(config, handoff, name=f"llm-{epoch}", epoch=epoch, notify=self._wake.set)
+        self._core = build_engine(config, handoff, name=f"llm-{epoch}", epoch=epoch, notify=self._notify)
         self._core.router_joined(_ROUTER_ID, self._core.card.epoch)
+        self._steps = make_step_loop(self._core, config.max_steps_ahead, self._wake.set)
         self._live: dict[str, _Choice] = {}
+
+    def _notify(self) -> None:
+        self._has_news.set()
+        self._wake.set()
 
     def close(self) -> None:
         """Stop the engine. Idempotent."""
+        self._steps.close()
         self._core.shutdown()
 
     def __enter__(self) -> Self:
@@ -266,13 +274,14 @@ class LLM:
         self._core.handle(_ROUTER_ID, choice.submit, time.monotonic())
 
     def _step(self) -> int:
-        """One step of the engine, as soon as there is something to do; returns how many choices it made start."""
-        if not self._core.has_work and (deadline := self._core.next_deadline()) is not None:
-            self._wake.wait(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
-        if self._wake.is_set():
-            self._wake.clear()
-            self._core.wake()
-        self._core.step(time.monotonic())
+        """What the engine can do as soon as there is something to do; returns how many choices that made start."""
+        wait_s = self._steps.wait_s()
+        self._wake.wait(threading.TIMEOUT_MAX if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
+        self._wake.clear()
+        if self._has_news.is_set():
+            self._has_news.clear()
+            self._steps.wake()
+        self._steps.turn()
         num_new = 0
         for _, messages in self._core.take_messages(time.monotonic()):
             for message in messages:
@@ -306,7 +315,7 @@ class LLM:
     def _settle(self) -> None:
         """Wait for saves."""
         deadline = time.monotonic() + SAVE_TIMEOUT_S
-        while self._core.has_work or not self._core.external.is_idle:
+        while self._core.has_work or not (self._core.external.is_idle and self._steps.is_idle):
             if time.monotonic() >= deadline:
                 logger.warning("the connector's saves have not ended within %g s", SAVE_TIMEOUT_S)
                 return

@@ -14,6 +14,7 @@ from benchmarks import (
     connectors,
     dtypes,
     front,
+    host_gap,
     hosts,
     identity,
     layerwise,
@@ -50,6 +51,10 @@ def test_the_step_thread_is_measured_under_each_connector(tmp_path: Path) -> Non
     check(claims)
     assert len(claims) >= len([name for name in step_thread.CONNECTORS if "nixl" not in name])
     assert all(ms > 0 for ms in claims[-1].figures.values())
+
+
+def test_the_device_that_waits_for_its_host_is_measured(tmp_path: Path) -> None:
+    check(host_gap.run(Context(tmp_path, None, quick=True)))
 
 
 def test_what_a_transfer_costs_the_step_threads_is_measured_under_each_connector(tmp_path: Path) -> None:

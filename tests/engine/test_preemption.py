@@ -145,18 +145,19 @@ def run_lagging(pressure: Pressure, lag: int) -> Run:
     [Pressure(24, 8, 6, 24), Pressure(24, 8, 8, 40), Pressure(30, 8, 4, 60), Pressure(30, 8, 4, 60, "store")],
     ids=str,
 )
-def test_late_updates_cost_no_preemption_and_no_step(pressure: Pressure) -> None:
+def test_late_updates_cost_few_preemptions_and_steps(pressure: Pressure) -> None:
     """Blocks of a victim come free with the update of its last step: until then nobody else has to give way.
 
-    The bound: as many preemptions at every lag, and no more steps than the lag itself costs, but for one wait of `lag`
-    steps per preemption.
+    The bound: a third more preemptions, since what is drawn for a victim meanwhile is drawn again; and a wait of `lag`
+    steps, and one step again, for each.
     """
     prompt_runs = [run_lagging(pressure, lag) for lag in (0, 1, 2)]
     at_once = prompt_runs[0]
     assert at_once.preemptions > 5
     for lag, late in enumerate(prompt_runs):
-        assert (late.preemptions, late.most_in_a_step) == (at_once.preemptions, 1)
-        assert late.steps <= (lag + 1) * at_once.steps + lag * at_once.preemptions
+        assert late.most_in_a_step == 1
+        assert late.preemptions <= at_once.preemptions * 4 / 3
+        assert late.steps <= at_once.steps + (lag + 1) * late.preemptions + 2 * lag
 
 
 def test_blocks_that_come_back_with_this_very_plan_cost_nobody_his_own() -> None:

@@ -248,7 +248,7 @@ def test_ranks_are_asked_between_two_steps_what_has_ended(tiny_model_dir: Path, 
     for rank in (1, 0):
         engine.worker(rank).report(("t", 0), 5)
         core.wake()
-        ended = core.executor.collect()
+        ended = core.executor.ask_finished()
         assert not ended.transfers  # they are settled
         sent = [m for _, messages in core.take_messages(2.0 - rank) for m in messages]
         load = of_type(sent, LoadReport)[-1]

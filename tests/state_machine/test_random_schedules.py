@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peer_groups import ALL_WINDOW, FULL_AND_WINDOW, TWO_WINDOWS
-from state_machine.defects import DEFECTS, Pair, Patch
+from state_machine.defects import DEFECTS, LATE_DEFECTS, Pair, Patch
 from state_machine.host import PAIRS, World, run_schedule
 from state_machine.standin import StandIn
 
@@ -17,8 +17,8 @@ from pdkv.engine.request import Request
 from pdkv.wire.messages import KVGroup
 
 NUM_SCHEDULES = 7_200  # with those of the other tests, and over multi, ten thousand
-NUM_SHARDS = 2
-"""Shards of one pair can run on different cores."""
+LAGS = range(3)
+"""Steps that are planned ahead of the oldest one that has not ended."""
 
 NUM_SCHEDULES_WITH_WINDOWS = 40
 """Of each pair and each shape of groups."""
@@ -34,20 +34,19 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("shard", range(NUM_SHARDS))
+@pytest.mark.parametrize("lag", LAGS)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_any_schedule_gives_the_right_tokens_and_returns_every_block(
-    pair: Pair, shard: int, thoroughness: float
-) -> None:
+def test_any_schedule_gives_the_right_tokens_and_returns_every_block(pair: Pair, lag: int, thoroughness: float) -> None:
     @settings(
-        max_examples=int(NUM_SCHEDULES * thoroughness) // len(PAIRS) // NUM_SHARDS,
+        max_examples=int(NUM_SCHEDULES * thoroughness) // len(PAIRS) // len(LAGS),
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(seed=st.integers(0, 2**32 - 1), length=st.integers(40, 500))
     def check(seed: int, length: int) -> None:
-        run_schedule(random.Random(seed * NUM_SHARDS + shard).randbytes(length), pair)
+        data = random.Random(seed * len(LAGS) + lag).randbytes(length)
+        run_schedule(data, pair, partial(World, lag=lag))
 
     check()
 
@@ -103,14 +102,24 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float, mo
     assert num_parts or pair[0] != "store", "no load came in part"
 
 
-@pytest.mark.parametrize(("defect", "pair"), DEFECTS, ids=[defect.__name__ for defect, _ in DEFECTS])
-def test_schedules_find_the_defect(defect: object, pair: Pair, monkeypatch: Patch) -> None:
+PLANTED = [(*planted, lag) for planted in DEFECTS for lag in LAGS]
+PLANTED += [(*planted, lag) for planted in LATE_DEFECTS for lag in LAGS if lag]
+
+
+@pytest.mark.parametrize(
+    ("defect", "pair", "lag"), PLANTED, ids=[f"{defect.__name__}-{lag}" for defect, _, lag in PLANTED]
+)
+def test_schedules_find_the_defect(
+    defect: object, pair: Pair, lag: int, thoroughness: float, monkeypatch: Patch
+) -> None:
+    if thoroughness < 1 and lag != LAGS[-1]:
+        pytest.skip("the others are for the whole suite")
     assert callable(defect)
     defect(monkeypatch)
     rng = random.Random(11)
     for _ in range(MAX_SCHEDULES_PER_DEFECT):
         try:
-            run_schedule(rng.randbytes(rng.randint(100, 500)), pair)
+            run_schedule(rng.randbytes(rng.randint(100, 500)), pair, partial(World, lag=lag))
         except Exception:  # any: a wrong token, a broken book, or the engine falling over it
             return
     pytest.fail(f"{MAX_SCHEDULES_PER_DEFECT} schedules did not notice: {defect.__doc__}")

@@ -20,6 +20,7 @@ from pdkv.connectors.base import KVConnector
 from pdkv.connectors.registry import check_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import Intake, prepare
+from pdkv.engine.step_loop import StepLoop, make_step_loop
 from pdkv.errors import ConfigError, RankError
 from pdkv.host.linux import set_process_name
 from pdkv.launch.acks import Acknowledger, StartGivenUp
@@ -37,22 +38,32 @@ _PROBE_S = 1.0  # how long a start waits to hear that a store cannot be reached
 logger = logging.getLogger(__name__)
 
 
+_NEWS, _STEP_ENDED = b"\0", b"\xff"  # what the pipe carries, beside the numbers of signals
+
+
 class Notifier:
-    """A pipe in the engine's poll set; `notify` wakes the loop from any thread or signal handler."""
+    """A pipe in the engine's poll set; it wakes the loop from any thread or signal handler."""
 
     def __init__(self) -> None:
         self.fd, self.write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopping = threading.Event()
 
     def notify(self) -> None:
-        """Wake the loop. Thread-safe."""
+        """There is news: wake the loop. Thread-safe."""
+        self._write(_NEWS)
+
+    def step_ended(self) -> None:
+        """Wake the loop, which looks for the ends of steps in each of its turns. Thread-safe."""
+        self._write(_STEP_ENDED)
+
+    def _write(self, byte: bytes) -> None:
         with contextlib.suppress(BlockingIOError):  # full: the loop will wake anyway
-            os.write(self.write_fd, b"\0")
+            os.write(self.write_fd, byte)
 
     def drain(self) -> bool:
-        """Forget the notifications so far; returns whether there was one."""
+        """Forget the notifications so far; returns whether there was news, more than the end of a step."""
         try:
-            return bool(os.read(self.fd, _MAX_PIPE_BYTES))
+            return bool(os.read(self.fd, _MAX_PIPE_BYTES).strip(_STEP_ENDED))
         except BlockingIOError:
             return False
 
@@ -141,7 +152,7 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
     notifier.stop_on(signal.SIGTERM)
     try:
         ack.ready()
-        serve(core, server, notifier)
+        serve(core, server, notifier, max_steps_ahead=spec.config.max_steps_ahead)
     except StartGivenUp:
         return 1
     except RankError as error:
@@ -253,20 +264,22 @@ def _probe_connector(spec: EngineSpec, connector: type[KVConnector]) -> None:
         raise failures[0]
 
 
-def serve(core: EngineCore, server: EngineServer, notifier: Notifier) -> None:
+def serve(core: EngineCore, server: EngineServer, notifier: Notifier, *, max_steps_ahead: int = 0) -> None:
     """The engine's loop, until `notifier.stop()`."""
     intake = Intake(partial(prepare, core.card), notifier.notify)
+    steps = make_step_loop(core, max_steps_ahead, notifier.step_ended)
     try:
         while not notifier.stopping:
-            _turn(core, server, notifier, intake)
+            _turn(core, server, notifier, intake, steps)
     finally:
+        steps.close()
         intake.close()
 
 
-def _turn(core: EngineCore, server: EngineServer, notifier: Notifier, intake: Intake) -> None:
-    server.poll(_poll_timeout(core), notifier.fd)
+def _turn(core: EngineCore, server: EngineServer, notifier: Notifier, intake: Intake, steps: StepLoop) -> None:
+    server.poll(steps.wait_s(), notifier.fd)
     if notifier.drain():
-        core.wake()
+        steps.wake()
     now = time.monotonic()
     for router_id, message in server.receive():
         intake.put(router_id, message)
@@ -280,19 +293,9 @@ def _turn(core: EngineCore, server: EngineServer, notifier: Notifier, intake: In
                 core.handle_guarded(router_id, cast(RouterToEngine, message), now, prepared)
     if intake.is_empty:
         server.acknowledge()
-    deadline = core.next_deadline() if not core.has_work else now
-    if deadline is not None and deadline <= now:
-        core.finish_step(core.begin_step(now), time.monotonic())
+    steps.turn()
     for router_id, outgoing in core.take_messages(time.monotonic()):
         server.send(router_id, outgoing)
-
-
-def _poll_timeout(core: EngineCore) -> float | None:
-    """Seconds until the next step is due without a message; None: only a message or a notification brings one."""
-    if core.has_work:
-        return 0.0
-    deadline = core.next_deadline()
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 if __name__ == "__main__":  # the start without a fork server

@@ -10,14 +10,17 @@ from pdkv.connectors.memory.fabric import Endpoint, MemoryFabric
 from pdkv.connectors.memory.pull import MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushWorker
 from pdkv.engine.block_pool import Holder
+from pdkv.engine.core import EngineCore
 from pdkv.engine.external import ExternalKV
+from pdkv.engine.kv_cache_manager import KVCacheManager
 from pdkv.engine.loads import Loads
+from pdkv.engine.plan import StepOutput
 from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request
 from pdkv.engine.scheduler import Scheduler
 from pdkv.errors import PeerGone, TransferError
 from pdkv.prefill.leases import LeaseTable
-from pdkv.wire.messages import Order, RequestKey
+from pdkv.wire.messages import Order, RequestKey, Tokens
 from state_machine.standin_store import StandInStoreMetadata, StandInStoreScheduler, StandInStoreWorker
 
 Pair = tuple[str, Order, str]
@@ -233,6 +236,54 @@ def part_of_a_load_with_its_step(patch: Patch) -> None:
     patch.setattr(Request, "resume", broken)
 
 
+def over_reserved_slots_published(patch: Patch) -> None:
+    """What is planned counts as computed: slots of steps in flight enter the cache and leave for others."""
+    commit, report_confirmed = KVCacheManager.commit, ExternalKV.report_confirmed
+
+    def committed(self: KVCacheManager, request: Request) -> int:
+        request.num_confirmed = request.num_computed
+        return commit(self, request)
+
+    def reported(self: ExternalKV, request: Request, **how: bool) -> int:
+        request.num_confirmed = request.num_computed
+        return report_confirmed(self, request, **how)
+
+    patch.setattr(KVCacheManager, "commit", committed)
+    patch.setattr(ExternalKV, "report_confirmed", reported)
+
+
+def tokens_behind_the_stop(patch: Patch) -> None:
+    """What a step in flight draws for a request that has ended is told as well."""
+    update = EngineCore.finish_step
+    ended: dict[RequestKey, Request] = {}
+    forget = EngineCore._forget
+
+    def remember(self: EngineCore, request: Request) -> None:
+        ended[request.key] = request
+        forget(self, request)
+
+    def broken(self: EngineCore, output: StepOutput, now: float) -> None:
+        late = [key for key in output.sampled if key in ended and key not in self.requests]
+        update(self, output, now)
+        for key in late:
+            position, tokens = len(ended[key].output_token_ids), output.sampled[key].token_ids
+            self._outbox(ended[key].router_id, Tokens(*key, position, tokens))
+
+    patch.setattr(EngineCore, "_forget", remember)
+    patch.setattr(EngineCore, "finish_step", broken)
+
+
+def blocks_freed_under_a_step(patch: Patch) -> None:
+    """Who leaves gives its blocks back at once, whatever step in flight names them."""
+    free = KVCacheManager.free
+
+    def broken(self: KVCacheManager, request: Request) -> bool:
+        request.last_step_id = -1
+        return free(self, request)
+
+    patch.setattr(KVCacheManager, "free", broken)
+
+
 DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
     (lease_freed_early, PULL),
     (quarantine_skipped, PUSH),
@@ -252,3 +303,10 @@ DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
     (part_of_a_load_with_its_step, LAYERWISE),
 )
 """Each defect, and a pair of mode and order in which it shows."""
+
+LATE_DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
+    (over_reserved_slots_published, PULL),
+    (tokens_behind_the_stop, PULL),
+    (blocks_freed_under_a_step, PULL),
+)
+"""Those that do no harm while steps follow each other strictly in turn."""

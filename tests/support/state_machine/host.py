@@ -20,14 +20,27 @@ from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.kv_groups import num_held_at_once
-from pdkv.engine.plan import StepOutput
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.engine.step_loop import Ahead
+from pdkv.engine.step_queue import StepQueue
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.request import GenerateRequest, Route
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import EngineCard, EngineToRouter, Loaded, Order, Peers, Release, RouterToEngine
+from pdkv.wire.messages import (
+    EngineCard,
+    EngineToRouter,
+    Failed,
+    Finished,
+    Loaded,
+    Order,
+    Peers,
+    Release,
+    RequestKey,
+    RouterToEngine,
+    Tokens,
+)
 from state_machine.forward import NUM_FAMILIES, NUM_LENGTHS, Forward
 from state_machine.standin import StandIn
 from state_machine.standin_store import STAND_IN_STORE, BlockStore, ReadStore, share_store, store_of
@@ -67,9 +80,21 @@ class Engine:
     core: EngineCore
     worker: WorkerConnector
     woken: list[bool]  # one flag: the connector has called notify
-    begun: deque[StepOutput] = field(default_factory=deque)
+    steps: Ahead | None  # None: strictly in turn
+    orders: StepQueue
     inbox: deque[RouterToEngine] = field(default_factory=deque)
     outbox: deque[EngineToRouter] = field(default_factory=deque)
+    ended: set[RequestKey] = field(default_factory=set)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that was ordered is under way."""
+        return self.steps is None or (self.steps.is_idle and not self.orders.num_orders)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a step must end before another one is planned."""
+        return self.steps is not None and self.steps.is_full
 
 
 @dataclass
@@ -85,12 +110,23 @@ class Client:
 
 
 class World:
-    """Engines, fabric, router and clients under one virtual clock."""
+    """Engines, fabric, router and clients under one virtual clock.
+
+    Args:
+        lag: steps that may be planned ahead of the oldest that has not ended; None: the schedule says.
+    """
 
     hit_tokens = 0  # of the connector
 
     def __init__(
-        self, chooser: Chooser, *, mode: str, order: Order, load: str = "async", forward: Forward = STAND_IN
+        self,
+        chooser: Chooser,
+        *,
+        mode: str,
+        order: Order,
+        load: str = "async",
+        forward: Forward = STAND_IN,
+        lag: int | None = None,
     ) -> None:
         self.forward = forward
         self.chooser = chooser
@@ -105,7 +141,8 @@ class World:
         self.load = load
         self.block_size = forward.block_sizes[chooser.below(3)]
         num_blocks = (12, 10, 16)[chooser.below(3)]
-        self.max_lag = chooser.below(3)
+        chosen = chooser.below(3)
+        self.max_lag = chosen if lag is None else lag
         self.limits = SchedulerLimits(
             max_num_seqs=(4, 2, 8)[chooser.below(3)],
             max_num_batched_tokens=(16, 5, 64)[chooser.below(3)] * forward.scale,
@@ -180,7 +217,9 @@ class World:
         )
         if self.num_blocks < 16:
             core.scheduler.kv.max_committed_blocks = 1  # as for prompts of thousands of blocks
-        self.engines[name] = Engine(name, core, worker, woken)
+        orders = StepQueue(executor, lambda: None)
+        steps = Ahead(core, orders, self.max_lag) if self.max_lag else None
+        self.engines[name] = Engine(name, core, worker, woken, steps, orders)
         self.forward.watch(executor, core.scheduler.kv.pool)
         core.router_joined("router", "1")
 
@@ -226,17 +265,40 @@ class World:
         """Tell an engine that its connector has news, if it has; whether a step follows is the engine's to say."""
         if engine.woken[0]:
             engine.woken[0] = False
-            engine.core.wake()
+            (engine.core if engine.steps is None else engine.steps).wake()
             self.collect(engine)
 
     def step(self, engine: Engine) -> None:
-        """Begin a step or finish the oldest one begun; then check who owns what."""
-        core = engine.core
+        """One step in turn; or the model gets on with what was ordered, the loop hears of it, or it plans a step. Then
+        check who owns what.
+        """
+        core, steps = engine.core, engine.steps
         self.wake(engine)
-        lag = self.chooser.below(self.max_lag + 1) if self.max_lag else 0
-        engine.begun.append(core.begin_step(self.now))
-        while len(engine.begun) > lag:
-            core.finish_step(engine.begun.popleft(), self.now)
+        if steps is None:
+            core.finish_step(core.begin_step(self.now), self.now)
+        else:
+            self.run_orders(engine, self.chooser.below(engine.orders.num_orders + 1))
+            if self.chooser.below(2) or (steps.is_full and not engine.orders.num_orders):
+                steps.take_in(self.now)
+            if not steps.is_full:
+                steps.plan(self.now)
+        self.check_books(engine)
+
+    def run_orders(self, engine: Engine, count: int) -> None:
+        """The thread of the model runs some of what the loop ordered; the loop does not know yet."""
+        for _ in range(count):
+            engine.orders.run_next()
+
+    def rest(self, engine: Engine) -> None:
+        """The model ends all that was ordered, and the loop hears of it."""
+        if engine.steps is not None:
+            self.run_orders(engine, engine.orders.num_orders)
+            engine.steps.take_in(self.now)
+            self.check_books(engine)
+
+    def check_books(self, engine: Engine) -> None:
+        """Who owns what."""
+        core = engine.core
         self.collect(engine)
         core.scheduler.kv.pool.check_integrity()
         core.scheduler.queues.check_integrity()
@@ -256,11 +318,21 @@ class World:
                 lease = self.leases(flow.route.prefill).get((flow.transfer_id, flow.prefill_attempt))
                 assert lease is None, f"{message.request_id}: leased blocks were reused"
 
+    def check_ends(self, engine: Engine, messages: Sequence[EngineToRouter]) -> None:
+        """Of a request that an engine has ended it says nothing more."""
+        for message in messages:
+            if isinstance(message, Tokens | Finished | Failed):
+                key = (message.request_id, message.attempt)
+                assert key not in engine.ended, f"{message} comes behind the end"
+                if not isinstance(message, Tokens):
+                    engine.ended.add(key)
+
     def collect(self, engine: Engine) -> None:
         """Messages leave the engine."""
         for _, messages in engine.core.take_messages(self.now):
             engine.outbox.extend(messages)
             self.check_loads(messages)
+            self.check_ends(engine, messages)
 
     # --- router ---------------------------------------------------------------------------------------------------
 
@@ -465,9 +537,12 @@ class World:
                 core.handle("router", engine.inbox.popleft(), self.now)
             self.wake(engine)
             deadline = core.next_deadline()
-            if core.has_work or engine.begun or moved or (deadline is not None and deadline <= self.now):
-                moved = moved or core.has_work or bool(engine.begun)
+            is_due = core.has_work or (deadline is not None and deadline <= self.now)
+            moved = moved or core.has_work or not engine.is_idle
+            if is_due and not engine.is_full:
                 self.step(engine)
+            else:
+                self.rest(engine)
             self.collect(engine)
             while engine.outbox:
                 moved = True

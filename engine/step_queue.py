@@ -1,0 +1,147 @@
+"""Orders to an executor and what came of them, both in order: the model may run on a thread of its own.
+
+Whatever touches the workers passes through here: steps, the question what transfers have ended, news of peers. So they
+happen between two steps and in the order in which the engine's loop gave them, whatever thread runs them.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from pdkv.engine.executor import Ended, Executor
+from pdkv.engine.plan import StepOutput, StepPlan
+from pdkv.errors import RankError
+from pdkv.wire.messages import EngineCard
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 5.0
+"""How long a stop waits for the step that runs: an engine that is told to end has not much longer."""
+
+
+class PeersChanged(NamedTuple):
+    """For the connector's worker sides."""
+
+    added: Sequence[EngineCard]
+    removed: Sequence[EngineCard]
+
+
+class PeersRefused(NamedTuple):
+    """The connector's worker sides could not stand it."""
+
+    peers: PeersChanged
+    error: Exception
+
+
+Order = StepPlan | PeersChanged | Literal["ask", "stop"]
+Result = StepOutput | Ended | PeersRefused
+
+
+class StepQueue:
+    """`run_next` belongs to one thread, everything else to the engine's loop.
+
+    Args:
+        notify: called by `run_next` when `collect` has something.
+    """
+
+    def __init__(self, executor: Executor, notify: Callable[[], None]) -> None:
+        self._executor = executor
+        self._notify = notify
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Result | BaseException] = queue.SimpleQueue()
+        self._is_asked = False
+
+    @property
+    def num_orders(self) -> int:
+        """Orders that have not begun."""
+        return self._orders.qsize()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Run this step behind what was ordered before."""
+        self._orders.put(plan)
+
+    def ask_finished(self) -> None:
+        """Look for transfers that have ended, between two steps. `collect` has them, if there are some."""
+        if not self._is_asked:  # else it has not begun to look
+            self._is_asked = True
+            self._orders.put("ask")
+
+    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
+        """Between two steps: tell the connector's worker sides which engines came and went."""
+        self._orders.put(PeersChanged(added, removed))
+
+    def stop(self) -> None:
+        """Nothing more is run behind the order that runs now."""
+        while not self._orders.empty():
+            try:
+                self._orders.get_nowait()
+            except queue.Empty:
+                break
+        self._orders.put("stop")
+
+    def collect(self) -> list[Result]:
+        """What came of orders since the last call. Never blocks; raises what a step, or a rank, raised."""
+        results: list[Result] = []
+        while True:
+            try:
+                result = self._results.get_nowait()
+            except queue.Empty:
+                return results
+            if isinstance(result, BaseException):
+                raise result
+            results.append(result)
+
+    def run_next(self) -> bool:
+        """Run the next order; waits for one. Returns False when there will be no more: `stop`, or an error."""
+        order = self._orders.get()
+        if order == "stop":
+            return False
+        try:
+            result = self._run(order)
+        except BaseException as error:  # the loop's to raise
+            self._results.put(error)
+            self._notify()
+            return False
+        if result is not None:
+            self._results.put(result)
+            self._notify()
+        return True
+
+    def _run(self, order: Order) -> Result | None:
+        if isinstance(order, StepPlan):
+            return self._executor.execute(order)
+        if isinstance(order, PeersChanged):
+            try:
+                self._executor.update_peers(*order)
+            except RankError:
+                raise
+            except Exception as error:
+                return PeersRefused(order, error)
+            return None
+        self._is_asked = False  # before it looks: what ends from now on is asked for again
+        ended = self._executor.ask_finished()
+        return ended if ended.transfers else None
+
+
+class StepThread:
+    """Runs the orders of a queue until `close`."""
+
+    def __init__(self, executor: Executor, orders: StepQueue) -> None:
+        self._executor = executor
+        self._orders = orders
+        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread behind the order that runs now; one that hangs is left behind. Idempotent."""
+        self._orders.stop()
+        self._thread.join(JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("the step that runs has not ended within %g s: it is left behind", JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        self._executor.enter_thread()
+        while self._orders.run_next():
+            pass
