@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.kernels.int_lists import int64_array
+from pdkv.connectors.transfer.planning import as_ids
 
 
 class BlockTable(ABC):
@@ -67,11 +67,11 @@ class LocalBlockTable(BlockTable):
         """Nobody else reads: nothing to do."""
 
     def generations_of(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-        return self.values[int64_array(block_ids)]
+        return self.values[as_ids(block_ids)]
 
     def reuse_all(self, block_ids: Sequence[int]) -> None:
         """They are all different."""
-        self.values[int64_array(block_ids)] += 1
+        self.values[as_ids(block_ids)] += 1
 
     def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """Nothing to do."""

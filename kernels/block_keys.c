@@ -1,5 +1,4 @@
-/* The chain of block keys of a prompt, and the index in which they are found, called through ctypes
- * (kernels/block_keys.py): the chain without the GIL, the index, which takes microseconds, with it.
+/* The chain of block keys of a prompt, called through ctypes (kernels/block_keys.py) without the GIL.
  *
  * Key i = BLAKE2b-128(key i-1, tokens of block i as little-endian int32), as src/pdkv/block_keys.py says, which has the
  * same with hashlib. BLAKE2b: RFC 7693.
@@ -81,29 +80,5 @@ void pdkv_block_keys(uint8_t *keys, const uint8_t *parent, const int32_t *tokens
         }
         memcpy(keys + i * KEY_BYTES, h, KEY_BYTES);
         parent = keys + i * KEY_BYTES;
-    }
-}
-
-/* Enter keys into a set-associative index, as `_insert` of connectors/arena/block_table.py does.
- *
- * entries: (num_sets, ways), tag << 32 | unit + 1, 0: empty; each is written by one store of 8 bytes, since others read.
- * slots: by unit, where its entry is. A full set loses an entry.
- */
-void pdkv_index_keys(uint64_t *entries, int64_t *slots, const int64_t *units, const uint8_t *keys, int64_t n,
-                     int64_t num_sets, int64_t ways) {
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t tag;
-        uint64_t set;
-        memcpy(&tag, keys + KEY_BYTES * i + 4, sizeof tag);
-        memcpy(&set, keys + KEY_BYTES * i + 8, sizeof set);
-        int64_t first = (int64_t)(set & (uint64_t)(num_sets - 1)) * ways, slot = first;
-        while (slot < first + ways && entries[slot])
-            slot++;
-        if (slot == first + ways) {
-            slot = first + units[i] % ways;
-            slots[(entries[slot] & 0xffffffff) - 1] = -1;
-        }
-        __atomic_store_n(entries + slot, (uint64_t)tag << 32 | (uint64_t)(units[i] + 1), __ATOMIC_RELAXED);
-        slots[units[i]] = slot;
     }
 }

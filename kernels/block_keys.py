@@ -1,7 +1,6 @@
-"""Block keys of many tokens at once, and an index of many keys: compiled (block_keys.c) where a compiler was at hand.
+"""Block keys of many tokens at once: compiled (block_keys.c) where a compiler was at hand.
 
-Elsewhere hashlib makes the keys, with the same result (pdkv.block_keys.extend_keys), and who has an index enters them
-one by one. The compiled form of the keys releases the GIL.
+Elsewhere hashlib makes the keys, with the same result (pdkv.block_keys.extend_keys). Compiled, it releases the GIL.
 """
 
 import ctypes
@@ -17,8 +16,6 @@ from pdkv.kernels.int_lists import int32_array
 
 KEY_BYTES = 16
 Tokens = npt.NDArray[np.int32]
-Words = npt.NDArray[np.uint64]
-Numbers = npt.NDArray[np.int64]
 _FEW_KEYS = 8
 """Below, the way to the compiled form costs more than it saves."""
 
@@ -29,15 +26,6 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         library.pdkv_block_keys.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2]
         library.pdkv_block_keys.restype = None
-    return library
-
-
-@cache
-def _index_library() -> ctypes.CDLL | None:
-    library = load_library("_block_keys", keeps_gil=True)
-    if library is not None:
-        library.pdkv_index_keys.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3]
-        library.pdkv_index_keys.restype = None
     return library
 
 
@@ -71,19 +59,3 @@ def keys_behind(parent: bytes, token_ids: Sequence[int] | Tokens, *, hash_block_
     library.pdkv_block_keys(out.ctypes.data, parent, tokens.ctypes.data, num_keys, hash_block_size)
     found: list[bytes] = out.tolist()
     return found
-
-
-def index_keys(entries: Words, slots: Numbers, units: Numbers, keys: Words) -> bool:
-    """Enter keys into an index; False: there is no compiled form of it here, and nothing is done.
-
-    Args:
-        entries: (num_sets, ways), contiguous; tag << 32 | unit + 1, 0: empty. Written, each entry at once.
-        slots: by unit, where its entry is in the flat `entries`; written.
-        units: (n,), contiguous.
-        keys: (n, 2), contiguous: the tag in the upper half of the first word, the set in the second.
-    """
-    library = _index_library()
-    if library is not None:
-        pointers = (array.ctypes.data for array in (entries, slots, units, keys))
-        library.pdkv_index_keys(*pointers, len(units), *entries.shape)
-    return library is not None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.transfer.fence import fence
 from pdkv.connectors.transfer.planning import Ids, as_ids
-from pdkv.kernels.block_keys import index_keys
+from pdkv.kernels.block_table import TableWriter, available
 
 KEY_BYTES = 16
 WAYS = 16
@@ -82,14 +82,14 @@ class SharedBlockTable(BlockTable):
         self._num_sets = shape.num_sets
         self._key_sizes = [KEY_BYTES] * shape.keys_per_block
         self._arrays = arrays
-        self._flat_entries = arrays.entries.reshape(-1)
         self._slots = np.full(shape.num_units, NO_UNIT, dtype=np.int64)  # a unit's entry in the flat index
         # Scalar accesses through a memoryview cost a third of numpy's; each is one aligned 8-byte load or store.
         self._generations = arrays.generations.data
         self._published = arrays.published.data
         self._keys = arrays.keys.reshape(-1).view(np.uint8).data
-        self._entries = self._flat_entries.data
+        self._entries = arrays.entries.reshape(-1).data
         self._slot_of = memoryview(self._slots.data)
+        self._compiled = TableWriter(*arrays, self._slots) if available() else None
 
     def generation(self, block_id: int) -> int:
         return int(self._generations[block_id])
@@ -108,14 +108,10 @@ class SharedBlockTable(BlockTable):
                 self._slot_of[unit] = NO_UNIT
 
     def reuse_all(self, block_ids: Sequence[int]) -> None:
-        """They are all different."""
-        blocks = as_ids(block_ids)
-        self._arrays.generations[blocks] += 1
-        fence()  # before any byte of the new content
-        units = self._units_of(blocks)
-        slots = self._slots[units]
-        self._flat_entries[slots[slots != NO_UNIT]] = 0
-        self._slots[units] = NO_UNIT
+        if self._compiled is None:
+            super().reuse_all(block_ids)
+        else:
+            self._compiled.reuse(block_ids)
 
     def publish(self, block_id: int, keys: list[bytes]) -> None:
         """Make the block findable by each of its keys. Publishing what is published changes nothing.
@@ -137,19 +133,14 @@ class SharedBlockTable(BlockTable):
             self._insert(unit, key)
 
     def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
-        """They are all different. Raises ValueError: not one key of 16 bytes per hash block."""
+        """Raises ValueError: not one key of 16 bytes per hash block."""
+        if self._compiled is not None:
+            self._compiled.publish(block_ids, keys)
+            return
         per_block = self._shape.keys_per_block
-        if len(keys) != per_block * len(block_ids) or set(map(len, keys)) - {KEY_BYTES}:
+        if len(keys) != per_block * len(block_ids):
             raise ValueError(f"{len(block_ids)} blocks need {per_block} keys of {KEY_BYTES} bytes each")
-        blocks, words = as_ids(block_ids), key_words(keys).reshape(-1, per_block, 2)
-        valid = self._arrays.generations[blocks] + 1
-        new = self._arrays.published[blocks] != valid
-        blocks, words, valid = blocks[new], words[new].reshape(-1, 2), valid[new]
-        units = self._units_of(blocks)
-        self._arrays.keys[units] = words
-        fence()  # the content and its keys are there before they count
-        self._arrays.published[blocks] = valid
-        self._insert_all(units, words)
+        super().publish_all(block_ids, keys)
 
     def close(self) -> None:
         """Let go of the memory. Idempotent; the table is of no use afterwards."""
@@ -157,18 +148,7 @@ class SharedBlockTable(BlockTable):
             view.release()
         generations, published, keys, entries = self._arrays
         self._arrays = TableArrays(generations[:0].copy(), published[:0].copy(), keys[:0].copy(), entries[:0].copy())
-        self._flat_entries = self._flat_entries[:0].copy()
-
-    def _units_of(self, blocks: Ids) -> Ids:
-        per_block = self._shape.keys_per_block
-        if per_block == 1:
-            return blocks
-        return (blocks[:, None] * per_block + np.arange(per_block)).reshape(-1)
-
-    def _insert_all(self, units: Ids, words: Words) -> None:
-        if not index_keys(self._arrays.entries, self._slots, units, words):
-            for unit, key in zip(units.tolist(), words, strict=True):
-                self._insert(unit, key.tobytes())
+        self._compiled = None
 
     def _insert(self, unit: int, key: bytes) -> None:
         tag, first = _place(key, self._num_sets)

@@ -12,6 +12,7 @@ from pdkv.connectors.memory.base import MemoryMode, MemoryScheduler, MemoryWorke
 from pdkv.connectors.memory.fabric import Content, Operation, copy_in, copy_out
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata, PullScheduler
+from pdkv.connectors.transfer.planning import as_ids
 from pdkv.errors import StaleGeneration, TransferCancelled, TransferError
 from pdkv.wire.messages import ConnectorKind
 
@@ -68,7 +69,7 @@ class MemoryPullWorker(MemoryWorker):
         Raises:
             StaleGeneration: the owner reused a block meanwhile.
         """
-        for block_id, generation in zip(load.source, load.generations, strict=True):
+        for block_id, generation in zip(as_ids(load.source).tolist(), as_ids(load.generations).tolist(), strict=True):
             if table.generation(block_id) != generation:
                 raise StaleGeneration(f"block {block_id} was reused")
 
@@ -96,7 +97,7 @@ class Read(Operation):
                     source.config.kv_checksum, load.key[0]
                 ):
                     self.digests = source.digests_of(load.source, load)
-                self.content = copy_out(source.pool, load.source)
+                self.content = copy_out(source.pool, as_ids(load.source).tolist())
                 return self
             if not worker.is_active(load):
                 worker.fabric.num_refused += 1

@@ -28,7 +28,7 @@ class PullPiece(NamedTuple):
 
     @property
     def blocks(self) -> Ids:
-        """(len(load.source),): the peer's block of each source entry."""
+        """The peer's block of each source entry."""
         return as_ids(self.load.source) // (self.card.layout.block_size // self.load.unit)
 
     def source_units(self) -> Ids:
@@ -83,6 +83,6 @@ def _units(entries: Sequence[int], entry_tokens: int, load: BlockLoad) -> Ids:
     """Units of a load's tokens; `entries` have `entry_tokens` tokens each, and the first one holds token `start`."""
     first = load.start // entry_tokens * entry_tokens
     try:
-        return unit_index(entries, entry_tokens, load.start - first, load.stop - first)
+        return unit_index(as_ids(entries), entry_tokens, load.start - first, load.stop - first)
     except ValueError as error:
         raise KVNotFound(str(error), transfer_id=load.key[0], attempt=load.key[1]) from None

@@ -31,7 +31,7 @@ from pdkv.connectors.peer.group_entries import filled_entries, own_blocks
 from pdkv.connectors.peer.pull_groups import NamedGroup, find_pairs, pack_groups, unpack_groups
 from pdkv.connectors.peer.source_digests import DigestOrder, digest_orders
 from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
-from pdkv.connectors.transfer.planning import NO_IDS, Ids, blocks_of
+from pdkv.connectors.transfer.planning import NO_IDS, IdBytes, Ids, as_ids, blocks_of
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff
 
 CONFIRMED_STEPS = 4
@@ -50,11 +50,11 @@ class BlockLoad(msgspec.Struct, frozen=True):
     start: int
     stop: int
     unit: int  # tokens per source entry: the peer's block size, or the hash block size
-    source: Sequence[int]  # block * (peer's block size / unit) + position; the first one holds token `start`
-    generations: Sequence[int]  # of each entry's block when it was promised
+    source: IdBytes  # block * (peer's block size / unit) + position; the first one holds token `start`
+    generations: IdBytes  # of each entry's block when it was promised
     block_ids: Sequence[int]  # the first one holds token `start`
     is_handoff: bool = True  # else it was found by its content
-    own_generations: Sequence[int] = ()  # of `block_ids`
+    own_generations: IdBytes = b""  # of `block_ids`
     filled: Sequence[int] = ()  # with KV groups, so many first tokens of each pair are meant
 
 
@@ -155,11 +155,11 @@ class PullScheduler(SchedulerConnector):
             start=match.start,
             stop=stop,
             unit=match.unit,
-            source=match.source[:num_sources].tolist(),
-            generations=match.generations[:num_sources].tolist(),
+            source=match.source[:num_sources].tobytes(),
+            generations=match.generations[:num_sources].tobytes(),
             block_ids=own_ids,
             is_handoff=match.is_handoff,
-            own_generations=self._table.generations_of(own_ids).tolist(),
+            own_generations=self._table.generations_of(own_ids).tobytes(),
         )
         return None
 
@@ -174,10 +174,10 @@ class PullScheduler(SchedulerConnector):
             start=0,
             stop=len(own) * self.block_size,
             unit=self.block_size,
-            source=match.source.tolist(),
-            generations=match.generations.tolist(),
+            source=match.source.tobytes(),
+            generations=match.generations.tobytes(),
             block_ids=own,
-            own_generations=self._table.generations_of(own).tolist(),
+            own_generations=self._table.generations_of(own).tobytes(),
             filled=filled_entries(self.config.layout, match.start, match.stop),
         )
 
@@ -200,7 +200,8 @@ class PullScheduler(SchedulerConnector):
         if self.config.layout.groups:
             payload = pack_groups(block_tables, self._table)
         else:
-            payload = pack_blocks(block_tables[0], self._table.generations_of(block_tables[0]))
+            block_ids = as_ids(block_tables[0])
+            payload = pack_blocks(block_ids, self._table.generations_of(block_ids))
         if len(payload) > MAX_BLOB_BYTES:  # too scattered to be named: decode computes it by itself, loudly
             return FinishDecision(hold_blocks=False, payload=b"")
         return FinishDecision(hold_blocks=True, payload=payload)

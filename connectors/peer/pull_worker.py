@@ -94,7 +94,7 @@ class PullWorker(PeerWorker):
         """
         piece: PullPiece = job.order
         blocks = piece.blocks
-        num_known = len(piece.load.generations)
+        num_known = as_ids(piece.load.generations).size
         if not blocks.size or blocks.size != num_known or blocks.min() < 0 or blocks.max() >= piece.card.num_blocks:
             raise KVNotFound(f"engine {piece.load.engine} has no such blocks")
         check_generations = partial(self.check_generations, job, piece, scratch)

@@ -18,7 +18,7 @@ from pdkv.connectors.peer.checksums import is_checked
 from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.digest import PoolDigests, Tokens, cut_tokens, unit_tokens
 from pdkv.connectors.transfer.digest_table import DigestTable
-from pdkv.connectors.transfer.planning import as_ids
+from pdkv.connectors.transfer.planning import IdBytes, as_ids
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S
 from pdkv.errors import TransferTimeout
 from pdkv.wire.messages import ChecksumMode
@@ -32,7 +32,7 @@ class DigestOrder(msgspec.Struct, frozen=True, array_like=True):
     """Make digests of tokens [start, stop) of these blocks, whose first one holds token 0."""
 
     block_ids: Sequence[int]
-    generations: Sequence[int]
+    generations: IdBytes
     start: int
     stop: int
 
@@ -60,7 +60,7 @@ def _of_tables(tables: BlockTables, table: BlockTable, start: int, stop: int, si
         while blocks and blocks[0] < 0:
             first, blocks = first + 1, blocks[1:]
         if blocks:
-            generations = table.generations_of(blocks).tolist()
+            generations = table.generations_of(blocks).tobytes()
             orders.append(DigestOrder(blocks, generations, max(start - first * size, 0), stop - first * size))
     return orders
 

@@ -15,6 +15,9 @@ Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
+IdBytes = bytes
+"""An int64 vector as it lies in memory: what an order has of many blocks, for the ranks of the same host."""
+
 
 def first_seen_block(window: int, num_tokens: int, block_size: int) -> int:
     """The first block that the token behind tokens [0, num_tokens) sees some of, where it sees `window` tokens, its own
@@ -23,8 +26,10 @@ def first_seen_block(window: int, num_tokens: int, block_size: int) -> int:
     return max(num_tokens - window + 1, 0) // block_size if window else 0
 
 
-def as_ids(ids: Sequence[int] | Ids) -> Ids:
+def as_ids(ids: Sequence[int] | Ids | IdBytes) -> Ids:
     """Block ids as an int64 vector."""
+    if type(ids) is bytes:
+        return np.frombuffer(ids, np.int64)
     return int64_array(ids) if type(ids) is list else np.asarray(ids, dtype=np.int64)
 
 

@@ -241,7 +241,7 @@ def test_a_restarted_peer_is_met_again_and_its_predecessor_is_refused(world: Wor
     introduce(successor, decode, other)
     if old is not None:
         assert decode.scheduler.get_num_new_matched_tokens(awaiting(old), 0).num_tokens == 0
-        load = BlockLoad(("old", 1), "p", "1", 0, 16, 16, [0], [0], [1])
+        load = BlockLoad(("old", 1), "p", "1", 0, 16, 16, bytes(8), bytes(8), [1])
         decode.ranks[0].worker.start_load_kv(PullMetadata(step_id=0, loads=[load]))
         assert decode.outcome("old").code == StaleEpoch.code
     hand_over(mode, world, successor, decode, 100)

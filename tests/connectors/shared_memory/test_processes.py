@@ -25,6 +25,7 @@ from pdkv.connectors.arena.memory import Arena, ArenaAddress, ArenaShape, PeerAr
 from pdkv.connectors.base import ConnectorConfig, TransferOutcome
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
+from pdkv.connectors.transfer.planning import as_ids
 from pdkv.errors import IncompatiblePeers, PdkvError, PeerGone, StaleEpoch
 from pdkv.wire.messages import EngineCard, KVLayout
 
@@ -99,9 +100,8 @@ class Reader:
         self.num_loads += 1
         key = (f"t{self.num_loads}", 1)
         stop = len(source) * LAYOUT.block_size
-        load = BlockLoad(
-            key, peer.card.engine, peer.card.epoch, 0, stop, LAYOUT.block_size, source, generations, range(len(source))
-        )
+        names = (as_ids(source).tobytes(), as_ids(generations).tobytes())
+        load = BlockLoad(key, peer.card.engine, peer.card.epoch, 0, stop, LAYOUT.block_size, *names, range(len(source)))
         self.worker.start_load_kv(PullMetadata(step_id=self.num_loads, loads=[load]))
         while not (results := self.worker.get_finished()):
             assert self._woken.acquire(timeout=_WAIT_S)

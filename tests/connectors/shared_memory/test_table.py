@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdkv.connectors.arena import block_table
 from pdkv.connectors.arena.block_table import (
     NO_UNIT,
     WAYS,
@@ -27,10 +28,13 @@ def _key(number: int) -> bytes:
 class _Table:
     """A writer and a reader over one buffer."""
 
-    def __init__(self, num_blocks: int, keys_per_block: int = 1) -> None:
+    def __init__(self, num_blocks: int, keys_per_block: int = 1, *, compiled: bool = True) -> None:
         self.shape = TableShape(num_blocks, keys_per_block)
         self.arrays = TableArrays.over(memoryview(bytearray(self.shape.num_bytes)), self.shape)
-        self.writer = SharedBlockTable(self.arrays, self.shape)
+        with pytest.MonkeyPatch.context() as patch:
+            if not compiled:
+                patch.setattr(block_table, "available", lambda: False)
+            self.writer = SharedBlockTable(self.arrays, self.shape)
         self.reader = BlockTableReader(self.arrays, self.shape)
 
     def units(self, keys: Sequence[bytes]) -> list[int]:
@@ -167,26 +171,37 @@ def test_a_full_set_takes_no_more_at_once_than_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [16, 64, 3000])
-def test_the_compiled_index_is_the_one_that_python_makes(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, python = _Table(num_blocks, keys_per_block=2), _Table(num_blocks, keys_per_block=2)
+def test_the_compiled_table_is_the_one_that_python_makes(num_blocks: int) -> None:
+    compiled, python = (_Table(num_blocks, keys_per_block=2, compiled=which) for which in (True, False))
+    assert compiled.writer._compiled is not None
+    assert python.writer._compiled is None
     rng = random.Random(num_blocks)
     for _ in range(4):
         blocks = rng.sample(range(num_blocks), num_blocks // 2)
         keys = [rng.randbytes(16) for _ in range(num_blocks)]
         for table in (compiled, python):
-            with monkeypatch.context() as patch:
-                if table is python:
-                    patch.setattr("pdkv.connectors.arena.block_table.index_keys", lambda *arguments: False)
-                table.writer.reuse_all(blocks)
-                table.writer.publish_all(blocks, keys)
+            table.writer.reuse_all(blocks)
+            table.writer.publish_all(blocks, keys)
         assert np.array_equal(compiled.arrays.entries, python.arrays.entries)
+        assert np.array_equal(compiled.arrays.keys, python.arrays.keys)
+        assert np.array_equal(compiled.arrays.published, python.arrays.published)
         assert np.array_equal(compiled.writer._slots, python.writer._slots)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("keys", [[], [b"short", b"shorter"], [_key(1)], [bytes(15), bytes(17)]])
-def test_wrong_keys_of_many_blocks_are_refused(keys: list[bytes]) -> None:
-    with pytest.raises(ValueError, match="2 blocks need 1 keys of 16 bytes each"):
-        _Table(4).writer.publish_all([0, 1], keys)
+def test_wrong_keys_of_many_blocks_are_refused(keys: list[bytes], compiled: bool) -> None:
+    with pytest.raises(ValueError, match=r"needs? 1 keys of 16 bytes"):
+        _Table(4, compiled=compiled).writer.publish_all([0, 1], keys)
+
+
+@pytest.mark.parametrize("block", [-1, 4])
+def test_a_block_that_the_table_has_not_is_refused(block: int) -> None:
+    writer = _Table(4).writer
+    with pytest.raises(IndexError):
+        writer.reuse_all([0, block])
+    with pytest.raises(IndexError):
+        writer.publish_all([0, block], [_key(1), _key(2)])
 
 
 _OPERATIONS = st.lists(st.tuples(st.integers(0, 7), st.none() | st.integers(0, 9)), max_size=60)

@@ -2,6 +2,7 @@
 
 import random
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,10 +15,22 @@ from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.pull_scheduler import PullScheduler
 from pdkv.connectors.peer.push_scheduler import PushScheduler, PushTicket, decode_ticket
 from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, MAX_BLOCKS, pack_blocks, unpack_blocks
+from pdkv.connectors.transfer.planning import as_ids
 from pdkv.errors import TransferError
+from pdkv.kernels import block_runs
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff, KVLayout
 
 LAYOUT = KVLayout(1, 1, 1, 16, "int64", 8)
+
+
+@pytest.fixture(params=["compiled", "python"], scope="module", autouse=True)
+def _form(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "python":
+            patch.setattr(block_runs, "_library", lambda: None)
+        else:
+            assert block_runs.available()
+        yield
 
 
 @settings(deadline=None)
@@ -53,6 +66,22 @@ def test_garbage_names_nothing_that_could_harm(garbage: bytes, at: int, value: i
             assert blocks.ids.size == blocks.generations.size <= 64
             assert not blocks.ids.size or 0 <= blocks.ids.min() <= blocks.ids.max() <= MAX_BLOCK_ID + 64
             assert not blocks.ids.size or blocks.generations.min() >= 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**40), max_size=12), st.binary(max_size=40), st.integers(0, 200), st.integers(1, 4000))
+def test_both_forms_read_and_write_the_same(ids: list[int], garbage: bytes, at: int, most: int) -> None:
+    numbers = np.array(ids, dtype=np.int64)
+    packed = block_runs.pack(numbers, numbers[::-1].copy())
+    wrong = packed[:at] + garbage + packed[at + len(garbage) :]
+    with pytest.MonkeyPatch.context() as patch:
+        found = [block_runs.unpack(data, most) for data in (packed, wrong)]
+        patch.setattr(block_runs, "_library", lambda: None)
+        assert block_runs.pack(numbers, numbers[::-1].copy()) == packed
+        for data, rows in zip((packed, wrong), found, strict=True):
+            other = block_runs.unpack(data, most)
+            assert (other is None) == (rows is None)
+            assert rows is None or np.array_equal(other, rows)
 
 
 def test_a_short_message_cannot_name_more_than_its_bound() -> None:
@@ -114,8 +143,8 @@ def test_a_long_prompt_in_scattered_blocks_is_handed_off_and_found(num_tokens: i
     reader.update_state_after_alloc(waiting, [range(len(block_ids))], num_tokens)
     assert not reader._named
     (load,) = reader._queued.values()
-    assert load.source == block_ids
-    assert load.generations == table.values[block_ids].tolist()
+    assert as_ids(load.source).tolist() == block_ids
+    assert load.generations == table.values[block_ids].tobytes()
 
 
 @pytest.mark.parametrize("num_tokens", [131_072, 160_000])
