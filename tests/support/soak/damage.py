@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from small_models import make_hf_model
 from stepped_engine import SteppedEngine
 
-from soak.flown import fly_all, save
+from soak.flown import finished, fly_all, save
 
 PROMPTS = 4  # of a round, together in one batch
 MAX_READS = 12  # of one round's prompts, until nothing damaged is left
@@ -188,18 +188,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="in which KV travels")
     parser.add_argument("--damages", nargs="*", default=list(DAMAGES), choices=DAMAGES, help="of what travels")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="the table of what travelled, to benchmarks/results/")
+    parser.add_argument("--save", action="store_true", help="what travelled, to today's table in benchmarks/results/")
+    parser.add_argument("--resume", action="store_true", help="leave out what today's table has already")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.getLogger("pdkv").setLevel(logging.ERROR)  # every damaged value is told
     has_violations = _fuzz_stores(options.kinds, options.mutations, options.seed)
-    flown = []
-    for report in fly_all(options.ways, options.damages, options.trials, options.seed):
+    done = finished(options.trials, options.seed) if options.resume else ()
+    for report in fly_all(options.ways, options.damages, options.trials, options.seed, done):
         print(report, flush=True)
-        flown.append(report)
         has_violations |= bool(report.violations)
-    if options.save:
-        save(flown, options.seed)
+        if options.save:
+            save(report)
     return 1 if has_violations else 0
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import Piece, Text
@@ -22,6 +23,56 @@ def new_text(num_tokens: int) -> list[Piece]:
 def new_name() -> str:
     """A transfer id that was never used."""
     return f"t{next(_seeds)}"
+
+
+class Steps(Protocol):
+    """What happens to a prompt, or to several together, between its first token and the load's beginning."""
+
+    def begin_prefill(self) -> None:
+        """Blocks for the whole prompt."""
+
+    def compute(self, start: int) -> None:
+        """The chunk that begins with a token."""
+
+    def hand_off(self) -> None:
+        """The first token is out."""
+
+    def find(self) -> None:
+        """The consumer asks what it can have."""
+
+    def reserve(self) -> None:
+        """The consumer has blocks before it knows."""
+
+    def allocate(self) -> None:
+        """The consumer has blocks."""
+
+    def start(self) -> None:
+        """The load begins."""
+
+    def bring_ticket(self) -> None:
+        """The ticket reaches the producer."""
+
+
+def in_order(side: Steps, order: str, starts: Sequence[int]) -> list[Callable[[], None]]:
+    """The steps in one of the orders that there are, the prompt in chunks that begin with the tokens `starts`."""
+    prefill: list[Callable[[], None]] = [side.begin_prefill]
+    for start in starts:
+        prefill.append(lambda start=start: side.compute(start))  # type: ignore[misc]
+    prefill.append(side.hand_off)
+    match order:
+        case "prefill_first":
+            return [*prefill, side.find, side.allocate, side.start]
+        case "decode_first":
+            return [side.reserve, *prefill, side.find, side.start]
+        case "needs_peer_first":
+            return [side.find, side.allocate, side.start, side.bring_ticket, *prefill]
+        case "concurrent":
+            begun = 2 if len(prefill) > 3 else 1  # in the middle of the prompt, where it has a middle
+            load = [side.find, side.allocate, side.start, side.bring_ticket]
+            return [*prefill[:begun], *load, *prefill[begun:]]
+        case "late_ticket":
+            return [*prefill, side.find, side.allocate, side.start, side.bring_ticket]
+    raise ValueError(order)
 
 
 class Handover:
@@ -76,7 +127,7 @@ class Handover:
         self.leased_tables: list[list[int]] = []
         self._ticket: bytes | None = None
         self._is_layerwise = self._is_late = False
-        self._num_hit_blocks = num_hit_blocks
+        self.num_hit_blocks = num_hit_blocks
         self.producer.on_sent.append(self._on_sent)
 
     # --- all of it ------------------------------------------------------------------------------------------------
@@ -84,23 +135,7 @@ class Handover:
     @property
     def steps(self) -> list[Callable[[], None]]:
         """The steps of this order; after the last one the load is under way, and `finish` waits for it."""
-        prefill: list[Callable[[], None]] = [self.begin_prefill]
-        for start in range(0, self.num_tokens, self.chunk):
-            prefill.append(lambda start=start: self.compute(start))  # type: ignore[misc]
-        prefill.append(self.hand_off)
-        match self.order:
-            case "prefill_first":
-                return [*prefill, self.find, self.allocate, self.start]
-            case "decode_first":
-                return [self.reserve, *prefill, self.find, self.start]
-            case "needs_peer_first":
-                return [self.find, self.allocate, self.start, self.bring_ticket, *prefill]
-            case "concurrent":
-                begun = 2 if len(prefill) > 3 else 1  # in the middle of the prompt, where it has a middle
-                return [*prefill[:begun], self.find, self.allocate, self.start, self.bring_ticket, *prefill[begun:]]
-            case "late_ticket":
-                return [*prefill, self.find, self.allocate, self.start, self.bring_ticket]
-        raise ValueError(self.order)
+        return in_order(self, self.order, range(0, self.num_tokens, self.chunk))
 
     def take(self, *steps: Callable[[], None]) -> None:
         """Take the given steps, or all of them."""
@@ -223,6 +258,10 @@ class Handover:
         """One chunk is scheduled, executed and confirmed."""
         stop = min(start + self.chunk, self.num_tokens)
         self.producer.step((self.sender, start, stop))
+        self.computed(stop)
+
+    def computed(self, stop: int) -> None:
+        """The prompt's first tokens are in their blocks."""
         self.sender.num_confirmed = stop
         if stop < self.num_tokens:
             self.producer.confirm(self.sender)
@@ -240,19 +279,23 @@ class Handover:
 
     # --- consumer -------------------------------------------------------------------------------------------------
 
-    def find(self) -> None:
-        """Ask until the connector knows what can be had, which must be all that is missing."""
+    def find(self, *, at_once: bool = False) -> None:
+        """Ask until the connector knows what can be had, which must be all that is missing.
+
+        Args:
+            at_once: before the engines run again.
+        """
         if not self.receiver.block_ids:
             self._take_hit()
         start = len(self._hit) * self.consumer.block_size
         missing = self.num_tokens - start
         if not missing:
             return
-        num_tokens = self.ask_until_known(start)
+        num_tokens = self.ask_until_known(start, at_once=at_once)
         require(num_tokens == missing, f"{num_tokens} of {missing} tokens can be had: {self.describe()}")
         self.num_external = num_tokens
 
-    def ask_until_known(self, start: int) -> int:
+    def ask_until_known(self, start: int, *, at_once: bool = False) -> int:
         """get_num_new_matched_tokens until it answers; a tail that is on its way is waited for."""
         found: list[p.Matched] = []
 
@@ -260,7 +303,8 @@ class Handover:
             found[:] = [self.consumer.ask(p.Match(self.receiver.view(), start), p.Matched)]
             return not found[0].ask_again
 
-        self.world.until(known, f"the connector knows what it has of {self.describe()}")
+        if not (at_once and known()):
+            self.world.until(known, f"the connector knows what it has of {self.describe()}")
         self._is_layerwise = found[0].mode == "layerwise" and not self.receiver.block_ids
         return found[0].num_tokens
 
@@ -280,9 +324,13 @@ class Handover:
 
     def start(self) -> None:
         """The connector has the blocks; the next step begins the load."""
-        self._ticket = self.consumer.start_load(self.receiver, self.num_external, check=self.check)
+        self.post()
         in_time = self.consumer.step_with_load(self.receiver, self.num_tokens, is_layerwise=self._is_layerwise)
         self._is_late = not in_time
+
+    def post(self) -> None:
+        """The connector has the blocks."""
+        self._ticket = self.consumer.start_load(self.receiver, self.num_external, check=self.check)
 
     def bring_ticket(self) -> None:
         """The ticket reaches the producer: before its prefill, meanwhile, or after its end.
@@ -307,8 +355,8 @@ class Handover:
             self.world.until(lambda: engine.books.num_free >= num_blocks, f"{num_blocks} blocks come free")
 
     def _take_hit(self) -> None:
-        if self._num_hit_blocks and not self._hit:
-            self._hit = self.consumer.books.allocate(self._num_hit_blocks)
+        if self.num_hit_blocks and not self._hit:
+            self._hit = self.consumer.books.allocate(self.num_hit_blocks)
             self.consumer.reuse(self._hit)
 
     def _on_sent(self, key: tuple[str, int], ok: bool) -> None:

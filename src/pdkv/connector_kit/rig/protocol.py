@@ -163,6 +163,7 @@ class Spoil(Command, frozen=True):
 
     how: How
     seed: int = 0
+    targets: list[list[int]] = []
 
 
 class Unspoil(Command, frozen=True):
@@ -390,9 +391,10 @@ class Digests(Answer, frozen=True):
 
 
 class Spoilt(Answer, frozen=True):
-    """What was damaged: so many digests."""
+    """What was damaged: so many digests, and of the targets which."""
 
     count: int
+    targets: list[int]
 
 
 class Address(Answer, frozen=True):

@@ -83,10 +83,10 @@ class HostedRank:
                 return self._update_peers(command)
             case p.Expect():
                 self._expected[command.key] = command
-            case p.Spoil(how=how, seed=seed):
-                self._damage = Damage(self._worker, how, seed)
+            case p.Spoil(how=how, seed=seed, targets=targets):
+                self._damage = Damage(self._worker, how, seed, targets)
             case p.Unspoil():
-                return p.Spoilt(self._undo_damage())
+                return self._undo_damage()
             case p.Fill():
                 self._write(command.range, garbage=not command.range.text)
             case p.ForeignWrites():
@@ -238,12 +238,12 @@ class HostedRank:
             found[there, number] = self._view[:, :, index][blocks[there], offsets[there]]
         return describe_difference(found, expected, tokens.start, self._heads)
 
-    def _undo_damage(self) -> int:
+    def _undo_damage(self) -> p.Spoilt:
         damage, self._damage = self._damage, None
         if damage is None:
-            return 0
+            return p.Spoilt(0, [])
         damage.undo()
-        return damage.num_done
+        return p.Spoilt(damage.num_done, damage.struck)
 
     def _foreign_writes(self) -> list[int]:
         exposed = {block for expect in self._expected.values() for block in expect.block_ids}
