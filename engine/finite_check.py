@@ -14,6 +14,7 @@ from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.plan import ScheduledRequest, StepFailure
 from pdkv.errors import NonFiniteLogits
 from pdkv.models.decoder import Attend
+from pdkv.models.heads import Heads
 from pdkv.wire.messages import RequestKey
 
 _BLOCKS_AT_ONCE = 64
@@ -47,10 +48,12 @@ class FiniteCheck:
     def around(self, attend: Attend) -> Attend:
         """`attend`, which first looks at the layer's queries, keys and values."""
 
-        def attend_and_look(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        def attend_and_look(layer: int, qkv: torch.Tensor, heads: Heads | None) -> torch.Tensor:
+            if heads is not None:
+                heads.apply(qkv)
             finite = finite_rows(qkv[: self._num_rows].flatten(1))
             self._finite = finite if self._finite is None else self._finite & finite
-            return attend(layer, qkv)
+            return attend(layer, qkv, None)
 
         return attend_and_look
 

@@ -12,6 +12,7 @@ from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
 from pdkv.models.config import DTYPE_BYTES, ModelConfig
 from pdkv.models.decoder import Decoder
+from pdkv.models.heads import Heads
 from pdkv.models.shard import WHOLE, Shard
 from pdkv.wire.messages import KVLayout
 
@@ -145,7 +146,9 @@ def profiled_bytes(model: Decoder, utilization: float, num_tokens: int) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
 
-    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, qkv: torch.Tensor, heads: Heads | None) -> torch.Tensor:
+        if heads is not None:
+            heads.apply(qkv)
         return qkv[:, : model.num_heads].flatten(1)
 
     model.logits(model.forward(zeros, torch.arange(num_tokens, device=device), attend, None)[-1:])

@@ -17,6 +17,7 @@ from pdkv.engine.sampling.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampling.sampler import SamplingState
 from pdkv.errors import InvalidRequest
 from pdkv.models.decoder import Attend, Decoder
+from pdkv.models.heads import Heads
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import KVLayout, RequestKey, TokenLogprob
 
@@ -142,9 +143,9 @@ class ModelRunner:
         if worker is None or meta is None or not meta.needs_layer_hooks:
             return attend
 
-        def attend_between_hooks(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        def attend_between_hooks(layer: int, qkv: torch.Tensor, heads: Heads | None) -> torch.Tensor:
             worker.wait_for_layer_load(layer)
-            out = attend(layer, qkv)
+            out = attend(layer, qkv, heads)
             worker.save_kv_layer(layer, pool, meta)
             return out
 

@@ -74,7 +74,7 @@ def _library() -> ctypes.CDLL | None:
         library.pdkv_linear_level.restype = ctypes.c_int64
         if library.pdkv_linear_level() == 0:  # and nothing else may be there
             return None
-        if not hasattr(library, "pdkv_pass"):  # built from an earlier version's sources
+        if not hasattr(library, "pdkv_pass_heads"):  # built from an earlier version's sources
             return None
         library.pdkv_linear_row_bytes.argtypes = [ctypes.POINTER(_Layer)]
         library.pdkv_linear_row_bytes.restype = ctypes.c_int64

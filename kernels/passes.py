@@ -24,12 +24,26 @@ class _PassArgs(ctypes.Structure):
     )
 
 
+class HeadPassArgs(ctypes.Structure):
+    """passes.c's `head_pass`: what its comments say."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cosines", "sines", "positions", "kv")),
+        *((name, ctypes.c_void_p) for name in ("block_ids", "offsets")),
+        *((name, ctypes.c_int64) for name in ("rows", "written", "heads", "kv_heads", "head_size", "rotary_size")),
+        *((name, ctypes.c_int64) for name in ("block_size", "block_stride", "dtype", "num_threads", "level")),
+        *((name, ctypes.c_float) for name in ("q_epsilon", "k_epsilon")),
+    )
+
+
 @cache
 def _library() -> ctypes.CDLL:
     library = load_library("_linear")
     assert library is not None, "ask linear.level() first"
     library.pdkv_pass.argtypes = [ctypes.POINTER(_PassArgs)]
     library.pdkv_pass.restype = None
+    library.pdkv_pass_heads.argtypes = [ctypes.POINTER(HeadPassArgs)]
+    library.pdkv_pass_heads.restype = None
     return library
 
 
@@ -55,3 +69,11 @@ def rms_norm(x: torch.Tensor, norm: Norm, num_threads: int, *, use_level: int | 
     )  # fmt: skip
     _library().pdkv_pass(ctypes.byref(args))
     return out
+
+
+def pass_heads(args: HeadPassArgs) -> None:
+    """Norm and rotate a step's queries and keys in place, and write KV; pointers must stay valid meanwhile.
+
+    The caller has checked positions, blocks and offsets.
+    """
+    _library().pdkv_pass_heads(ctypes.byref(args))

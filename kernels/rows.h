@@ -1,4 +1,4 @@
-/* What happens to a row between linear layers: RMSNorm, silu(gate) * up. In float32, rounded where torch rounds.
+/* What happens to a row between linear layers: RMSNorm, silu(gate) * up, rotation and KV write. In float32, rounded where torch rounds.
  *
  * passes.c includes it once for each instruction set: ISA is its target, FOR_ISA(name) names its copy. (The compiler
  * splits vectors that a function's own target does not have, even where it is inlined into one that has them.)
@@ -146,6 +146,48 @@ static __attribute__((target(ISA))) void FOR_ISA(pass_any_row)(const row_pass *p
         FOR_ISA(pass_row)(pass, x, inputs, to, stride, chunk, BFLOAT16, FLOAT32, GATED);
     else
         FOR_ISA(pass_row)(pass, x, inputs, to, stride, chunk, BFLOAT16, BFLOAT16, GATED);
+}
+
+/* One head's vector, in place: normed where `norm` is, then rotated by half of its first `rotary` numbers. torch's roll,
+ * product and addcmul round the product with the sine, then the sum. */
+ROW_INLINE void FOR_ISA(rotate_head)(void *x, int64_t size, const float *norm, float epsilon, const void *cosines,
+                                     const void *sines, int64_t rotary, const int dtype) {
+    if (norm) {
+        const row_pass pass = {NORMED, norm, epsilon};
+        FOR_ISA(pass_row)(&pass, x, size, x, 0, size, dtype, dtype, NORMED);
+    }
+    const int64_t half = rotary / 2;
+    for (int64_t i = 0; i < half; i += 16) {
+        const int64_t count = half - i, j = half + i;
+        const vec16 a = FOR_ISA(load)(x, i, count, dtype), b = FOR_ISA(load)(x, j, count, dtype);
+        const vec16 of_b = FOR_ISA(rounded)(b * FOR_ISA(load)(sines, i, count, dtype), dtype);
+        const vec16 of_a = FOR_ISA(rounded)(a * FOR_ISA(load)(sines, j, count, dtype), dtype);
+        FOR_ISA(store)(x, i, count, of_b + a * FOR_ISA(load)(cosines, i, count, dtype), dtype);
+        FOR_ISA(store)(x, j, count, of_a + b * FOR_ISA(load)(cosines, j, count, dtype), dtype);
+    }
+}
+
+ROW_INLINE void FOR_ISA(pass_heads)(const head_pass *a, int64_t row, const int dtype) {
+    const int64_t size = a->head_size, rotated = a->heads + a->kv_heads, all = rotated + a->kv_heads;
+    const int64_t angles = a->positions[row] * a->rotary_size, bytes = bytes_of(size, dtype);
+    const char *const cosines = (const char *)a->cosines + bytes_of(angles, dtype);
+    const char *const sines = (const char *)a->sines + bytes_of(angles, dtype);
+    char *const x = (char *)a->qkv + row * all * bytes;
+    for (int64_t h = 0; h < rotated; h++)
+        FOR_ISA(rotate_head)(x + h * bytes, size, h < a->heads ? a->q_norm : a->k_norm,
+                             h < a->heads ? a->q_epsilon : a->k_epsilon, cosines, sines, a->rotary_size, dtype);
+    if (row >= a->written) return;
+    const int64_t slot = a->block_ids[row] * a->block_stride + a->offsets[row] * size;
+    char *const kv = (char *)a->kv + bytes_of(slot, dtype);
+    for (int64_t h = 0; h < 2 * a->kv_heads; h++)
+        memcpy(kv + h * a->block_size * bytes, x + (a->heads + h) * bytes, (size_t)bytes);
+}
+
+static __attribute__((target(ISA))) void FOR_ISA(pass_any_heads)(const head_pass *a, int64_t row) {
+    if (a->dtype == FLOAT32)
+        FOR_ISA(pass_heads)(a, row, FLOAT32);
+    else
+        FOR_ISA(pass_heads)(a, row, BFLOAT16);
 }
 
 #undef ROW_INLINE

@@ -5,15 +5,16 @@ from collections.abc import Callable
 import torch
 
 from pdkv.models.config import ModelConfig
+from pdkv.models.heads import Heads, Rotation
 from pdkv.models.linear import Linear
 from pdkv.models.parallel_layers import Embedding
 from pdkv.models.passes import RMSNorm, silu_mul
-from pdkv.models.rope import RopeTable, rotate
 
-Attend = Callable[[int, torch.Tensor], torch.Tensor]
-"""(layer, qkv (n, heads + 2 * kv_heads, head_size), rotated) -> (rows, heads * head_size).
+Attend = Callable[[int, torch.Tensor, Heads | None], torch.Tensor]
+"""(layer, qkv (n, heads + 2 * kv_heads, head_size), heads) -> (rows, heads * head_size).
 
-Writes K and V to the cache and attends. `rows` is n, and in the last layer the rows that the step needs.
+Lets queries and keys go through `heads`, in place (None: they already have), writes K and V to the cache and attends.
+`rows` is n, and in the last layer the rows that the step needs.
 """
 
 
@@ -55,7 +56,7 @@ class Decoder:
         layers: list[DecoderLayer],
         norm: RMSNorm,
         lm_head: Linear,
-        rope: RopeTable,
+        rotation: Rotation,
     ) -> None:
         """`num_heads` and `num_kv_heads` are this rank's; the layers say by themselves what ranks must exchange."""
         self.config = config
@@ -67,7 +68,7 @@ class Decoder:
         self._layers = layers
         self._norm = norm
         self._lm_head = lm_head
-        self._rope = rope
+        self._rotation = rotation
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: torch.Tensor | None
@@ -82,11 +83,13 @@ class Decoder:
         Returns:
             (m, hidden), normalised: what `logits` takes.
         """
-        rope = self._rope.at(positions)
+        rotation = self._rotation.at(positions)
+        qkv_shape = (len(positions), self.num_heads + 2 * self.num_kv_heads, self.config.head_size)
         x = self._embedding(token_ids)
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            attended = attend(i, self._qkv(layer, x, rope))
+            qkv = layer.qkv(x, layer.input_norm).view(qkv_shape)
+            attended = attend(i, qkv, rotation.of(layer.q_norm, layer.k_norm))
             if i == last and rows is not None:
                 x = x.index_select(0, rows)
                 if not len(x):  # a chunk in mid-prompt: its KV is written, and nothing else is wanted
@@ -107,13 +110,3 @@ class Decoder:
         qkv = (self.num_heads + 2 * self.num_kv_heads) * config.head_size
         layer = 3 * config.hidden_size + qkv + 2 * config.intermediate_size
         return 2 * num_tokens * layer * self.dtype.itemsize + num_logits * config.vocab_size * 2 * 4
-
-    def _qkv(self, layer: DecoderLayer, x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
-        """Queries, keys (both normalised where the model does and rotated) and values of one layer, in one tensor."""
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = layer.qkv(x, layer.input_norm).view(len(x), heads + 2 * kv_heads, self.config.head_size)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
-            qkv[:, heads : heads + kv_heads] = layer.k_norm(qkv[:, heads : heads + kv_heads])
-        rotate(qkv[:, : heads + kv_heads], rope)
-        return qkv

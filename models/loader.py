@@ -8,6 +8,7 @@ import torch
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Decoder, DecoderLayer
+from pdkv.models.heads import make_rotation
 from pdkv.models.linear import Linear, linear_kind, make_linear, make_norm
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.parallel_layers import Embedding, GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
@@ -90,15 +91,17 @@ class _Loader:
         head = (
             embedding if config.tie_word_embeddings else self._vocabulary("lm_head.weight", keep=self.kind == "plain")
         )
+        num_heads, num_kv_heads = self.heads.stop - self.heads.start, self.kv_heads.stop - self.kv_heads.start
+        table = make_rope_table(config, max_model_len, self.dtype, self.device)
         return Decoder(
             config,
-            num_heads=self.heads.stop - self.heads.start,
-            num_kv_heads=self.kv_heads.stop - self.kv_heads.start,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             embedding=self._embedding(embedding),
             layers=[self._layer(f"model.layers.{i}.") for i in range(config.num_layers)],
             norm=self._norm("model.norm.weight"),
             lm_head=self._head(make_linear(head, None, self.kind)),
-            rope=make_rope_table(config, max_model_len, self.dtype, self.device),
+            rotation=make_rotation(table, num_heads, num_kv_heads, self.kind),
         )
 
     def _vocabulary(self, name: str, *, keep: bool) -> torch.Tensor:

@@ -45,7 +45,7 @@ class CompiledRMSNorm(RMSNorm):
 class SiluMul:
     """Rows of gates and then what they gate -> silu(gate) * up; silu is rounded, then the product."""
 
-    fused = GATED
+    fused: Literal["gated"] = GATED
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)

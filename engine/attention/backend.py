@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from pdkv.engine.batch import IntArray, StepInputs
+from pdkv.models.heads import Heads
 
 
 class Layer(NamedTuple):
@@ -30,8 +31,11 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Attention of (n, heads + 2 * kv_heads, head_size) -> (n or len(rows), heads * head_size), both padded."""
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
+        """Attention of (n, heads + 2 * kv_heads, head_size) -> (n or len(rows), heads * head_size), both padded.
+
+        `heads`: what queries and keys go through first, in place; None: they already have.
+        """
 
     def padded(self, num_rows: int) -> int:
         """To how many rows a step, and the rows of its last layer, are padded. Padding is never written to the pool."""

@@ -21,6 +21,7 @@ from pdkv.engine.attention.shapes import round_rows
 from pdkv.engine.attention.singles import SingleQueries
 from pdkv.engine.attention.tiles import AttentionLimits, Bucket, Singles, plan_tiles
 from pdkv.engine.batch import IntArray, StepInputs
+from pdkv.models.heads import Heads, KVSlots
 
 
 class _Work(NamedTuple):
@@ -59,14 +60,18 @@ class CpuAttention(AttentionBackend):
             kv_pool[:, layer.layer].flatten(1, 2).transpose(1, 2) for layer in layers
         ]  # (num_blocks, block_size, 2 * kv_heads, head_size) each
         self._scratch = _Scratch(kv_pool.dtype)
-        self._slots: list[tuple[torch.Tensor, torch.Tensor]] = []  # by group, where a step's tokens go
+        self._block_ids: list[torch.Tensor] = []  # by group, where a step's tokens go: these blocks
+        self._offsets = torch.empty(0, dtype=torch.int64)  # and there within them
+        self._num_blocks = len(kv_pool)
         self._singles = SingleQueries.of(kv_pool, num_heads)
         self._layers = list(layers)
         self._plans: list[_Plan] = []  # of this step, by layer
 
     def prepare(self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None) -> None:
-        offsets = torch.from_numpy(inputs.offsets)
-        self._slots = [(block_ids, offsets) for block_ids in torch.from_numpy(inputs.block_ids)]
+        if not 0 <= inputs.block_ids.min() <= inputs.block_ids.max() < self._num_blocks:
+            raise IndexError(f"a step names a block that is not in [0, {self._num_blocks}), the pool")
+        self._offsets = torch.from_numpy(np.ascontiguousarray(inputs.offsets))
+        self._block_ids = list(torch.from_numpy(np.ascontiguousarray(inputs.block_ids)))
         if self._singles is not None:
             self._singles.prepare(block_tables)
         longest = int(inputs.seq_lens.max())  # a window that hides nothing of this step is none
@@ -82,9 +87,13 @@ class CpuAttention(AttentionBackend):
     def padded(self, num_rows: int) -> int:
         return round_rows(num_rows)
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        slots, plan = self._slots[self._layers[layer].group], self._plans[layer]
-        self._token_kv[layer].index_put_(slots, qkv[: len(slots[0]), self._num_heads :])
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
+        plan = self._plans[layer]
+        slots = KVSlots(self._token_kv[layer], self._block_ids[self._layers[layer].group], self._offsets)
+        if heads is None:
+            slots.put(qkv[:, self._num_heads :])
+        else:
+            heads.apply_and_write(qkv, slots)
         result = self._attend_buckets(layer, qkv, plan)
         if self._singles is not None and len(plan.singles.slots):
             self._singles.attend(self._layers[layer].layer, qkv, plan.singles, result)

@@ -9,6 +9,7 @@ from pdkv.engine.attention.backend import AttentionBackend, Layer, to_tensor
 from pdkv.engine.batch import IntArray, StepInputs
 from pdkv.kernels.kv_copy import write_kv
 from pdkv.kernels.paged_attention import paged_attention
+from pdkv.models.heads import Heads
 
 
 class CudaAttention(AttentionBackend):
@@ -34,9 +35,11 @@ class CudaAttention(AttentionBackend):
         self._cu_seqlens_q = to_tensor(inputs.cu_seqlens_q.astype(np.int32), device)
         self._rows = None if rows is None else to_tensor(rows, device)
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        heads, kv_heads = self._num_heads, self._kv_heads
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
+        if heads is not None:
+            heads.apply(qkv)
+        own, kv_heads = self._num_heads, self._kv_heads
+        q, k, v = qkv[:, :own], qkv[:, own : own + kv_heads], qkv[:, own + kv_heads :]
         place = self._layers[layer]
         write_kv(self._pool, place.layer, k, v, self._slot_mapping[place.group])
         out = paged_attention(

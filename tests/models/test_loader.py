@@ -14,6 +14,7 @@ from pdkv.models import loader
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder
+from pdkv.models.heads import Heads
 from pdkv.models.linear import LinearKind, linear_kind
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
@@ -81,7 +82,9 @@ def logits_of(model: Decoder) -> torch.Tensor:
     """(8, vocab) of a prompt that goes through every layer, by plain causal attention."""
     heads, kv_heads = model.num_heads, model.num_kv_heads
 
-    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, qkv: torch.Tensor, passes: Heads | None) -> torch.Tensor:
+        assert passes is not None
+        passes.apply(qkv)
         q, k, v = qkv.transpose(0, 1).split((heads, kv_heads, kv_heads))
         k, v = (part.repeat_interleave(heads // kv_heads, dim=0) for part in (k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -11,6 +11,7 @@ from rank_threads import on_ranks
 from pdkv.errors import RankError, RankTimeout
 from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder
+from pdkv.models.heads import Heads
 from pdkv.models.linear import LinearKind, linear_kind, make_linear
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel, join_ranks
@@ -95,7 +96,9 @@ def forward(model: Decoder, token_ids: torch.Tensor) -> torch.Tensor:
     """Logits of all positions of one prompt, with attention that needs no cache."""
     heads, kv_heads = model.num_heads, model.num_kv_heads
 
-    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, qkv: torch.Tensor, passes: Heads | None) -> torch.Tensor:
+        assert passes is not None
+        passes.apply(qkv)
         q, k, v = (part.transpose(0, 1) for part in qkv.split([heads, kv_heads, kv_heads], dim=1))
         groups = heads // kv_heads
         k, v = k.repeat_interleave(groups, dim=0), v.repeat_interleave(groups, dim=0)

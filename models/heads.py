@@ -1,0 +1,156 @@
+"""What becomes of queries and keys between their projection and attention: normed where the model does, and rotated.
+
+By torch, or by a compiled pass that also writes keys and values to the cache.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from pdkv.kernels.linear import level
+from pdkv.kernels.passes import HeadPassArgs, dtype_number, pass_heads
+from pdkv.models.linear import LinearKind
+from pdkv.models.passes import RMSNorm
+from pdkv.models.rope import RopeTable, rotate
+
+
+class KVSlots(NamedTuple):
+    """Where the KV of a step's first tokens goes in one layer; in bounds."""
+
+    kv: torch.Tensor  # (num_blocks, block_size, 2 * kv_heads, head_size), a view of the layer's part of the pool
+    block_ids: torch.Tensor  # (n,) int64
+    offsets: torch.Tensor  # (n,) int64, within the block
+
+    def put(self, kv: torch.Tensor) -> None:
+        """Keys and values of the first tokens of (at least n, 2 * kv_heads, head_size)."""
+        self.kv.index_put_((self.block_ids, self.offsets), kv[: len(self.block_ids)])
+
+
+class Heads(Protocol):
+    """One layer's pass over a step's (n, heads + 2 * kv_heads, head_size) queries, keys and values."""
+
+    def apply(self, qkv: torch.Tensor) -> None:
+        """Norm and rotate queries and keys in place."""
+
+    def apply_and_write(self, qkv: torch.Tensor, slots: KVSlots) -> None:
+        """The same, and write keys and values to their slots."""
+
+
+class Rotation(Protocol):
+    """What all layers have in common."""
+
+    def at(self, positions: torch.Tensor) -> "StepRotation":
+        """For tokens at `positions` (n,), each below the table's length."""
+
+
+class StepRotation(Protocol):
+    """The same for one step."""
+
+    def of(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Heads:
+        """A layer's, until the next layer's is asked for."""
+
+
+class TorchRotation:
+    """By torch, on any device."""
+
+    def __init__(self, table: RopeTable, num_heads: int, num_kv_heads: int) -> None:
+        self._table = table
+        self._sizes = num_heads, num_kv_heads
+
+    def at(self, positions: torch.Tensor) -> "_TorchHeads":
+        return _TorchHeads(self._table.at(positions), *self._sizes)
+
+
+class _TorchHeads(NamedTuple):
+    rope: RopeTable
+    heads: int
+    kv_heads: int
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+
+    def of(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Heads:
+        return self if q_norm is k_norm is None else self._replace(q_norm=q_norm, k_norm=k_norm)
+
+    def apply(self, qkv: torch.Tensor) -> None:
+        heads, rotated = self.heads, self.heads + self.kv_heads
+        if self.q_norm is not None:
+            qkv[:, :heads] = self.q_norm(qkv[:, :heads])
+        if self.k_norm is not None:
+            qkv[:, heads:rotated] = self.k_norm(qkv[:, heads:rotated])
+        rotate(qkv[:, :rotated], self.rope)
+
+    def apply_and_write(self, qkv: torch.Tensor, slots: KVSlots) -> None:
+        self.apply(qkv)
+        slots.put(qkv[:, self.heads :])
+
+
+class CompiledRotation:
+    """By the compiled pass, in host memory; rounds where torch rounds."""
+
+    def __init__(self, table: RopeTable, num_heads: int, num_kv_heads: int, *, use_level: int | None = None) -> None:
+        """`use_level`: as for `kernels.linear.PackedWeight`."""
+        assert table.cos.is_contiguous()
+        assert table.sin.is_contiguous()
+        self._table = table
+        self._fields = {
+            "cosines": table.cos.data_ptr(),
+            "sines": table.sin.data_ptr(),
+            "heads": num_heads,
+            "kv_heads": num_kv_heads,
+            "rotary_size": table.cos.shape[-1],
+            "dtype": dtype_number(table.cos.dtype),
+            "level": level() if use_level is None else use_level,
+        }
+
+    def at(self, positions: torch.Tensor) -> "_CompiledHeads":
+        assert (positions.dtype, positions.stride()) == (torch.int64, (1,)), positions.dtype
+        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(self._table.cos):
+            raise IndexError(f"a position is not in [0, {len(self._table.cos)}), the table of rotations")
+        threads = torch.get_num_threads()
+        args = HeadPassArgs(positions=positions.data_ptr(), rows=len(positions), num_threads=threads, **self._fields)
+        return _CompiledHeads(args, positions, self._table)
+
+
+class _CompiledHeads:
+    """Holds what its arguments point at."""
+
+    def __init__(self, args: HeadPassArgs, positions: torch.Tensor, table: RopeTable) -> None:
+        self._args = args
+        self._positions = positions
+        self._table = table
+        self._norms: tuple[RMSNorm | None, RMSNorm | None] = (None, None)
+
+    def of(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Heads:
+        if (q_norm, k_norm) != self._norms:
+            args, self._norms = self._args, (q_norm, k_norm)
+            args.q_norm, args.q_epsilon = _pointer(q_norm)
+            args.k_norm, args.k_epsilon = _pointer(k_norm)
+        return self
+
+    def apply(self, qkv: torch.Tensor) -> None:
+        self._args.written = 0
+        self._run(qkv)
+
+    def apply_and_write(self, qkv: torch.Tensor, slots: KVSlots) -> None:
+        args, kv = self._args, slots.kv
+        assert len(slots.block_ids) <= len(qkv)
+        args.kv, args.block_size, args.block_stride = kv.data_ptr(), kv.shape[1], kv.stride(0)
+        args.block_ids, args.offsets = slots.block_ids.data_ptr(), slots.offsets.data_ptr()
+        args.written = len(slots.block_ids)
+        self._run(qkv)
+
+    def _run(self, qkv: torch.Tensor) -> None:
+        assert (len(qkv), qkv.is_contiguous()) == (self._args.rows, True), qkv.shape
+        args = self._args
+        args.qkv, args.head_size = qkv.data_ptr(), qkv.shape[2]
+        pass_heads(args)
+
+
+def _pointer(norm: RMSNorm | None) -> tuple[int | None, float]:
+    """Its weight's address, and its epsilon."""
+    return (None, 0.0) if norm is None else (norm.fused.weight.data_ptr(), norm.fused.epsilon)
+
+
+def make_rotation(table: RopeTable, num_heads: int, num_kv_heads: int, kind: LinearKind) -> Rotation:
+    """What goes with linear layers of that kind."""
+    return (CompiledRotation if kind == "compiled" else TorchRotation)(table, num_heads, num_kv_heads)
