@@ -255,7 +255,7 @@ class EngineCore:
     def take_messages(self, now: float) -> list[tuple[str, list[EngineToRouter]]]:
         """Messages for each router since the last call, cache events and load among them."""
         self._flush_events()
-        if now >= self._next_load or not self.has_work:
+        if now >= self._next_load or not (self.has_work or self.watch.num_under_way):
             self._next_load = now + LOAD_INTERVAL_S
             self._report_load()
         self._told.clear()

@@ -74,18 +74,17 @@ class Ahead(StepLoop):
         super().__init__(core)
         self._orders = orders
         self._most = max_steps_ahead + 1
-        self._num_under_way = 0
         self._goes_on = False  # the last plan had somebody in it
         core.workers = orders
 
     @property
     def is_idle(self) -> bool:
-        return not self._num_under_way
+        return not self._core.watch.num_under_way
 
     @property
     def is_full(self) -> bool:
         """Whether a step must end before another one is planned."""
-        return self._num_under_way >= self._most
+        return self._core.watch.num_under_way >= self._most
 
     def wake(self) -> None:
         self._orders.ask_finished()
@@ -100,13 +99,12 @@ class Ahead(StepLoop):
         return None if self.is_full else super().wait_s()
 
     def _is_step_due(self, now: float) -> bool:
-        return super()._is_step_due(now) or (self._goes_on and self._core.scheduler.can_go_on)
+        return (self._goes_on and self._core.scheduler.can_go_on) or super()._is_step_due(now)
 
     def take_in(self, now: float) -> None:
         """Update the core by what has ended. Raises what the executor raised."""
         for result in self._orders.collect():
             if isinstance(result, StepOutput):
-                self._num_under_way -= 1
                 self._core.finish_step(result, now)
             elif isinstance(result, Ended):
                 self._core.settle(result)
@@ -117,7 +115,6 @@ class Ahead(StepLoop):
         """Plan one step."""
         plan = self._core.plan_step(now)
         self._goes_on = bool(plan.scheduled)
-        self._num_under_way += 1
         self._orders.submit(plan)
 
 
@@ -127,7 +124,7 @@ class _AheadOnThread(Ahead):
     def __init__(self, core: EngineCore, max_steps_ahead: int, notify: Callable[[], None]) -> None:
         orders = StepQueue(core.executor, notify)
         super().__init__(core, orders, max_steps_ahead)
-        self._thread = StepThread(core.executor, orders)
+        self._thread = StepThread(orders)
 
     def close(self) -> None:
         self._thread.close()

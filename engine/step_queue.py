@@ -17,8 +17,8 @@ from pdkv.wire.messages import EngineCard
 
 logger = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 5.0
-"""How long a stop waits for the step that runs: an engine that is told to end has not much longer."""
+JOIN_TIMEOUT_S = 60.0
+"""How long a stop waits for the step that runs: it uses memory that is given back then. A launcher waits less long."""
 
 
 class PeersChanged(NamedTuple):
@@ -35,7 +35,7 @@ class PeersRefused(NamedTuple):
     error: Exception
 
 
-Order = StepPlan | PeersChanged | Literal["ask", "stop"]
+Order = StepPlan | PeersChanged | Literal["enter", "ask", "stop"]
 Result = StepOutput | Ended | PeersRefused
 
 
@@ -57,6 +57,10 @@ class StepQueue:
     def num_orders(self) -> int:
         """Orders that have not begun."""
         return self._orders.qsize()
+
+    def enter_thread(self) -> None:
+        """`run_next` is called by a thread of its own from now on."""
+        self._orders.put("enter")
 
     def submit(self, plan: StepPlan) -> None:
         """Run this step behind what was ordered before."""
@@ -120,6 +124,9 @@ class StepQueue:
             except Exception as error:
                 return PeersRefused(order, error)
             return None
+        if order == "enter":
+            self._executor.enter_thread()
+            return None
         self._is_asked = False  # before it looks: what ends from now on is asked for again
         ended = self._executor.ask_finished()
         return ended if ended.transfers else None
@@ -128,9 +135,9 @@ class StepQueue:
 class StepThread:
     """Runs the orders of a queue until `close`."""
 
-    def __init__(self, executor: Executor, orders: StepQueue) -> None:
-        self._executor = executor
+    def __init__(self, orders: StepQueue) -> None:
         self._orders = orders
+        orders.enter_thread()
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
 
@@ -142,6 +149,5 @@ class StepThread:
             logger.warning("the step that runs has not ended within %g s: it is left behind", JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        self._executor.enter_thread()
         while self._orders.run_next():
             pass

@@ -1,6 +1,7 @@
 """The wire between real sockets: handshake, order, malformed frames, death, return, and a router's new epoch."""
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -227,6 +228,13 @@ def test_poll_wakes_for_an_extra_descriptor_and_after_a_timeout(server: EngineSe
     assert not server.poll(0.001)
     os.close(read_fd)
     os.close(write_fd)
+
+
+def test_poll_for_longer_than_its_socket_can_count_still_wakes(server: EngineServer) -> None:
+    fd = os.eventfd(1)
+    for timeout_s in (1e9, math.inf):
+        assert server.poll(timeout_s, fd)
+    os.close(fd)
 
 
 def test_two_engines_on_one_endpoint_and_bad_endpoints_are_start_up_errors(tmp_path: Path) -> None:

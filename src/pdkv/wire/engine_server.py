@@ -49,6 +49,9 @@ MAX_ROUTERS = 64
 MAX_UNREAD_FRAMES = 10_000
 """Frames that wait here for one router; one that reads no more is sent away, before what it owes takes all memory."""
 
+_MAX_POLL_S = 86_400.0
+"""ZeroMQ counts milliseconds in 32 bits; who is woken early looks again."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -175,7 +178,7 @@ class EngineServer:
             if extra_fd is not None:
                 self._poller.register(extra_fd, zmq.POLLIN)
             self._extra_fd = extra_fd
-        return bool(self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
+        return bool(self._poller.poll(None if timeout_s is None else math.ceil(min(timeout_s, _MAX_POLL_S) * 1000)))
 
     def receive(self) -> list[tuple[str, Received]]:
         """All that has arrived, as (router_id, message or event), in order. Never blocks or raises.

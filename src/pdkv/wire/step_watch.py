@@ -79,6 +79,11 @@ class StepWatch:
         """The oldest work that has not ended. None: the loop waits for something to do."""
         return self._step or self._turn
 
+    @property
+    def num_under_way(self) -> int:
+        """Steps that have begun and have not ended."""
+        return len(self._steps)
+
     def wake(self) -> None:
         """The loop begins to work."""
         self._turn = Work(time.monotonic(), OTHER_WORK_S)
