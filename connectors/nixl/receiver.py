@@ -19,11 +19,10 @@ from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.fetch import Wanted
 from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.nixl.wire import Offer, RankBlob, Taken
-from pdkv.connectors.peer.push_worker import Incoming, PushWorker
+from pdkv.connectors.peer.push_worker import PushWorker, piece_ids
 from pdkv.connectors.transfer.block_runs import unpack_blocks
 from pdkv.connectors.transfer.digest import PieceDigests
 from pdkv.connectors.transfer.lanes import IOLanes, LaneConfig
-from pdkv.connectors.transfer.planning import Ids, unit_index
 from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S, Job
 from pdkv.errors import KVNotFound, PdkvError, StaleGeneration, TransferCancelled, TransferError, TransferTimeout
 
@@ -149,7 +148,12 @@ class PushReceiver:
         job, incoming = worker.find_incoming(offer.key)
         piece = offer.piece
         incoming.check_range(piece)
-        ours = self._whole_blocks(incoming, offer) if offer.whole else self._units(incoming, offer)
+        layout, start = worker.config.layout, incoming.ticket.start
+        if offer.whole and piece.num_heads != layout.num_kv_heads:
+            raise TransferError("whole blocks are offered that are none here")
+        ours = piece_ids(
+            incoming.block_ids, layout.block_size, piece.start, piece.stop, table_start=start, in_units=not offer.whole
+        )
         offered = unpack_blocks(offer.blocks, ours.size)
         if offered is None or offered.ids.size != ours.size:
             raise TransferError(f"agent {blob.agent} offers something else than is wanted")
@@ -195,24 +199,6 @@ class PushReceiver:
             return 0
         own.take(digests)
         return len(digests) * own.pool.unit_bytes(wanted.part)
-
-    def _whole_blocks(self, incoming: Incoming, offer: Offer) -> Ids:
-        """Where offered blocks go."""
-        layout, piece = self._worker.config.layout, offer.piece
-        first, rest = divmod(piece.start - incoming.ticket.start, layout.block_size)
-        if rest or piece.num_heads != layout.num_kv_heads or incoming.ticket.start % layout.block_size:
-            raise TransferError("whole blocks are offered that are none here")
-        stop = -(-(piece.stop - incoming.ticket.start) // layout.block_size)
-        return incoming.block_ids[first:stop]
-
-    def _units(self, incoming: Incoming, offer: Offer) -> Ids:
-        """Where offered units go."""
-        block_size = self._worker.config.layout.block_size
-        first = incoming.ticket.start // block_size * block_size
-        try:
-            return unit_index(incoming.block_ids, block_size, offer.piece.start - first, offer.piece.stop - first)
-        except ValueError as error:
-            raise TransferError(str(error)) from None
 
 
 @dataclass(frozen=True)

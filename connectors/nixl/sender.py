@@ -11,9 +11,8 @@ from typing import NamedTuple
 from pdkv.connectors.nixl.memory import Permit
 from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.nixl.wire import Offer, RankBlob, Taken
-from pdkv.connectors.peer.push_worker import PushPiece, PushWorker, range_of
+from pdkv.connectors.peer.push_worker import PushPiece, PushWorker, piece_ids, range_of
 from pdkv.connectors.transfer.block_runs import pack_blocks
-from pdkv.connectors.transfer.planning import Ids, as_ids, unit_index
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import KVNotFound, PdkvError, TransferError
 
@@ -49,17 +48,16 @@ class PushSender:
             whole: both engines' blocks are cut alike.
         """
         send, layout = piece.send, self._worker.config.layout
-        if whole:
-            ids, num_bytes = as_ids(send.block_ids), len(send.block_ids) * len(piece.layers) * layout.layer_bytes
-        else:
-            ids = _units_of(piece, layout.block_size)
-            num_bytes = int(ids.size) * self._rank.units.unit_bytes(piece.part)
+        ids = piece_ids(
+            send.block_ids, layout.block_size, send.start, send.stop, table_start=send.start, in_units=not whole
+        )
+        per_id = len(piece.layers) * layout.layer_bytes if whole else self._rank.units.unit_bytes(piece.part)
         permit = self._endpoint.permits.give()
         if permit is None:
             raise TransferError("too many offers stand already", transfer_id=send.key[0], attempt=send.key[1])
         number = next(self._numbers)
         with self._lock:
-            self._offers[number] = _Offered(job, blob.agent, num_bytes, permit)
+            self._offers[number] = _Offered(job, blob.agent, int(ids.size) * per_id, permit)
         message = Offer(
             *send.ticket.key, number, *permit, whole, pack_blocks(ids), piece.heads.first, range_of(piece),
             self._worker.digests_of(piece),
@@ -99,13 +97,3 @@ class PushSender:
             del self._offers[message.offer]
         self._endpoint.permits.withdraw(offered.permit)
         self._worker.end_job(offered.job, message.code, 0 if message.code else offered.num_bytes)
-
-
-def _units_of(piece: PushPiece, block_size: int) -> Ids:
-    """The units of a batch. Raises a TransferError."""
-    send = piece.send
-    first = send.start // block_size * block_size
-    try:
-        return unit_index(send.block_ids, block_size, send.start - first, send.stop - first)
-    except ValueError as error:
-        raise TransferError(str(error)) from None

@@ -13,10 +13,10 @@ import numpy as np
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.p2p.sockets import NO_PIPE, Connection, Rows, stream_rows
 from pdkv.connectors.p2p.wire import Offer
-from pdkv.connectors.peer.push_worker import Incoming, PushPiece, range_of
+from pdkv.connectors.peer.push_worker import Incoming, PushPiece, piece_ids, range_of
 from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.digest import PieceDigests
-from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids, blocks_of, run_starts, unit_index
+from pdkv.connectors.transfer.planning import Bytes, Ids, run_starts
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.errors import TransferError
 from pdkv.kernels import stream
@@ -237,23 +237,3 @@ def plan_receiving(offer: Offer, incoming: Incoming, pool: PiecePool) -> MovePla
     if offer.num_bytes != num_bytes or offer.per_batch < 1:
         raise TransferError(f"{piece} has {num_bytes} bytes here, {offer.num_bytes} by {offer.per_batch} are offered")
     return MovePlan(offer, ids, part)
-
-
-def piece_ids(
-    block_ids: Sequence[int] | Ids, block_size: int, start: int, stop: int, *, table_start: int, in_units: bool
-) -> Ids:
-    """The blocks or units of tokens [start, stop) in a pool.
-
-    Args:
-        block_ids: the first one holds token `table_start`.
-
-    Raises:
-        TransferError: units of a range that does not begin with one, or blocks that are not there.
-    """
-    origin = table_start // block_size * block_size
-    if start % (HASH_BLOCK_SIZE if in_units else block_size) or stop > origin + len(block_ids) * block_size:
-        raise TransferError(f"tokens [{start}, {stop}) are not in {len(block_ids)} blocks from token {origin} on")
-    if in_units:
-        return unit_index(block_ids, block_size, start - origin, stop - origin)
-    wanted = blocks_of(start - origin, stop - origin, block_size)
-    return as_ids(block_ids)[wanted.start : wanted.stop]

@@ -21,7 +21,7 @@ from pdkv.connectors.peer.push_scheduler import PushMetadata, PushSend, PushTick
 from pdkv.connectors.peer.worker import PeerWorker
 from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.transfer.digest import PieceDigests
-from pdkv.connectors.transfer.planning import HeadPart, sender_parts
+from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, blocks_of, sender_parts, unit_index
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.connectors.transfer.worker import Job, Task
 from pdkv.errors import KVCorrupted, KVNotFound, PdkvError, PeerGone, TransferError
@@ -79,6 +79,26 @@ def range_of(piece: PushPiece) -> PieceRange:
     """A piece as its receiver counts it."""
     heads, layers, send = piece.heads, piece.layers, piece.send
     return PieceRange(layers.start, len(layers), heads.peer_first, heads.num_heads, send.start, send.stop)
+
+
+def piece_ids(
+    block_ids: Sequence[int] | Ids, block_size: int, start: int, stop: int, *, table_start: int, in_units: bool
+) -> Ids:
+    """The blocks or units of tokens [start, stop) in a pool.
+
+    Args:
+        block_ids: the first one holds token `table_start`.
+
+    Raises:
+        TransferError: units of a range that does not begin with one, or blocks that are not there.
+    """
+    origin = table_start // block_size * block_size
+    if start % (HASH_BLOCK_SIZE if in_units else block_size) or stop > origin + len(block_ids) * block_size:
+        raise TransferError(f"tokens [{start}, {stop}) are not in {len(block_ids)} blocks from token {origin} on")
+    if in_units:
+        return unit_index(block_ids, block_size, start - origin, stop - origin)
+    wanted = blocks_of(start - origin, stop - origin, block_size)
+    return as_ids(block_ids)[wanted.start : wanted.stop]
 
 
 def layer_groups(num_layers: int, num_bytes: int) -> list[range]:
