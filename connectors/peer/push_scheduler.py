@@ -132,13 +132,9 @@ class PushScheduler(SchedulerConnector):
         self.config = config
         self.block_size = config.layout.block_size
         self.peers = peers
-        self._receives: list[PushTicket] = []
-        self._refused: list[TransferKey] = []
-        self._unsendable: list[TransferKey] = []
-        self._completed: list[TransferKey] = []
+        self._orders = PushMetadata(step_id=0)  # of the next step, as far as they are known
         self._sending: dict[TransferKey, _Sending] = {}  # by hand-off, for the ticket that came last
         self._superseded: set[TransferKey] = set()  # sendings for earlier tickets, of whose end nobody shall hear
-        self._dropped: list[TransferKey] = []
         self._num_resent = 0
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
@@ -155,15 +151,15 @@ class PushScheduler(SchedulerConnector):
         start, stop = request.num_local_hit, request.num_local_hit + num_external_tokens
         own = self._own_blocks(block_tables, start, stop)
         if own is None:
-            self._refused.append(request.transfer_key)
+            self._orders.refused.append(request.transfer_key)
             return None
         ticket = PushTicket(self.config.engine, self.config.epoch, *request.transfer_key, start, stop, pack_blocks(own))
         encoded = msgspec.msgpack.encode(ticket)
         if len(encoded) > MAX_BLOB_BYTES:
-            self._refused.append(request.transfer_key)
+            self._orders.refused.append(request.transfer_key)
             return None
         if num_external_tokens:
-            self._receives.append(self._for_workers(ticket))
+            self._orders.receives.append(self._for_workers(ticket))
         return encoded
 
     def _own_blocks(self, block_tables: BlockTables, start: int, stop: int) -> Sequence[int] | None:
@@ -188,25 +184,14 @@ class PushScheduler(SchedulerConnector):
         sends += [send for scheduled in view.scheduled if (send := self._step_batch(scheduled)) is not None]
         for key in view.aborted:
             if (sending := self._sending.pop(key, None)) is not None:
-                self._dropped.append(sending.key)
+                self._orders.dropped.append(sending.key)
                 if sending.is_open and sending.key != key:
                     self._superseded.add(sending.key)
-        dropped, self._dropped = self._dropped, []
-        receives, self._receives = self._receives, []
-        refused, self._refused = self._refused, []
-        unsendable, self._unsendable = self._unsendable, []
-        completed, self._completed = self._completed, []
-        return PushMetadata(
-            step_id=view.step_id,
-            needs_layer_hooks=any(send.during_step for send in sends),
-            receives=receives,
-            refused=refused,
-            unsendable=unsendable,
-            sends=sends,
-            completed=completed,
-            dropped=dropped,
-            holds=[BlockHold(send.batch, send.block_ids, send.source) for send in sends],
-        )
+        orders, self._orders = self._orders, PushMetadata(step_id=0)
+        orders.step_id, orders.sends = view.step_id, sends
+        orders.needs_layer_hooks = any(send.during_step for send in sends)
+        orders.holds = [BlockHold(send.batch, send.block_ids, send.source) for send in sends]
+        return orders
 
     def must_hear_end(self, key: TransferKey) -> bool:
         sending = self._sending.get(key)
@@ -253,7 +238,7 @@ class PushScheduler(SchedulerConnector):
         key, ticket = confirmed.request.transfer_key, sending.ticket
         if not sending.failed and (ticket is None or (confirmed.last and confirmed.stop < ticket.stop)):
             sending.failed = True
-            self._unsendable.append(sending.key)  # it wants what will never be here
+            self._orders.unsendable.append(sending.key)  # it wants what will never be here
         sending.num_valid = max(sending.num_valid, confirmed.stop)
         if self.config.layout.groups:
             batches = self._group_batches(key, sending, confirmed)
@@ -263,7 +248,7 @@ class PushScheduler(SchedulerConnector):
         # Not before the hand-off: what is told of the transfer's end is told of one that exists.
         if confirmed.last and sending.num_batches and not (sending.completed or sending.failed):
             sending.completed = True
-            self._completed.append(sending.key)
+            self._orders.completed.append(sending.key)
         return batches
 
     def _step_batch(self, scheduled: ScheduledRange) -> PushSend | None:
@@ -304,7 +289,7 @@ class PushScheduler(SchedulerConnector):
             sending.key = (f"{key[0]}/again-{self._num_resent}", key[1])
             if last.is_open:
                 self._superseded.add(last.key)
-                self._dropped.append(last.key)
+                self._orders.dropped.append(last.key)
         self._sending[key] = sending
         return sending
 
@@ -324,7 +309,7 @@ class PushScheduler(SchedulerConnector):
             blocks = list(table[first:last])
             if min(blocks, default=0) < 0:
                 sending.failed = True
-                self._unsendable.append(sending.key)  # the window that it wants ended earlier
+                self._orders.unsendable.append(sending.key)  # the window that it wants ended earlier
                 return []
             if blocks:
                 sending.num_batches += 1
