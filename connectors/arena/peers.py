@@ -6,34 +6,13 @@ import msgspec
 
 from pdkv.connectors.arena.memory import ArenaAddress, PeerArena, open_peer_arena
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.peer.cards import Incarnation, PeerCards
-from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, StaleEpoch, TransferError
-from pdkv.wire.decoding import decode_total
+from pdkv.connectors.peer.cards import Incarnation, PeerCards, decode_ranks
+from pdkv.errors import IncompatiblePeers, PeerGone, StaleEpoch, TransferError
 from pdkv.wire.messages import EngineCard
 
 logger = logging.getLogger(__name__)
 
 _addresses = msgspec.msgpack.Decoder(ArenaAddress)
-
-
-def arena_addresses(card: EngineCard) -> list[ArenaAddress]:
-    """Where the arenas of a peer's ranks are.
-
-    Raises:
-        IncompatiblePeers: its card does not say.
-    """
-    try:
-        addresses = [decode_total(_addresses, blob) for blob in card.rank_blobs]
-    except MalformedMessage as error:
-        raise IncompatiblePeers(
-            f"engine {card.engine} (connector {card.connector}): its card names no arena: {error}"
-        ) from error
-    if len(addresses) != card.tp:
-        raise IncompatiblePeers(
-            f"engine {card.engine} (connector {card.connector}): its card names no arena: "
-            f"{len(addresses)} addresses of {card.tp} ranks"
-        )
-    return addresses
 
 
 class PeerArenas(PeerCards):
@@ -83,7 +62,7 @@ class PeerArenas(PeerCards):
 
     def _accept(self, peer: Incarnation, card: EngineCard) -> None:
         super()._accept(peer, card)
-        self._addresses[peer] = arena_addresses(card)
+        self._addresses[peer] = decode_ranks(card, _addresses, "arena")
 
     def _forget(self, peer: Incarnation) -> None:
         super()._forget(peer)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.agent import TRANSPORTS
 from pdkv.connectors.nixl.options import NixlOptions
-from pdkv.connectors.nixl.wire import BLOB_VERSION, RankBlob, decode_blob
-from pdkv.connectors.peer.cards import Incarnation, PeerCards
-from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone
+from pdkv.connectors.nixl.wire import BLOB_VERSION, BLOBS, RankBlob
+from pdkv.connectors.peer.cards import Incarnation, PeerCards, decode_ranks
+from pdkv.errors import IncompatiblePeers, PeerGone
 from pdkv.host.host_id import host_id
 from pdkv.wire.messages import EngineCard
 
@@ -60,7 +60,7 @@ class NixlPeers(PeerCards):
 
     def _accept(self, peer: Incarnation, card: EngineCard) -> None:
         super()._accept(peer, card)
-        ranks = _decode_ranks(card)
+        ranks = decode_ranks(card, BLOBS, "NIXL agent")
         self._check(card, ranks)
         self._ranks[peer] = ranks
         self._agents.update((blob.agent, blob) for blob in ranks)
@@ -106,14 +106,3 @@ class NixlPeers(PeerCards):
                     f"engine {card.engine} is on another host ({blob.host}, here {host_id()}): set UCX_TLS to "
                     f"transports that join them, such as rc or tcp; it is {TRANSPORTS}"
                 )
-
-
-def _decode_ranks(card: EngineCard) -> list[RankBlob]:
-    if len(card.rank_blobs) != card.tp:
-        raise IncompatiblePeers(f"engine {card.engine} describes {len(card.rank_blobs)} ranks of {card.tp}")
-    try:
-        return [decode_blob(data) for data in card.rank_blobs]
-    except MalformedMessage as error:
-        raise IncompatiblePeers(
-            f"engine {card.engine} (connector {card.connector}): its card names no NIXL agent: {error}"
-        ) from error

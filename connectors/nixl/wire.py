@@ -137,7 +137,7 @@ Wire = Gather | Gathered | Refused | Freed | Dropped | Reset | Offer | Taken
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Wire] = msgspec.msgpack.Decoder(Wire)
-_blobs = msgspec.msgpack.Decoder(RankBlob)
+BLOBS = msgspec.msgpack.Decoder(RankBlob)
 
 
 def encode(message: Wire) -> bytes:
@@ -160,8 +160,3 @@ def decode(data: bytes) -> Wire:
 def encode_blob(blob: RankBlob) -> bytes:
     """A rank's part of the engine's card."""
     return _encoder.encode(blob)
-
-
-def decode_blob(data: bytes) -> RankBlob:
-    """Raises MalformedMessage for what is none."""
-    return decode_total(_blobs, data)

@@ -3,17 +3,23 @@
 import logging
 import threading
 from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.transfer.planning import check_ranks, rank_heads
-from pdkv.errors import IncompatiblePeers, PdkvError, PeerGone, StaleEpoch
+from pdkv.errors import IncompatiblePeers, MalformedMessage, PdkvError, PeerGone, StaleEpoch
+from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import EngineCard
 
 logger = logging.getLogger(__name__)
 
 Incarnation = tuple[str, str]
 """(engine, epoch)."""
+
+Blob = TypeVar("Blob")
 
 
 def check_compatible(config: ConnectorConfig, card: EngineCard) -> None:
@@ -54,6 +60,18 @@ def check_compatible(config: ConnectorConfig, card: EngineCard) -> None:
         raise IncompatiblePeers(
             f"engine {card.engine} says {peer.num_kv_heads} KV heads a rank, {card.tp} ranks have {expected}"
         )
+
+
+def decode_ranks(card: EngineCard, decoder: msgspec.msgpack.Decoder[Blob], what: str) -> list[Blob]:
+    """What a card says of each rank. Raises IncompatiblePeers where that is not `what` the connector needs."""
+    who = f"engine {card.engine} (connector {card.connector}): its card names no {what}"
+    try:
+        ranks = [decode_total(decoder, blob) for blob in card.rank_blobs]
+    except MalformedMessage as error:
+        raise IncompatiblePeers(f"{who}: {error}") from error
+    if len(ranks) != card.tp:
+        raise IncompatiblePeers(f"{who}: it describes {len(ranks)} ranks of {card.tp}")
+    return ranks
 
 
 class PeerCards:

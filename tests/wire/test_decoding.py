@@ -7,8 +7,8 @@ import pytest
 
 from pdkv.connectors.multi.wire import decode_handoff
 from pdkv.connectors.multi.wire import decode_ticket as decode_multi_ticket
+from pdkv.connectors.nixl.wire import BLOBS
 from pdkv.connectors.nixl.wire import decode as decode_nixl
-from pdkv.connectors.nixl.wire import decode_blob
 from pdkv.connectors.peer.push_scheduler import decode_ticket as decode_push_ticket
 from pdkv.connectors.transfer.block_runs import unpack_blocks
 from pdkv.engine.ranks.messages import decode_answer, decode_order
@@ -27,6 +27,10 @@ HOSTILE = {
     "an extension": b"\xc7\x00\x05",
     "nothing": b"",
 }
+
+
+def decode_blob(data: bytes) -> object:
+    return decode_total(BLOBS, data)
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)

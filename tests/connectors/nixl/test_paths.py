@@ -18,7 +18,7 @@ from nixl_rig import needs_nixl
 
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.receiver import MAX_EARLY, MAX_EARLY_PER_SENDER
-from pdkv.connectors.nixl.wire import Offer, RankBlob, decode_blob, encode_blob
+from pdkv.connectors.nixl.wire import Offer, RankBlob, encode_blob
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.registry import make_connector
 from pdkv.connectors.stats import sum_stats
@@ -42,12 +42,12 @@ def engines() -> Iterator[Any]:
 
 def changed(card: EngineCard, **changes: Any) -> EngineCard:
     """A card whose only rank says something else."""
-    blob = msgspec.structs.replace(decode_blob(card.rank_blobs[0]), **changes)
+    blob = msgspec.structs.replace(blob_of(card), **changes)
     return msgspec.structs.replace(card, rank_blobs=[encode_blob(blob)])
 
 
 def blob_of(card: EngineCard) -> RankBlob:
-    return decode_blob(card.rank_blobs[0])
+    return msgspec.msgpack.decode(card.rank_blobs[0], type=RankBlob)
 
 
 def pull(prefill: Any, decode: Engine, key: str) -> str:
