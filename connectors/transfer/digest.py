@@ -137,17 +137,24 @@ class PoolDigests:
         """
         assert self.flat is not None
         pieces.check(self.flat.nbytes, source.nbytes)
-        digests = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
-        seeds, sizes, first = _seeds(self.first_head, part), tokens.counts * self._token_bytes, 0
+        digests, first = [np.zeros((0, part.num_heads), dtype=np.uint64)], 0
         for some in pieces.cut(COPY_BYTES):
             check()
             cut = slice(first, first + some.target.size)
             first = cut.stop
             with guard():
-                add_digests(
-                    digests[cut], seeds, source, np.ascontiguousarray(some.source), some.rows, sizes=sizes[cut],
-                    target=self.flat, target_offsets=np.ascontiguousarray(some.target),
-                )  # fmt: skip
+                digests.append(self.copy_pieces(Tokens(*(column[cut] for column in tokens)), part, source, some))
+        return np.concatenate(digests)
+
+    def copy_pieces(self, tokens: Tokens, part: UnitPart, source: Bytes, pieces: Pieces) -> Digests:
+        """As much of it as goes in one call. The caller has checked the bounds."""
+        assert self.flat is not None
+        digests = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
+        add_digests(
+            digests, _seeds(self.first_head, part), source, np.ascontiguousarray(pieces.source), pieces.rows,
+            sizes=tokens.counts * self._token_bytes, target=self.flat,
+            target_offsets=np.ascontiguousarray(pieces.target),
+        )  # fmt: skip
         return digests
 
     def _offsets(self, tokens: Tokens, part: UnitPart) -> Ids:
