@@ -16,6 +16,7 @@ from types import FrameType
 
 from benchmarks import (
     connectors,
+    cpu_step,
     dtypes,
     engine_vs_vllm,
     front,
@@ -73,6 +74,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "sampler": sampler.run,
     "dtypes": dtypes.run,
     "linears": linears.run,
+    "cpu_step": cpu_step.run,
 }
 NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny")
 

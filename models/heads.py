@@ -54,11 +54,11 @@ class TorchRotation:
     """By torch, on any device."""
 
     def __init__(self, table: RopeTable, num_heads: int, num_kv_heads: int) -> None:
-        self._table = table
+        self.table = table
         self._sizes = num_heads, num_kv_heads
 
     def at(self, positions: torch.Tensor) -> "_TorchHeads":
-        return _TorchHeads(self._table.at(positions), *self._sizes)
+        return _TorchHeads(self.table.at(positions), *self._sizes)
 
 
 class _TorchHeads(NamedTuple):
@@ -91,7 +91,7 @@ class CompiledRotation:
         """`use_level`: as for `kernels.linear.PackedWeight`."""
         assert table.cos.is_contiguous()
         assert table.sin.is_contiguous()
-        self._table = table
+        self.table = table
         self._fields = {
             "cosines": table.cos.data_ptr(),
             "sines": table.sin.data_ptr(),
@@ -104,11 +104,11 @@ class CompiledRotation:
 
     def at(self, positions: torch.Tensor) -> "_CompiledHeads":
         assert (positions.dtype, positions.stride()) == (torch.int64, (1,)), positions.dtype
-        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(self._table.cos):
-            raise IndexError(f"a position is not in [0, {len(self._table.cos)}), the table of rotations")
+        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(self.table.cos):
+            raise IndexError(f"a position is not in [0, {len(self.table.cos)}), the table of rotations")
         threads = torch.get_num_threads()
         args = HeadPassArgs(positions=positions.data_ptr(), rows=len(positions), num_threads=threads, **self._fields)
-        return _CompiledHeads(args, positions, self._table)
+        return _CompiledHeads(args, positions, self.table)
 
 
 class _CompiledHeads:
@@ -117,7 +117,7 @@ class _CompiledHeads:
     def __init__(self, args: HeadPassArgs, positions: torch.Tensor, table: RopeTable) -> None:
         self._args = args
         self._positions = positions
-        self._table = table
+        self.table = table
         self._norms: tuple[RMSNorm | None, RMSNorm | None] = (None, None)
 
     def of(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Heads:

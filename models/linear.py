@@ -9,6 +9,12 @@ from pdkv.host.processor import flags
 from pdkv.kernels.linear import PackedWeight, level
 from pdkv.models.passes import CompiledRMSNorm, RMSNorm, RowPass
 
+_SAMPLED_ROWS = 8
+"""Rows by which a weight that is not of bfloat16 is recognised: nearly always the first of them."""
+
+_ROWS_BYTES = 1 << 20
+"""Of float32, that are narrowed and compared while they are in a cache."""
+
 
 class Linear(Protocol):
     """x (n, in) -> (n, out), or from what `before` makes (n, in) of."""
@@ -71,11 +77,23 @@ def _after(before: RowPass | None, x: torch.Tensor) -> torch.Tensor:
 
 
 def narrowed(weight: torch.Tensor) -> torch.Tensor:
-    """As bfloat16 where that loses nothing, as in a bfloat16 checkpoint computed in float32: half the bytes to read."""
-    if weight.dtype != torch.float32:
+    """As bfloat16 where that loses nothing, as in a bfloat16 checkpoint computed in float32: half the bytes to read.
+
+    Reads a few rows of any other weight, and each number once of one that is narrowed.
+    """
+    if weight.dtype != torch.float32 or not _is_narrow(weight[:: max(1, len(weight) // _SAMPLED_ROWS)]):
         return weight
-    narrow = weight.bfloat16()
-    return narrow if torch.equal(narrow.float(), weight) else weight
+    narrow = torch.empty(weight.shape, dtype=torch.bfloat16)
+    rows = max(1, _ROWS_BYTES // (4 * weight.shape[1]))
+    for start in range(0, len(weight), rows):
+        some = weight[start : start + rows]
+        if not torch.equal(narrow[start : start + rows].copy_(some).float(), some):
+            return weight
+    return narrow
+
+
+def _is_narrow(weight: torch.Tensor) -> bool:
+    return torch.equal(weight.bfloat16().float(), weight)
 
 
 LinearKind = Literal["compiled", "packed", "plain"]

@@ -12,6 +12,7 @@ from nixl_rig import needs_nixl
 
 from benchmarks import (
     connectors,
+    cpu_step,
     dtypes,
     front,
     host_gap,
@@ -73,6 +74,14 @@ def test_linear_layers_are_compared_with_the_machines_limits(tmp_path: Path) -> 
     claims = linears.run(Context(tmp_path, None, quick=True))
     check(claims)
     assert len(claims) == len(linears.KINDS) * 2
+
+
+@pytest.mark.skipif(level() == 0, reason="no compiler, or a processor without avx2")
+def test_fused_passes_are_compared_with_torchs(tmp_path: Path, tiny_model_dir: Path) -> None:
+    (tmp_path / "tiny").symlink_to(tiny_model_dir)
+    claims = cpu_step.run(Context(tmp_path, None, quick=True))
+    check(claims)
+    assert len(claims) >= len(cpu_step.SEQUENCES)
 
 
 @pytest.mark.slow

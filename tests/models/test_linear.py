@@ -88,3 +88,12 @@ def test_weights_are_narrowed_only_where_that_loses_nothing() -> None:
         weight = exact.float()
         weight[1, 2] = odd
         assert narrowed(weight) is weight
+
+
+def test_one_number_that_is_not_of_bfloat16_is_found_in_any_row() -> None:
+    exact = torch.randn(37, 5000).bfloat16()  # in several pieces, of which few rows are sampled
+    assert torch.equal(narrowed(exact.float()), exact)
+    for row in range(len(exact)):
+        weight = exact.float()
+        weight[row, 4999] = 1.0 + 2.0**-12
+        assert narrowed(weight) is weight

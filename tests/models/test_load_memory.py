@@ -1,0 +1,80 @@
+"""A load holds its weights once, and beside them no more than the layer that is being laid out."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdkv.kernels.linear import level
+
+CHILD = """
+import json, sys
+from pathlib import Path
+import torch
+from pdkv.engine.host_memory import keep_freed_memory
+from pdkv.host.malloc import give_back_freed
+from pdkv.models import loader
+from pdkv.models.config import load_model_config
+
+torch.set_num_threads(1)
+keep_freed_memory()  # as engines do
+most = 0
+
+def own_bytes():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+
+def make_linear(weight, bias, kind, make=loader.make_linear):
+    global most
+    layer = make(weight, bias, kind)
+    most = max(most, own_bytes())
+    return layer
+
+loader.make_linear = make_linear
+path, found = Path(sys.argv[1]), {}
+for dtype in ("float32", "bfloat16"):
+    give_back_freed()
+    before, most = own_bytes(), 0
+    decoder = loader.load_decoder(
+        path, load_model_config(path), dtype=getattr(torch, dtype), device=torch.device("cpu"), max_model_len=64
+    )
+    found[dtype] = most - before, own_bytes() - before
+    del decoder
+print(json.dumps(found))
+"""
+HIDDEN, NEURONS, LAYERS, VOCABULARY = 512, 1536, 6, 512
+WEIGHTS = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * NEURONS) + 2 * VOCABULARY * HIDDEN
+LARGEST = 2 * HIDDEN * NEURONS
+SLACK = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 20 M parameters, none of which is of bfloat16."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=NEURONS, num_hidden_layers=LAYERS, vocab_size=VOCABULARY,
+        num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(path)
+    return path
+
+
+@pytest.mark.skipif(level() == 0, reason="no compiler when pdkv was installed, or a processor without avx2")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc says how much memory a process has")
+def test_packing_does_not_hold_the_weights_twice(model: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", CHILD, str(model)], check=True, capture_output=True, timeout=120.0)
+    found: dict[str, tuple[int, int]] = json.loads(ran.stdout)
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        most_taken, taken = found[dtype]  # of the process's own memory, during the load and after it
+        weights = WEIGHTS * itemsize
+        most = weights + 2 * LARGEST * itemsize + SLACK  # a layer's parts put together, and on their way into the dtype
+        assert weights * 0.9 < most_taken < most
+        assert weights * 0.9 < taken < weights + SLACK
+        assert most < 1.5 * weights, "the bound says something"
