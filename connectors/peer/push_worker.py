@@ -7,6 +7,7 @@ step that computes them runs. A transfer is complete when all layers and heads o
 import math
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -166,6 +167,12 @@ class Incoming:
         return -(-token // self._unit)
 
 
+def _last_layer(job: Job) -> int:
+    """Behind which layers a send's KV ends."""
+    stop: int = job.order.layers.stop
+    return stop
+
+
 class PushWorker(PeerWorker):
     """Worker side above a transport: one job per batch, layer group and peer rank that is sent, one posted job that is
     received.
@@ -190,8 +197,7 @@ class PushWorker(PeerWorker):
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         self.checksums = Checksums(self.config, kv_cache)
         self.layer_by_layer = kv_cache.device.type == "cpu"  # else layers are there when the device's stream says so
-        self._in_step: list[Job] = []  # sends of layers that this step has not computed yet
-        self._next_stop = 0  # behind the first such layers
+        self._in_step: deque[Job] = deque()  # sends of layers that this step has not computed yet, in their order
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         if not isinstance(meta, PushMetadata):
@@ -315,15 +321,14 @@ class PushWorker(PeerWorker):
             return
         jobs = self.submit(send.key, "send", tasks, batch=send.batch, last=False)
         if send.during_step:
-            self._in_step += jobs
-            self._next_stop = min((job.order.layers.stop for job in self._in_step), default=0)
+            self._in_step = deque(sorted([*self._in_step, *jobs], key=_last_layer))
 
     def _begin_sending(self, num_layers: int) -> None:
         """The first layers of what the step computes are in their blocks."""
-        if self._in_step and self._next_stop <= num_layers:
-            ready = [job for job in self._in_step if job.order.layers.stop <= num_layers]
-            self._in_step = [job for job in self._in_step if job.order.layers.stop > num_layers]
-            self._next_stop = min((job.order.layers.stop for job in self._in_step), default=0)
+        ready: list[Job] = []
+        while self._in_step and _last_layer(self._in_step[0]) <= num_layers:
+            ready.append(self._in_step.popleft())
+        if ready:
             self.start_jobs(ready)
 
     def _pieces(self, send: PushSend, after: StepDone) -> Iterable[Task]:

@@ -27,7 +27,7 @@ def pack_blocks(block_ids: Sequence[int] | Ids, generations: Sequence[int] | Ids
         ValueError: not one generation per block, or a number below 0.
     """
     ids = as_ids(block_ids)
-    versions = np.zeros_like(ids) if generations is None else as_ids(generations)
+    versions = np.zeros(ids.size, np.int64) if generations is None else as_ids(generations)
     if ids.shape != versions.shape:
         raise ValueError(f"{versions.size} generations for {ids.size} blocks")
     return block_runs.pack(np.ascontiguousarray(ids), np.ascontiguousarray(versions))
