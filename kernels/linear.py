@@ -7,7 +7,7 @@ Calls release the GIL. A row's result does not depend on the rows beside it or o
 import ctypes
 import threading
 from functools import cache
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import torch
 
@@ -27,11 +27,16 @@ LEVELS = ("none", "avx2", "avx512", "avx512_bf16")
 """What kernels use, from 1 on, by their numbers in linear.c."""
 
 
-class Norm(NamedTuple):
+class Norm:
     """An RMSNorm that a layer's rows go through before they are multiplied."""
 
-    weight: torch.Tensor  # (inputs,) float32
-    epsilon: float
+    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+        """`weight` (inputs,), float32."""
+        assert (weight.dim(), weight.dtype, weight.is_contiguous()) == (1, torch.float32, True), weight.dtype
+        self.weight = weight  # keeps the memory at `address`
+        self.size = len(weight)
+        self.address = weight.data_ptr()
+        self.epsilon = epsilon
 
 
 AS_THEY_ARE, NORMED, _GATED = range(3)
@@ -149,37 +154,28 @@ class PackedWeight:
 
         What `before` gives is rounded where torch rounds it: a norm once, silu and its product one after the other.
         """
-        assert (x.shape[1], x.dtype) == (self.inputs * (1 + (before == GATED)), self.dtype), (x.shape, x.dtype)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        if residual is not None:
-            assert (residual.shape, residual.dtype) == ((len(x), self.outputs), self.dtype), residual.shape
-            residual = residual if residual.stride(1) == 1 else residual.contiguous()
-        kind, norm, epsilon = self._before(before)
-        rows = len(x)
-        out = torch.empty((rows, self.outputs), dtype=self.dtype)
-        self._run(
-            self._address,
-            x.data_ptr(),
-            x.stride(0),
-            None if residual is None else residual.data_ptr(),
-            0 if residual is None else residual.stride(0),
-            out.data_ptr(),
-            rows,
-            _scratch.address(min(rows, BLOCK_ROWS) * self._row_bytes),
-            num_threads,
-            kind,
-            norm,
-            epsilon,
-        )
-        return out
-
-    def _before(self, before: Norm | Literal["gated"] | None) -> tuple[int, int | None, float]:
-        """Its number in linear.c, the address of its weight, its epsilon."""
-        if before is None:
-            return AS_THEY_ARE, None, 0.0
+        rows, columns = x.shape
+        what, norm, epsilon = AS_THEY_ARE, None, 0.0
+        expected = self.inputs
         if before == GATED:
-            return _GATED, None, 0.0
-        weight = before.weight
-        assert (weight.shape, weight.dtype, weight.is_contiguous()) == ((self.inputs,), torch.float32, True)
-        return NORMED, weight.data_ptr(), before.epsilon
+            what, expected = _GATED, 2 * self.inputs
+        elif before is not None:
+            assert before.size == self.inputs, (before.size, self.inputs)
+            what, norm, epsilon = NORMED, before.address, before.epsilon
+        assert columns == expected, (x.shape, expected)
+        assert x.dtype == self.dtype, (x.dtype, self.dtype)
+        stride, step = x.stride()
+        if step != 1:
+            x, stride = x.contiguous(), columns
+        added, added_stride = None, 0
+        if residual is not None:
+            assert (residual.shape, residual.dtype) == ((rows, self.outputs), self.dtype), residual.shape
+            residual = residual if residual.stride(1) == 1 else residual.contiguous()
+            added, added_stride = residual.data_ptr(), residual.stride(0)
+        out = torch.empty((rows, self.outputs), dtype=self.dtype)
+        scratch = _scratch.address(min(rows, BLOCK_ROWS) * self._row_bytes)
+        self._run(
+            self._address, x.data_ptr(), stride, added, added_stride, out.data_ptr(), rows, scratch, num_threads, what,
+            norm, epsilon,
+        )  # fmt: skip
+        return out

@@ -57,13 +57,13 @@ def rms_norm(x: torch.Tensor, norm: Norm, num_threads: int, *, use_level: int | 
 
     `use_level`: as for `linear.PackedWeight`.
     """
-    (rows, size), weight = x.shape, norm.weight
-    assert (weight.shape, weight.dtype, weight.is_contiguous()) == ((size,), torch.float32, True), weight.shape
+    rows, size = x.shape
+    assert norm.size == size, (norm.size, size)
     if x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty((rows, size), dtype=x.dtype)
     args = _PassArgs(
-        x=x.data_ptr(), out=out.data_ptr(), weight=weight.data_ptr(), what=NORMED, rows=rows, size=size,
+        x=x.data_ptr(), out=out.data_ptr(), weight=norm.address, what=NORMED, rows=rows, size=size,
         stride=x.stride(0), dtype=dtype_number(x.dtype), num_threads=num_threads,
         level=level() if use_level is None else use_level, epsilon=norm.epsilon,
     )  # fmt: skip

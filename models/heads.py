@@ -148,7 +148,7 @@ class _CompiledHeads:
 
 def _pointer(norm: RMSNorm | None) -> tuple[int | None, float]:
     """Its weight's address, and its epsilon."""
-    return (None, 0.0) if norm is None else (norm.fused.weight.data_ptr(), norm.fused.epsilon)
+    return (None, 0.0) if norm is None else (norm.fused.address, norm.fused.epsilon)
 
 
 def make_rotation(table: RopeTable, num_heads: int, num_kv_heads: int, kind: LinearKind) -> Rotation:

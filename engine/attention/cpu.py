@@ -43,6 +43,9 @@ class _Plan(NamedTuple):
     num_rows: int  # padding included
 
 
+_NO_INDEX = torch.empty(0, dtype=torch.int64)
+
+
 class CpuAttention(AttentionBackend):
     """The backend of pools in host memory."""
 
@@ -103,7 +106,9 @@ class CpuAttention(AttentionBackend):
         """What the buckets give, in place; the other rows hold anything finite."""
         heads, head_size = self._num_heads, self._head_size
         if not plan.work:
-            return torch.zeros(plan.num_rows, heads * head_size, dtype=qkv.dtype)
+            result = torch.empty(plan.num_rows, heads * head_size, dtype=qkv.dtype)
+            result[len(plan.singles.slots) :].zero_()  # padding; the single queries write all that is before it
+            return result
         q = self._scratch.take("q", len(plan.q_index), head_size)
         torch.index_select(qkv.view(-1, head_size), 0, plan.q_index, out=q)
         q.mul_(self._scale)
@@ -160,10 +165,13 @@ class CpuAttention(AttentionBackend):
         """
         apart = self._singles is not None
         tiles = plan_tiles(inputs, rows, self._block_size, self._limits, window=window, singles_apart=apart)
+        num_rows = self.padded(tiles.num_rows)
+        singles = tiles.singles._replace(slots=tiles.singles.slots + group * block_tables.shape[1])
+        if not tiles.buckets:
+            return _Plan(_NO_INDEX, _NO_INDEX, [], singles, num_rows)
         heads, kv_heads = self._num_heads, self._kv_heads
         head = np.arange(heads)[None, :, None]
         q_parts, work, start = [], [], 0
-        num_rows = self.padded(tiles.num_rows)
         out_index = np.zeros((num_rows, heads), dtype=np.int64)  # padding rows repeat an output, and nobody looks
         for bucket in tiles.buckets:
             q_parts.append((bucket.qkv_rows[:, None, :] * (heads + 2 * kv_heads) + head).ravel())
@@ -173,9 +181,9 @@ class CpuAttention(AttentionBackend):
             kv_index, mask = self._kv_index(bucket, block_tables[group]), self._mask(bucket, window)
             work.append(_Work(bucket, kv_index, None if mask is None else self._unowned(bucket), mask))
             start = stop
-        q_index = np.concatenate(q_parts) if q_parts else np.empty(0, dtype=np.int64)
-        singles = tiles.singles._replace(slots=tiles.singles.slots + group * block_tables.shape[1])
-        return _Plan(torch.from_numpy(q_index), torch.from_numpy(out_index.ravel()), work, singles, num_rows)
+        return _Plan(
+            torch.from_numpy(np.concatenate(q_parts)), torch.from_numpy(out_index.ravel()), work, singles, num_rows
+        )
 
     def _kv_index(self, bucket: Bucket, block_tables: IntArray) -> torch.Tensor:
         """(2, B, kv_heads, K) flattened: rows of `_block_rows`.

@@ -122,9 +122,12 @@ def plan_tiles(
         skipped = np.maximum(tiles.positions + 1 - window, 0) // block_size
         tiles = tiles._replace(skipped=skipped, positions=tiles.positions - skipped * block_size)
     single = (tiles.counts == 1) & singles_apart
-    apart = _Tiles(*(column[single] for column in tiles))
+    only_singles = bool(single.all())
+    apart = tiles if only_singles else _Tiles(*(column[single] for column in tiles))
     hidden = np.zeros_like(apart.positions) if window is None else np.maximum(apart.positions + 1 - window, 0)
     singles = Singles(apart.slots, apart.starts, apart.outs, apart.skipped, apart.positions + 1, hidden)
+    if only_singles:  # as in most steps
+        return TilePlan([], singles, num_rows)
     tiles = _Tiles(*(column[~single] for column in tiles))
     padded = _PADDED_QUERIES[tiles.counts]
     blocks = -(-(tiles.positions + tiles.counts) // block_size)

@@ -167,7 +167,6 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     layer = PackedWeight(make(40, 64), None, F32)
     for x, given in (
         (make(2, 64), make_norm(63)),
-        (make(2, 64), Norm(make(64, dtype=BF16), EPSILON)),
         (make(2, 64), GATED),
         (make(2, 128), make_norm(64)),
     ):
@@ -175,3 +174,6 @@ def test_operands_that_do_not_fit_are_refused() -> None:
             layer.multiply(x, None, 1, given)
     with pytest.raises(AssertionError):
         rms_norm(make(2, 64), make_norm(63), 1)
+    for weight in (make(64, dtype=BF16), make(128)[::2], make(8, 8)):
+        with pytest.raises(AssertionError):
+            Norm(weight, EPSILON)
