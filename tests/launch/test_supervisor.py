@@ -362,6 +362,27 @@ def test_an_engine_that_is_still_starting_can_be_removed(deck: Deck) -> None:
     deck.run(scenario)
 
 
+def test_a_router_is_not_told_of_an_engine_that_may_never_be_ready(deck: Deck) -> None:
+    """Nobody would tell it that there is none, and it would wait for that engine for as long as it lives."""
+
+    async def scenario() -> None:
+        await deck.supervisor.start()
+        for _ in range(3):
+            deck.ready.get_nowait()
+        deck.behaviour["decode-2"] = "silent"
+        adding = asyncio.ensure_future(deck.supervisor.add_engine(*another()))
+        while not any(child.name == "decode-2" for child in deck.started):
+            await asyncio.sleep(0)
+        os.kill(deck.newest("router").pid, signal.SIGKILL)
+        assert await deck.ready.get() == "router"
+        os.kill(deck.newest("decode-2").pid, signal.SIGKILL)
+        with pytest.raises(StartupError):
+            await adding
+        assert [a.name for a in deck.routers[-1].engines] == ["decode-0", "decode-1"] == list(deck.supervisor.engines)
+
+    deck.run(scenario)
+
+
 def test_a_restart_that_is_asked_for_is_no_failure_and_takes_all_ranks(
     ranked_deck: Deck, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -106,18 +106,20 @@ class Supervisor:
         return next((child.pid for child in self._children if child.name == name and child.alive), None)
 
     async def add_engine(self, spec: EngineSpec, address: EngineAddress) -> None:
-        """Start one more engine, which a router that starts from now on is told of; returns when it is ready.
+        """Start one more engine; returns when it is ready. A router that starts from then on is told of it, not before:
+        nobody would tell it that the engine never came.
 
         Raises:
             PdkvError: it did not become ready; nothing is left of it.
         """
         assert spec.name not in self._specs, f"two engines are named {spec.name}"
-        self._specs[spec.name], self._addresses[spec.name] = spec, address
+        self._specs[spec.name] = spec
         try:
             await asyncio.shield(self._keep_engine(spec.name).ready)
         except BaseException:
             await self.remove_engine(spec.name)
             raise
+        self._addresses[spec.name] = address
 
     async def restart_engine(self, spec: EngineSpec) -> None:
         """End an engine and start it again, with this spec; returns when it is ready.
