@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.connectors.transfer.planning import as_ids
+from pdkv.connectors.transfer.planning import Ids, as_ids
 
 
 class BlockTable(ABC):
@@ -20,7 +20,7 @@ class BlockTable(ABC):
     def generation(self, block_id: int) -> int:
         """The block's current generation."""
 
-    def generations_of(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    def generations_of(self, block_ids: Sequence[int] | Ids) -> Ids:
         """The generations of many blocks."""
         return np.fromiter(map(self.generation, block_ids), np.int64, len(block_ids))
 
@@ -66,7 +66,7 @@ class LocalBlockTable(BlockTable):
     def publish(self, block_id: int, keys: list[bytes]) -> None:
         """Nobody else reads: nothing to do."""
 
-    def generations_of(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    def generations_of(self, block_ids: Sequence[int] | Ids) -> Ids:
         return self.values[as_ids(block_ids)]
 
     def reuse_all(self, block_ids: Sequence[int]) -> None:

@@ -94,7 +94,7 @@ class SharedBlockTable(BlockTable):
     def generation(self, block_id: int) -> int:
         return int(self._generations[block_id])
 
-    def generations_of(self, block_ids: Sequence[int]) -> Ids:
+    def generations_of(self, block_ids: Sequence[int] | Ids) -> Ids:
         return self._arrays.generations[as_ids(block_ids)]
 
     def reuse(self, block_id: int) -> None:

@@ -13,8 +13,6 @@ from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from pdkv.connectors.base import (
     ConnectorConfig,
@@ -29,6 +27,7 @@ from pdkv.connectors.multi.scheduler import MultiScheduler
 from pdkv.connectors.multi.wire import Child, MultiMetadata
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.registry import load_connector
+from pdkv.connectors.transfer.planning import Ids
 from pdkv.errors import ConfigError
 from pdkv.options import Options, OptionTexts, option
 from pdkv.wire.messages import ConnectorKind, Order
@@ -246,7 +245,7 @@ class BlockTables(BlockTable):
     def generation(self, block_id: int) -> int:
         return self._tables[0].generation(block_id)
 
-    def generations_of(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    def generations_of(self, block_ids: Sequence[int] | Ids) -> Ids:
         return self._tables[0].generations_of(block_ids)
 
     def reuse(self, block_id: int) -> None:

@@ -30,6 +30,7 @@ LAYERS = (
     "pdkv.config",
     "pdkv.kv_store",
     "pdkv.models",
+    "pdkv.connectors.transfer.planning",
     "pdkv.connectors.block_table",
     "pdkv.connectors.step_done",
     "pdkv.connectors.base",

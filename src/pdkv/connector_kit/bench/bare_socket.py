@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import msgspec
 
-from pdkv.connector_kit.bench.bare import BareTransport, Bytes
+from pdkv.connector_kit.bench.bare import BareTransport
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connectors.p2p.sockets import UNIX_BUFFER_BYTES
+from pdkv.connectors.transfer.planning import Bytes
 
 _HOST = "127.0.0.1"
 _READY = b"\1"
