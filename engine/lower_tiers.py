@@ -1,6 +1,6 @@
 """What the routers were told of tiers below this engine's cache; one that joins later is told it, too."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -41,8 +41,9 @@ class LowerTiers:
         told = self._told[medium]
         for key in event.removed:
             told.pop(key, None)
-        told.update(dict.fromkeys(event.stored))
-        deque(map(told.move_to_end, event.stored), maxlen=0)  # for each
+        for key in event.stored:  # `update` of an ordered dictionary takes twice as long
+            told[key] = None
+            told.move_to_end(key)
         while len(told) > MAX_TIER_KEYS:
             told.popitem(last=False)
         yield from _parts(self._tiers[medium], event.removed, event.stored)

@@ -7,7 +7,7 @@ other keys the answer is which of them are there.
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -238,8 +238,10 @@ class KeyLookups:
         return since is not None and now - since < self._known_for_s
 
     def _add(self, keys: Sequence[bytes]) -> None:
-        self._known.update(dict.fromkeys(keys, time.monotonic()))
-        deque(map(self._known.move_to_end, keys), maxlen=0)  # for each
+        known, now = self._known, time.monotonic()
+        for key in keys:  # `update` of an ordered dictionary takes twice as long
+            known[key] = now
+            known.move_to_end(key)
         for key in self._misses.keys() & keys:
             del self._misses[key]
         while len(self._known) > MAX_KNOWN_KEYS:
