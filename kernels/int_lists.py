@@ -41,3 +41,6 @@ def int32_array(numbers: Collection[int]) -> npt.NDArray[np.int32]:
     if type(numbers) in (list, tuple) and len(numbers) > _FEW and (array_of := _array_of()) is not None:
         return np.frombuffer(array_of(numbers, 4), np.int32)
     return np.fromiter(numbers, np.int32, len(numbers))
+
+
+_array_of()  # now: the first call may come from a step thread, which reads no files
