@@ -6,6 +6,7 @@ import math
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -160,21 +161,23 @@ class LLM:
         self._sampling_defaults = read_sampling_defaults(config.model, config.generation_config)
         log_sampling_defaults(config.model, self._sampling_defaults)
         self.tokenizer = Tokenizer.from_dir(config.model)
-        self._wake = threading.Event()  # set by the connector's threads and the one that runs steps
-        self._has_news = threading.Event()  # set by the connector's
-        epoch = secrets.token_hex(8)
-        self._core = build_engine(config, handoff, name=f"llm-{epoch}", epoch=epoch, notify=self._notify)
-        self._core.router_joined(_ROUTER_ID, self._core.card.epoch)
-        self._steps = make_step_loop(self._core, config.max_steps_ahead, self._wake.set)
-        self._live: dict[str, _Choice] = {}
+        self._wake = wake = threading.Event()  # set by the connector's threads and the one that runs steps
+        self._has_news = has_news = threading.Event()  # set by the connector's
 
-    def _notify(self) -> None:
-        self._has_news.set()
-        self._wake.set()
+        def notify() -> None:
+            has_news.set()
+            wake.set()
+
+        epoch = secrets.token_hex(8)
+        self._core = build_engine(config, handoff, name=f"llm-{epoch}", epoch=epoch, notify=notify)
+        self._core.router_joined(_ROUTER_ID, self._core.card.epoch)
+        self._steps = make_step_loop(self._core, config.max_steps_ahead, wake.set)
+        self._end_steps = weakref.finalize(self, self._steps.close)  # a thread would keep all memory
+        self._live: dict[str, _Choice] = {}
 
     def close(self) -> None:
         """Stop the engine. Idempotent."""
-        self._steps.close()
+        self._end_steps()
         self._core.shutdown()
 
     def __enter__(self) -> Self:

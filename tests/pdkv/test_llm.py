@@ -32,7 +32,7 @@ def engine(model: Path) -> Iterator[LLM]:
 @pytest.fixture
 def llm(engine: LLM) -> Iterator[LLM]:
     yield engine
-    engine._core.step(0.0)
+    engine._settle()
     counts = engine._core.scheduler.kv.pool.counts()
     assert counts.free + counts.cached == counts.total
     assert not engine._live
