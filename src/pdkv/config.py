@@ -42,7 +42,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)", ge=1)
     max_model_len: int | None = option(None, "longest prompt + output (default: the model's)", ge=1)
     max_steps_ahead: int = option(
-        0, "steps planned while an earlier one still computes, so that the model never waits; 0: strictly in turn",
+        2, "steps planned while an earlier one still computes, so that the model never waits; 0: strictly in turn",
         ge=0, le=2,
     )  # fmt: skip
     long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound", ge=0)
