@@ -1,5 +1,6 @@
 """What pull and push of the `memory` connector share: options, the fabric, peers, and how results are reported."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
@@ -14,7 +15,7 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 from pdkv.connectors.block_table import BlockTable
-from pdkv.connectors.memory.fabric import Content, MemoryFabric
+from pdkv.connectors.memory.fabric import Content, MemoryFabric, Operation
 from pdkv.connectors.peer.checksums import Checksums
 from pdkv.connectors.stats import stats_of_transfer
 from pdkv.errors import ConfigError, IncompatiblePeers
@@ -111,6 +112,13 @@ class MemoryWorker(WorkerConnector):
         results, self._results = self._results, ({}, {}, {}, {})
         return TransferResults(*results)
 
+    def cancel(self, key: TransferKey) -> None:
+        self.fabric.post(Cancel(self, key))
+
+    @abstractmethod
+    def stop(self, key: TransferKey) -> None:
+        """Nothing of this transfer lands or is read from now on."""
+
     def get_stats(self) -> Stats:
         return {"": self._stats}
 
@@ -138,3 +146,15 @@ class MemoryWorker(WorkerConnector):
 
     def shutdown(self) -> None:
         self.fabric.unregister(self)
+
+
+class Cancel(Operation):
+    """The confirmation of a cancel, on whichever side asked."""
+
+    def __init__(self, worker: MemoryWorker, key: TransferKey) -> None:
+        self.worker = worker
+        self.key = key
+
+    def deliver(self) -> Operation | None:
+        self.worker.stop(self.key)
+        return None

@@ -41,9 +41,6 @@ class MemoryPullWorker(MemoryWorker):
             self._active[load.key] = load
             self.fabric.post(Read(self, load))
 
-    def cancel(self, key: TransferKey) -> None:
-        self.fabric.post(CancelRead(self, key))
-
     def is_active(self, load: BlockLoad) -> bool:
         """Whether the transfer still waits for this read; what lands later is refused."""
         return self._active.get(load.key) is load
@@ -57,8 +54,7 @@ class MemoryPullWorker(MemoryWorker):
             else:
                 self.receive_failed(load.key, error.code)
 
-    def cancel_active(self, key: TransferKey) -> None:
-        """Nothing of this transfer lands from now on."""
+    def stop(self, key: TransferKey) -> None:
         load = self._active.get(key)
         if load is not None:
             self.end(load, TransferCancelled("cancelled"))
@@ -111,18 +107,6 @@ class Read(Operation):
             worker.end(load, error)
             return None
         worker.end(load, None)
-        return None
-
-
-class CancelRead(Operation):
-    """The confirmation of a cancel."""
-
-    def __init__(self, worker: MemoryPullWorker, key: TransferKey) -> None:
-        self.worker = worker
-        self.key = key
-
-    def deliver(self) -> Operation | None:
-        self.worker.cancel_active(self.key)
         return None
 
 

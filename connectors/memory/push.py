@@ -77,8 +77,10 @@ class MemoryPushWorker(MemoryWorker):
             self.stop_sending(key, TransferTimeout("no acknowledgement"))
         return super().get_finished()
 
-    def cancel(self, key: TransferKey) -> None:
-        self.fabric.post(CancelTransfer(self, key))
+    def stop(self, key: TransferKey) -> None:
+        error = TransferCancelled("cancelled")
+        self.stop_receiving(key, error)
+        self.stop_sending(key, error)
 
     def is_sending(self, key: TransferKey, outgoing: _Outgoing) -> bool:
         """Whether the transfer's blocks may still be read."""
@@ -186,20 +188,6 @@ class Write(Operation):
         peer = self.worker.fabric.endpoint(ticket.engine, ticket.epoch)
         assert isinstance(peer, MemoryPushWorker)
         return peer
-
-
-class CancelTransfer(Operation):
-    """The confirmation of a cancel, on whichever side asked."""
-
-    def __init__(self, worker: MemoryPushWorker, key: TransferKey) -> None:
-        self.worker = worker
-        self.key = key
-
-    def deliver(self) -> Operation | None:
-        error = TransferCancelled("cancelled")
-        self.worker.stop_receiving(self.key, error)
-        self.worker.stop_sending(self.key, error)
-        return None
 
 
 class MemoryPushConnector(MemoryMode):
