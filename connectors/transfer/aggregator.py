@@ -1,8 +1,7 @@
 """Joins the transfer results of an engine's ranks: a transfer has ended when every rank has let go of its blocks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from sys import maxsize
-from typing import NamedTuple
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults
 from pdkv.errors import KVCorrupted
@@ -37,13 +36,6 @@ class _Pending:
         return TransferOutcome(self.code, self.num_bytes, self.seconds, num_tokens, self.num_damaged)
 
 
-class _Ended(NamedTuple):
-    """Transfers of one direction that all ranks have ended."""
-
-    finished: dict[TransferKey, TransferOutcome]
-    failed: dict[TransferKey, TransferOutcome]
-
-
 class TransferAggregator:
     """Collects per-rank results. Every rank ends every transfer exactly once, also one that it had no part in.
 
@@ -55,44 +47,31 @@ class TransferAggregator:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._sending: dict[TransferKey, _Pending] = {}
-        self._receiving: dict[TransferKey, _Pending] = {}
+        self._pending: tuple[dict[TransferKey, _Pending], ...] = ({}, {})  # sent, received
         self.num_repeated = 0  # what a rank said twice of a transfer that others have not ended
 
     @property
     def num_pending(self) -> int:
         """Transfers that some ranks have ended and some have not."""
-        return len(self._sending) + len(self._receiving)
+        return sum(map(len, self._pending))
 
     def add(self, by_rank: Iterable[TransferResults]) -> TransferResults:
         """Take one step's results, rank 0's first; returns the transfers that have ended on all ranks by now."""
-        sending, receiving = _Ended({}, {}), _Ended({}, {})
+        ended: tuple[dict[TransferKey, TransferOutcome], ...] = ({}, {}, {}, {})  # as TransferResults has them
         for rank, results in enumerate(by_rank):
-            if results:
-                self._add(self._sending, rank, results.finished_sending, sending, failed=False)
-                self._add(self._sending, rank, results.failed_sending, sending, failed=True)
-                self._add(self._receiving, rank, results.finished_receiving, receiving, failed=False)
-                self._add(self._receiving, rank, results.failed_receiving, receiving, failed=True)
-        if not any((*sending, *receiving)):
-            return NO_TRANSFERS
-        return TransferResults(*sending, *receiving)
+            for which, outcomes in enumerate(results if results else ()):
+                for key, outcome in outcomes.items():
+                    entry = self._add(rank, which, key, outcome)
+                    if entry is not None:
+                        ended[which // 2 * 2 + entry.failed][key] = entry.outcome
+        return TransferResults(*ended) if any(ended) else NO_TRANSFERS
 
-    def _add(
-        self,
-        pending: dict[TransferKey, _Pending],
-        rank: int,
-        outcomes: Mapping[TransferKey, TransferOutcome],
-        ended: _Ended,
-        *,
-        failed: bool,
-    ) -> None:
-        for key, outcome in outcomes.items():
-            entry = pending.setdefault(key, _Pending())
-            if rank in entry.ranks:
-                self.num_repeated += 1
-                continue
-            entry.add(rank, outcome, failed=failed)
-            if len(entry.ranks) == self._num_ranks:
-                del pending[key]
-                target = ended.failed if entry.failed else ended.finished
-                target[key] = entry.outcome
+    def _add(self, rank: int, which: int, key: TransferKey, outcome: TransferOutcome) -> _Pending | None:
+        """What all ranks have said, when this one was the last. `which`: of the maps of TransferResults."""
+        pending = self._pending[which // 2]
+        entry = pending.setdefault(key, _Pending())
+        if rank in entry.ranks:
+            self.num_repeated += 1
+            return None
+        entry.add(rank, outcome, failed=which % 2 == 1)
+        return pending.pop(key) if len(entry.ranks) == self._num_ranks else None
