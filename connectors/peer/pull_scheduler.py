@@ -143,12 +143,18 @@ class PullScheduler(SchedulerConnector):
             match = Match("", "", start, start + num_external_tokens, self.block_size, NO_IDS, NO_IDS)
         stop = min(match.start + num_external_tokens, match.stop)
         self._loading.add(key)
+        filled: Sequence[int] = ()
         if self.config.layout.groups:
-            self._queued[key] = self._load_pairs(key, match, block_tables)
-            return None
-        num_sources = -(-stop // match.unit) - match.start // match.unit
-        own = blocks_of(match.start, stop, self.block_size)
-        own_ids = list(block_tables[0][own.start : own.stop])
+            filled = filled_entries(self.config.layout, match.start, match.stop)
+            own = own_blocks(self.config.layout, block_tables, match.start, match.stop)
+            if own is None or len(own) != len(match.source):
+                match, own = match._replace(source=NO_IDS, generations=NO_IDS), []  # the load fails, and says so
+            match, stop = match._replace(start=0, unit=self.block_size), len(own) * self.block_size
+        else:
+            num_sources = -(-stop // match.unit) - match.start // match.unit
+            match = match._replace(source=match.source[:num_sources], generations=match.generations[:num_sources])
+            wanted = blocks_of(match.start, stop, self.block_size)
+            own = list(block_tables[0][wanted.start : wanted.stop])
         self._queued[key] = BlockLoad(
             key=key,
             engine=match.engine,
@@ -156,31 +162,14 @@ class PullScheduler(SchedulerConnector):
             start=match.start,
             stop=stop,
             unit=match.unit,
-            source=match.source[:num_sources].tobytes(),
-            generations=match.generations[:num_sources].tobytes(),
-            block_ids=own_ids,
-            is_handoff=match.is_handoff,
-            own_generations=self._table.generations_of(own_ids).tobytes(),
-        )
-        return None
-
-    def _load_pairs(self, key: TransferKey, match: Match, block_tables: BlockTables) -> BlockLoad:
-        own = own_blocks(self.config.layout, block_tables, match.start, match.stop)
-        if own is None or len(own) != len(match.source):
-            match, own = match._replace(source=NO_IDS, generations=NO_IDS), []  # the load fails, and says so
-        return BlockLoad(
-            key=key,
-            engine=match.engine,
-            epoch=match.epoch,
-            start=0,
-            stop=len(own) * self.block_size,
-            unit=self.block_size,
             source=match.source.tobytes(),
             generations=match.generations.tobytes(),
             block_ids=own,
+            is_handoff=match.is_handoff,
             own_generations=self._table.generations_of(own).tobytes(),
-            filled=filled_entries(self.config.layout, match.start, match.stop),
+            filled=filled,
         )
+        return None
 
     def must_hear_end(self, key: TransferKey) -> bool:
         return False  # the workers do nothing about it
