@@ -48,7 +48,6 @@ class GatherReader:
     """Thread-safe."""
 
     def __init__(self, endpoint: NixlEndpoint, units: UnitPool) -> None:
-        self.num_unknown = 0  # chunks of requests that are over
         self._endpoint = endpoint
         self._pool = units
         self._numbers = itertools.count(1)
@@ -136,10 +135,8 @@ class GatherReader:
     def _on_news(self, blob: RankBlob, message: Gathered | Refused) -> None:
         with self._lock:
             request = self._open.get(message.request)
-        if request is None or request.agent != blob.agent:
-            self.num_unknown += 1
-            return
-        request.news.put(message)
+        if request is not None and request.agent == blob.agent:  # else it is over
+            request.news.put(message)
 
     def _open_requests(self, agent: str) -> list[int]:
         with self._lock:

@@ -85,7 +85,6 @@ class GatherSource:
     def __init__(
         self, endpoint: NixlEndpoint, units: UnitPool, guard: Callable[[int], AbstractContextManager[None]]
     ) -> None:
-        self.num_gathered_bytes = 0
         self.after: StepDone = ON_HOST  # of what has been handed off; what is offered has been waited for
         self._endpoint = endpoint
         self._pool = units
@@ -196,7 +195,6 @@ class GatherSource:
             request.chunks.clear()
             self._endpoint.try_send(request.blob, Refused(message.request, error.code))
             return
-        self.num_gathered_bytes += size
         if not self._endpoint.try_send(request.blob, Gathered(message.request, number, slot, generation)):
             request.chunks.clear()  # its reader is gone or will time out: the slot stays its own until that is known
 

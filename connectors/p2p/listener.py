@@ -96,7 +96,7 @@ class LinkListener:
     def drop(self, engine: str, epoch: str) -> None:
         """An incarnation is gone: its links end. Does not wait for them."""
         with self._changed:
-            gone = [link for link in self._links if _is_of(link, engine, epoch)]
+            gone = [link for link in self._links if (link.peer.engine, link.peer.epoch) == (engine, epoch)]
         for link in gone:
             link.interrupt()
 
@@ -255,7 +255,3 @@ class LinkListener:
             idle.is_idle, idle.gives_way = False, True
             idle.interrupt()
         return False
-
-
-def _is_of(link: Link, engine: str, epoch: str) -> bool:
-    return (link.peer.engine, link.peer.epoch) == (engine, epoch)

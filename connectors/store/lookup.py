@@ -77,7 +77,6 @@ class KeyLookups:
         known_for_s: float = 30.0,
         probe_interval_s: float = inf,
     ) -> None:
-        self.num_lookups = 0
         self.num_failed = 0  # the store said so
         self.num_timeouts = 0
         self.num_refused = 0  # too many at once, or the store is known not to answer: counted as misses
@@ -287,7 +286,6 @@ class KeyLookups:
                     return
                 lookups, self._queue = self._queue, []
                 keys = list(dict.fromkeys(key for lookup in lookups for key in lookup.keys))
-                self.num_lookups += len(lookups)
             error = ""
             stored: set[bytes] = set()
             before = self._problem

@@ -5,8 +5,10 @@ from pdkv.kv_store.base import KVStore
 from pdkv.options import MAX_THREADS, Options, option, seconds
 
 
-class TransferOptions(Options):
-    """How a store connector cuts, finds, loads and saves."""
+class StoreConnectorOptions(Options):
+    """Base of the options of one store connector: how it cuts, finds, loads and saves, what a subclass adds, and the
+    store that all of them name.
+    """
 
     tokens_per_value: int = option(
         64, "tokens stored together, a multiple of 16; the same on all engines that share the store", ge=1
@@ -33,10 +35,6 @@ class TransferOptions(Options):
     sign_key_file: str = option(
         "", "file of the secret; empty: the variable PDKV_STORE_SIGN_KEY has it", metavar="FILE"
     )
-
-
-class StoreConnectorOptions(TransferOptions):
-    """Base of the options of one store connector: what it adds, and the store that they name."""
 
     def open_store(self) -> KVStore:
         """The store, whose methods may block: they are called on I/O threads. Called once in each process, at start.

@@ -18,7 +18,6 @@ from pdkv.connectors.base import (
     ConnectorConfig,
     FinishDecision,
     KVConnectorMetadata,
-    LoadMode,
     MatchedTokens,
     Observed,
     RequestView,
@@ -33,7 +32,7 @@ from pdkv.connectors.base import (
 from pdkv.connectors.peer.cards import Incarnation, PeerCards
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.news import StoreNews
-from pdkv.connectors.store.options import TransferOptions
+from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.plan import (
     BlockSpan,
     Cut,
@@ -106,7 +105,7 @@ class StoreScheduler(SchedulerConnector):
     def __init__(
         self,
         config: ConnectorConfig,
-        options: TransferOptions,
+        options: StoreConnectorOptions,
         cut: StoreCut,
         lookups: KeyLookups,
         news: StoreNews,
@@ -244,11 +243,7 @@ class StoreScheduler(SchedulerConnector):
         return next((v.start for v, is_there in zip(needed, there, strict=True) if not is_there), sources.stop)
 
     def _matched(self, stop: int, start: int) -> MatchedTokens:
-        return MatchedTokens(stop - start, self._mode) if stop > start else NO_MATCH
-
-    @property
-    def _mode(self) -> LoadMode:
-        return self._options.load
+        return MatchedTokens(stop - start, self._options.load) if stop > start else NO_MATCH
 
     def update_state_after_alloc(
         self, request: RequestView, block_tables: BlockTables, num_external_tokens: int

@@ -14,7 +14,7 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, KVConnectorMetadata, Stats, TransferKey, TransferOutcome
 from pdkv.connectors.stats import stats_of_tiers
 from pdkv.connectors.step_done import ON_HOST, StepDone
-from pdkv.connectors.store.options import TransferOptions
+from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.pieces import Piece, Slot, buffer_bytes, lay_out, pack
 from pdkv.connectors.store.plan import BlockSpan, StoreCut, StoreLoad, StoreMetadata, StoreSave, Value, ValuePart
 from pdkv.connectors.store.progress import LayerLoad, LoadProgress
@@ -61,7 +61,7 @@ class StoreWorker(TransferWorker):
     def __init__(
         self,
         config: ConnectorConfig,
-        options: TransferOptions,
+        options: StoreConnectorOptions,
         cut: StoreCut,
         values: SealedValues,
         notify: Callable[[], None],

@@ -22,10 +22,6 @@ class Gate(NamedTuple):
     below: int
     at_least: int
 
-    def gathers(self, num_pieces: int, piece_bytes: int) -> bool:
-        """Whether so many equal pieces are gathered."""
-        return piece_bytes < self.below and num_pieces >= self.at_least
-
     def choose(self, sizes: Ids) -> npt.NDArray[np.bool_]:
         """Which pieces of these sizes in bytes are gathered, shape (len(sizes),)."""
         small = sizes < self.below

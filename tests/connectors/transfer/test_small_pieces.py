@@ -13,13 +13,5 @@ def test_small_pieces_are_gathered_if_there_are_enough_of_them() -> None:
     assert gate.choose(as_ids([])).tolist() == []
 
 
-def test_equal_pieces_are_gathered_all_or_none() -> None:
-    gate = Gate(4096, 3)
-    assert gate.gathers(3, 4095)
-    assert not gate.gathers(2, 4095)
-    assert not gate.gathers(1000, 4096)
-
-
 def test_a_gate_of_nothing_gathers_nothing() -> None:
-    assert not Gate(0, 1).gathers(1 << 20, 1)
     assert not Gate(0, 1).choose(as_ids([0, 1, 2])).any()

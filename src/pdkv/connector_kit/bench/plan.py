@@ -14,7 +14,7 @@ from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import Setting, Shape
 from pdkv.connectors.registry import check_connector, connector_target
 from pdkv.connectors.store.base import LAYERWISE_GROUPS
-from pdkv.connectors.store.options import TransferOptions
+from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.wire.messages import ChecksumMode
 
 TIMEOUT_S = 120.0
@@ -116,7 +116,7 @@ def plan_bytes(plan: Plan, num_tokens: int) -> int:
 
 def store_values(plan: Plan, options: Mapping[str, str]) -> tuple[int, int]:
     """Tokens per value of a store connector with these options, and into how many values their KV is cut."""
-    defaults = TransferOptions()
+    defaults = StoreConnectorOptions()
     groups = int(options.get("layer_groups", defaults.layer_groups))
     if not groups:
         layerwise = options.get("load", defaults.load) == "layerwise"
