@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -109,12 +110,12 @@ class Message(NamedTuple):
     data: bytes
 
 
+@dataclass(eq=False, slots=True)
 class _Peer:
     """A connection. `num_active` transfers use it; a broken one takes no more."""
 
-    def __init__(self) -> None:
-        self.num_active = 0
-        self.broken = False
+    num_active: int = 0
+    broken: bool = False
 
     def is_usable(self) -> bool:
         """Whether a transfer may begin."""

@@ -15,15 +15,15 @@ from pdkv.connectors.base import (
     KVConnectorMetadata,
     Requirement,
     SchedulerConnector,
+    Shown,
     WorkerConnector,
 )
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers
-from pdkv.connectors.nixl.scheduler import NixlPullScheduler
 from pdkv.connectors.nixl.wire import BLOB_VERSION
-from pdkv.connectors.peer.pull_scheduler import PullMetadata
+from pdkv.connectors.peer.pull_scheduler import PullMetadata, PullScheduler
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler
 from pdkv.wire.messages import ConnectorKind
 
@@ -76,6 +76,12 @@ class NixlConnector(KVConnector):
     def _make_endpoint(self) -> NixlEndpoint:
         """Raises ConfigError where NIXL is missing."""
         return NixlEndpoint(self.config, self._peers, self.options, self._arena)
+
+
+class NixlPullScheduler(PullScheduler):
+    """As that of every pull; what hand-offs name is read by peers, and has digests."""
+
+    shown = Shown.HANDOFFS
 
 
 class NixlPullConnector(NixlConnector):

@@ -2,14 +2,16 @@
 
 from contextlib import nullcontext
 
+import numpy as np
+
 from pdkv.connectors.arena.sources import PoolSource
-from pdkv.connectors.nixl.blocks import BlockReader
+from pdkv.connectors.nixl.blocks import cut_pieces, expand_blocks
 from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
 from pdkv.connectors.nixl.wire import RankBlob
 from pdkv.connectors.transfer.digest import PoolDigests, Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows, rows_of
-from pdkv.connectors.transfer.planning import Ids
+from pdkv.connectors.transfer.planning import Ids, run_starts
 from pdkv.connectors.transfer.pool_copy import COPY_BYTES, Pieces, block_pieces, unit_pieces
 from pdkv.connectors.transfer.small_pieces import Gate
 from pdkv.connectors.transfer.units import UnitPool
@@ -22,9 +24,9 @@ class PoolReader:
 
     def __init__(self, endpoint: NixlEndpoint, units: UnitPool, gate: Gate) -> None:
         self.gathered = GatherReader(endpoint, units)
-        self._blocks = BlockReader(endpoint, units, self.gathered, gate)
         self._endpoint = endpoint
         self._units = units
+        self._gate = gate
 
     def read_blocks(
         self,
@@ -53,7 +55,7 @@ class PoolReader:
         layers = range(layout.num_layers) if layers is None else layers
         source = self._endpoint.sources.source(blob)
         if source is None:
-            return self._blocks.read(job, blob, theirs, ours, layers, offer=offer, guard=guard)
+            return self._read_by_nixl(job, blob, theirs, ours, layers, offer, guard)
         return self._copy(job, source, block_pieces(layout, theirs, ours, layers), guard)
 
     def read_units(self, job: Waiting, blob: RankBlob, wanted: Wanted) -> int:
@@ -115,6 +117,35 @@ class PoolReader:
             return source.word(number)
         (word,) = self._endpoint.read_words(job, blob, blob.permits, number, 1)
         return int(word)
+
+    def _read_by_nixl(
+        self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, layers: range, offer: int, guard: Guard
+    ) -> int:
+        """Large runs of blocks as they lie, the others, if they are many, by gathering.
+
+        What may land late is all gathered: then it lands in buffers that are not used again if it fails, and not in the
+        pool.
+        """
+        endpoint, units, block_bytes = self._endpoint, self._units, blob.block_bytes
+        layer_bytes = block_bytes // units.num_layers
+        whole = len(layers) == units.num_layers
+        starts = run_starts(theirs, ours) if whole else np.arange(theirs.size)
+        counts = np.diff(starts, append=theirs.size)
+        first, sizes = layers.start * layer_bytes, (counts - 1) * block_bytes + len(layers) * layer_bytes
+        table = np.stack([theirs[starts] * block_bytes + first, ours[starts] * block_bytes + first, sizes], axis=1)
+        small = np.ones_like(starts, dtype=np.bool_) if endpoint.may_land_late else self._gate.choose(sizes)
+        pool = endpoint.pool
+        assert pool is not None
+        for at_source, here, num_bytes in cut_pieces(table[~small]):
+            job.check()
+            with guard():
+                endpoint.read(job, blob, (pool, here), (blob.pool, at_source), num_bytes)
+        if small.any():
+            rest = np.repeat(small, counts)
+            ids = [expand_blocks(blocks[rest], units.units_per_block) for blocks in (theirs, ours)]
+            part = units.whole._replace(layer_start=layers.start, layer_stop=layers.stop)
+            self.gathered.fetch(job, blob, Wanted(ids[0], 0, ids[1], part, offer, guard))
+        return int(theirs.size) * len(layers) * layer_bytes
 
     def _copy(self, job: Waiting, source: PoolSource, pieces: Pieces, guard: Guard) -> int:
         pool = self._units.flat

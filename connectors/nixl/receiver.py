@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
-from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.memory import NUM_WORDS
 from pdkv.connectors.base import TransferKey
+from pdkv.connectors.nixl.blocks import expand_blocks
 from pdkv.connectors.nixl.fetch import Wanted
 from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.nixl.wire import Offer, RankBlob, Taken
@@ -191,8 +189,7 @@ class PushReceiver:
             return 0
         theirs, tokens = wanted.theirs, own.tokens
         if offer.whole:
-            per_block = self._worker.config.layout.block_size // HASH_BLOCK_SIZE
-            theirs = (theirs[:, None] * per_block + np.arange(per_block)).ravel()[: tokens.units.size]
+            theirs = expand_blocks(theirs, self._rank.units.units_per_block)[: tokens.units.size]
         wanted = wanted._replace(theirs=theirs, ours=tokens.units)
         digests = self._rank.reader.read_digested(reading, blob, wanted, own.pool, tokens)
         if digests is None:
