@@ -30,7 +30,7 @@ from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.group_entries import filled_entries, own_blocks
 from pdkv.connectors.peer.pull_groups import NamedGroup, find_pairs, pack_groups, unpack_groups
 from pdkv.connectors.peer.source_digests import DigestOrder, digest_orders
-from pdkv.connectors.transfer.block_runs import pack_blocks, prepare, unpack_blocks
+from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
 from pdkv.connectors.transfer.planning import NO_IDS, IdBytes, Ids, as_ids, blocks_of
 from pdkv.wire.messages import MAX_BLOB_BYTES, EngineCard, KVHandoff
 
@@ -100,7 +100,6 @@ class PullScheduler(SchedulerConnector):
         self._named: dict[TransferKey, tuple[bytes, list[NamedGroup] | None]] = {}  # payloads unpacked, so long
         self._queued: dict[TransferKey, BlockLoad] = {}  # for the next metadata
         self._loading: set[TransferKey] = set()  # queued or with the worker
-        prepare()
 
     # --- what a subclass may say ----------------------------------------------------------------------------------
 

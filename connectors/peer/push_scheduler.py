@@ -29,7 +29,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.group_entries import entries_to_load, own_blocks
-from pdkv.connectors.transfer.block_runs import MAX_BLOCKS, pack_blocks, prepare, unpack_blocks
+from pdkv.connectors.transfer.block_runs import MAX_BLOCKS, pack_blocks, unpack_blocks
 from pdkv.connectors.transfer.planning import Ids, blocks_of
 from pdkv.errors import MalformedMessage, TransferError
 from pdkv.wire.decoding import decode_total
@@ -136,7 +136,6 @@ class PushScheduler(SchedulerConnector):
         self._sending: dict[TransferKey, _Sending] = {}  # by hand-off, for the ticket that came last
         self._superseded: set[TransferKey] = set()  # sendings for earlier tickets, of whose end nobody shall hear
         self._num_resent = 0
-        prepare()
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         if request.kv != "await_peer" or request.kv_ready is False:

@@ -20,11 +20,6 @@ class Blocks(NamedTuple):
     generations: Ids
 
 
-def prepare() -> None:
-    """Load what is compiled: in the middle of a step files would be searched for it."""
-    block_runs.available()
-
-
 def pack_blocks(block_ids: Sequence[int] | Ids, generations: Sequence[int] | Ids | None = None) -> bytes:
     """Blocks, in order, and their generations (None: all 0), for `unpack_blocks`.
 

@@ -122,12 +122,7 @@ class FleetControl:
         try:
             await self.supervisor.add_engine(spec, address)
         except PdkvError:
-            try:
-                await self.router.remove(spec.name)  # one that began meanwhile has been told of it
-            except PdkvError as error:
-                logger.warning("the router may still know %s, which did not start: %s", spec.name, error)
-            finally:
-                self.run_dir.forget(spec.name)
+            self.run_dir.forget(spec.name)
             raise
         try:
             await self.router.add(address)

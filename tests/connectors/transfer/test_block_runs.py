@@ -200,18 +200,3 @@ def test_a_short_payload_that_names_a_million_blocks_is_not_unpacked() -> None:
     assert reader._named["t", 1][1] is None
     with pytest.raises(TransferError):
         PushTicket("d", "1", "t", 1, 0, 40, payload).block_ids(16)
-
-
-@pytest.mark.parametrize("kind", ["pull", "push"])
-def test_a_scheduler_side_has_what_is_compiled_before_its_first_step(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """The step thread must not search folders for it."""
-    loads: list[str] = []
-    monkeypatch.setattr(block_runs, "_library", lambda: loads.append(kind))
-    config = ConnectorConfig(engine="d", epoch="1", layout=LAYOUT, num_blocks=64)
-    if kind == "pull":
-        PullScheduler(config, LocalBlockTable(64), PeerCards(config))
-    else:
-        PushScheduler(config, PeerCards(config))
-    assert loads
