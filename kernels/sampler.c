@@ -52,7 +52,7 @@ INLINE mass split(double weight, splitter by) {
 }
 
 /* exp of what is <= 0; 0 below LOWEST. Cephes' rational function; draw.py has the same operations. */
-INLINE double exp_of(double number) {
+INLINE double exp_of_double(double number) {
     const double round = 6755399441055744.0; /* 1.5 * 2**52: adding it rounds to an integer */
     const double x = number >= LOWEST ? number : LOWEST;
     const double shifted = x * 1.4426950408889634074 + round, n = shifted - round;
@@ -176,7 +176,7 @@ FOR_EACH_CPU static int64_t draw_scaled(const draws *a, int64_t i, scratch to) {
 #pragma omp simd reduction(max : top)
         for (int64_t t = 0; t < CDF_BLOCK; t++) top = scaled[t] > top ? scaled[t] : top;
         if (top >= floor)
-            for (int64_t t = 0; t < CDF_BLOCK; t++) weights[t] = scaled[t] >= floor ? exp_of(scaled[t]) : 0.0;
+            for (int64_t t = 0; t < CDF_BLOCK; t++) weights[t] = scaled[t] >= floor ? exp_of_double(scaled[t]) : 0.0;
         else
             memset(weights, 0, CDF_BLOCK * sizeof *weights);
     }

@@ -15,11 +15,11 @@ from state_machine.standin_store import (
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import (
-    BlockTables,
     KVConnectorMetadata,
     RequestView,
     ScheduledRange,
     SchedulerConnector,
+    SchedulerView,
     TransferKey,
     TransferResults,
 )
@@ -28,7 +28,7 @@ from pdkv.connectors.memory.fabric import Content
 from pdkv.connectors.memory.pull import MemoryPullConnector, MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushConnector, MemoryPushWorker
 from pdkv.connectors.memory.store import MemoryStoreConnector
-from pdkv.connectors.peer.pull_scheduler import BlockLoad, Match, PullMetadata
+from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.peer.push_scheduler import PushSend
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.scheduler import StoreScheduler
@@ -65,9 +65,10 @@ class KeepsADeadEpochsDescriptors(MemoryPullConnector):
 
 
 class _MixedGroupsScheduler(MemoryPullScheduler):
-    def _load_pairs(self, key: TransferKey, match: Match, block_tables: BlockTables) -> BlockLoad:
-        load = super()._load_pairs(key, match, block_tables)
-        return msgspec.structs.replace(load, block_ids=load.block_ids[::-1])
+    def build_connector_meta(self, view: SchedulerView) -> PullMetadata:
+        meta = super().build_connector_meta(view)
+        loads = [msgspec.structs.replace(load, block_ids=load.block_ids[::-1]) for load in meta.loads]
+        return msgspec.structs.replace(meta, loads=loads)
 
 
 class FillsOneGroupsBlocksWithAnothers(MemoryPullConnector):

@@ -319,8 +319,8 @@ class StandInStoreWorker(MemoryWorker):
             self._close(key, TransferTimeout.code)
         return super().get_finished()
 
-    def cancel(self, key: TransferKey) -> None:
-        self.fabric.post(CancelRead(self, key))
+    def stop(self, key: TransferKey) -> None:
+        self.end_key(key, TransferCancelled.code)
 
     def is_active(self, load: StandInStoreLoad) -> bool:
         """Whether the transfer still waits for this read; what lands later is refused."""
@@ -417,18 +417,6 @@ class Commit(Operation):
         for name, content in self.content.items():
             self.worker.store.put(name, content)
         self.worker.committed(self)
-        return None
-
-
-class CancelRead(Operation):
-    """The confirmation of a cancel."""
-
-    def __init__(self, worker: StandInStoreWorker, key: TransferKey) -> None:
-        self.worker = worker
-        self.key = key
-
-    def deliver(self) -> Operation | None:
-        self.worker.end_key(self.key, TransferCancelled.code)
         return None
 
 
