@@ -22,7 +22,7 @@ _FEW_KEYS = 8
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_block_keys")
+    library = load_library("_block_keys", needs="pdkv_block_keys")
     if library is not None:
         library.pdkv_block_keys.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2]
         library.pdkv_block_keys.restype = None

@@ -31,8 +31,8 @@ class _Pool(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_block_keys", keeps_gil=True)
-    if library is None or not hasattr(library, "pdkv_hold"):  # built from an earlier version's sources
+    library = load_library("_block_keys", needs="pdkv_hold", keeps_gil=True)
+    if library is None:
         return None
     library.pdkv_hold.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2]
     library.pdkv_hold.restype = ctypes.c_int64

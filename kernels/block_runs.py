@@ -30,8 +30,8 @@ _MOST = int(np.iinfo(np.int64).max)
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_block_keys", keeps_gil=True)
-    if library is None or not hasattr(library, "pdkv_pack_blocks"):  # built from an earlier version's sources
+    library = load_library("_block_keys", needs="pdkv_pack_blocks", keeps_gil=True)
+    if library is None:
         return None
     library.pdkv_pack_blocks.argtypes = [ctypes.py_object, ctypes.py_object]
     library.pdkv_pack_blocks.restype = ctypes.py_object

@@ -21,8 +21,8 @@ class _Table(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_block_keys", keeps_gil=True)
-    if library is None or not hasattr(library, "pdkv_publish_blocks"):  # built from an earlier version's sources
+    library = load_library("_block_keys", needs="pdkv_publish_blocks", keeps_gil=True)
+    if library is None:
         return None
     library.pdkv_reuse_blocks.argtypes = [ctypes.c_void_p, ctypes.py_object]
     library.pdkv_publish_blocks.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]

@@ -39,8 +39,8 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_host")
-    if library is None or not hasattr(library, "pdkv_digest"):
+    library = load_library("_host", needs="pdkv_digest")
+    if library is None:
         return None
     library.pdkv_digest.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 8]
     library.pdkv_digest.restype = None

@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_host")
+    library = load_library("_host", needs="pdkv_attend")
     if library is not None:
         library.pdkv_attend.argtypes = [ctypes.POINTER(AttentionArgs)]
         library.pdkv_attend.restype = ctypes.c_int
@@ -71,7 +71,7 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _sampler() -> ctypes.CDLL | None:
-    library = load_library("_sampler")
+    library = load_library("_sampler", needs="pdkv_draw")
     if library is not None:
         library.pdkv_draw.argtypes = [ctypes.POINTER(DrawArgs)]
         library.pdkv_draw.restype = ctypes.c_int

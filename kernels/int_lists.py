@@ -15,8 +15,8 @@ _FEW = 8
 
 @cache
 def _array_of() -> Callable[[object, int], bytearray] | None:
-    library = load_library("_block_keys", keeps_gil=True)
-    if library is None or not hasattr(library, "pdkv_array_of"):  # built from an earlier version's sources
+    library = load_library("_block_keys", needs="pdkv_array_of", keeps_gil=True)
+    if library is None:
         return None
     library.pdkv_array_of.argtypes = [ctypes.py_object, ctypes.c_int64]
     library.pdkv_array_of.restype = ctypes.py_object

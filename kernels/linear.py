@@ -74,12 +74,10 @@ _scratch = _Scratch()
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_linear")
+    library = load_library("_linear", needs="pdkv_pass_heads")
     if library is not None:
         library.pdkv_linear_level.restype = ctypes.c_int64
-        if library.pdkv_linear_level() == 0:  # and nothing else may be there
-            return None
-        if not hasattr(library, "pdkv_pass_heads"):  # built from an earlier version's sources
+        if library.pdkv_linear_level() == 0:
             return None
         library.pdkv_linear_row_bytes.argtypes = [ctypes.POINTER(_Layer)]
         library.pdkv_linear_row_bytes.restype = ctypes.c_int64

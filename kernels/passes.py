@@ -38,7 +38,7 @@ class HeadPassArgs(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = load_library("_linear")
+    library = load_library("_linear", needs="pdkv_pass_heads")
     assert library is not None, "ask linear.level() first"
     library.pdkv_pass.argtypes = [ctypes.POINTER(_PassArgs)]
     library.pdkv_pass.restype = None

@@ -31,8 +31,8 @@ class StreamArgs(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("_host")
-    if library is None or not hasattr(library, "pdkv_stream_rows"):
+    library = load_library("_host", needs="pdkv_stream_rows")
+    if library is None:
         return None
     library.pdkv_stream_rows.argtypes = [ctypes.POINTER(StreamArgs)]
     library.pdkv_stream_rows.restype = ctypes.c_int64
