@@ -213,6 +213,8 @@ class PushWorker(PeerWorker):
         self._begin_sending(self.config.layout.num_layers)  # of the last step, if its device has computed them only now
         for send in meta.sends:
             self._send(send, (meta.this_step if send.during_step else meta.earlier_steps) or ON_HOST)
+        if any(send.during_step for send in meta.sends):
+            self._in_step = deque(sorted(self._in_step, key=_last_layer))
         for key in meta.completed:
             self.submit(key, "send", [])
 
@@ -321,7 +323,7 @@ class PushWorker(PeerWorker):
             return
         jobs = self.submit(send.key, "send", tasks, batch=send.batch, last=False)
         if send.during_step:
-            self._in_step = deque(sorted([*self._in_step, *jobs], key=_last_layer))
+            self._in_step += jobs
 
     def _begin_sending(self, num_layers: int) -> None:
         """The first layers of what the step computes are in their blocks."""
