@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deployments import write_tokenizer
+from deployments import link_text_model
 
 from pdkv import __version__
 from pdkv.cli import launch as cli_launch
@@ -216,10 +216,7 @@ def test_torch_is_not_imported(code: str) -> None:
 def text_model(tiny_model_dir: Path, tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
-    for file in tiny_model_dir.iterdir():
-        (path / file.name).symlink_to(file)
-    write_tokenizer(path)
-    return path
+    return link_text_model(tiny_model_dir, path)
 
 
 def test_generate_prints_a_completion_per_prompt(

@@ -256,13 +256,19 @@ def test_a_stop_drops_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> Non
     assert steps_run == [0]
 
 
-def test_a_suspect_s_steps_follow_each_other_in_turn() -> None:
+def on_trial() -> tuple[EngineCore, Stepped]:
+    """An engine whose suspect's first step is planned, the router having agreed to its trial."""
     core = make_core()
     engine = Stepped(core, 2)
     core.handle("r", submit(PROMPT, trial_tokens=3, max_tokens=8), time.monotonic())
     (trial,) = [m for m in engine.run() if isinstance(m, Trial)]
     core.handle("r", trial, time.monotonic())
     engine.turn()
+    return core, engine
+
+
+def test_a_suspect_s_steps_follow_each_other_in_turn() -> None:
+    core, engine = on_trial()
     for _ in range(3):
         assert engine.orders.num_orders == 1
         engine.orders.run_next()
@@ -273,12 +279,7 @@ def test_a_suspect_s_steps_follow_each_other_in_turn() -> None:
 
 
 def test_a_trial_that_is_given_up_is_over_when_its_step_has_ended() -> None:
-    core = make_core()
-    engine = Stepped(core, 2)
-    core.handle("r", submit(PROMPT, trial_tokens=3, max_tokens=8), time.monotonic())
-    (trial,) = [m for m in engine.run() if isinstance(m, Trial)]
-    core.handle("r", trial, time.monotonic())
-    engine.turn()
+    core, engine = on_trial()
     core.handle("r", Abort("a", 0), time.monotonic())
     messages = engine.turn()
     assert not of_type(messages, Trial)

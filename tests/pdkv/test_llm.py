@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from deployments import write_tokenizer
+from deployments import link_text_model
 
 from pdkv import LLM, SamplingParams
 from pdkv.errors import ConfigError, InvalidRequest
@@ -16,11 +16,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llm")
-    for file in tiny_model_dir.iterdir():
-        (path / file.name).symlink_to(file)
-    write_tokenizer(path)
-    return path
+    return link_text_model(tiny_model_dir, tmp_path_factory.mktemp("llm"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployments import write_tokenizer
+from deployments import link_text_model
 
 from pdkv import LLM, SamplingParams
 
@@ -17,11 +17,7 @@ NUM_PROMPTS = 18
 
 @pytest.fixture(scope="module")
 def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("steps-ahead")
-    for file in tiny_model_dir.iterdir():
-        (path / file.name).symlink_to(file)
-    write_tokenizer(path)
-    return path
+    return link_text_model(tiny_model_dir, tmp_path_factory.mktemp("steps-ahead"))
 
 
 def asked() -> tuple[list[list[int]], list[SamplingParams]]:

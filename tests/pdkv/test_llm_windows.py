@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployments import write_tokenizer
+from deployments import link_text_model
 from oracle import oracle
 
 from pdkv import LLM, SamplingParams
@@ -30,9 +30,7 @@ def test_tokens_beyond_the_window_are_those_of_transformers(
     hf_model: Callable[..., Path], tmp_path: Path, family: str, overrides: dict[str, Any], groups: list[tuple[int, ...]]
 ) -> None:
     made = hf_model(family, sliding_window=WINDOW, initializer_range=0.2, max_position_embeddings=512, **overrides)
-    for file in made.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    write_tokenizer(tmp_path)
+    link_text_model(made, tmp_path)
     rng = random.Random(5)
     lengths = (3, WINDOW - NUM_OUTPUT, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 300)
     expected = [
@@ -52,9 +50,7 @@ def test_llms_of_one_process_share_what_two_groups_hold(hf_model: Callable[..., 
     """The memory connector's store keeps groups apart: windows are saved and loaded as windows."""
     overrides = {"layer_types": ALTERNATING, "head_dim": 16}
     made = hf_model("ministral", sliding_window=WINDOW, initializer_range=0.2, max_position_embeddings=512, **overrides)
-    for file in made.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    write_tokenizer(tmp_path)
+    link_text_model(made, tmp_path)
     rng = random.Random(7)
     expected = [oracle(made).expect(lambda: [rng.randrange(2, 258) for _ in range(300)], NUM_OUTPUT) for _ in range(2)]
     options = {"mode": "store", "fabric": "two-groups"}
@@ -76,9 +72,7 @@ def test_llms_of_one_process_share_what_two_groups_hold(hf_model: Callable[..., 
 def test_a_windows_layers_take_the_memory_of_the_window(hf_model: Callable[..., Path], tmp_path: Path) -> None:
     """Three prompts of 450 tokens in a pool that holds 224, were it not for the window."""
     made = hf_model("mistral", sliding_window=WINDOW, initializer_range=0.2, max_position_embeddings=512)
-    for file in made.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    write_tokenizer(tmp_path)
+    link_text_model(made, tmp_path)
     rng = random.Random(6)
     expected = [oracle(made).expect(lambda: [rng.randrange(2, 258) for _ in range(450)], NUM_OUTPUT) for _ in range(3)]
     block_bytes = 3 * 2 * 2 * 16 * 16 * 4  # layers, K and V, heads, tokens, head size, float32

@@ -46,6 +46,14 @@ def write_tokenizer(path: Path) -> None:
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
+def link_text_model(model_dir: Path, path: Path) -> Path:
+    """`path`, an empty folder, with links to the model's files and a tokenizer beside them."""
+    for file in model_dir.iterdir():
+        (path / file.name).symlink_to(file)
+    write_tokenizer(path)
+    return path
+
+
 class Running:
     """A `pd launch` process, or a `pd engine`. Lines of its stderr can be waited for."""
 

@@ -11,7 +11,7 @@ from asgi_client import call
 from asgi_client import run as run_in_process
 from client_bodies import BODIES
 from client_programs import python_with, run_program
-from deployments import write_tokenizer
+from deployments import link_text_model
 from fake_dispatcher import FakeDispatcher, say
 from http_server import serving
 from small_app import MODEL, eos, ids, make_app
@@ -99,18 +99,11 @@ def test_a_client_library_is_served(package: str, program: str) -> None:
     with_server(use)
 
 
-def make_model(path: Path, tiny_model_dir: Path) -> None:
-    """A model directory with a tokenizer, for clients that make prompts of so many tokens."""
-    for file in tiny_model_dir.iterdir():
-        (path / file.name).symlink_to(file)
-    write_tokenizer(path)
-
-
 @pytest.mark.clients
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_guidellm_is_served(path: str, tmp_path: Path, tiny_model_dir: Path) -> None:
     python = python_with("guidellm")
-    make_model(tmp_path, tiny_model_dir)
+    link_text_model(tiny_model_dir, tmp_path)  # clients make prompts of so many tokens
     report = tmp_path / "report.json"
 
     async def use(port: int) -> None:
@@ -130,7 +123,7 @@ def test_guidellm_is_served(path: str, tmp_path: Path, tiny_model_dir: Path) -> 
 @pytest.mark.parametrize(("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
 def test_vllms_benchmark_is_served(backend: str, path: str, tmp_path: Path, tiny_model_dir: Path) -> None:
     python = vllm_python()
-    make_model(tmp_path, tiny_model_dir)
+    link_text_model(tiny_model_dir, tmp_path)  # clients make prompts of so many tokens
 
     async def use(port: int) -> None:
         flags = ["--backend", backend, "--endpoint", path, "--base-url", f"http://127.0.0.1:{port}", "--model", MODEL]
