@@ -1,13 +1,13 @@
 """Names of KV connectors: the shipped ones in one table, third parties by entry point, or "module:Class" directly."""
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from pdkv.errors import ConfigError, UnknownConnector
-from pdkv.options import OptionTexts, did_you_mean
+from pdkv.options import OptionTexts
+from pdkv.registry import Registry
 
 if TYPE_CHECKING:
     from pdkv.connectors.base import ConnectorConfig, KVConnector
@@ -26,12 +26,18 @@ SHIPPED: Mapping[str, str] = {
 """name -> "module:Class" of what this distribution ships; the only place that says so. Imported on first use."""
 
 
+def _base() -> "type[KVConnector]":
+    from pdkv.connectors.base import KVConnector
+
+    return KVConnector
+
+
+CONNECTORS: "Registry[KVConnector]" = Registry("connector", ENTRY_POINT_GROUP, SHIPPED, _base, unknown=UnknownConnector)
+
+
 def connector_targets() -> dict[str, str]:
     """All known names with their "module:Class", shipped ones first. Imports none of them."""
-    targets = dict(SHIPPED)
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        targets.setdefault(point.name, point.value)  # a third party cannot take a shipped name over
-    return targets
+    return CONNECTORS.targets()
 
 
 def connector_target(name: str) -> str:
@@ -40,16 +46,7 @@ def connector_target(name: str) -> str:
     Raises:
         UnknownConnector: neither a known name nor of the form "module:Class".
     """
-    module, separator, attribute = name.partition(":")
-    if separator and module and attribute:
-        return name
-    if name in SHIPPED:  # neither needs the scan of all installed distributions
-        return SHIPPED[name]
-    targets = connector_targets()
-    if name in targets:
-        return targets[name]
-    meant = did_you_mean(name, targets)
-    raise UnknownConnector(f'unknown connector {name!r}{meant}; known: {", ".join(sorted(targets))}, or "module:Class"')
+    return CONNECTORS.target(name)
 
 
 def load_connector(name: str) -> "type[KVConnector]":
@@ -59,19 +56,7 @@ def load_connector(name: str) -> "type[KVConnector]":
         UnknownConnector: no such name, or its module or class is missing.
         ConfigError: what it names is no KVConnector.
     """
-    from pdkv.connectors.base import KVConnector
-
-    target = connector_target(name)
-    try:
-        loaded = EntryPoint(name, target, ENTRY_POINT_GROUP).load()
-    except (ModuleNotFoundError, AttributeError) as error:
-        module = target.partition(":")[0]
-        if isinstance(error, ModuleNotFoundError) and not _is_about(error, module):
-            raise  # the connector exists; something that it imports does not
-        raise UnknownConnector(f"connector {name!r} ({target}) cannot be imported: {error}") from error
-    if not (isinstance(loaded, type) and issubclass(loaded, KVConnector)):
-        raise ConfigError(f"connector {name!r}: {target} is no subclass of KVConnector")
-    return loaded
+    return CONNECTORS.load(name)
 
 
 def choose_connector(name: str, options: Mapping[str, str]) -> "type[KVConnector]":
@@ -100,8 +85,3 @@ def check_connector(name: str, options: Mapping[str, str]) -> "type[KVConnector]
             packages = " or ".join(requirement.modules)
             raise ConfigError(f"connector {name} needs {packages}, which is not installed: {requirement.install}")
     return connector
-
-
-def _is_about(error: ModuleNotFoundError, module: str) -> bool:
-    """Whether the missing module is `module` itself or a package that it lies in."""
-    return error.name is not None and (module == error.name or module.startswith(error.name + "."))

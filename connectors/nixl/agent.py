@@ -30,7 +30,7 @@ Pieces = npt.NDArray[np.uint64]
 """(n, 3): address, bytes, device of each piece of one side of a transfer."""
 
 MAX_MESSAGE_BYTES = 256 * 1024
-"""An offer of 131k tokens has 64 KiB of digests, and up to 64 KiB of blocks."""
+"""An offer of 131k tokens in scattered blocks has 64 KiB of them."""
 
 MAX_AGENT_NAME = 256
 

@@ -1,22 +1,24 @@
 """The receiving side of a push over NIXL: threads that read what senders offer, a lane for each sender.
 
-Nobody but these threads writes the transfers' blocks, so what is given up needs nobody's word.
+Nobody but these threads writes the transfers' blocks, so what is given up needs nobody's word. A sender digests what it
+offers while it is read here: nothing is confirmed before its digests have come, too.
 """
 
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdkv.connectors.arena.memory import NUM_WORDS
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.blocks import expand_blocks
 from pdkv.connectors.nixl.fetch import Wanted
 from pdkv.connectors.nixl.rank import NixlRank
-from pdkv.connectors.nixl.wire import Offer, RankBlob, Taken
+from pdkv.connectors.nixl.wire import Offer, OfferDigests, RankBlob, Taken
+from pdkv.connectors.peer.cards import Incarnation
 from pdkv.connectors.peer.push_worker import PushWorker, piece_ids
 from pdkv.connectors.transfer.block_runs import unpack_blocks
 from pdkv.connectors.transfer.digest import PieceDigests
@@ -35,6 +37,27 @@ MAX_OPEN = NUM_WORDS
 """Of one sender, early or not, until they are answered: a sender has no more words to withdraw them by."""
 
 
+class _Read(NamedTuple):
+    """An offer whose data is in its blocks."""
+
+    job: Job
+    sender: Incarnation
+    num_bytes: int
+    found: bytes | None  # the digests of what is in the blocks; None: nobody compares
+    deadline: float  # of the sender's
+
+
+@dataclass(eq=False, slots=True)
+class _Arrival:
+    """An offer that is not answered yet. Its last two are there in either order, set under the receiver's lock."""
+
+    blob: RankBlob
+    offer: Offer
+    since: float
+    digests: bytes | None = None  # the sender's
+    read: _Read | None = None
+
+
 class PushReceiver:
     """Reads offers into the blocks of their transfers. Thread-safe."""
 
@@ -43,12 +66,12 @@ class PushReceiver:
         self._rank = rank
         self._endpoint = rank.endpoint
         self._lock = threading.Lock()  # guards the next two
-        self._early: list[tuple[float, RankBlob, Offer]] = []  # the oldest first
-        self._open: Counter[str] = Counter()  # offers by agent that are not answered yet
-        self._lanes: IOLanes[tuple[RankBlob, Offer]] = IOLanes(
+        self._early: list[_Arrival] = []  # the oldest first
+        self._open: dict[str, dict[int, _Arrival]] = {}  # by agent and offer
+        self._lanes: IOLanes[_Arrival] = IOLanes(
             lanes,
             self._take,
-            refuse=lambda item, error: self._answer(*item, TransferError.code),
+            refuse=lambda arrival, error: self._answer(arrival, TransferError.code),
             make_scratch=lambda lane: None,
             close_scratch=lambda lane, scratch: None,
             do_idle_work=lambda: False,
@@ -57,16 +80,20 @@ class PushReceiver:
     def listen(self) -> None:
         """Take the messages to receivers."""
         self._endpoint.handle(Offer, self._on_offer)
-        self._endpoint.add_tick(self._refuse_early)
+        self._endpoint.handle(OfferDigests, self._on_digests)
+        self._endpoint.add_tick(self._refuse_late)
 
     def register(self, key: TransferKey) -> None:
         """A receive has begun; what came too early for it is read."""
-        for blob, offer in self._take_early(lambda _, offer: offer.key == key):
-            self._lanes.put(blob.agent, (blob, offer))
+        for arrival in self._take_early(lambda early: early.offer.key == key):
+            self._lanes.put(arrival.blob.agent, arrival)
 
-    def retire(self, agents: Iterable[str]) -> None:
+    def retire(self, agents: Sequence[str]) -> None:
         """These senders are gone."""
         self._lanes.retire(agents)
+        with self._lock:
+            for agent in agents:
+                self._open.pop(agent, None)
 
     def shutdown(self) -> None:
         """Stop the threads."""
@@ -75,40 +102,67 @@ class PushReceiver:
     # --- the message thread ---------------------------------------------------------------------------------------
 
     def _on_offer(self, blob: RankBlob, offer: Offer) -> None:
+        arrival = _Arrival(blob, offer, time.monotonic())
         with self._lock:
-            self._open[blob.agent] += 1
-            too_many = self._open[blob.agent] > MAX_OPEN
+            of_sender = self._open.setdefault(blob.agent, {})
+            if offer.offer in of_sender:
+                raise TransferError(f"agent {blob.agent} makes offer {offer.offer} twice")
+            of_sender[offer.offer] = arrival
+            too_many = len(of_sender) > MAX_OPEN
         if too_many:
-            self._answer(blob, offer, TransferError.code)
+            self._answer(arrival, TransferError.code)
         elif self._is_known(offer.key):
-            self._lanes.put(blob.agent, (blob, offer))
-        elif not self._keep_early(blob, offer):
-            self._answer(blob, offer, KVNotFound.code)
+            self._lanes.put(blob.agent, arrival)
+        elif not self._keep_early(arrival):
+            self._answer(arrival, KVNotFound.code)
         elif self._is_known(offer.key):  # registered meanwhile, and `register` has seen nothing
             self.register(offer.key)
 
-    def _keep_early(self, blob: RankBlob, offer: Offer) -> bool:
+    def _on_digests(self, blob: RankBlob, message: OfferDigests) -> None:
+        with self._lock:
+            arrival = self._open.get(blob.agent, {}).get(message.offer)
+            if arrival is None:
+                return  # it has been answered
+            if arrival.digests is not None:
+                raise TransferError(f"agent {blob.agent} sends digests of offer {message.offer} twice")
+            arrival.digests = message.digests
+            is_read = arrival.read is not None
+        if is_read:
+            self._confirm(arrival)
+
+    def _keep_early(self, arrival: _Arrival) -> bool:
         """Whether there was room for it."""
         with self._lock:
-            of_sender = sum(other.agent == blob.agent for _, other, _ in self._early)
+            of_sender = sum(other.blob.agent == arrival.blob.agent for other in self._early)
             if len(self._early) >= MAX_EARLY or of_sender >= MAX_EARLY_PER_SENDER:
                 return False
-            self._early.append((time.monotonic(), blob, offer))
+            self._early.append(arrival)
             return True
 
-    def _take_early(self, is_wanted: Callable[[float, Offer], bool]) -> list[tuple[RankBlob, Offer]]:
+    def _take_early(self, is_wanted: Callable[[_Arrival], bool]) -> list[_Arrival]:
         """Those that are not early any more."""
         with self._lock:
-            taken = [(blob, offer) for since, blob, offer in self._early if is_wanted(since, offer)]
+            taken = [early for early in self._early if is_wanted(early)]
             if taken:
-                self._early = [early for early in self._early if not is_wanted(early[0], early[2])]
+                self._early = [early for early in self._early if not is_wanted(early)]
         return taken
 
-    def _refuse_early(self) -> None:
-        """What was early for too long."""
-        latest = time.monotonic() - _GRACE_S
-        for blob, offer in self._take_early(lambda since, _: since < latest):
-            self._answer(blob, offer, KVNotFound.code)
+    def _refuse_late(self) -> None:
+        """What was early for too long, and what has been read and whose digests have not come."""
+        now = time.monotonic()
+        for arrival in self._take_early(lambda early: early.since < now - _GRACE_S):
+            self._answer(arrival, KVNotFound.code)
+        with self._lock:
+            late = [
+                arrival
+                for of_sender in self._open.values()
+                for arrival in of_sender.values()
+                if arrival.digests is None and arrival.read is not None and arrival.read.deadline <= now
+            ]
+            for arrival in late:
+                arrival.digests = b""
+        for arrival in late:
+            self._confirm(arrival)
 
     def _is_known(self, key: TransferKey) -> bool:
         try:
@@ -116,31 +170,58 @@ class PushReceiver:
         except KVNotFound:
             return False
 
-    def _answer(self, blob: RankBlob, offer: Offer, code: str) -> None:
+    def _answer(self, arrival: _Arrival, code: str) -> None:
+        agent, offer = arrival.blob.agent, arrival.offer.offer
         with self._lock:
-            self._open[blob.agent] -= 1
-            if not self._open[blob.agent]:
-                del self._open[blob.agent]
-        self._endpoint.try_send(blob, Taken(offer.offer, code))
+            of_sender = self._open.get(agent, {})
+            of_sender.pop(offer, None)
+            if not of_sender:
+                self._open.pop(agent, None)
+        self._endpoint.try_send(arrival.blob, Taken(offer, code))
+
+    # --- any thread -----------------------------------------------------------------------------------------------
+
+    def _confirm(self, arrival: _Arrival) -> None:
+        """Data and digests are here."""
+        read = arrival.read
+        assert read is not None
+        try:
+            self._worker.confirm(
+                read.job, arrival.offer.piece, read.num_bytes, arrival.digests or b"", read.sender, read.found
+            )
+        except Exception as error:
+            self._fail(arrival, error)
+        else:
+            self._answer(arrival, "")
+
+    def _fail(self, arrival: _Arrival, error: Exception) -> None:
+        """Whatever it was, the next offer is taken."""
+        who = (arrival.blob.agent, arrival.offer.key)
+        if isinstance(error, PdkvError):
+            logger.debug("offer of %s for %s: %s", *who, error)
+        else:
+            self._worker.num_unexpected_errors += 1
+            logger.error("offer of %s for %s", *who, exc_info=error)
+        self._answer(arrival, error.code if isinstance(error, PdkvError) else TransferError.code)
 
     # --- I/O threads ----------------------------------------------------------------------------------------------
 
-    def _take(self, item: tuple[RankBlob, Offer], scratch: None) -> None:
+    def _take(self, arrival: _Arrival, scratch: None) -> None:
         """Read what is offered into the transfer's blocks."""
-        blob, offer = item
-        code = ""
         try:
-            self._read(blob, offer)
-        except PdkvError as error:
-            code = error.code
-            logger.debug("offer of %s for %s: %s", blob.agent, offer.key, error)
-        except Exception:  # whatever it was, the next offer is taken
-            code = TransferError.code
-            self._worker.num_unexpected_errors += 1
-            logger.exception("offer of %s for %s", blob.agent, offer.key)
-        self._answer(blob, offer, code)
+            read = self._read(arrival.blob, arrival.offer)
+        except Exception as error:
+            self._fail(arrival, error)
+            return
+        with self._lock:
+            arrival.read = read
+            if read.found is None:
+                arrival.digests = b""
+            has_digests = arrival.digests is not None
+        if has_digests:
+            self._confirm(arrival)
 
-    def _read(self, blob: RankBlob, offer: Offer) -> None:
+    def _read(self, blob: RankBlob, offer: Offer) -> _Read:
         """Read it, then see whether it still stood: if not, its blocks may have been another request's."""
         worker, rank = self._worker, self._rank
         job, incoming = worker.find_incoming(offer.key)
@@ -169,7 +250,9 @@ class PushReceiver:
         num_bytes = num_bytes or self._read_only(reading, blob, offer, wanted)
         if rank.reader.word(reading, blob, offer.permit) != offer.nonce:
             raise StaleGeneration(f"agent {blob.agent} has withdrawn its offer")
-        worker.landed(job, piece, num_bytes, offer.digests, sender, own)
+        with guard():
+            found = None if own is None else own.finish()
+        return _Read(job, sender, num_bytes, found, reading.deadline)
 
     def _read_only(self, reading: "_Reading", blob: RankBlob, offer: Offer, wanted: Wanted) -> int:
         """Read blocks or units. Returns the bytes."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pdkv.connectors.nixl.memory import Permit
 from pdkv.connectors.nixl.rank import NixlRank
-from pdkv.connectors.nixl.wire import Offer, RankBlob, Taken
+from pdkv.connectors.nixl.wire import Offer, OfferDigests, RankBlob, Taken
 from pdkv.connectors.peer.push_worker import PushPiece, PushWorker, piece_ids, range_of
 from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.connectors.transfer.worker import Job
@@ -42,10 +42,13 @@ class PushSender:
         self._endpoint.handle(Taken, self._on_taken)
 
     def offer(self, job: Job, piece: PushPiece, blob: RankBlob, *, whole: bool) -> None:
-        """Let the receiver read the batch; it will say when it has it. Raises a TransferError.
+        """Let the receiver read the batch, and digest it meanwhile; it will say when it has both.
 
         Args:
             whole: both engines' blocks are cut alike.
+
+        Raises:
+            TransferError: there are too many already, or the receiver cannot be told.
         """
         send, layout = piece.send, self._worker.config.layout
         ids = piece_ids(
@@ -58,12 +61,12 @@ class PushSender:
         number = next(self._numbers)
         with self._lock:
             self._offers[number] = _Offered(job, blob.agent, int(ids.size) * per_id, permit)
-        message = Offer(
-            *send.ticket.key, number, *permit, whole, pack_blocks(ids), piece.heads.first, range_of(piece),
-            self._worker.digests_of(piece),
-        )  # fmt: skip
+        message = Offer(*send.ticket.key, number, *permit, whole, pack_blocks(ids), piece.heads.first, range_of(piece))
         try:
+            digests = self._worker.begin_digests(piece)
             self._endpoint.send(blob, message)
+            if digests is not None:  # also of what has been withdrawn: it may have been read before
+                self._endpoint.send(blob, OfferDigests(number, digests.finish()))
         except (PdkvError, ValueError) as error:
             self.withdraw(job)
             raise error if isinstance(error, TransferError) else TransferError(str(error)) from None

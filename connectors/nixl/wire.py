@@ -12,7 +12,7 @@ from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.wire.decoding import decode_total
 
-BLOB_VERSION = 5
+BLOB_VERSION = 6
 
 Mode = Literal["pull", "push"]
 
@@ -118,7 +118,6 @@ class Offer(_Wire, frozen=True, tag=15):
     blocks: bytes  # or units, packed
     head_start: int  # as the sender counts
     piece: PieceRange  # as the receiver counts
-    digests: bytes = b""  # of it
 
     @property
     def key(self) -> TransferKey:
@@ -133,7 +132,14 @@ class Taken(_Wire, frozen=True, tag=16):
     code: str = ""
 
 
-Wire = Gather | Gathered | Refused | Freed | Dropped | Reset | Offer | Taken
+class OfferDigests(_Wire, frozen=True, tag=17):
+    """Sender: what was offered has these digests. Behind the offer, so that it is read while they are made."""
+
+    offer: int
+    digests: bytes
+
+
+Wire = Gather | Gathered | Refused | Freed | Dropped | Reset | Offer | Taken | OfferDigests
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Wire] = msgspec.msgpack.Decoder(Wire)

@@ -177,9 +177,9 @@ class PushWorker(PeerWorker):
     """Worker side above a transport: one job per batch, layer group and peer rank that is sent, one posted job that is
     received.
 
-    A transport says how a piece is sent (`send`), and carries its `digests_of` to the receiver, behind the data or
-    before. What comes in calls `find_incoming`, writes between `enter` and `leave`, or without them where the peer
-    writes by itself, and then calls `landed`.
+    A transport says how a piece is sent (`send`), and carries its digests to the receiver. What comes in calls
+    `find_incoming`, writes between `enter` and `leave`, or without them where the peer writes by itself, and then calls
+    `landed`, or `confirm` where it has digested the piece itself.
     """
 
     checksums: Checksums
@@ -243,11 +243,6 @@ class PushWorker(PeerWorker):
         tokens = range(send.start, send.stop)
         return self.checksums.begin(send.block_ids, send.start, tokens, piece.part, send.ticket.key)
 
-    def digests_of(self, piece: PushPiece) -> bytes:
-        """The same, made now; empty: they are not wanted."""
-        digests = self.begin_digests(piece)
-        return b"" if digests is None else digests.finish()
-
     # --- what comes in --------------------------------------------------------------------------------------------
 
     def find_incoming(self, key: TransferKey) -> tuple[Job, Incoming]:
@@ -279,23 +274,40 @@ class PushWorker(PeerWorker):
         sender: Incarnation,
         own: PieceDigests | None = None,
     ) -> None:
-        """A piece is in the blocks of this rank; ends the receive with the last of them.
+        """A piece is in the blocks of this rank; ends the receive with the last of them. As `confirm`.
 
         Args:
-            digests: what the sender's `digests_of` said of it.
-            sender: its (engine, epoch).
             own: what `digests_for` it said, where that was asked.
+        """
+        if not self.enter(job):
+            return  # it has ended, or has to: what was in its blocks is nobody's any more
+        try:
+            own = own or self.digests_for(job.order, piece, sender)
+            found = None if own is None else own.finish()
+        finally:
+            self.leave(job)
+        self.confirm(job, piece, num_bytes, digests, sender, found)
+
+    def confirm(
+        self, job: Job, piece: PieceRange, num_bytes: int, digests: bytes, sender: Incarnation, found: bytes | None
+    ) -> None:
+        """What `landed` does with a piece whose digests have been made in its blocks.
+
+        Args:
+            digests: what the sender says of it.
+            sender: its (engine, epoch).
+            found: what is in the blocks; None: nobody compares.
 
         Raises:
             KVCorrupted: it is not what was sent; the transfer has failed.
         """
         incoming: Incoming = job.order
         if not self.enter(job):
-            return  # it has ended, or has to: what was in its blocks is nobody's any more
+            return
         try:
-            if (own := own or self.digests_for(incoming, piece, sender)) is not None:
+            if found is not None:
                 tokens = range(piece.start, piece.stop)
-                self.checksums.compare(own.finish(), digests, tokens, incoming.ticket.key, sender[0])
+                self.checksums.compare(found, digests, tokens, incoming.ticket.key, sender[0])
         except KVCorrupted:
             self.stop_jobs(lambda other: other is job, KVCorrupted.code)
             raise

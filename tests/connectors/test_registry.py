@@ -4,6 +4,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from pdkv import registry as plug_points
 from pdkv.connectors import registry
 from pdkv.connectors.base import KVConnector
 from pdkv.errors import ConfigError, UnknownConnector
@@ -15,7 +16,7 @@ DIRECT = "pdkv.connectors.base:KVConnector"
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     """What other distributions provide; tests append to it."""
     points: list[EntryPoint] = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "pdkv.connectors" else [])
+    monkeypatch.setattr(plug_points, "entry_points", lambda group: points if group == "pdkv.connectors" else [])
     return points
 
 

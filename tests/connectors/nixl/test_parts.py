@@ -30,6 +30,7 @@ from pdkv.connectors.nixl.wire import (
     BLOB_VERSION,
     Gather,
     Offer,
+    OfferDigests,
     RankBlob,
     Taken,
     decode,
@@ -246,12 +247,13 @@ def test_huge_pages_keep_what_is_in_memory() -> None:
     assert not use_huge_pages(array.ctypes.data, 4096)
 
 
-def test_an_offer_of_a_long_prompt_with_its_digests_is_a_message() -> None:
+def test_an_offer_of_a_long_prompt_is_a_message_and_so_are_its_digests() -> None:
     """131k scattered tokens: a prompt that was computed before its ticket came is offered at once."""
     ids = np.random.default_rng(0).permutation(1 << 17)[:8192].astype(np.int64)
     piece = PieceRange(0, 32, 0, 8, 0, 131072)
-    offer = Offer("t" * 64, 1, 1, 1, 1, True, pack_blocks(ids), 0, piece, bytes(8 * ids.size))
-    assert decode(encode(offer)) == offer
+    offer = Offer("t" * 64, 1, 1, 1, 1, True, pack_blocks(ids), 0, piece)
+    for message in (offer, OfferDigests(1, bytes(8 * ids.size))):
+        assert decode(encode(message)) == message
 
 
 # --- the doorbell -----------------------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def test_offers_that_nobody_expects_are_kept_so_many_at_most(make: Any, monkeypa
     refused = [(blob_of(sender.card).agent, KVNotFound.code) for sender in senders]
     assert answers == refused[:2] * (MAX_EARLY - MAX_EARLY_PER_SENDER) + refused[2:]
     monkeypatch.setattr("pdkv.connectors.nixl.receiver._GRACE_S", 0.0)
-    receiver._refuse_early()
+    receiver._refuse_late()
     assert len(answers) == 2 * MAX_EARLY + 1
     assert not receiver._early
     assert not receiver._open
@@ -241,7 +241,12 @@ def test_a_sender_has_no_more_offers_open_than_words_to_withdraw_them(
     worker, blob = decode.ranks[0].worker, blob_of(prefill.card)
     receiver, go_on = worker._receiver, threading.Event()
     answers: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    monkeypatch.setattr(receiver, "_read", lambda *_: go_on.wait(20.0))
+
+    def read(*_: Any) -> None:
+        assert go_on.wait(20.0)
+        raise KVNotFound("when it may go on")
+
+    monkeypatch.setattr(receiver, "_read", read)
     monkeypatch.setattr(
         worker.rank.endpoint, "try_send", lambda _, message: answers.put((message.offer, message.code)) or True
     )
@@ -249,9 +254,10 @@ def test_a_sender_has_no_more_offers_open_than_words_to_withdraw_them(
         receiver._on_offer(blob, offer_of("t", number))
     assert [answers.get(timeout=20.0) for _ in range(2)] == [(8, TransferError.code), (9, TransferError.code)]
     go_on.set()
-    assert [answers.get(timeout=20.0) for _ in range(8)] == [(number, "") for number in range(8)]
+    assert [answers.get(timeout=20.0) for _ in range(8)] == [(number, KVNotFound.code) for number in range(8)]
     receiver._on_offer(blob, offer_of("t", 10))
-    assert answers.get(timeout=20.0) == (10, "")
+    assert answers.get(timeout=20.0) == (10, KVNotFound.code)
+    assert not receiver._open
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["blocks", "units"])
