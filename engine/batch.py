@@ -23,6 +23,8 @@ class StepInputs(NamedTuple):
     block_ids: IntArray  # (groups, n) where each token's KV goes: block and offset within it
     offsets: IntArray  # (n,)
     num_prompt: IntArray  # (r,) tokens of each request's prompt
+    sampling: IntArray  # (m,) the requests that draw
+    num_drafts: IntArray  # (r,) of each request's tokens, the last ones: guesses
 
     def slot_mapping(self, block_size: int) -> IntArray:
         """(groups, n) index of each token's KV as block * block_size + offset. No entry is padding: all are written."""
@@ -32,8 +34,10 @@ class StepInputs(NamedTuple):
 class PersistentBatch:
     """Token ids and block tables of up to `max_num_seqs` requests. A slot is reused when its request has ended."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
-        """`num_groups`: KV groups, each with a block table per request."""
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1, *, has_drafts: bool = False
+    ) -> None:
+        """`num_groups`: KV groups, each with a block table per request. `has_drafts`: plans may reckon with drafts."""
         self.block_size = block_size
         # One column more than the longest request: a token is drawn behind the last computed one and never used.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -41,6 +45,9 @@ class PersistentBatch:
         self.block_tables = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known of prompt + output
+        self.num_drafts = np.zeros(max_num_seqs, dtype=np.int64)  # guesses behind them in `token_ids`
+        self._has_drafts = has_drafts
         self.requests: list[NewRequest | None] = [None] * max_num_seqs
         self._slots: dict[RequestKey, int] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -66,6 +73,8 @@ class PersistentBatch:
         self.token_ids[slot, num_prompt : num_prompt + num_output] = request.output_token_ids
         self.num_blocks[slot] = 0
         self.num_prompt[slot] = num_prompt
+        self.num_tokens[slot] = num_prompt + num_output
+        self.num_drafts[slot] = 0
         self.append_blocks(slot, request.block_ids)
         return slot
 
@@ -83,13 +92,17 @@ class PersistentBatch:
         stop = self.num_blocks[slot] = start + len(block_ids[0])
         np.maximum(np.asarray(block_ids, dtype=np.int64), 0, out=self.block_tables[:, slot, start:stop])
 
-    def append_tokens(self, slots: IntArray, positions: IntArray, token_ids: Sequence[Sequence[int]]) -> None:
-        """Write what was drawn for `slots` at `positions`, 0..k tokens each."""
-        if all(len(ids) == 1 for ids in token_ids):
-            self.token_ids[slots, positions] = [ids[0] for ids in token_ids]
-            return
-        for slot, position, ids in zip(slots.tolist(), positions.tolist(), token_ids, strict=True):
-            self.token_ids[slot, position : position + len(ids)] = ids
+    def append_tokens(self, slots: IntArray, positions: IntArray, token_ids: IntArray) -> None:
+        """Write what was drawn for `slots` at `positions`, which ascend for each slot. What was proposed is gone."""
+        self.token_ids[slots, positions] = token_ids
+        self.num_tokens[slots] = positions + 1
+        self.num_drafts[slots] = 0
+
+    def propose(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Note guesses at what follows the tokens known; those that have no place are left out."""
+        start = int(self.num_tokens[slot])
+        count = self.num_drafts[slot] = max(min(len(token_ids), self.token_ids.shape[1] - start), 0)
+        self.token_ids[slot, start : start + count] = token_ids[:count]
 
     def prepare(self, scheduled: Sequence[ScheduledRequest]) -> StepInputs:
         """Flatten a step; takes in new blocks. The cost in Python is a few lookups per request, the rest is numpy."""
@@ -97,9 +110,16 @@ class PersistentBatch:
         slots = np.fromiter((self._slots[s.key] for s in scheduled), np.int64, count)
         num_computed = np.fromiter((s.num_computed for s in scheduled), np.int64, count)
         num_scheduled = np.fromiter((s.num_scheduled for s in scheduled), np.int64, count)
+        samples = np.fromiter((s.samples for s in scheduled), np.bool_, count)
         for s in scheduled:
             if s.new_block_ids:
                 self.append_blocks(self._slots[s.key], s.new_block_ids)
+        num_drafts = np.zeros(count, np.int64)
+        if self._has_drafts:  # fewer may be there than the plan reckoned with, and it may not know how far others came
+            most = np.fromiter((s.num_drafts for s in scheduled), np.int64, count)
+            num_drafts = np.minimum(most, self.num_drafts[slots])
+            num_computed = np.where(samples, self.num_tokens[slots] + most - num_scheduled, num_computed)
+            num_scheduled = num_scheduled - most + num_drafts
         cu_seqlens_q = np.zeros(count + 1, dtype=np.int64)
         np.cumsum(num_scheduled, out=cu_seqlens_q[1:])
         # Token j of request i sits at num_computed[i] + j - cu_seqlens_q[i].
@@ -115,4 +135,6 @@ class PersistentBatch:
             block_ids=self.block_tables[:, rows, blocks],
             offsets=offsets,
             num_prompt=self.num_prompt[slots],
+            sampling=np.flatnonzero(samples),
+            num_drafts=num_drafts,
         )

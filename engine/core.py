@@ -193,10 +193,14 @@ class EngineCore:
 
     def begin_step(self, now: float) -> StepOutput:
         """Schedule and execute."""
-        ended = self.executor.take_finished()
-        if ended.transfers:  # what they bring is in this step, not behind an empty one
-            self.settle(ended)
+        self.settle_finished()
         return self.executor.execute(self.plan_step(now))
+
+    def settle_finished(self) -> None:
+        """Before a plan, where the executor is idle: what transfers bring is in this step, not behind an empty one."""
+        ended = self.executor.take_finished()
+        if ended.transfers:
+            self.settle(ended)
 
     def plan_step(self, now: float) -> StepPlan:
         """What the executor shall do next, in the order in which this says it. Two steps may have been planned that are
@@ -481,23 +485,21 @@ class EngineCore:
 
     def _advance(self, drawn: Drawn, output: StepOutput, now: float) -> None:
         """New tokens leave; the request ends, is handed off, or goes on."""
-        request, sampled = drawn
+        request, sampled, position, reason = drawn.request, drawn.sampled, drawn.position, drawn.reason
         key = request.key
-        position = len(request.output_token_ids) - len(sampled.token_ids)
-        reason, stop_token_id = self._stop_rules.apply(request, len(sampled.token_ids))
         token_ids = request.output_token_ids[position:]
         logprobs = sampled.logprobs[: len(token_ids)] if sampled.logprobs is not None else None
         sources = request.sources() if position == 0 else None
-        of_prompt = output.prompt_logprobs.get(key)
+        of_prompt = output.prompt_logprobs.get(key) if output.prompt_logprobs else None
         prompt_logprobs = PromptLogprobs.of(of_prompt) if of_prompt is not None else None
-        tokens = Tokens(*key, position, token_ids, logprobs, prompt_logprobs, sources)
+        tokens = Tokens(key[0], key[1], position, token_ids, logprobs, prompt_logprobs, sources)
         self._outbox(request.router_id, tokens)
         if reason is not None:
             self.external.finished(request)
             if request.ticket is not None:  # nobody waits for the KV any more
                 self.external.aborted(request.transfer_key, cancel_sending=True)
             self._outbox(
-                request.router_id, Finished(*key, reason, request.sources(), stop_token_id, *request.times(now))
+                request.router_id, Finished(*key, reason, request.sources(), drawn.stop_token_id, *request.times(now))
             )
             self._end(request)
         elif request.submit.until == "first_token":

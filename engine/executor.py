@@ -9,6 +9,7 @@ import torch
 
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferResults, WorkerConnector
+from pdkv.engine.drafts import Proposer
 from pdkv.engine.dtype import resolve_dtype
 from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
 from pdkv.engine.kv_cache import (
@@ -134,6 +135,7 @@ class InProcessExecutor(ModelExecutor):
         weights: WeightFiles | None = None,
         grouped: bool = True,
         hit_tokens: int = 0,
+        proposer: Proposer | None = None,
     ) -> None:
         """Load the weights; on CUDA also run `max_num_batched_tokens` tokens to measure the memory that a step takes.
 
@@ -141,6 +143,7 @@ class InProcessExecutor(ModelExecutor):
             weights: the model's files, already open; None: they are opened here.
             grouped: as in `make_layout`.
             hit_tokens: as in `kept_from`.
+            proposer: as in `ModelRunner`.
 
         Raises:
             ModelError: the weights are missing, broken, or changed while they were read.
@@ -159,6 +162,7 @@ class InProcessExecutor(ModelExecutor):
         self.layout = make_layout(model_config, block_size=config.block_size, dtype=dtype, shard=shard, grouped=grouped)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._hit_tokens = hit_tokens
+        self._proposer = proposer
         size_bytes = pool_bytes(config, self.device)
         if size_bytes is not None:
             self._size_pool(config, size_bytes)  # before the weights, which may take minutes
@@ -205,12 +209,14 @@ class InProcessExecutor(ModelExecutor):
             max_num_seqs=self._max_num_seqs,
             max_model_len=self.max_model_len,
             worker=worker,
-            draws=self.shard.rank == 0,
+            reports=self.shard.rank == 0,
             check_finite=self._check_finite,
+            proposer=self._proposer,
         )
         self._runner.warm_up()
         if self.device.type == "cpu":
-            take_step_memory(self._model.step_bytes(self._max_num_batched_tokens, self._max_num_seqs))
+            rows_each = 1 if self._proposer is None else 1 + self._proposer.num_tokens
+            take_step_memory(self._model.step_bytes(self._max_num_batched_tokens, self._max_num_seqs * rows_each))
         self._parallel.set_timeout(self._rank_timeout_s)  # until here ranks start, each at its own pace
         return [RankInfo(os.getpid(), worker.handshake() if worker is not None else b"")]
 
@@ -236,11 +242,6 @@ class InProcessExecutor(ModelExecutor):
             return NOTHING_ENDED
         transfers = self._worker.get_finished()
         return Ended(transfers, self._worker.get_stats()) if transfers else NOTHING_ENDED
-
-    def take_drawn(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """What rank 0 drew in the last step, in that step's order: for the other ranks, before the next one."""
-        assert self._runner is not None, "attach comes first"
-        self._runner.take_drawn(token_ids)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         if self._worker is not None:

@@ -7,10 +7,11 @@ before its blocks enter the cache; logits show what came from outside.
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
 
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
+from pdkv.engine.drafts import DrawRows
 from pdkv.engine.plan import ScheduledRequest, StepFailure
 from pdkv.errors import NonFiniteLogits
 from pdkv.models.decoder import Attend
@@ -43,6 +44,7 @@ class FiniteCheck:
         self._inputs = inputs
         self._num_rows = len(inputs.positions)
         self._finite: torch.Tensor | None = None  # (n,) so far
+        self._rejected: IntArray = np.zeros(0, np.int64)  # rows of wrong guesses
         self._unusable: set[int] = set()  # requests of the step whose logits are not finite
 
     def around(self, attend: Attend) -> Attend:
@@ -57,10 +59,20 @@ class FiniteCheck:
 
         return attend_and_look
 
-    def look_at_logits(self, logits: torch.Tensor, requests: Sequence[int] | IntArray) -> None:
-        """Row i of logits (m, vocab) is of the step's request requests[i]."""
-        usable = usable_rows(logits).cpu().numpy()
-        self._unusable.update(np.asarray(requests)[~usable].tolist())
+    def look_at_prompt_logits(self, logits: torch.Tensor, request: int) -> None:
+        """Logits (m, vocab) of the step's request."""
+        if not bool(usable_rows(logits).all()):
+            self._unusable.add(request)
+
+    def look_at_logits(self, logits: torch.Tensor, drawn: DrawRows, counts: IntArray) -> None:
+        """Logits (n, vocab) of the rows drawn from, of which counts[i] (m,) of request i are kept. The others are of
+        wrong guesses: nothing counts that was computed of them, KV included.
+        """
+        kept = drawn.kept(np.maximum(counts, 1))
+        self._rejected = drawn.rows[~kept]
+        unusable = ~usable_rows(logits).cpu().numpy() & kept
+        owners = np.searchsorted(drawn.starts, np.flatnonzero(unusable), side="right") - 1
+        self._unusable.update(drawn.requests[owners].tolist())
 
     def failures(
         self, scheduled: Sequence[ScheduledRequest], batch: PersistentBatch, kv_pool: torch.Tensor
@@ -68,6 +80,7 @@ class FiniteCheck:
         """The requests that fail, each with those of its full blocks that hold NaN or infinity."""
         assert self._finite is not None, "a step has layers"
         bad = ~self._finite.cpu().numpy()
+        bad[self._rejected] = False
         failing = self._unusable
         if bad.any():
             request_of_row = np.repeat(np.arange(len(scheduled)), np.diff(self._inputs.cu_seqlens_q))
@@ -80,7 +93,7 @@ class FiniteCheck:
         return failures
 
 
-def _bad_blocks(kv_pool: torch.Tensor, blocks: npt.NDArray[np.integer]) -> list[int]:
+def _bad_blocks(kv_pool: torch.Tensor, blocks: NDArray[np.integer]) -> list[int]:
     bad: list[int] = []
     for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
         some = torch.from_numpy(blocks[start : start + _BLOCKS_AT_ONCE].astype(np.int64))

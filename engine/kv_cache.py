@@ -9,6 +9,7 @@ import torch
 from pdkv.config import EngineConfig
 from pdkv.engine.kv_groups import make_groups, num_held_at_once
 from pdkv.errors import ConfigError
+from pdkv.host.huge_pages import use_huge_pages
 from pdkv.host.memory_limits import format_bytes
 from pdkv.models.config import DTYPE_BYTES, ModelConfig
 from pdkv.models.decoder import Decoder
@@ -72,6 +73,8 @@ def pool_shape(layout: KVLayout, num_blocks: int) -> tuple[int, int, int, int, i
 def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
     """A pool of zeros: every page touched at start, and no NaN in what padded reads may see."""
     pool = torch.empty(pool_shape(layout, num_blocks), dtype=getattr(torch, layout.dtype), device=device)
+    if device.type == "cpu":
+        use_huge_pages(pool.data_ptr(), pool.nbytes)  # a block is in another place for every layer
     return pool.zero_()
 
 

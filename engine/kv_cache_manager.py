@@ -200,6 +200,10 @@ class KVCacheManager:
         tables = request.block_tables
         return (self.blocks_for(num_tokens) - len(tables[0])) * len(tables)
 
+    def num_slots(self, request: Request) -> int:
+        """Tokens that the request has blocks for."""
+        return len(request.block_tables[0]) * self.block_size
+
     def will_fit(self, request: Request, num_tokens: int, kept: Iterable[Sequence[int]]) -> bool:
         """Whether `grow` will succeed when the steps in flight have ended and `kept` blocks are given back, too."""
         in_steps = (held_blocks(left.block_tables) for left in chain.from_iterable(self._step_blocks.values()))

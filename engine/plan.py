@@ -1,7 +1,5 @@
 """Plain data between scheduler and workers: what a step computes and what came out of it."""
 
-from typing import NamedTuple
-
 import msgspec
 
 from pdkv.connectors.base import KVConnectorMetadata, Stats, TransferKey, TransferResults
@@ -20,14 +18,20 @@ class NewRequest(msgspec.Struct, frozen=True):
     block_ids: list[list[int]]  # a block table per KV group, all equally long; -1: a block that no token sees any more
 
 
-class ScheduledRequest(msgspec.Struct, frozen=True):
-    """One request's share of a step: tokens [num_computed, num_computed + num_scheduled) of prompt + output."""
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
+    """One request's share of a step: tokens [num_computed, num_computed + num_scheduled) of prompt + output.
+
+    The last `num_drafts` of them, at most, are guesses at tokens to come. How many of those are right the scheduler
+    learns with the step's output, and until then it plans behind the most that may be. So with drafts a share that
+    samples ends with the last token that the workers know and the drafts that they have, wherever the plan sees that.
+    """
 
     key: RequestKey
     num_computed: int
     num_scheduled: int
     new_block_ids: list[list[int]]  # appended since the last step, per KV group; empty: none, or a NewRequest
-    samples: bool  # the range reaches the request's last token: a token is drawn
+    samples: bool  # the range reaches the request's last token: a token is drawn, and one behind each draft
+    num_drafts: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -42,14 +46,14 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
+        """Tokens computed in this step, at most."""
         return sum(s.num_scheduled for s in self.scheduled)
 
 
-class SampledTokens(NamedTuple):
+class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     """What a step drew for one request."""
 
-    token_ids: list[int]  # 0..k tokens
+    token_ids: list[int]  # 0, where none can be chosen, to 1 + the share's drafts
     logprobs: list[TokenLogprob] | None  # one per token where asked for
 
 
@@ -74,3 +78,4 @@ class StepOutput(msgspec.Struct, frozen=True):
     transfers: TransferResults
     failed: dict[RequestKey, StepFailure] = {}
     connector_stats: Stats | None = None  # of the workers since start; None: as in the step before
+    digest: int = 0  # of what was drawn and is proposed: the same on every rank

@@ -12,7 +12,10 @@ from pdkv.wire.messages import RequestKey, SourceCounts, Submit
 
 
 class Request:
-    """State of a Submit. Tokens [0, num_computed) are computed or being computed, [0, num_confirmed) are for good."""
+    """State of a Submit. Tokens [0, num_computed) are computed or being computed, [0, num_confirmed) are for good.
+
+    While steps with drafts are in flight, the number computed is the most that it may be.
+    """
 
     __slots__ = (
         "arrival",
@@ -34,6 +37,7 @@ class Request:
         "num_committed_blocks",
         "num_computed",
         "num_confirmed",
+        "num_drafts",
         "num_external",
         "num_full_blocks",
         "num_given_up",
@@ -100,6 +104,7 @@ class Request:
         self.num_worker_blocks = 0
         self.last_step_id = -1  # last step that names this request's blocks
         self.num_in_flight = 0  # tokens that steps in flight will draw, at most: known with their updates
+        self.num_drafts = 0  # of these, behind drafts: they may not come
 
     def restart(self) -> None:
         """Forget all that was computed: what steps in flight bring for it is dropped."""
@@ -117,6 +122,7 @@ class Request:
         self.num_external = num_tokens - self.num_local_hit
         self.num_computed = self.num_confirmed = num_tokens
         self.num_reported = self.num_worker_blocks = self.due_at = self.num_in_flight = 0
+        self.num_drafts = 0
 
     def compute_here(self) -> None:
         """The peer's part is over, one way or the other."""
@@ -146,12 +152,14 @@ class Request:
 
     @property
     def num_planned(self) -> int:
-        """Tokens known, and those that steps in flight will draw."""
-        return self.num_tokens + self.num_in_flight
+        """Tokens known, and those that steps in flight will draw, at most."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
 
     @property
     def is_ending(self) -> bool:
-        """Whether the steps in flight end it by its length: it computes nothing more, and gives its blocks back."""
+        """Whether the steps in flight end it by its length, or may, if all drafts are right: until that is known it
+        computes nothing more. At its end it gives its blocks back.
+        """
         return self.num_in_flight > 0 and self.num_planned >= self.end_at
 
     @property

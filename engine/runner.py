@@ -1,6 +1,7 @@
 """The model runner of one rank: a step plan in, sampled tokens out, with the connector's hooks around each layer."""
 
-from collections.abc import Sequence
+import zlib
+from array import array
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from pdkv.connectors.step_done import ON_HOST, StepDone, make_step_done
 from pdkv.engine.attention.backend import Layer, pad, to_tensor
 from pdkv.engine.attention.select import make_backend
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
+from pdkv.engine.drafts import DrawRows, Proposer
 from pdkv.engine.finite_check import FiniteCheck
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.sampling.prompt_logprobs import PromptLogprobs
@@ -24,8 +26,7 @@ from pdkv.wire.messages import KVLayout, RequestKey, TokenLogprob
 _WARM_UP_REQUESTS = 6
 """Four layers' products and the logits', for each number of them and for a prompt: more than 32 kernels."""
 
-
-_NO_TOKEN = (
+_NO_CHOICE = (
     "no token can be chosen: the sampling parameters (min_tokens with stop_token_ids, allowed_token_ids, bad_words, "
     "logit_bias, penalties) forbid every token, or overflow"
 )
@@ -37,9 +38,10 @@ class _Computed(NamedTuple):
     sampled: dict[RequestKey, SampledTokens]
     prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]]
     failed: dict[RequestKey, StepFailure]
+    digest: int
 
 
-_NOTHING = _Computed({}, {}, {})
+_NOTHING = _Computed({}, {}, {}, 0)
 
 
 class ModelRunner:
@@ -54,28 +56,32 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         worker: WorkerConnector | None = None,
-        draws: bool = True,
+        reports: bool = True,
         check_finite: bool = False,
+        proposer: Proposer | None = None,
     ) -> None:
-        """`draws` False: another rank draws the tokens, and `take_drawn` brings them.
+        """`reports` False: another rank tells the tokens, and their logprobs; this one draws the same for itself.
 
         `check_finite`: requests for which a step computes NaN or infinity are in `StepOutput.failed`.
+        `proposer`: guesses tokens, which later steps try where their plans leave room for drafts.
         """
         self._check_finite = check_finite
-        self._draws = draws
+        self._reports = reports
         self._last_step: StepDone = ON_HOST  # that the connector was told of
-        self._undrawn: tuple[IntArray, IntArray] | None = None  # slots and positions of the last step's tokens
         self._model = model
         self._kv_pool = kv_pool
         self._worker = worker
         self._max_num_seqs = max_num_seqs
-        self._batch = PersistentBatch(max_num_seqs, max_model_len, layout.block_size, layout.num_groups)
+        self._proposer = proposer
+        self._batch = PersistentBatch(
+            max_num_seqs, max_model_len, layout.block_size, layout.num_groups, has_drafts=proposer is not None
+        )
         config = model.config
         windows = config.windows or [None] * config.num_layers
         layers = [Layer(*place, window) for place, window in zip(layout.places, windows, strict=True)]
         self._attention = make_backend(kv_pool, model.num_heads, layers)
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids)
-        self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=draws)
+        self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
 
     def warm_up(self) -> None:
         """A prompt and then decodes of 1, 2, 3 … requests, in blocks that nobody uses yet.
@@ -83,6 +89,7 @@ class ModelRunner:
         So the first requests wait for no kernel, and the memory of compiled kernels is taken now and not bit by bit.
         """
         worker, self._worker = self._worker, None
+        proposer, self._proposer = self._proposer, None
         num_tokens = min(16, self._kv_pool.shape[0] * self._kv_pool.shape[4] - 1)
         tables = [list(range(-(-(num_tokens + 1) // self._kv_pool.shape[4])))] * self._batch.block_tables.shape[0]
         params = SamplingParams(temperature=0.0)
@@ -94,9 +101,9 @@ class ModelRunner:
         self.execute(StepPlan(0, requests, [ScheduledRequest(keys[0], 0, num_tokens, [], True)], []))
         for count in range(1, len(keys) + 1):
             decodes = [ScheduledRequest(key, num_tokens - 1, 1, [], True) for key in keys[:count]]
-            self.execute(StepPlan(count, [], decodes, []))
+            self.execute(StepPlan(count, requests, decodes, keys))  # anew: each step draws behind the prompt
         self.execute(StepPlan(len(keys) + 1, [], [], keys))
-        self._worker, self._undrawn = worker, None
+        self._worker, self._proposer = worker, proposer
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -118,13 +125,8 @@ class ModelRunner:
             worker.wait_for_save()
         transfers = NO_TRANSFERS if worker is None else worker.get_finished()
         stats = worker.get_stats() if worker is not None and transfers else None
-        return StepOutput(plan.step_id, computed.sampled, computed.prompt_logprobs, transfers, computed.failed, stats)
-
-    def take_drawn(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """What rank 0 drew in the last step, in that step's order; before the next one."""
-        if self._undrawn is not None:
-            self._batch.append_tokens(*self._undrawn, token_ids)
-            self._undrawn = None
+        sampled, prompt_logprobs, failed, digest = computed
+        return StepOutput(plan.step_id, sampled, prompt_logprobs, transfers, failed, stats, digest)
 
     def _update_batch(self, plan: StepPlan) -> None:
         for key in plan.ended:
@@ -164,37 +166,59 @@ class ModelRunner:
     def _compute_inputs(
         self, scheduled: list[ScheduledRequest], inputs: StepInputs, attend: Attend, check: FiniteCheck | None
     ) -> _Computed:
-        sampling = np.flatnonzero(np.fromiter((s.samples for s in scheduled), np.bool_, len(scheduled)))
-        last_rows = inputs.cu_seqlens_q[1:][sampling] - 1
-        rows = self._prompt_logprobs.with_prompt_rows(last_rows, inputs)
+        drawn = DrawRows.of(inputs)
+        rows = self._prompt_logprobs.with_prompt_rows(drawn.rows, inputs)
         hidden = self._forward(inputs, rows, attend)
         self._prompt_logprobs.collect(hidden, rows, inputs, check)
-        if not len(sampling):
+        if not len(drawn.rows):
             return _NOTHING
-        if len(rows) > len(last_rows):  # prompt logprobs asked for more
-            wanted = pad(np.searchsorted(rows, last_rows), self._attention.padded(len(last_rows)))
+        if len(rows) > len(drawn.rows):  # prompt logprobs asked for more
+            wanted = pad(np.searchsorted(rows, drawn.rows), self._attention.padded(len(drawn.rows)))
             hidden = hidden.index_select(0, to_tensor(wanted, hidden.device))
-        logits = self._model.logits(hidden)[: len(last_rows)]
+        logits = self._model.logits(hidden)[: len(drawn.rows)]
+        return self._draw(scheduled, inputs, logits, drawn, check)
+
+    def _draw(
+        self,
+        scheduled: list[ScheduledRequest],
+        inputs: StepInputs,
+        logits: torch.Tensor,
+        drawn: DrawRows,
+        check: FiniteCheck | None,
+    ) -> _Computed:
+        """Draw behind every row of logits (n, vocab), keep what follows right guesses, and guess what comes next."""
+        batch, sampling = self._batch, self._sampling
+        tokens = sampling.choose(logits, drawn.slots, batch.token_ids, drawn.num_tokens)
+        counts = drawn.count_right(tokens, batch)
+        kept = drawn.kept(counts)
         if check is not None:
-            check.look_at_logits(logits, sampling)
-        slots, seq_lens = inputs.slots[sampling], inputs.seq_lens[sampling]
-        keys = [scheduled[i].key for i in sampling.tolist()]
-        finished_prompts = {
-            key: self._prompt_logprobs.take(slot)
-            for key, slot in zip(keys, slots.tolist(), strict=True)
-            if slot in self._prompt_logprobs
-        }
-        if not self._draws:
-            self._undrawn = (slots, seq_lens)
-            return _NOTHING
-        tokens = self._sampling.sample(logits, slots, self._batch.token_ids, seq_lens)
-        self._batch.append_tokens(slots, seq_lens, [t.token_ids for t in tokens])
-        stuck = {
-            key: StepFailure(InvalidRequest.code, _NO_TOKEN)
-            for key, drawn in zip(keys, tokens, strict=True)
-            if not drawn.token_ids
-        }
-        return _Computed(dict(zip(keys, tokens, strict=True)), finished_prompts, stuck)
+            check.look_at_logits(logits, drawn, counts)
+        batch.append_tokens(drawn.slots[kept], drawn.num_tokens[kept], tokens[kept])
+        logprobs = sampling.logprobs(logits, drawn.slots, np.where(kept, tokens, -1)) if self._reports else {}
+        token_ids, finished_prompts = tokens.tolist(), {}
+        sampled, stuck = dict[RequestKey, SampledTokens](), dict[RequestKey, StepFailure]()
+        for i, start, count in zip(drawn.requests.tolist(), drawn.starts.tolist(), counts.tolist(), strict=True):
+            key, slot = scheduled[i].key, int(inputs.slots[i])
+            own = [logprobs[row] for row in range(start, start + count)] if start in logprobs else None
+            sampled[key] = SampledTokens(token_ids[start : start + count], own)
+            if not count:
+                stuck[key] = StepFailure(InvalidRequest.code, _NO_CHOICE)
+            if slot in self._prompt_logprobs:
+                finished_prompts[key] = self._prompt_logprobs.take(slot)
+        digest = zlib.crc32(tokens[kept].data)
+        if self._proposer is not None:
+            digest = self._propose(self._proposer, inputs.slots[drawn.requests].tolist(), digest)
+        return _Computed(sampled, finished_prompts, stuck, digest)
+
+    def _propose(self, proposer: Proposer, slots: list[int], digest: int) -> int:
+        """Note what may follow in those slots. Returns the digest with that in it."""
+        batch = self._batch
+        requests = [request for slot in slots if (request := batch.requests[slot]) is not None]
+        known = [batch.token_ids[slot, : batch.num_tokens[slot]] for slot in slots]
+        for slot, guesses in zip(slots, proposer.propose(requests, known), strict=True):
+            batch.propose(slot, guesses)
+            digest = zlib.crc32(array("q", guesses), digest)
+        return digest
 
     def _forward(self, inputs: StepInputs, rows: IntArray, attend: Attend) -> torch.Tensor:
         """Normalised hidden states (len(rows) padded, hidden) of those tokens of the step."""

@@ -5,10 +5,12 @@ come, first served. Chunked prefill, prefix hits, remote KV and decode are the s
 update may lag: what its requests lost meanwhile is dropped by counter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from math import inf
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from pdkv.connectors.base import MatchedTokens, TransferResults
 from pdkv.engine.external import NUM_PREFETCH_REQUESTS, EndedSend, ExternalKV
@@ -18,7 +20,9 @@ from pdkv.engine.loads import Loads
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request
+from pdkv.engine.stopping import StopRules
 from pdkv.engine.trials import Trials
+from pdkv.wire.messages import FinishReason, RequestKey
 
 
 class SchedulerLimits(NamedTuple):
@@ -28,9 +32,10 @@ class SchedulerLimits(NamedTuple):
     max_num_batched_tokens: int
     long_prefill_token_threshold: int = 0  # 0: none
     kv_load_timeout_s: float = 30.0
+    num_draft_tokens: int = 0  # of a request that decodes, at most
 
 
-class _Share(NamedTuple):
+class _Share(msgspec.Struct, frozen=True, gc=False):
     """One request's share of a step in flight."""
 
     request: Request
@@ -39,11 +44,14 @@ class _Share(NamedTuple):
     num_drawn: int  # tokens, at most
 
 
-class Drawn(NamedTuple):
-    """What a confirmed step drew for one request."""
+class Drawn(msgspec.Struct, frozen=True, gc=False):
+    """What a confirmed step drew for one request, up to its end."""
 
     request: Request
     sampled: SampledTokens
+    position: int  # of the first token in the output
+    reason: FinishReason | None  # why the last one ends it
+    stop_token_id: int | None
 
 
 class StepResult(NamedTuple):
@@ -54,6 +62,8 @@ class StepResult(NamedTuple):
     sends: list[EndedSend]
     computed: bool  # somebody was in it
 
+
+_NO_DRAFTS: Mapping[RequestKey, int] = {}
 
 Admission = Literal["admitted", "skipped", "capped", "blocked"]
 
@@ -68,6 +78,7 @@ class Scheduler:
         prefill: PrefillHooks,
         decode: DecodeHooks,
         limits: SchedulerLimits,
+        stop_rules: StopRules,
     ) -> None:
         self.kv = kv
         self.external = external
@@ -80,6 +91,7 @@ class Scheduler:
         self.last_preempted: Request | None = None
         self._prefill = prefill
         self._decode = decode
+        self._stop_rules = stop_rules
         self._in_flight: dict[int, list[_Share]] = {}
         self._next_step_id = 0
 
@@ -94,12 +106,13 @@ class Scheduler:
         num_preempted = self.num_preemptions
         batch: list[tuple[Request, int]] = []
         budget = self._schedule_running(self.limits.max_num_batched_tokens, batch)
+        drafts = self._add_drafts(batch, budget) if self.limits.num_draft_tokens else _NO_DRAFTS
         if self.num_preemptions == num_preempted:
-            self._schedule_waiting(budget, batch, step_id, now)
-        ranges = self.external.show_scheduled(step_id, batch)
+            self._schedule_waiting(budget - sum(drafts.values()), batch, step_id, now)
+        ranges = self.external.show_scheduled(step_id, self._select_certain(batch))
         if self.trials.active:
             self._look_after_trial(batch)
-        new, scheduled = self._begin_shares(step_id, batch)
+        new, scheduled = self._begin_shares(step_id, batch, drafts)
         waiting = list(islice(self.waiting, NUM_PREFETCH_REQUESTS))
         meta, cancels, freed = self.external.build_meta(step_id, ranges, waiting)
         if freed:
@@ -125,29 +138,39 @@ class Scheduler:
         self.loads.end_step(output.step_id)
         shares = self._in_flight.pop(output.step_id, ())
         result = StepResult([], [], sends, bool(shares))
-        for request, restarts, stop, num_drawn in shares:
-            if restarts != request.restarts:
+        for share in shares:
+            request, stop = share.request, share.stop
+            if share.restarts != request.restarts:
                 continue  # aborted, preempted or sent back meanwhile
             failure = output.failed.get(request.key) if output.failed else None
             if failure is not None:
                 self.kv.discard(request, failure.bad_blocks)
                 result.failed.append((request, failure))
                 continue
-            request.num_confirmed = max(request.num_confirmed, stop)
-            if num_drawn:
-                request.num_in_flight -= num_drawn
-                sampled = output.sampled.get(request.key)
-                if sampled is not None:
-                    request.output_token_ids += sampled.token_ids
-                    if request.trial_tokens:
-                        self.trials.drew(request, len(sampled.token_ids))
-                    result.drawn.append(Drawn(request, sampled))
+            if share.num_drawn:
+                result.drawn.append(self._take_drawn(request, output.sampled[request.key], share.num_drawn))
+                stop = request.num_tokens - 1
+            if stop > request.num_confirmed:
+                request.num_confirmed = stop
             if request.num_confirmed >= request.due_at:
                 request.due_at = min(self.kv.commit(request), self.external.report_confirmed(request))
         if self.kv.end_step(output.step_id):
             self.queues.needs_step = True
         self._look_after_end_of_trial()
         return result
+
+    def _take_drawn(self, request: Request, sampled: SampledTokens, num_drawn: int) -> Drawn:
+        """Add what a step drew to the request's output, and give back what it might have drawn."""
+        count = len(sampled.token_ids)
+        request.num_in_flight -= num_drawn
+        request.num_drafts -= num_drawn - 1
+        request.num_computed -= num_drawn - count
+        position = len(request.output_token_ids)
+        request.output_token_ids += sampled.token_ids
+        reason, stop_token_id = self._stop_rules.apply(request, count)
+        if request.trial_tokens:
+            self.trials.drew(request, len(request.output_token_ids) - position)
+        return Drawn(request, sampled, position, reason, stop_token_id)
 
     def go_on(self) -> None:
         """What came free, or what is known now, may let somebody go on."""
@@ -212,7 +235,7 @@ class Scheduler:
             must_wait = starved and self.kv.num_missing(request, stop) > 0
             if num_tokens == 0 or must_wait or not (request.in_worker or self.queues.has_place):
                 index += 1
-            elif self._make_room(request, stop, index):
+            elif stop <= self.kv.num_slots(request) or self._make_room(request, stop, index):
                 self.queues.join_workers(request)
                 batch.append((request, num_tokens))
                 budget -= num_tokens
@@ -221,6 +244,24 @@ class Scheduler:
                 starved = True
                 index += 1
         return 0 if starved else budget
+
+    def _add_drafts(self, batch: Sequence[tuple[Request, int]], budget: int) -> dict[RequestKey, int]:
+        """Drafts for those of the batch that decode, as far as the budget goes and blocks are left. By request."""
+        drafts: dict[RequestKey, int] = {}
+        for request, num_tokens in batch:
+            stop = request.num_computed + num_tokens
+            decodes = num_tokens == 1 and stop == request.num_planned and request.num_worker_blocks > 0
+            count = min(self.limits.num_draft_tokens, request.end_at - stop - 1, budget) if decodes else 0
+            if count > 0 and not self.kv.grow(request, stop + count):
+                count = min(count, self.kv.num_slots(request) - stop)
+            if count > 0:
+                drafts[request.key] = count
+                budget -= count
+        return drafts
+
+    def _select_certain(self, batch: Sequence[tuple[Request, int]]) -> Sequence[tuple[Request, int]]:
+        """Those of whom it is known which tokens this step computes, drafts aside."""
+        return [share for share in batch if not share[0].num_drafts] if self.limits.num_draft_tokens else batch
 
     def _make_room(self, request: Request, num_tokens: int, index: int) -> bool:
         """Give running[index] the blocks up to `num_tokens`, preempting from the end of running[index:].
@@ -247,6 +288,8 @@ class Scheduler:
         if request.is_ending or (self.trials.active and self.trials.holds(request)):
             return 0
         num_tokens = request.num_planned - request.num_computed
+        if num_tokens <= 1:  # it decodes
+            return num_tokens
         threshold = self.limits.long_prefill_token_threshold
         return min(num_tokens, threshold or num_tokens, budget)
 
@@ -340,7 +383,7 @@ class Scheduler:
         return "admitted", num_tokens
 
     def _begin_shares(
-        self, step_id: int, batch: Sequence[tuple[Request, int]]
+        self, step_id: int, batch: Sequence[tuple[Request, int]], drafts: Mapping[RequestKey, int]
     ) -> tuple[list[NewRequest], list[ScheduledRequest]]:
         """Turn the batch into plain data and advance its counters."""
         new: list[NewRequest] = []
@@ -356,11 +399,14 @@ class Scheduler:
             elif num_blocks > request.num_worker_blocks:
                 new_block_ids = [table[request.num_worker_blocks :] for table in request.block_tables]
             request.num_worker_blocks = num_blocks
-            scheduled.append(ScheduledRequest(key, start, num_tokens, new_block_ids, samples))
-            shares.append(_Share(request, request.restarts, stop, int(samples)))
-            request.num_computed = stop
+            num_drafts = drafts.get(key, 0)
+            num_drawn = samples + num_drafts
+            scheduled.append(ScheduledRequest(key, start, num_tokens + num_drafts, new_block_ids, samples, num_drafts))
+            shares.append(_Share(request, request.restarts, stop, num_drawn))
+            request.num_computed = stop + num_drafts
             request.last_step_id = step_id
-            request.num_in_flight += samples
+            request.num_in_flight += num_drawn
+            request.num_drafts += num_drafts
         self._in_flight[step_id] = shares
         self.kv.begin_step(step_id)
         return new, scheduled

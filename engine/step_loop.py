@@ -66,14 +66,18 @@ class Ahead(StepLoop):
     """Plans steps while an earlier one runs elsewhere: at most `max_steps_ahead` beyond the oldest that has not ended.
 
     Args:
-        orders: who runs them is the caller's, see `run_ahead`.
+        orders: who runs them is the caller's, see `StepThread`.
+        least_s: nothing is planned beside a step that is expected to take less; it is run here, in turn, once nothing
+            else is under way. 0: no step is that short.
     """
 
-    def __init__(self, core: EngineCore, orders: StepQueue, max_steps_ahead: int) -> None:
+    def __init__(self, core: EngineCore, orders: StepQueue, max_steps_ahead: int, least_s: float = 0.0) -> None:
         assert max_steps_ahead > 0
         super().__init__(core)
         self._orders = orders
-        self._most = max_steps_ahead + 1
+        self._max_steps_ahead = max_steps_ahead
+        self._least_s = least_s
+        self._most = max_steps_ahead + 1  # under way at once, as the last plan leaves it
         self._goes_on = False  # the last plan had somebody in it
         core.workers = orders
 
@@ -87,19 +91,30 @@ class Ahead(StepLoop):
         return self._core.watch.num_under_way >= self._most
 
     def wake(self) -> None:
+        if self._take_over():
+            self._core.wake()
+            return
         self._orders.ask_finished()
         self._core.scheduler.ask_again()
 
     def turn(self) -> None:
         self.take_in(time.monotonic())
         while not self.is_full and self._is_step_due(now := time.monotonic()):
-            self.plan(now)
+            if self.plan(now):
+                return  # what came of it leaves before the next one begins
 
     def wait_s(self) -> float | None:
         return None if self.is_full else super().wait_s()
 
     def _is_step_due(self, now: float) -> bool:
         return (self._goes_on and self._core.scheduler.can_go_on) or super()._is_step_due(now)
+
+    def _take_over(self) -> bool:
+        """Whether the executor may be used here: steps may be short, and all that was ordered is done and taken in."""
+        if not self._least_s or not self._orders.is_done:
+            return False
+        self.take_in(time.monotonic())
+        return self.is_idle
 
     def take_in(self, now: float) -> None:
         """Update the core by what has ended. Raises what the executor raised."""
@@ -111,19 +126,28 @@ class Ahead(StepLoop):
             else:
                 self._core.peers_refused(*result.peers, result.error)
 
-    def plan(self, now: float) -> None:
-        """Plan one step."""
+    def plan(self, now: float) -> bool:
+        """Plan one step. Returns whether it was short and has been run here."""
+        runs_here = self._take_over()
+        if runs_here:
+            self._core.settle_finished()
         plan = self._core.plan_step(now)
         self._goes_on = bool(plan.scheduled)
+        is_short = self._core.watch.times.predict_s(plan.num_tokens) < self._least_s
+        self._most = 1 if is_short else self._max_steps_ahead + 1
+        if runs_here and is_short:
+            self._core.finish_step(self._orders.run_here(plan), time.monotonic())
+            return True
         self._orders.submit(plan)
+        return False
 
 
 class _AheadOnThread(Ahead):
     """With the thread that runs the steps."""
 
-    def __init__(self, core: EngineCore, max_steps_ahead: int, notify: Callable[[], None]) -> None:
+    def __init__(self, core: EngineCore, max_steps_ahead: int, notify: Callable[[], None], least_s: float) -> None:
         orders = StepQueue(core.executor, notify)
-        super().__init__(core, orders, max_steps_ahead)
+        super().__init__(core, orders, max_steps_ahead, least_s)
         self._thread = StepThread(orders)
 
     def close(self) -> None:
@@ -131,10 +155,13 @@ class _AheadOnThread(Ahead):
         self._core.workers = self._core.executor
 
 
-def make_step_loop(core: EngineCore, max_steps_ahead: int, notify: Callable[[], None]) -> StepLoop:
+def make_step_loop(
+    core: EngineCore, max_steps_ahead: int, notify: Callable[[], None], least_s: float = 0.0
+) -> StepLoop:
     """The loop for `--max-steps-ahead`; 0: strictly in turn.
 
     Args:
         notify: thread-safe; called when a step, or a question between steps, has ended.
+        least_s: how long a step must be expected to take for others to be planned ahead beside it.
     """
-    return _AheadOnThread(core, max_steps_ahead, notify) if max_steps_ahead else InTurn(core)
+    return _AheadOnThread(core, max_steps_ahead, notify, least_s) if max_steps_ahead else InTurn(core)

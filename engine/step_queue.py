@@ -40,7 +40,7 @@ Result = StepOutput | Ended | PeersRefused
 
 
 class StepQueue:
-    """`run_next` belongs to one thread, everything else to the engine's loop.
+    """`run_next` belongs to one thread, everything else to the engine's loop, `run_here` among it.
 
     Args:
         notify: called by `run_next` when `collect` has something.
@@ -52,6 +52,15 @@ class StepQueue:
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result | BaseException] = queue.SimpleQueue()
         self._is_asked = False
+        self._num_ordered = 0
+        self._num_done = 0  # written by `run_next`
+        self._has_thread = False
+        self._is_entered = False  # the executor knows that thread as its own
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was ordered has been run: until the next order the executor is the caller's."""
+        return self._num_done == self._num_ordered
 
     @property
     def num_orders(self) -> int:
@@ -60,21 +69,36 @@ class StepQueue:
 
     def enter_thread(self) -> None:
         """`run_next` is called by a thread of its own from now on."""
-        self._orders.put("enter")
+        self._has_thread = True
 
     def submit(self, plan: StepPlan) -> None:
         """Run this step behind what was ordered before."""
-        self._orders.put(plan)
+        if self._has_thread and not self._is_entered:
+            self._is_entered = True
+            self._put("enter")
+        self._put(plan)
+
+    def run_here(self, plan: StepPlan) -> StepOutput:
+        """Run this step now, on the calling thread. Only while `is_done`. Raises what the executor raises."""
+        assert self.is_done
+        if self._is_entered:
+            self._is_entered = False
+            self._executor.enter_thread()
+        return self._executor.execute(plan)
+
+    def _put(self, order: Order) -> None:
+        self._num_ordered += 1
+        self._orders.put(order)
 
     def ask_finished(self) -> None:
         """Look for transfers that have ended, between two steps. `collect` has them, if there are some."""
         if not self._is_asked:  # else it has not begun to look
             self._is_asked = True
-            self._orders.put("ask")
+            self._put("ask")
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         """Between two steps: tell the connector's worker sides which engines came and went."""
-        self._orders.put(PeersChanged(added, removed))
+        self._put(PeersChanged(added, removed))
 
     def stop(self) -> None:
         """Nothing more is run behind the order that runs now."""
@@ -110,6 +134,8 @@ class StepQueue:
             return False
         if result is not None:
             self._results.put(result)
+        self._num_done += 1  # behind it: when all is done, `collect` has all of it
+        if result is not None:
             self._notify()
         return True
 

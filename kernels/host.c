@@ -76,8 +76,9 @@ INLINE void softmax(float *scores, int64_t count, float *top_score, float *total
 #define MAX_HEAD_SIZE 256
 #define UNROLL _Pragma("GCC unroll 16")
 
-INLINE void prefetch(const char *from, int64_t bytes) { /* paged KV jumps about: no hardware prefetcher follows */
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+/* Paged KV jumps about: no hardware prefetcher follows. Into the first cache, which took a seventh less than the second. */
+INLINE void prefetch(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
 }
 
 /* What one query's heads give over one part of its keys, in floats: sum(exp(score - top) * value), head_size per head;

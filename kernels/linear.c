@@ -8,16 +8,13 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
-#include "passes.h"
+#include "tiles.h"
 
-#define COLUMNS 32       /* outputs of a panel */
-#define CHUNK_BYTES 2048 /* weights of a panel's chunk, in 16 steps of two lines */
 #define BLOCK_CHUNKS 4   /* that several tiles read one after another: they stay in the first cache */
+#define MANY_TILES 5     /* from there on twice as many: arithmetic decides, and sums are read and written less often */
 #define AHEAD_CHUNKS 4   /* how far ahead of a single tile weights are fetched */
-#define BLOCK_ROWS 504   /* whose sums a thread keeps */
+#define BLOCK_ROWS 126   /* whose sums a thread keeps: with their inputs, they stay in the second cache */
 #define UNROLL _Pragma("GCC unroll 16")
-#define V4_DOT V4 ",avx512bf16"
-
 
 /* A layer. */
 typedef struct {
@@ -39,18 +36,6 @@ typedef struct {
     int64_t rows, x_stride, residual_stride;
     row_pass before;      /* that x goes through */
 } linear;
-
-/* Some rows by one panel's chunks. */
-typedef struct {
-    const char *weights, *x; /* x: for each chunk, each row's 16 floats, 16 pairs of bfloat16, or 32 floats */
-    float *sums;             /* (rows, 32) */
-    int64_t chunks;
-    int is_first;      /* sums begin at 0 */
-    int64_t ahead;     /* bytes from here to weights that will be needed soon */
-    int64_t turn, mask; /* lines whose number & mask == turn are fetched from there */
-} tile;
-
-typedef void run_tile(const tile *, int rows);
 
 #define FETCH_AHEAD(k)                                                                                                \
     if (((2 * (k)) & mask) == turn) _mm_prefetch(weights + ahead + (k) * 128, _MM_HINT_T0);                           \
@@ -183,18 +168,6 @@ DEFINE_TILE_V4(dot_v4, V4_DOT, 64, STEP_DOT_V4)
 DEFINE_TILE_V3(float32_v3, 64, STEP_FLOAT32_V3)
 DEFINE_TILE_V3(wide_v3, 128, STEP_WIDE_V3)
 
-/* How the rows of a call, or of a block of them, are divided into tiles: as evenly as can be. */
-typedef struct {
-    int64_t tiles, base, extra;
-} division;
-
-static division divide(int64_t rows, int64_t most) {
-    const int64_t tiles = (rows + most - 1) / most;
-    return (division){tiles, rows / tiles, rows % tiles};
-}
-
-INLINE int64_t first_row(division by, int64_t i) { return i * by.base + (i < by.extra ? i : by.extra); }
-
 INLINE int is_dot(const layer *l) {
     return l->level == AVX512_BF16 && l->dtype == BFLOAT16 && l->weights_dtype == BFLOAT16;
 }
@@ -268,15 +241,19 @@ FOR_EACH_CPU static void write_panel(const linear *a, const float *sums, int64_t
             write_columns(a, sums + i * COLUMNS, row + i, column, rest);
 }
 
+run_tile *tile_kernel(int64_t level, int is_bfloat16) {
+    return is_bfloat16 ? dot_v4 : level >= AVX512 ? float32_v4 : float32_v3;
+}
+
 static run_tile *kernel(const layer *l) {
-    if (is_dot(l)) return dot_v4;
-    if (l->level >= AVX512) return l->weights_dtype == BFLOAT16 ? wide_v4 : float32_v4;
-    return l->weights_dtype == BFLOAT16 ? wide_v3 : float32_v3;
+    if (is_dot(l) || l->weights_dtype == FLOAT32) return tile_kernel(l->level, is_dot(l));
+    return l->level >= AVX512 ? wide_v4 : wide_v3;
 }
 
 static void run_panel(const layer *l, run_tile *run, const char *x, float *sums, division by, int64_t panel) {
     const int reads_once = by.tiles == 1 && (l->level >= AVX512 || by.base <= 3);
-    const int64_t chunks = num_chunks(l), block = reads_once ? chunks : BLOCK_CHUNKS;
+    const int64_t shared = by.tiles < MANY_TILES ? BLOCK_CHUNKS : 2 * BLOCK_CHUNKS;
+    const int64_t chunks = num_chunks(l), block = reads_once ? chunks : shared;
     int64_t sharing = 1; /* tiles that share the fetching of what comes next */
     while (sharing * 2 <= by.tiles && sharing < 32) sharing *= 2;
     for (int64_t chunk = 0; chunk < chunks; chunk += block)
@@ -288,7 +265,7 @@ static void run_panel(const layer *l, run_tile *run, const char *x, float *sums,
                 .sums = sums + first * COLUMNS,
                 .chunks = chunks - chunk < block ? chunks - chunk : block,
                 .is_first = chunk == 0,
-                .ahead = (reads_once ? AHEAD_CHUNKS : BLOCK_CHUNKS) * CHUNK_BYTES,
+                .ahead = (reads_once ? AHEAD_CHUNKS : shared) * CHUNK_BYTES,
                 .turn = i < sharing ? i : -1,
                 .mask = sharing - 1,
             };
@@ -327,12 +304,14 @@ void pdkv_linear(const layer *l, const void *x, int64_t x_stride, const void *re
     const linear a = {l, x, residual, out, scratch, rows, x_stride, residual_stride, {before, norm, (float)epsilon}};
     const int64_t panels = num_panels(l);
     run_tile *const run = kernel(l);
+    if (rows == 0) return;
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
     {
         float sums[BLOCK_ROWS * COLUMNS] __attribute__((aligned(64)));
-        for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
-            const int64_t count = rows - row < BLOCK_ROWS ? rows - row : BLOCK_ROWS;
-            const division by = divide(count, l->level >= AVX512 ? 14 : 6);
+        const division blocks = divide(rows, BLOCK_ROWS); /* equal ones: a small one would read all weights for few rows */
+        for (int64_t b = 0; b < blocks.tiles; b++) {
+            const int64_t row = first_row(blocks, b), count = first_row(blocks, b + 1) - row;
+            const division by = divide(count, tile_rows(l->level));
             if (!in_place(&a)) lay_out_block(&a, row, by, count);
             const char *const block = in_place(&a) ? x : scratch;
 #pragma omp for schedule(static)

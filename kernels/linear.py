@@ -11,13 +11,14 @@ from typing import Final, Literal
 
 import torch
 
+from pdkv.host.huge_pages import HugeMemory
 from pdkv.kernels.compiled import load_library
 from pdkv.kernels.host import DTYPES
 
 COLUMNS = 32
 """Outputs of a panel of packed weights."""
 
-BLOCK_ROWS = 504
+BLOCK_ROWS = 126
 """Rows that are laid out at once."""
 
 _CHUNK_INPUTS = {torch.float32: 16, torch.bfloat16: 32}
@@ -25,6 +26,9 @@ _CHUNK_INPUTS = {torch.float32: 16, torch.bfloat16: 32}
 
 LEVELS = ("none", "avx2", "avx512", "avx512_bf16")
 """What kernels use, from 1 on, by their numbers in linear.c."""
+
+
+_weights = HugeMemory()
 
 
 class Norm:
@@ -56,20 +60,20 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Scratch(threading.local):
-    """Room for one call's inputs as the kernels read them; grows, and ends with its thread."""
+class Scratch(threading.local):
+    """Room for what one call lays out; grows, and ends with the thread that calls."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def address(self, num_bytes: int) -> int:
-        """Where that many bytes are, until the thread's next call."""
+        """Where that many bytes are, at a multiple of 64, until the thread's next call."""
         if len(self._bytes) < num_bytes:
-            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)  # torch aligns it
         return self._bytes.data_ptr()
 
 
-_scratch = _Scratch()
+_scratch = Scratch()
 
 
 @cache
@@ -100,7 +104,7 @@ def level() -> int:
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """(outputs, inputs) as (panels, chunks of 2 KiB): a panel's outputs side by side, by input, or by pair of bfloat16.
 
-    Padded with zeros to whole panels and chunks.
+    Padded with zeros to whole panels and chunks. In huge pages, beside other weights.
     """
     outputs, inputs = weight.shape
     chunk = _CHUNK_INPUTS[weight.dtype]
@@ -108,7 +112,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     if any(padding):
         weight = torch.nn.functional.pad(weight, padding)
     in_pair = chunk // 16
-    return weight.reshape(-1, COLUMNS, weight.shape[1] // in_pair, in_pair).transpose(1, 2).contiguous()
+    panels = weight.reshape(-1, COLUMNS, weight.shape[1] // in_pair, in_pair).transpose(1, 2)
+    packed = torch.frombuffer(_weights.take(panels.nbytes), dtype=weight.dtype).view(panels.shape)
+    return packed.copy_(panels)
 
 
 class PackedWeight:

@@ -23,11 +23,13 @@ typedef struct {
 
 #define ISA V3
 #define FOR_ISA(name) name##_v3
+#include "lanes.h"
 #include "rows.h"
 #undef ISA
 #undef FOR_ISA
 #define ISA V4
 #define FOR_ISA(name) name##_v4
+#include "lanes.h"
 #include "rows.h"
 
 pass_row *pass_row_at(int64_t level) { return level >= AVX512 ? pass_any_row_v4 : pass_any_row_v3; }

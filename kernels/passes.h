@@ -5,6 +5,7 @@
 
 #define V3 "avx2,fma"
 #define V4 "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"
+#define V4_DOT V4 ",avx512bf16"
 
 enum { NONE, AVX2, AVX512, AVX512_BF16 }; /* levels: what a processor has */
 enum { AS_THEY_ARE, NORMED, GATED };      /* what becomes of rows before they are multiplied */

@@ -1,9 +1,12 @@
-"""Paged attention on CPU: gather a bucket of KV into warm scratch, then two batched matrix products.
+"""Paged attention on CPU.
 
-Every request's tokens are cut into query tiles (a decode is a tile of one token), tiles of like size form a bucket,
-and a bucket costs five calls per layer. Buckets are small enough that gathered KV is still in the cache when it is
-read again; `bmm` over them beats `scaled_dot_product_attention` 2x for prompts and 7x for single queries (oneDNN).
-Where the compiled kernel is there, single queries read KV where it lies instead, all of a step in one call.
+The compiled kernels read KV where it lies: one call for all of a step's prompts, one for all of its single queries.
+
+Where they are not, or do not take the dtype or the sizes: gather a bucket of KV into warm scratch, then two batched
+matrix products. Every request's tokens are cut into query tiles (a decode is a tile of one token), tiles of like size
+form a bucket, and a bucket costs five calls per layer. Buckets are small enough that gathered KV is still in the cache
+when it is read again; `bmm` over them beats `scaled_dot_product_attention` 2x for prompts and 7x for single queries
+(oneDNN). float16 has the kernel of single queries alone, which are then left out of the buckets.
 
 Whole blocks are gathered, and a request's last one ends with what an earlier owner left there: that is zeroed in the
 scratch, so that nothing foreign, finite or not, reaches a result. What is not finite reaches no earlier token, either.
@@ -17,8 +20,9 @@ import numpy as np
 import torch
 
 from pdkv.engine.attention.backend import AttentionBackend, Layer
+from pdkv.engine.attention.compiled import PromptQueries, SingleQueries
+from pdkv.engine.attention.runs import Prompts, RunPlan, plan_runs
 from pdkv.engine.attention.shapes import round_rows
-from pdkv.engine.attention.singles import SingleQueries
 from pdkv.engine.attention.tiles import AttentionLimits, Bucket, Singles, plan_tiles
 from pdkv.engine.batch import IntArray, StepInputs
 from pdkv.models.heads import Heads, KVSlots
@@ -39,7 +43,9 @@ class _Plan(NamedTuple):
     q_index: torch.Tensor  # (sum of B * heads * Q,) rows of one head of qkv, in the buckets' order
     out_index: torch.Tensor  # (rows * heads,) where each output head stands among the buckets' outputs
     work: list[_Work]
-    singles: Singles  # their slots count through the tables of all groups
+    prompts: Prompts | None  # instead of buckets; slots of these and of singles count through the tables of all groups
+    singles: Singles
+    num_real: int
     num_rows: int  # padding included
 
 
@@ -67,6 +73,7 @@ class CpuAttention(AttentionBackend):
         self._offsets = torch.empty(0, dtype=torch.int64)  # and there within them
         self._num_blocks = len(kv_pool)
         self._singles = SingleQueries.of(kv_pool, num_heads)
+        self._prompts = None if self._singles is None else PromptQueries.of(kv_pool, num_heads)
         self._layers = list(layers)
         self._plans: list[_Plan] = []  # of this step, by layer
 
@@ -77,6 +84,8 @@ class CpuAttention(AttentionBackend):
         self._block_ids = list(torch.from_numpy(np.ascontiguousarray(inputs.block_ids)))
         if self._singles is not None:
             self._singles.prepare(block_tables)
+        if self._prompts is not None:
+            self._prompts.prepare(block_tables)
         longest = int(inputs.seq_lens.max())  # a window that hides nothing of this step is none
         kinds = [
             (layer.group, None if layer.window is None or layer.window >= longest else layer.window)
@@ -100,6 +109,8 @@ class CpuAttention(AttentionBackend):
         result = self._attend_buckets(layer, qkv, plan)
         if self._singles is not None and len(plan.singles.slots):
             self._singles.attend(self._layers[layer].layer, qkv, plan.singles, result)
+        if self._prompts is not None and plan.prompts is not None:
+            self._prompts.attend(self._layers[layer].layer, qkv, plan.prompts, result)
         return result
 
     def _attend_buckets(self, layer: int, qkv: torch.Tensor, plan: _Plan) -> torch.Tensor:
@@ -107,7 +118,7 @@ class CpuAttention(AttentionBackend):
         heads, head_size = self._num_heads, self._head_size
         if not plan.work:
             result = torch.empty(plan.num_rows, heads * head_size, dtype=qkv.dtype)
-            result[len(plan.singles.slots) :].zero_()  # padding; the single queries write all that is before it
+            result[plan.num_real :].zero_()  # padding; the kernels write all that is before it
             return result
         q = self._scratch.take("q", len(plan.q_index), head_size)
         torch.index_select(qkv.view(-1, head_size), 0, plan.q_index, out=q)
@@ -163,12 +174,15 @@ class CpuAttention(AttentionBackend):
         """The tensors of a tile plan; shared by a group's layers of a window, since a layer only shifts where rows
         begin.
         """
+        if self._prompts is not None:
+            runs = plan_runs(inputs, rows, self._block_size, window=window)
+            return self._compiled_plan(runs, group * block_tables.shape[1])
         apart = self._singles is not None
         tiles = plan_tiles(inputs, rows, self._block_size, self._limits, window=window, singles_apart=apart)
         num_rows = self.padded(tiles.num_rows)
         singles = tiles.singles._replace(slots=tiles.singles.slots + group * block_tables.shape[1])
         if not tiles.buckets:
-            return _Plan(_NO_INDEX, _NO_INDEX, [], singles, num_rows)
+            return _Plan(_NO_INDEX, _NO_INDEX, [], None, singles, tiles.num_rows, num_rows)
         heads, kv_heads = self._num_heads, self._kv_heads
         head = np.arange(heads)[None, :, None]
         q_parts, work, start = [], [], 0
@@ -181,9 +195,14 @@ class CpuAttention(AttentionBackend):
             kv_index, mask = self._kv_index(bucket, block_tables[group]), self._mask(bucket, window)
             work.append(_Work(bucket, kv_index, None if mask is None else self._unowned(bucket), mask))
             start = stop
-        return _Plan(
-            torch.from_numpy(np.concatenate(q_parts)), torch.from_numpy(out_index.ravel()), work, singles, num_rows
-        )
+        q_index, out = torch.from_numpy(np.concatenate(q_parts)), torch.from_numpy(out_index.ravel())
+        return _Plan(q_index, out, work, None, singles, tiles.num_rows, num_rows)
+
+    def _compiled_plan(self, runs: RunPlan, first_slot: int) -> _Plan:
+        """`first_slot`: of the layers' KV group among the slots of all."""
+        singles = runs.singles._replace(slots=runs.singles.slots + first_slot)
+        prompts = runs.prompts._replace(slots=runs.prompts.slots + first_slot) if len(runs.prompts.slots) else None
+        return _Plan(_NO_INDEX, _NO_INDEX, [], prompts, singles, runs.num_rows, self.padded(runs.num_rows))
 
     def _kv_index(self, bucket: Bucket, block_tables: IntArray) -> torch.Tensor:
         """(2, B, kv_heads, K) flattened: rows of `_block_rows`.

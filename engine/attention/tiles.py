@@ -79,6 +79,18 @@ class Singles(NamedTuple):
     seq_lens: IntArray  # keys from there on, up to its own
     hidden: IntArray  # the first so many of them it does not see, either; less than a block
 
+    @classmethod
+    def at(
+        cls, slots: IntArray, rows: IntArray, outs: IntArray, positions: IntArray, block_size: int, window: int | None
+    ) -> "Singles":
+        """Of queries in the step's rows `rows` at `positions`; `outs` are the rows of their outputs."""
+        if window is None:
+            nothing = np.zeros_like(positions)
+            return cls(slots, rows, outs, nothing, positions + 1, nothing)
+        skipped = np.maximum(positions + 1 - window, 0) // block_size
+        seen = positions + 1 - skipped * block_size
+        return cls(slots, rows, outs, skipped, seen, np.maximum(seen - window, 0))
+
 
 class TilePlan(NamedTuple):
     """A step's queries are the rows [0, num_rows), each once, in a bucket or single."""
@@ -118,17 +130,16 @@ def plan_tiles(
     """
     num_rows = len(inputs.positions) if rows is None else len(rows)
     tiles = _cut(inputs, limits, window) if rows is None else _single(inputs, rows)
-    if window is not None:
-        skipped = np.maximum(tiles.positions + 1 - window, 0) // block_size
-        tiles = tiles._replace(skipped=skipped, positions=tiles.positions - skipped * block_size)
     single = (tiles.counts == 1) & singles_apart
     only_singles = bool(single.all())
     apart = tiles if only_singles else _Tiles(*(column[single] for column in tiles))
-    hidden = np.zeros_like(apart.positions) if window is None else np.maximum(apart.positions + 1 - window, 0)
-    singles = Singles(apart.slots, apart.starts, apart.outs, apart.skipped, apart.positions + 1, hidden)
-    if only_singles:  # as in most steps
+    singles = Singles.at(apart.slots, apart.starts, apart.outs, apart.positions, block_size, window)
+    if only_singles:
         return TilePlan([], singles, num_rows)
     tiles = _Tiles(*(column[~single] for column in tiles))
+    if window is not None:
+        skipped = np.maximum(tiles.positions + 1 - window, 0) // block_size
+        tiles = tiles._replace(skipped=skipped, positions=tiles.positions - skipped * block_size)
     padded = _PADDED_QUERIES[tiles.counts]
     blocks = -(-(tiles.positions + tiles.counts) // block_size)
     order = np.lexsort((-blocks, padded))

@@ -92,7 +92,7 @@ class OtherRanks:
 
 
 class MultiProcessExecutor(ModelExecutor):
-    """Rank 0's runner beside those of the other processes. Only rank 0 draws; the next plan brings the tokens along."""
+    """Rank 0's runner beside those of the other processes. Each draws for itself, and all the same."""
 
     def __init__(self, local: InProcessExecutor, others: OtherRanks, *, timeout_s: float) -> None:
         """Wait until every rank has its weights, and agree on the number of blocks.
@@ -107,7 +107,6 @@ class MultiProcessExecutor(ModelExecutor):
         self._local = local
         self._others = others
         self._timeout_s = timeout_s
-        self._drawn: list[list[int]] = []
         self._stopped = False
         self._transfers = TransferAggregator(local.shard.size)
         self._stats: dict[int, Stats] = {}  # of the connector's workers, by rank
@@ -135,11 +134,11 @@ class MultiProcessExecutor(ModelExecutor):
 
         Raises:
             RankTimeout, RankGone: a rank hangs or died.
-            RankError: a rank failed, and said why.
+            RankError: a rank failed, and said why; or it drew other tokens.
         """
         others = self._others
         try:
-            others.tell(encode_step(plan, self._drawn), self._timeout_s)
+            others.tell(encode_step(plan), self._timeout_s)
             output = self._local.execute(plan)
             answers = others.hear(self._timeout_s)
         except RankError as error:
@@ -150,10 +149,14 @@ class MultiProcessExecutor(ModelExecutor):
             assert isinstance(answer, StepDone), answer
             done.append(answer)
             assert answer.step_id == plan.step_id, (answer.step_id, plan.step_id)
+            if answer.digest != output.digest:  # from here on their KV would differ
+                raise RankError(
+                    f"rank {len(done)} drew other tokens than rank 0 in step {plan.step_id}: all ranks must have the "
+                    "same logits, so all must run the same code and libraries on the same kind of processor"
+                )
             by_rank.append(transfers_of(answer))
             for key, failure in answer.failed:
                 failed[key] = failed[key].joined(failure) if key in failed else failure
-        self._drawn = [sampled.token_ids for sampled in output.sampled.values()]
         return msgspec.structs.replace(
             output,
             transfers=self._transfers.add(by_rank),

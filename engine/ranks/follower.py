@@ -77,7 +77,6 @@ class FirstRank:
         while True:
             match decode_order(self._ring.get(None)):
                 case Step() as step:
-                    executor.take_drawn(step.drawn)
                     output = executor.execute(plan_of(step, metadata_type))
                     self.say(step_done(output))
                 case Collect():

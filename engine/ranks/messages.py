@@ -1,7 +1,5 @@
 """What rank 0 of an engine tells the other ranks, and what they answer: tagged structs, msgpack, a decoder each way."""
 
-from collections.abc import Sequence
-
 import msgspec
 
 from pdkv.connectors.base import KVConnectorMetadata, Stats, TransferKey, TransferOutcome, TransferResults
@@ -25,7 +23,6 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     plan: StepPlan  # without kv_meta
     kv_meta: bytes | None  # of the connector's own type, which is called
     kv_meta_type: str
-    drawn: list[list[int]]  # the tokens that rank 0 drew in the step before, in its order
 
 
 class Collect(msgspec.Struct, frozen=True, tag=True):
@@ -70,6 +67,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     transfers: list[list[tuple[TransferKey, TransferOutcome]]]
     failed: list[tuple[RequestKey, StepFailure]] = []  # what this rank's part of heads and KV shows
     connector_stats: dict[str, ConnectorStats] | None = None  # None: as in the step before
+    digest: int = 0  # of what this rank drew
 
 
 class Collected(msgspec.Struct, frozen=True, tag=True):
@@ -107,11 +105,11 @@ def decode_answer(data: bytes | bytearray) -> Answer:
     return decode_total(_answer_decoder, data)
 
 
-def encode_step(plan: StepPlan, drawn: Sequence[Sequence[int]]) -> bytes:
+def encode_step(plan: StepPlan) -> bytes:
     """A step as the other ranks get it."""
     meta = None if plan.kv_meta is None else _encoder.encode(plan.kv_meta)
     plain = plan if meta is None else msgspec.structs.replace(plan, kv_meta=None)
-    return _encoder.encode(Step(plain, meta, type(plan.kv_meta).__name__, [list(tokens) for tokens in drawn]))
+    return _encoder.encode(Step(plain, meta, type(plan.kv_meta).__name__))
 
 
 def plan_of(step: Step, metadata_type: type[KVConnectorMetadata]) -> StepPlan:
@@ -133,7 +131,8 @@ def plan_of(step: Step, metadata_type: type[KVConnectorMetadata]) -> StepPlan:
 def step_done(output: StepOutput) -> StepDone:
     """The answer to a step."""
     ended = collected(output.transfers, output.connector_stats)
-    return StepDone(output.step_id, ended.transfers, list(output.failed.items()), ended.connector_stats)
+    failed = list(output.failed.items())
+    return StepDone(output.step_id, ended.transfers, failed, ended.connector_stats, output.digest)
 
 
 def collected(transfers: TransferResults, stats: Stats | None) -> Collected:

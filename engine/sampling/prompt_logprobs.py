@@ -68,7 +68,7 @@ class PromptLogprobs:
                 index = to_tensor(pad(np.searchsorted(rows, piece), round_rows(len(piece))), hidden.device)
                 logits = self._model.logits(hidden.index_select(0, index))[: len(piece)]
                 if check is not None:
-                    check.look_at_logits(logits, np.full(len(piece), i))
+                    check.look_at_prompt_logits(logits, i)
                 if not self._collects:
                     continue
                 logprobs = self._sampling.prompt_logprobs(logits, targets, request.params.prompt_logprobs or 0)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdkv.engine.plan import NewRequest, SampledTokens
+from pdkv.engine.plan import NewRequest
 from pdkv.engine.sampling.checks import check_for_vocab
 from pdkv.engine.sampling.draw import DrawParams, argmax, draw
 from pdkv.engine.sampling.logit_processors import (
@@ -109,15 +109,18 @@ class SamplingState:
         self._allowed.pop(slot, None)
         self._bad_words.pop(slot, None)
 
-    def sample(
+    def choose(
         self,
         logits: torch.Tensor,
         slots: NDArray[np.integer[Any]],
         token_ids: NDArray[np.int32],
         num_tokens: NDArray[np.integer[Any]],
         bitmask: torch.Tensor | None = None,
-    ) -> list[SampledTokens]:
-        """Choose one token per row, none where the row's parameters leave none. Changes neither arguments nor state.
+    ) -> NDArray[np.int64]:
+        """Choose one token per row, (n,); -1 where the row's parameters leave none. Arguments and state stay.
+
+        They decide alone, whatever the order in which anything is added up: ranks with the same logits choose the same
+        tokens. A request may have several rows, each with its own number of tokens known.
 
         Args:
             logits: (n, vocab), any float dtype.
@@ -131,18 +134,20 @@ class SamplingState:
         rows = self._table[slots]
         processed = self._process(logits, rows, slots, token_ids, num_tokens, bitmask)
         tokens = self._choose(processed, rows, num_tokens - rows["num_prompt"])
-        sampled = [SampledTokens([token], None) for token in tokens.tolist()]
-        stuck = [] if processed is logits else _without_choice(logits, processed, tokens)
-        asking = np.flatnonzero(rows["wants_logprobs"])
-        if asking.size:
-            raw = _select(logits, asking)
-            for i, logprob in zip(
-                asking.tolist(), token_logprobs(raw, tokens[asking], rows["num_logprobs"][asking]), strict=True
-            ):
-                sampled[i] = SampledTokens(sampled[i].token_ids, [logprob])
-        for i in stuck:
-            sampled[i] = SampledTokens([], None)
-        return sampled
+        if processed is not logits:
+            tokens[_without_choice(logits, processed, tokens)] = -1
+        return tokens
+
+    def logprobs(
+        self, logits: torch.Tensor, slots: NDArray[np.integer[Any]], tokens: NDArray[np.int64]
+    ) -> dict[int, TokenLogprob]:
+        """By row, of those whose request asks for them. Arguments as in `choose`, which gave `tokens`."""
+        rows = self._table[slots]
+        asking = np.flatnonzero(rows["wants_logprobs"] & (tokens >= 0))
+        if not asking.size:
+            return {}
+        logprobs = token_logprobs(_select(logits, asking), tokens[asking], rows["num_logprobs"][asking])
+        return dict(zip(asking.tolist(), logprobs, strict=True))
 
     def prompt_logprobs(
         self, logits: torch.Tensor, target_token_ids: NDArray[np.integer[Any]], num_top: int

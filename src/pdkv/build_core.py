@@ -81,12 +81,12 @@ def build_core(
         local_prefill_tokens=local_prefill_tokens,
     )
 
-    scheduler = Scheduler(kv, external, prefill, decode, limits)
     stop_rules = StopRules(
         eos_token_ids=eos_token_ids,
         max_model_len=card.max_model_len,
         vocab_size=vocab_size,
     )
+    scheduler = Scheduler(kv, external, prefill, decode, limits, stop_rules)
     return EngineCore(
         card=card,
         scheduler=scheduler,

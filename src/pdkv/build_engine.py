@@ -19,6 +19,7 @@ from pdkv.connectors.base import (
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.registry import choose_connector, make_connector
 from pdkv.engine.core import EngineCore
+from pdkv.engine.drafts import Proposer
 from pdkv.engine.executor import Executor, InProcessExecutor, ModelExecutor, resolve_device
 from pdkv.engine.ranks.executor import MultiProcessExecutor, OtherRanks
 from pdkv.engine.ranks.follower import FirstRank
@@ -63,14 +64,22 @@ class _Plan(NamedTuple):
     kv_shards: int
     model: ModelConfig
     limits: SchedulerLimits
+    proposer: Proposer | None
 
     @classmethod
     def read(
-        cls, config: EngineConfig, handoff: HandoffConfig | None, name: str, epoch: str, kv_shards: int
+        cls,
+        config: EngineConfig,
+        handoff: HandoffConfig | None,
+        name: str,
+        epoch: str,
+        kv_shards: int,
+        proposer: Proposer | None,
     ) -> "_Plan":
         """Raises ModelError for a model directory that is missing, broken or not supported."""
         model = load_model_config(config.model, config.max_model_len)
-        return cls(config, handoff, name, epoch, kv_shards, model, _limits(config, handoff or HandoffConfig()))
+        limits = _limits(config, handoff or HandoffConfig(), proposer)
+        return cls(config, handoff, name, epoch, kv_shards, model, limits, proposer)
 
     def open_model(self) -> ModelSource:
         """The weights; their identity is taken while they are loaded. Raises ModelError."""
@@ -89,6 +98,7 @@ def build_engine(
     notify: Callable[[], None] = _nothing,
     on_progress: Callable[[str], None] = _nothing,
     on_identity: Callable[[str], None] = _nothing,
+    proposer: Proposer | None = None,
 ) -> EngineCore:
     """Load the model and make an engine around it, in this process; with config.tp > 1, its rank 0.
 
@@ -99,12 +109,13 @@ def build_engine(
         notify: thread-safe; the connector wakes the engine's loop with it.
         on_progress: is told what takes time.
         on_identity: is told the model's identity once, as soon as it is known: before the load, or after it.
+        proposer: guesses tokens of requests that decode; the same on every rank.
 
     Raises:
         ConfigError: a wrong value, model directory or connector.
         RankError: another rank failed.
     """
-    plan = _Plan.read(config, handoff, name, epoch, kv_shards)
+    plan = _Plan.read(config, handoff, name, epoch, kv_shards, proposer)
     if config.tp > 1 and place is None:
         raise ConfigError(f"tp {config.tp} needs a process per rank, which `pd launch` starts; here is only this one")
     with plan.open_model() as source:
@@ -132,6 +143,7 @@ def run_rank(
     on_progress: Callable[[str], None] = _nothing,
     on_identity: Callable[[str], None] = _nothing,
     on_ready: Callable[[], None] = _nothing,
+    proposer: Proposer | None = None,
 ) -> None:
     """Be one more rank of an engine, whose rank 0 `build_engine` makes elsewhere; returns when that one stops.
 
@@ -148,7 +160,7 @@ def run_rank(
     executor: InProcessExecutor | None = None
     connector: KVConnector | None = None
     try:
-        plan = _Plan.read(config, handoff, name, epoch, kv_shards)
+        plan = _Plan.read(config, handoff, name, epoch, kv_shards, proposer)
         with plan.open_model() as source:
             executor, identity = _load(source, on_identity, lambda: _load_rank(plan, source, _join(config, place)))
         executor.num_blocks = first.wait_to_attach(executor.num_blocks, identity)
@@ -176,13 +188,14 @@ def _check_pool_memory(config: EngineConfig, executor: ModelExecutor) -> None:
         check_host_memory(size_bytes, f"{executor.num_blocks} KV blocks (--kv-cache-memory)")
 
 
-def _limits(config: EngineConfig, handoff: HandoffConfig) -> SchedulerLimits:
+def _limits(config: EngineConfig, handoff: HandoffConfig, proposer: Proposer | None) -> SchedulerLimits:
     on_cpu = resolve_device(config).type == "cpu"
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or (CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS),
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         kv_load_timeout_s=handoff.kv_load_timeout_s,
+        num_draft_tokens=0 if proposer is None else proposer.num_tokens,
     )
 
 
@@ -243,6 +256,7 @@ def _load_rank(plan: _Plan, source: ModelSource, parallel: TensorParallel) -> In
         weights=source.files,
         grouped=_knows_groups(plan.handoff),
         hit_tokens=_hit_tokens(plan),
+        proposer=plan.proposer,
     )
 
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import has_cuda_device
-from pdkv.options import check_bounds, option, seconds
+from pdkv.options import MAX_SECONDS, check_bounds, option, seconds
 from pdkv.secret_options import without_secrets
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
@@ -45,6 +45,12 @@ class EngineConfig:
         2, "steps planned while an earlier one still computes, so that the model never waits; 0: strictly in turn",
         ge=0, le=2,
     )  # fmt: skip
+    in_turn_below_s: float = option(
+        0.05,
+        "on a CPU, steps that are expected to take less are computed in turn, which then costs less; 0: none are",
+        ge=0,
+        le=MAX_SECONDS,
+    )
     long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound", ge=0)
     threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)", ge=1)
     cpu_linears: Literal["auto", "torch"] = option(
@@ -74,6 +80,11 @@ class EngineConfig:
     def in_host_memory(self) -> bool:
         """Whether the pool will lie in host memory, as far as that can be told without torch."""
         return self.device == "cpu" or (self.device == "auto" and not has_cuda_device())
+
+    @property
+    def least_step_ahead_s(self) -> float:
+        """Seconds from which a step is worth planning ahead of: see `make_step_loop`."""
+        return self.in_turn_below_s if self.in_host_memory else 0.0
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -112,6 +123,14 @@ class HttpApi:
 
     unknown_fields: Literal["reject", "ignore"] = option(
         "reject", "what is done with a field that the server does not know: refuse the request, or drop the field"
+    )
+    tool_parser: str = option(
+        "auto",
+        "how calls of tools are read in answers; auto: as the model's chat template tells, none: not at all",
+        metavar="NAME",
+    )
+    reasoning_parser: str = option(
+        "none", "how a model's thoughts are told from its answers; none: they are part of them", metavar="NAME"
     )
 
     @property

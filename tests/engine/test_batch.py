@@ -70,11 +70,10 @@ def test_the_end_of_an_unknown_request_changes_nothing() -> None:
         batch.add(new("b", [1], [0]))
 
 
-@pytest.mark.parametrize("drawn", [[[7], [8]], [[7, 9], []]])
-def test_drawn_tokens_are_appended(drawn: list[list[int]]) -> None:
+def test_drawn_tokens_are_appended() -> None:
     batch = PersistentBatch(2, 64, BLOCK)
     batch.add(new("a", [1, 2], [0]))
     batch.add(new("b", [3], [1]))
-    batch.append_tokens(np.array([0, 1]), np.array([2, 1]), drawn)
-    assert batch.token_ids[0, : 2 + len(drawn[0])].tolist() == [1, 2, *drawn[0]]
-    assert batch.token_ids[1, : 1 + len(drawn[1])].tolist() == [3, *drawn[1]]
+    batch.append_tokens(np.array([0, 1]), np.array([2, 1]), np.array([7, 8]))
+    assert batch.token_ids[0, :3].tolist() == [1, 2, 7]
+    assert batch.token_ids[1, :2].tolist() == [3, 8]

@@ -7,20 +7,28 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from engines import of_type, output_of, submit
+from numpy.typing import NDArray
+from random_proposer import RandomProposer
 from rank_connector import RankConnector, RankWorker
 
 from pdkv.build_engine import RankPlace, build_engine, run_rank
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.core import EngineCore
+from pdkv.engine.drafts import Proposer
 from pdkv.engine.ranks.follower import FirstRank
+from pdkv.engine.sampling.sampler import SamplingState
+from pdkv.engine.step_loop import Ahead
+from pdkv.engine.step_queue import StepQueue
 from pdkv.errors import ConfigError, ModelError, NonFiniteLogits, RankError, RankGone, RankTimeout
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling_params import SamplingParams
@@ -32,10 +40,22 @@ torch.set_num_threads(1)
 PROMPTS = [[5, 6, 7], list(range(2, 60)), list(range(100, 117)), [9]]
 
 
+def no_proposer() -> None:
+    """Of a rank that does not guess."""
+
+
 class Ranked:
     """An engine whose other ranks are threads. `ended` gets what each of them ended with."""
 
-    def __init__(self, model: Path, tp: int, directory: Path, **fields: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        tp: int,
+        directory: Path,
+        proposer: Callable[[], Proposer | None] = no_proposer,
+        **fields: Any,
+    ) -> None:
+        """`proposer` makes one for each rank."""
         self.ended: queue.Queue[BaseException | None] = queue.Queue()
         self.wake_fd, wake_write_fd = os.pipe2(os.O_NONBLOCK)
         self._wake_write_fd = wake_write_fd
@@ -46,6 +66,7 @@ class Ranked:
         handoff = HandoffConfig(connector="rank_connector:RankConnector")
         self.pairs = [socket.socketpair() for _ in range(tp - 1)]
         self.peers = connect_ranks(tp)
+        self._proposer = proposer
         store = directory / "store"
         self.threads = [
             threading.Thread(target=self._follow, args=(config, handoff, rank, store)) for rank in range(1, tp)
@@ -56,7 +77,7 @@ class Ranked:
         try:
             self.core = build_engine(
                 config, handoff, name=f"tp{tp}", epoch="1", kv_shards=4,
-                place=RankPlace(0, ours, self.peers[0], store, 30.0, wake_write_fd),
+                place=RankPlace(0, ours, self.peers[0], store, 30.0, wake_write_fd), proposer=proposer(),
             )  # fmt: skip
         except BaseException:
             self.close()
@@ -67,7 +88,8 @@ class Ranked:
         error: BaseException | None = None
         try:
             place = RankPlace(rank, [self.pairs[rank - 1][1]], self.peers[rank], store, 30.0)
-            run_rank(config, handoff, name=f"tp{config.tp}", epoch="1", kv_shards=4, place=place)
+            proposer = self._proposer()
+            run_rank(config, handoff, name=f"tp{config.tp}", epoch="1", kv_shards=4, place=place, proposer=proposer)
         except BaseException as raised:
             error = raised
         self.ended.put(error)
@@ -110,20 +132,43 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
         engine.close()
 
 
-def run(core: EngineCore, params: list[SamplingParams] | None = None, *, name: str = "a") -> list[EngineToRouter]:
-    """All prompts at once, until all have ended; request i is called {name}{i}."""
+def run(
+    core: EngineCore, params: list[SamplingParams] | None = None, *, name: str = "a", ahead: int = 0
+) -> list[EngineToRouter]:
+    """All prompts at once, until all have ended; request i is called {name}{i}.
+
+    So many steps are planned ahead of the oldest that has not ended, always.
+    """
     for i, prompt in enumerate(PROMPTS):
         request = submit(prompt, request_id=f"{name}{i}", max_tokens=12)
         if params is not None:
             request = msgspec.structs.replace(request, params=params[i])
         core.handle("r", request, 1.0)
     messages: list[EngineToRouter] = []
+    step = partial(core.step, 1.0) if not ahead else partial(step_ahead, core, *steps_ahead(core, ahead))
     while core.requests:
-        core.step(1.0)
+        step()
         for _, sent in core.take_messages(1.0):
             messages += sent
     core.scheduler.kv.pool.check_integrity()
     return messages
+
+
+def steps_ahead(core: EngineCore, ahead: int) -> tuple[Ahead, StepQueue]:
+    """Steps that nobody runs by himself."""
+    orders = StepQueue(core.executor, lambda: None)
+    return Ahead(core, orders, ahead), orders
+
+
+def step_ahead(core: EngineCore, steps: Ahead, orders: StepQueue) -> None:
+    """The oldest step ends when as many are planned as may be; with the last request all do."""
+    while not steps.is_full:
+        steps.plan(1.0)
+    orders.run_next()
+    steps.take_in(1.0)
+    while not core.requests and orders.num_orders:
+        orders.run_next()
+        steps.take_in(1.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -188,6 +233,45 @@ def test_seeds_penalties_and_logprobs_are_those_of_one_rank(hf_model: HFModel, m
                 if entry is not None and other is not None:
                     assert other.token_id == entry.token_id
                     assert other.logprob == pytest.approx(entry.logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_guesses_on_every_rank_change_nothing(hf_model: HFModel, make_engine: MakeEngine, ahead: int) -> None:
+    params = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=9 + i) for i in range(len(PROMPTS))]
+    model = hf_model("llama", initializer_range=0.2)
+    expected = run(make_engine(model, 1).core, params)
+    foreseen = {tuple(prompt): output_of(expected, f"a{i}") for i, prompt in enumerate(PROMPTS)}
+    proposers: list[RandomProposer] = []
+
+    def proposer() -> RandomProposer:
+        proposers.append(RandomProposer(3, lambda new: foreseen[tuple(new.prompt_token_ids)], vocab_size=200))
+        return proposers[-1]
+
+    core = make_engine(model, 2, proposer=proposer).core
+    for name in ("a", "b"):  # the second time from the prefix cache, which has no wrong guess
+        messages = run(core, params, name=name, ahead=ahead)
+        for i in range(len(PROMPTS)):
+            assert output_of(messages, f"{name}{i}") == output_of(expected, f"a{i}")
+    one, other = proposers
+    assert one.num_right == other.num_right > 20
+    assert one.num_wrong == other.num_wrong > 10
+
+
+def test_a_rank_that_draws_another_token_ends_the_engine(
+    hf_model: HFModel, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV would differ from then on, and nobody would see it."""
+    engine = make_engine(hf_model("llama", initializer_range=0.2), 2)
+    choose, is_first = SamplingState.choose, threading.current_thread()
+
+    def strange(self: SamplingState, *args: Any, **more: Any) -> NDArray[np.int64]:
+        tokens = choose(self, *args, **more)
+        return tokens if threading.current_thread() is is_first else tokens ^ 1
+
+    run(engine.core)
+    monkeypatch.setattr(SamplingState, "choose", strange)
+    with pytest.raises(RankError, match="rank 1 drew other tokens than rank 0 in step"):
+        run(engine.core, name="b")
 
 
 def test_the_card_names_every_rank(tiny_model_dir: Path, make_engine: MakeEngine) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("connectors", "decode", "engine", "kernels", "kv_store", "models", "prefill", "router")
+FOLDERS = ("connectors", "decode", "engine", "grammar", "kernels", "kv_store", "models", "prefill", "router")
 
 BASE = (
     "errors",
@@ -17,14 +17,20 @@ BASE = (
     "log_limit",
     "sampling_params",
     "options",
+    "registry",
     "secret_options",
     "version",
     "trace_context",
     "log_fields",
 )
 LAYERS = (
-    *(f"pdkv.{name}" for name in BASE),
+    "pdkv.errors",
+    "pdkv.limits",
+    "pdkv.grammar.spec",
+    *(f"pdkv.{name}" for name in BASE if name not in ("errors", "limits")),
     "pdkv.host",
+    "pdkv.grammar",
+    "pdkv.parsers",
     "pdkv.wire",
     "pdkv.kernels",
     "pdkv.config",

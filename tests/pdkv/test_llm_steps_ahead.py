@@ -1,16 +1,22 @@
-"""Steps planned ahead change no output, whatever is asked for; and their thread ends with the LLM."""
+"""Steps planned ahead, and guesses at what comes, change no output; and the thread of steps ends with the LLM."""
 
 import gc
 import random
 import threading
 import weakref
+from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import pytest
 from deployments import link_text_model
+from random_proposer import RandomProposer
 
 from pdkv import LLM, SamplingParams
+from pdkv.build_engine import build_engine
+from pdkv.engine.plan import NewRequest
+from pdkv.engine.step_loop import Ahead
 
 NUM_PROMPTS = 18
 
@@ -37,32 +43,74 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
             logprobs=(None, 2)[i % 4 == 0],
             prompt_logprobs=(None, 1)[i % 6 == 0],
             stop_token_ids=[rng.randrange(60) for _ in range(6)],
+            stop=("K", "J", "!u") if i % 4 == 3 else (),
+            bad_words_token_ids=((7,), (9, 11)) if i % 3 == 2 else (),
         )
         for i in range(NUM_PROMPTS)
     ]
     return prompts, params
 
 
-def generate(model: Path, ahead: int) -> list[Any]:
+def watch_steps_ahead(llm: LLM, patch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps were under way beside each one that was planned; gets longer."""
+    watch, seen = llm._core.watch, [0]
+    plan = Ahead.plan
+
+    def planned(self: Ahead, now: float) -> bool:
+        was_run_here = plan(self, now)
+        seen.append(watch.num_under_way - 1)
+        return was_run_here
+
+    patch.setattr(Ahead, "plan", planned)
+    return seen
+
+
+def generate(model: Path, ahead: int, proposer: RandomProposer | None = None) -> list[Any]:
+    """What there is to say of every choice: (prompt, seed, number, token ids, text, reasons, logprobs)."""
     prompts, params = asked()
     pool = {"kv_cache_memory": 24 * 16 * 512, "max_model_len": 128}
-    with LLM(model, max_steps_ahead=ahead, threads=1, max_num_seqs=12, device="cpu", **pool) as llm:
-        outputs = llm.generate(prompts, params, progress=False)
-        assert llm._core.scheduler.num_preemptions > 0
+    lag = {"max_steps_ahead": ahead, "in_turn_below_s": 0.0}  # 0: steps as short as these are planned ahead, too
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pdkv.llm.build_engine", partial(build_engine, proposer=proposer))
+        with LLM(model, threads=1, max_num_seqs=12, device="cpu", **lag, **pool) as llm:
+            most = watch_steps_ahead(llm, patch)
+            outputs = llm.generate(prompts, params, progress=False)
+            assert llm._core.scheduler.num_preemptions > 0
+            assert max(most) == ahead
     found = []
-    for output in outputs:
+    for output, prompt, asked_for in zip(outputs, prompts, params, strict=True):
         for choice in output.outputs:
             logprobs = [(entry.token_id, pytest.approx(entry.logprob, abs=1e-3)) for entry in choice.logprobs or ()]
-            found.append((choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason, logprobs))
+            reasons = choice.finish_reason, choice.stop_reason
+            found.append(
+                (tuple(prompt), asked_for.seed, choice.index, choice.token_ids, choice.text, reasons, logprobs)
+            )
     return found
 
 
-def test_all_parameters_give_what_steps_in_turn_give(model: Path) -> None:
-    in_turn = generate(model, 0)
-    assert {choice[2] for choice in in_turn} == {"stop", "length"}
-    for ahead in (1, 2):
-        for one, other in zip(in_turn, generate(model, ahead), strict=True):
-            assert one == other
+@pytest.fixture(scope="module")
+def in_turn(model: Path) -> list[Any]:
+    return generate(model, 0)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_all_parameters_give_what_steps_in_turn_give(model: Path, in_turn: list[Any], ahead: int) -> None:
+    reasons = {type(choice[5][1]) for choice in in_turn}
+    assert reasons == {NoneType, int, str}  # length, a token, a string
+    assert generate(model, ahead) == in_turn
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_guesses_right_and_wrong_change_nothing(model: Path, in_turn: list[Any], ahead: int) -> None:
+    foreseen = {choice[:3]: choice[3] for choice in in_turn}
+
+    def foresee(request: NewRequest) -> list[int]:
+        return foreseen[tuple(request.prompt_token_ids), request.params.seed, request.choice]
+
+    proposer = RandomProposer(3, foresee, vocab_size=60)
+    assert generate(model, ahead, proposer) == in_turn
+    assert proposer.num_right > 50
+    assert proposer.num_wrong > 50
 
 
 def test_an_llm_that_nobody_holds_any_more_gives_its_memory_back(model: Path) -> None:

@@ -8,22 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from state_machine.defects import Pair
-from state_machine.host import run_schedule
+from state_machine.host import MULTI_PAIRS, run_schedule
 
 from pdkv.connectors.multi.scheduler import MultiScheduler
 
 NUM_SCHEDULES = 700
-
-PAIRS: list[Pair] = [
-    ("pull+store", "prefill_first", "async"),
-    ("store+pull", "prefill_first", "async"),
-    ("store+pull", "decode_first", "async"),
-    ("store+pull", "prefill_first", "layerwise"),
-    ("store+push", "concurrent", "async"),
-    ("store+push", "needs_peer_first", "async"),
-    ("store+push", "decode_first", "async"),
-]
-"""Every kind of mixture, in the orders that are legal with it."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +23,10 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("pair", MULTI_PAIRS, ids="-".join)
 def test_any_schedule_gives_the_right_tokens_and_returns_every_block(pair: Pair, thoroughness: float) -> None:
     @settings(
-        max_examples=int(NUM_SCHEDULES * thoroughness) // len(PAIRS),
+        max_examples=int(NUM_SCHEDULES * thoroughness) // len(MULTI_PAIRS),
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
@@ -54,7 +43,7 @@ def test_any_schedule_gives_the_right_tokens_and_returns_every_block(pair: Pair,
     check()
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("pair", MULTI_PAIRS, ids="-".join)
 def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float) -> None:
     if thoroughness < 1:
         pytest.skip("this is about all schedules together")

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peer_groups import ALL_WINDOW, FULL_AND_WINDOW, TWO_WINDOWS
-from state_machine.defects import DEFECTS, LATE_DEFECTS, Pair, Patch
+from state_machine.defects import DEFECTS, DRAFT_DEFECTS, LATE_DEFECTS, Pair, Patch
 from state_machine.host import PAIRS, World, run_schedule
 from state_machine.standin import StandIn
 
 from pdkv.engine.request import Request
 from pdkv.wire.messages import KVGroup
 
-NUM_SCHEDULES = 7_200  # with those of the other tests, and over multi, ten thousand
+NUM_SCHEDULES = 6_900  # `make soak` runs more
 LAGS = range(3)
 """Steps that are planned ahead of the oldest one that has not ended."""
 
@@ -77,7 +77,7 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float, mo
         "aborts": 0,
         "finished": 0,
     }
-    num_parts = 0
+    num_parts, most_ahead = 0, set[tuple[int, int]]()
     resume = Request.resume
 
     def counted(self: Request, num_tokens: int) -> None:
@@ -93,24 +93,29 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float, mo
             seen["preemptions"] += load.preemptions
             seen["remote"] += load.sources.remote
             seen["failed loads"] += load.load_failures
+        most_ahead.add((world.max_lag, world.most_ahead))
         seen["restarts"] += world.num_restarts
         seen["retries"] += sum(client.flow.attempt > 0 for client in world.clients)
         seen["second readers"] += world.num_resumed
         seen["aborts"] += sum(client.aborted for client in world.clients)
         seen["finished"] += sum(client.flow.finish_reason is not None for client in world.clients)
     assert all(seen.values()), seen
+    assert most_ahead >= {(lag, lag) for lag in LAGS}, "steps were not planned as far ahead as they might"
     assert num_parts or pair[0] != "store", "no load came in part"
 
 
-PLANTED = [(*planted, lag) for planted in DEFECTS for lag in LAGS]
-PLANTED += [(*planted, lag) for planted in LATE_DEFECTS for lag in LAGS if lag]
+PLANTED = [(*planted, lag, None) for planted in DEFECTS for lag in LAGS]
+PLANTED += [(*planted, lag, None) for planted in LATE_DEFECTS for lag in LAGS if lag]
+PLANTED += [(*planted, lag, 3) for planted in DRAFT_DEFECTS for lag in LAGS]
 
 
 @pytest.mark.parametrize(
-    ("defect", "pair", "lag"), PLANTED, ids=[f"{defect.__name__}-{lag}" for defect, _, lag in PLANTED]
+    ("defect", "pair", "lag", "num_drafts"),
+    PLANTED,
+    ids=[f"{defect.__name__}-{lag}" for defect, _, lag, _ in PLANTED],
 )
 def test_schedules_find_the_defect(
-    defect: object, pair: Pair, lag: int, thoroughness: float, monkeypatch: Patch
+    defect: object, pair: Pair, lag: int, num_drafts: int | None, thoroughness: float, monkeypatch: Patch
 ) -> None:
     if thoroughness < 1 and lag != LAGS[-1]:
         pytest.skip("the others are for the whole suite")
@@ -119,7 +124,7 @@ def test_schedules_find_the_defect(
     rng = random.Random(11)
     for _ in range(MAX_SCHEDULES_PER_DEFECT):
         try:
-            run_schedule(rng.randbytes(rng.randint(100, 500)), pair, partial(World, lag=lag))
+            run_schedule(rng.randbytes(rng.randint(100, 500)), pair, partial(World, lag=lag, num_drafts=num_drafts))
         except Exception:  # any: a wrong token, a broken book, or the engine falling over it
             return
     pytest.fail(f"{MAX_SCHEDULES_PER_DEFECT} schedules did not notice: {defect.__doc__}")

@@ -10,7 +10,8 @@ import pytest
 from state_machine.host import PAIRS, World, run_schedule
 from state_machine.real_model import RealModel
 
-NUM_SCHEDULES_PER_PAIR = 12
+NUM_SCHEDULES_PER_PAIR = 12  # two of each number of steps ahead, with and without a proposer
+LAGS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +31,15 @@ def model(hf_model: Callable[..., Path]) -> RealModel:
 def test_a_real_model_says_the_right_tokens_in_any_schedule(pair: tuple[str, str, str], model: RealModel) -> None:
     rng = random.Random("-".join(pair))
     num_finished = num_loaded = 0
-    for _ in range(NUM_SCHEDULES_PER_PAIR):
-        world = run_schedule(rng.randbytes(rng.randint(150, 500)), pair, partial(World, forward=model))  # type: ignore[arg-type]
+    most_ahead = set()
+    for i in range(NUM_SCHEDULES_PER_PAIR):
+        make_world = partial(World, forward=model, lag=i % LAGS, num_drafts=3 * (i % 2))
+        world = run_schedule(rng.randbytes(rng.randint(150, 500)), pair, make_world)  # type: ignore[arg-type]
+        most_ahead.add(world.most_ahead)
         num_finished += sum(client.flow.finish_reason is not None for client in world.clients)
         for engine in world.engines.values():
             sources = engine.core._make_load().sources
             num_loaded += sources.remote + sources.store
+    assert most_ahead == {*range(LAGS)}
     assert num_finished
     assert num_loaded

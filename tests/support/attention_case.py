@@ -33,7 +33,10 @@ class Shape(NamedTuple):
 
 
 class Case:
-    """Requests given as (computed, scheduled), with random K and V already in the pool; five blocks are nobody's."""
+    """Requests given as (computed, scheduled), with random K and V already in the pool; five blocks are nobody's.
+
+    A single scheduled token is one of an output.
+    """
 
     def __init__(
         self,
@@ -52,8 +55,8 @@ class Case:
         self.batch = PersistentBatch(len(requests), 4096, shape.block_size)
         for i, ((computed, count), num_blocks) in enumerate(zip(requests, blocks, strict=True)):
             own = [ids.pop() for _ in range(num_blocks)]
-            tokens = [0] * (computed + count)
-            self.batch.add(NewRequest((str(i), 0), 0, tokens, [], SamplingParams(), [own]))
+            prompt, output = ([0] * computed, [0]) if count == 1 else ([0] * (computed + count), [])
+            self.batch.add(NewRequest((str(i), 0), 0, prompt, output, SamplingParams(), [own]))
         self.inputs: StepInputs = self.batch.prepare(
             [ScheduledRequest((str(i), 0), c, n, [], True) for i, (c, n) in enumerate(requests)]
         )
@@ -125,5 +128,5 @@ def layers_of(windows: Sequence[int | None]) -> list[Layer]:
 def without_compiled_kernel(kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> CpuAttention:
     """The CPU backend of a machine without a compiler."""
     backend = CpuAttention(kv_pool, num_heads, layers)
-    backend._singles = None
+    backend._singles = backend._prompts = None
     return backend

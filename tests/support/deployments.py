@@ -198,6 +198,7 @@ def launches(model: Path) -> Iterator[Launch]:
     running: list[Running] = []
     defaults = ["--model", str(model), "--kv-cache-memory", "8MiB", "--threads", "1"]
     defaults.append("--check-finite")  # no test's model computes NaN, unless it is about that
+    defaults += ["--in-turn-below-s", "0"]  # however short their steps are, they are planned ahead
 
     def launch(
         *flags: str,

@@ -11,6 +11,7 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
+from pdkv.engine.drafts import Proposer
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import EngineCard, EngineToRouter, KVGroup, KVLayout, Submit
@@ -30,15 +31,19 @@ def make_core(
     max_model_len: int | None = None,
     groups: tuple[KVGroup, ...] = (),
     hit_tokens: int = 0,
+    proposer: Proposer | None = None,
 ) -> EngineCore:
     """An engine with router "r".
 
     Args:
         options: those of its connector; None: it has none. With mode=store it is the stand-in's own store.
         max_model_len: None: all that the pool holds.
+        proposer: steps have room for what it proposes.
     """
     handoff = handoff or HandoffConfig(connector="memory")
     limits = limits or SchedulerLimits(8, 64, kv_load_timeout_s=handoff.kv_load_timeout_s)
+    if proposer is not None:
+        limits = limits._replace(num_draft_tokens=proposer.num_tokens)
     num_layers = len(groups[0].layers) if groups else NUM_LAYERS
     layout = KVLayout(num_layers, 1, 1, block_size, "int64", 8, groups=groups)
     made = None
@@ -66,7 +71,7 @@ def make_core(
         max_num_seqs=limits.max_num_seqs,
         rank_blobs=[worker.handshake()] if worker else [],
     )
-    executor = StandInExecutor(num_blocks, layout, worker)
+    executor = StandInExecutor(num_blocks, layout, worker, proposer=proposer)
     core = build_core(
         card=card,
         executor=executor,

@@ -23,6 +23,7 @@ from pdkv.config import (
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.launch.config import Deployment, LaunchConfig
+from pdkv.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from pdkv.router.routing.policies import POLICIES
 
 ROLES = ("prefill", "decode")
@@ -51,7 +52,7 @@ def flag_groups() -> dict[str, list[Flag]]:
         "engines": flags_of(EngineConfig),
         "hand-off": [_with_choices(flag, "connector", SHIPPED) for flag in flags_of(HandoffConfig)],
         "failures": flags_of(RecoveryConfig),
-        "HTTP": [*flags_of(HttpLimits), *flags_of(HttpApi)],
+        "HTTP": [*flags_of(HttpLimits), *map(_with_parsers, flags_of(HttpApi))],
         "admission": flags_of(AdmissionConfig),
         "access": flags_of(AccessConfig),
         "TLS": flags_of(TlsConfig),
@@ -68,6 +69,11 @@ def _with_choices(flag: Flag, name: str, choices: Iterable[str]) -> Flag:
     if flag.name != name:
         return flag
     return dataclasses.replace(flag, help=f"{flag.help}; one of {', '.join(choices)}")
+
+
+def _with_parsers(flag: Flag) -> Flag:
+    tools = _with_choices(flag, "tool_parser", TOOL_PARSERS.shipped)
+    return _with_choices(tools, "reasoning_parser", REASONING_PARSERS.shipped)
 
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:

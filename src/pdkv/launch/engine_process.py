@@ -152,7 +152,8 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
     notifier.stop_on(signal.SIGTERM)
     try:
         ack.ready()
-        serve(core, server, notifier, max_steps_ahead=spec.config.max_steps_ahead)
+        config = spec.config
+        serve(core, server, notifier, max_steps_ahead=config.max_steps_ahead, least_s=config.least_step_ahead_s)
     except StartGivenUp:
         return 1
     except RankError as error:
@@ -264,10 +265,12 @@ def _probe_connector(spec: EngineSpec, connector: type[KVConnector]) -> None:
         raise failures[0]
 
 
-def serve(core: EngineCore, server: EngineServer, notifier: Notifier, *, max_steps_ahead: int = 0) -> None:
-    """The engine's loop, until `notifier.stop()`."""
+def serve(
+    core: EngineCore, server: EngineServer, notifier: Notifier, *, max_steps_ahead: int = 0, least_s: float = 0.0
+) -> None:
+    """The engine's loop, until `notifier.stop()`. Arguments as those of `make_step_loop`."""
     intake = Intake(partial(prepare, core.card), notifier.notify)
-    steps = make_step_loop(core, max_steps_ahead, notifier.step_ended)
+    steps = make_step_loop(core, max_steps_ahead, notifier.step_ended, least_s)
     try:
         while not notifier.stopping:
             _turn(core, server, notifier, intake, steps)

@@ -23,6 +23,7 @@ from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.supervisor import Fleet, Supervisor
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import read_sampling_defaults
+from pdkv.parsers.registry import check_parser_names
 from pdkv.router.admission.api_keys import read_key_file
 from pdkv.router.http.certificates import load_context
 from pdkv.router.observability.tracing import check_tracing
@@ -82,6 +83,7 @@ def check_deployment(deployment: Deployment) -> None:
     """Refuse what can be seen to be wrong without a process. Raises ConfigError."""
     connector_target(deployment.handoff.connector)
     find_policy(deployment.launch.policy)
+    check_parser_names(deployment.router.api.tool_parser, deployment.router.api.reasoning_parser)
     if deployment.router.observability.otlp_endpoint is not None:
         check_tracing()
     check_models(deployment)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from no_descriptors import no_descriptors
+from numpy.typing import NDArray
 
 from pdkv.engine.plan import NewRequest, SampledTokens
 from pdkv.engine.sampling.checks import check_for_vocab
@@ -50,7 +51,24 @@ def sample(
         token_ids[slot, : len(tokens)] = tokens
         num_tokens.append(len(tokens))
         state.add(slot, new)
-    return state.sample(logits, np.array(slots), token_ids, np.array(num_tokens), bitmask)
+    return sample_from(state, logits, slots, token_ids, num_tokens, bitmask)
+
+
+def sample_from(
+    state: SamplingState,
+    logits: torch.Tensor,
+    slots: Sequence[int],
+    token_ids: NDArray[np.int32],
+    num_tokens: Sequence[int],
+    bitmask: torch.Tensor | None = None,
+) -> list[SampledTokens]:
+    """Tokens and logprobs of one batch."""
+    tokens = state.choose(logits, np.array(slots), token_ids, np.array(num_tokens), bitmask)
+    logprobs = state.logprobs(logits, np.array(slots), tokens)
+    return [
+        SampledTokens([token] if token >= 0 else [], [logprobs[i]] if i in logprobs else None)
+        for i, token in enumerate(tokens.tolist())
+    ]
 
 
 def test_a_step_opens_no_file() -> None:
@@ -63,7 +81,7 @@ def test_a_step_opens_no_file() -> None:
     state.add(0, new)
     token_ids = np.array([new.prompt_token_ids], np.int32)
     with no_descriptors():
-        sampled = state.sample(logits, np.array([0]), token_ids, np.array([3]))
+        sampled = sample_from(state, logits, [0], token_ids, [3])
     assert tokens_of(sampled) == expected
 
 
@@ -260,7 +278,7 @@ def test_a_continued_request_draws_what_the_first_engine_would_have_drawn() -> N
     state.add(0, request(p, [1, 2]))
     tokens = np.array([[1, 2, *[0] * 10]], np.int32)
     for i in range(10):
-        tokens[0, 2 + i] = state.sample(logits[i : i + 1], np.array([0]), tokens, np.array([2 + i]))[0].token_ids[0]
+        tokens[0, 2 + i] = state.choose(logits[i : i + 1], np.array([0]), tokens, np.array([2 + i]))[0]
     output = tokens[0, 2:].tolist()
     for i in range(10):
         continued = sample(logits[i : i + 1], [request(p, [1, 2], output[:i])], [4])
@@ -499,7 +517,7 @@ def test_a_reused_slot_forgets_its_former_request() -> None:
     state.remove(1)
     state.add(1, request(GREEDY, [3]))
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    sampled = state.sample(logits, np.array([1]), np.full((2, 4), 3, np.int32), np.array([1]))
+    sampled = sample_from(state, logits, [1], np.full((2, 4), 3, np.int32), [1])
     assert sampled == [SampledTokens([3], None)]
 
 
@@ -517,7 +535,7 @@ def test_arguments_stay_as_they_were(dtype: torch.dtype) -> None:
 
 def test_logits_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"logits must be \(1, 4\)"):
-        SamplingState(1, 4).sample(torch.zeros(1, 5), np.array([0]), np.zeros((1, 4), np.int32), np.array([1]))
+        SamplingState(1, 4).choose(torch.zeros(1, 5), np.array([0]), np.zeros((1, 4), np.int32), np.array([1]))
 
 
 @pytest.mark.parametrize(

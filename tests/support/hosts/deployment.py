@@ -44,7 +44,8 @@ def deployed_between(
     def start(host: Host, command: str, *own: str) -> Running:
         (place := directory / command).mkdir()
         common = ["--model", str(model), "--cluster-key-file", str(key), "--kv-cache-memory", "16MiB", "--threads", "1"]
-        common += ["--check-finite", *flags, *(flag.format(host=host.address) for flag in connector)]
+        common += ["--check-finite", "--in-turn-below-s", "0", *flags]
+        common += [flag.format(host=host.address) for flag in connector]
         running.append(Running([*own, *common], dict(environment or {}), place, command=command, enter=host.command))
         return running[-1]
 

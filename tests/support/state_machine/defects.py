@@ -14,10 +14,11 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.external import ExternalKV
 from pdkv.engine.kv_cache_manager import KVCacheManager
 from pdkv.engine.loads import Loads
-from pdkv.engine.plan import StepOutput
+from pdkv.engine.plan import SampledTokens, StepOutput
 from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request
-from pdkv.engine.scheduler import Scheduler
+from pdkv.engine.scheduler import Drawn, Scheduler
+from pdkv.engine.stopping import StopRules
 from pdkv.errors import PeerGone, TransferError
 from pdkv.prefill.leases import LeaseTable
 from pdkv.wire.messages import Order, RequestKey, Tokens
@@ -166,13 +167,13 @@ def block_cached_before_it_is_filled(patch: Patch) -> None:
     """Content enters the cache when it is scheduled."""
     begin_shares = Scheduler._begin_shares
 
-    def broken(self: Scheduler, step_id: int, batch: Sequence[tuple[Request, int]]) -> Any:
+    def broken(self: Scheduler, step_id: int, batch: Sequence[tuple[Request, int]], drafts: Any) -> Any:
         for request, num_tokens in batch:
             confirmed = request.num_confirmed
             request.num_confirmed = request.num_computed + num_tokens
             self.kv.commit(request)
             request.num_confirmed = confirmed
-        return begin_shares(self, step_id, batch)
+        return begin_shares(self, step_id, batch, drafts)
 
     patch.setattr(Scheduler, "_begin_shares", broken)
 
@@ -284,6 +285,84 @@ def blocks_freed_under_a_step(patch: Patch) -> None:
     patch.setattr(KVCacheManager, "free", broken)
 
 
+def rejected_rows_published(patch: Patch) -> None:
+    """All rows of a step are confirmed, those of wrong guesses included."""
+    take_drawn = Scheduler._take_drawn
+
+    def broken(self: Scheduler, request: Request, sampled: SampledTokens, num_drawn: int) -> Drawn:
+        drawn = take_drawn(self, request, sampled, num_drawn)
+        if drawn.reason is None:
+            planned = len(request.prompt_token_ids) + drawn.position + num_drawn - 1
+            request.num_confirmed = min(planned, request.num_tokens)
+        return drawn
+
+    patch.setattr(Scheduler, "_take_drawn", broken)
+
+
+def rejected_rows_counted(patch: Patch) -> None:
+    """What was reserved for guesses is not given back."""
+    take_drawn = Scheduler._take_drawn
+
+    def broken(self: Scheduler, request: Request, sampled: SampledTokens, num_drawn: int) -> Drawn:
+        num_computed = request.num_computed
+        drawn = take_drawn(self, request, sampled, num_drawn)
+        request.num_computed = num_computed
+        return drawn
+
+    patch.setattr(Scheduler, "_take_drawn", broken)
+
+
+def rejected_rows_given_to_a_sibling(patch: Patch) -> None:
+    """Blocks reserved for guesses that were wrong are free at once, though the workers know them as the request's."""
+    take_drawn = Scheduler._take_drawn
+
+    def broken(self: Scheduler, request: Request, sampled: SampledTokens, num_drawn: int) -> Drawn:
+        drawn = take_drawn(self, request, sampled, num_drawn)
+        count = self.kv.blocks_for(max(request.num_computed, request.num_tokens))
+        for table in request.block_tables:
+            self.kv.pool.release(table[count:], Holder.ACTIVE)
+            del table[count:]
+        return drawn
+
+    patch.setattr(Scheduler, "_take_drawn", broken)
+
+
+def rejected_rows_saved(patch: Patch) -> None:
+    """The connector is told of all rows of a step, and saves them for others; the engine's own cache is right."""
+    take_drawn, report_confirmed = Scheduler._take_drawn, ExternalKV.report_confirmed
+    planned: dict[tuple[Request, int], int] = {}  # by request and how often it began anew
+
+    def taken(self: Scheduler, request: Request, sampled: SampledTokens, num_drawn: int) -> Drawn:
+        drawn = take_drawn(self, request, sampled, num_drawn)
+        num_rows = min(len(request.prompt_token_ids) + drawn.position + num_drawn - 1, request.num_tokens)
+        planned[request, request.restarts] = num_rows
+        request.update_hash_keys(num_rows // self.kv.block_size * self.kv.block_size, self.kv.hash_block_size)
+        return drawn
+
+    def reported(self: ExternalKV, request: Request, **how: bool) -> int:
+        confirmed = request.num_confirmed
+        request.num_confirmed = max(confirmed, planned.get((request, request.restarts), 0))
+        due_at = report_confirmed(self, request, **how)
+        request.num_confirmed = confirmed
+        return due_at
+
+    patch.setattr(Scheduler, "_take_drawn", taken)
+    patch.setattr(ExternalKV, "report_confirmed", reported)
+
+
+def guesses_behind_the_stop(patch: Patch) -> None:
+    """Right guesses behind a token that ends the request are its output, too."""
+    apply = StopRules.apply
+
+    def broken(self: StopRules, request: Request, num_new: int) -> Any:
+        output = list(request.output_token_ids)
+        ended = apply(self, request, num_new)
+        request.output_token_ids[:] = output
+        return ended
+
+    patch.setattr(StopRules, "apply", broken)
+
+
 DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
     (lease_freed_early, PULL),
     (quarantine_skipped, PUSH),
@@ -310,3 +389,12 @@ LATE_DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
     (blocks_freed_under_a_step, PULL),
 )
 """Those that do no harm while steps follow each other strictly in turn."""
+
+DRAFT_DEFECTS: Sequence[tuple[Callable[[Patch], None], Pair]] = (
+    (rejected_rows_published, PULL),
+    (rejected_rows_counted, PULL),
+    (rejected_rows_given_to_a_sibling, PULL),
+    (guesses_behind_the_stop, PULL),
+    (rejected_rows_saved, STORE),
+)
+"""Those that need a proposer."""

@@ -1,14 +1,22 @@
 """What a world's engines compute with: a stand-in or a real model."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from random_proposer import RandomProposer
 
 from pdkv.connectors.base import WorkerConnector
 from pdkv.engine.block_pool import BlockPool
+from pdkv.engine.drafts import Proposer
 from pdkv.engine.executor import Executor
+from pdkv.engine.plan import NewRequest
 from pdkv.wire.messages import KVLayout
 
 NUM_LENGTHS = 13
 NUM_FAMILIES = 3
+MAX_OUTPUT = 7
 
 
 class Forward(ABC):
@@ -26,12 +34,21 @@ class Forward(ABC):
 
     @abstractmethod
     def make_executor(
-        self, layout: KVLayout, num_blocks: int, *, max_num_seqs: int, worker: WorkerConnector
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        max_num_seqs: int,
+        worker: WorkerConnector,
+        proposer: Proposer | None = None,
     ) -> Executor:
         """The executor of a new engine, with its pool registered at `worker`."""
 
     def watch(self, executor: Executor, blocks: BlockPool) -> None:
         """Let the executor check its writes against who owns what."""
+
+    def check_block(self, content: Any, tokens: Sequence[int], block_size: int) -> None:
+        """Raise AssertionError where a block's KV is not that of the last `block_size` of these tokens."""
 
     @abstractmethod
     def prompt(self, family: int, length: int, *, changed: bool) -> list[int]:
@@ -41,6 +58,22 @@ class Forward(ABC):
             family: in [0, NUM_FAMILIES).
             length: in [1, NUM_LENGTHS]: longer with the number.
         """
+
+    def proposer(self, num_tokens: int, seed: int) -> RandomProposer | None:
+        """One that is right more often than not."""
+        if not num_tokens:
+            return None
+        return RandomProposer(num_tokens, self._foresee, vocab_size=self.vocab_size, seed=seed)
+
+    def _foresee(self, request: NewRequest) -> list[int]:
+        prompt = tuple(request.prompt_token_ids)
+        if prompt not in self._foreseen:
+            self._foreseen[prompt] = self.expected(request.prompt_token_ids, MAX_OUTPUT)
+        return self._foreseen[prompt]
+
+    @cached_property
+    def _foreseen(self) -> dict[tuple[int, ...], list[int]]:
+        return {}
 
     @abstractmethod
     def expected(self, prompt: list[int], num_output: int) -> list[int]:

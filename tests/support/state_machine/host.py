@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pdkv.block_keys import root_key
 from pdkv.build_core import build_core
 from pdkv.config import HandoffConfig
 from pdkv.connectors.base import ConnectorConfig, KVConnector, WorkerConnector
@@ -23,12 +24,14 @@ from pdkv.engine.kv_groups import num_held_at_once
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.step_loop import Ahead
 from pdkv.engine.step_queue import StepQueue
+from pdkv.kernels.block_keys import keys_behind
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.request import GenerateRequest, Route
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import (
+    BlockStored,
     EngineCard,
     EngineToRouter,
     Failed,
@@ -41,12 +44,11 @@ from pdkv.wire.messages import (
     RouterToEngine,
     Tokens,
 )
-from state_machine.forward import NUM_FAMILIES, NUM_LENGTHS, Forward
+from state_machine.forward import MAX_OUTPUT, NUM_FAMILIES, NUM_LENGTHS, Forward
 from state_machine.standin import StandIn
-from state_machine.standin_store import STAND_IN_STORE, BlockStore, ReadStore, share_store, store_of
+from state_machine.standin_store import STAND_IN_STORE, BlockStore, ReadStore, StoreName, share_store, store_of
 
 STAND_IN = StandIn()
-MAX_OUTPUT = 7
 MAX_ATTEMPTS = 3
 MAX_DRAIN_ROUNDS = 1000
 
@@ -114,6 +116,7 @@ class World:
 
     Args:
         lag: steps that may be planned ahead of the oldest that has not ended; None: the schedule says.
+        num_drafts: the most that a proposer, who is often wrong, proposes for a request and step; None: the same.
     """
 
     hit_tokens = 0  # of the connector
@@ -127,6 +130,7 @@ class World:
         load: str = "async",
         forward: Forward = STAND_IN,
         lag: int | None = None,
+        num_drafts: int | None = None,
     ) -> None:
         self.forward = forward
         self.chooser = chooser
@@ -143,11 +147,14 @@ class World:
         num_blocks = (12, 10, 16)[chooser.below(3)]
         chosen = chooser.below(3)
         self.max_lag = chosen if lag is None else lag
+        chosen = (0, 1, 3)[chooser.below(3)]
+        self.num_drafts = chosen if num_drafts is None else num_drafts
         self.limits = SchedulerLimits(
             max_num_seqs=(4, 2, 8)[chooser.below(3)],
             max_num_batched_tokens=(16, 5, 64)[chooser.below(3)] * forward.scale,
             long_prefill_token_threshold=(0, 3)[chooser.below(2)] * forward.scale,
             kv_load_timeout_s=5.0,
+            num_draft_tokens=self.num_drafts,
         )
         windows, most = forward.layout(self.block_size).windows, self.limits.max_num_batched_tokens
         longest = num_held_at_once(windows, forward.max_model_len, self.block_size, most, self.hit_tokens)
@@ -162,6 +169,7 @@ class World:
         self.num_restarts = 0
         self.num_resumed = 0
         self.losses = 0
+        self.most_ahead = 0  # steps that were planned beyond the oldest that had not ended
         for index in range(2 + chooser.below(2)):
             self.boot(f"e{index}")
         self.tell_peers()
@@ -200,7 +208,11 @@ class World:
             max_num_seqs=self.limits.max_num_seqs,
         )
         executor = self.forward.make_executor(
-            layout, self.num_blocks, max_num_seqs=self.limits.max_num_seqs, worker=worker
+            layout,
+            self.num_blocks,
+            max_num_seqs=self.limits.max_num_seqs,
+            worker=worker,
+            proposer=self.forward.proposer(self.num_drafts, seed=self.chooser.below(256)),
         )
         core = build_core(
             card=card,
@@ -282,6 +294,7 @@ class World:
                 steps.take_in(self.now)
             if not steps.is_full:
                 steps.plan(self.now)
+            self.most_ahead = max(self.most_ahead, core.watch.num_under_way - 1)
         self.check_books(engine)
 
     def run_orders(self, engine: Engine, count: int) -> None:
@@ -496,7 +509,7 @@ class World:
         """Deadlines at the router."""
         for client in self.clients:
             if not client.flow.ended and client.flow.deadline <= self.now:
-                self.send(client.flow.expire())
+                self.send(client.flow.expire(self.now))
 
     def run(self) -> None:
         """The whole schedule: random events, then everything comes to rest, then the books are checked."""
@@ -568,6 +581,29 @@ class World:
             assert core.external.is_idle, f"{engine.name}: loads, holds or quarantine left"
             assert not core.requests
             assert not len(self.leases(engine.name))
+            self.check_published(engine)
+
+    def check_published(self, engine: Engine) -> None:
+        """Whatever can be found, here or in the store, is KV of tokens that a client got, or should have got."""
+        card, size = engine.core.card, self.block_size
+        root = root_key(model=card.model, layout=card.layout.identity, adapter="", cache_salt="")
+        right: dict[StoreName, list[int]] = {}
+        for client in self.clients:
+            tokens = [*client.prompt, *client.expected]
+            keys = keys_behind(root, tokens[:-1], hash_block_size=size)
+            right.update((key, tokens[: i * size]) for i, key in enumerate(keys, 1))
+        pool, blocks = getattr(engine.core.executor, "pool", None), engine.core.scheduler.kv.pool
+        stored = [event for event in blocks.snapshot_events() if isinstance(event, BlockStored)]
+        for key in [key for event in stored for key in event.keys]:
+            assert key in right, f"{engine.name} offers what no client got"
+            block_id = blocks.lookup(key)
+            assert block_id is not None
+            if pool is not None:
+                self.forward.check_block(pool[block_id], right[key], size)
+        for name, block in store_of(self.fabric).blocks():
+            if isinstance(name, bytes):  # else a tail of a hand-off
+                assert name in right, "the store has what no client got"
+                self.forward.check_block(block[0], right[name], size)
 
 
 PAIRS: Sequence[tuple[str, Order, str]] = (
@@ -582,6 +618,17 @@ PAIRS: Sequence[tuple[str, Order, str]] = (
     ("store", "decode_first", "layerwise"),
 )
 """Every legal (mode, order), and the kind of load."""
+
+MULTI_PAIRS: Sequence[tuple[str, Order, str]] = (
+    ("pull+store", "prefill_first", "async"),
+    ("store+pull", "prefill_first", "async"),
+    ("store+pull", "decode_first", "async"),
+    ("store+pull", "prefill_first", "layerwise"),
+    ("store+push", "concurrent", "async"),
+    ("store+push", "needs_peer_first", "async"),
+    ("store+push", "decode_first", "async"),
+)
+"""Every kind of mixture, in the orders that are legal with it."""
 
 
 def run_schedule(data: bytes, pair: tuple[str, Order, str], make_world: Callable[..., World] = World) -> World:

@@ -8,13 +8,13 @@ from oracle import oracle
 
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import WorkerConnector
+from pdkv.engine.drafts import Proposer
 from pdkv.engine.executor import InProcessExecutor
 from pdkv.engine.kv_cache import make_layout
 from pdkv.models.config import load_model_config
 from pdkv.wire.messages import KVLayout
-from state_machine.forward import NUM_FAMILIES, NUM_LENGTHS, Forward
+from state_machine.forward import MAX_OUTPUT, NUM_FAMILIES, NUM_LENGTHS, Forward
 
-MAX_OUTPUT = 7
 PROMPT_LENGTHS = (1, 3, 15, 16, 17, 24, 31, 32, 33, 40, 48, 49, 62)
 assert len(PROMPT_LENGTHS) == NUM_LENGTHS
 
@@ -36,7 +36,13 @@ class RealModel(Forward):
         return make_layout(self._config, block_size=block_size, dtype="float32")
 
     def make_executor(
-        self, layout: KVLayout, num_blocks: int, *, max_num_seqs: int, worker: WorkerConnector
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        max_num_seqs: int,
+        worker: WorkerConnector,
+        proposer: Proposer | None = None,
     ) -> InProcessExecutor:
         config = EngineConfig(
             model=self._model_dir,
@@ -49,7 +55,7 @@ class RealModel(Forward):
             threads=1,
             check_finite=True,
         )
-        executor = InProcessExecutor(self._config, config, max_num_batched_tokens=64 * self.scale)
+        executor = InProcessExecutor(self._config, config, max_num_batched_tokens=64 * self.scale, proposer=proposer)
         assert executor.num_blocks == num_blocks
         executor.attach(None, worker)
         return executor

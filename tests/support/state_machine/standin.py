@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
 from pdkv.engine.block_pool import BlockPool
+from pdkv.engine.drafts import Proposer
 from pdkv.engine.executor import NOTHING_ENDED, Ended, Executor
-from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
+from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepOutput, StepPlan
 from pdkv.wire.messages import EngineCard, KVGroup, KVLayout, RequestKey
 from state_machine.forward import Forward
 
@@ -76,7 +77,13 @@ class StandInExecutor(Executor):
     """
 
     def __init__(
-        self, num_blocks: int, layout: KVLayout, worker: WorkerConnector | None, *, max_num_seqs: int | None = None
+        self,
+        num_blocks: int,
+        layout: KVLayout,
+        worker: WorkerConnector | None,
+        *,
+        max_num_seqs: int | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.pool = GuardedPool(np.full((num_blocks, layout.num_layers, layout.block_size), -7, dtype=np.int64))
@@ -84,6 +91,9 @@ class StandInExecutor(Executor):
         self._places, self._windows = layout.places, layout.windows
         assert len(self._places) == NUM_LAYERS
         self.worker = worker
+        self.proposer = proposer
+        self._requests: dict[RequestKey, NewRequest] = {}
+        self._drafts: dict[RequestKey, Sequence[int]] = {}
         self._tokens: dict[RequestKey, list[int]] = {}
         self._blocks: dict[RequestKey, list[list[int]]] = {}  # by group
         if worker is not None:
@@ -91,8 +101,10 @@ class StandInExecutor(Executor):
 
     def execute(self, plan: StepPlan) -> StepOutput:
         for key in plan.ended:
-            del self._tokens[key], self._blocks[key]
+            del self._tokens[key], self._blocks[key], self._requests[key]
+            self._drafts.pop(key, None)
         for new in plan.new:
+            self._requests[new.key] = new
             self._tokens[new.key] = new.prompt_token_ids + new.output_token_ids
             self._blocks[new.key] = [list(table) for table in new.block_ids]
         assert self.max_num_seqs is None or len(self._tokens) <= self.max_num_seqs, "the batch has no slot left"
@@ -121,23 +133,45 @@ class StandInExecutor(Executor):
             for key in plan.cancels:
                 worker.cancel(key)
             worker.start_load_kv(meta)
+        shares = [self._share(share) for share in plan.scheduled]
         for layer in range(NUM_LAYERS):
             if hooks:
                 worker.wait_for_layer_load(layer)  # type: ignore[union-attr]
-            for share in plan.scheduled:
-                self._write_layer(layer, share.key, share.num_computed, share.num_scheduled)
+            for key, start, tokens in shares:
+                self._write_layer(layer, key, start, tokens)
             if hooks:
                 worker.save_kv_layer(layer, self.pool, meta)  # type: ignore[union-attr, arg-type]
         if worker is not None:
             worker.wait_for_save()
-        sampled = {}
-        for share in plan.scheduled:
-            if share.samples:
-                stop = share.num_computed + share.num_scheduled
-                token_id = next_token(self.read(self._blocks[share.key], stop))
-                self._tokens[share.key].append(token_id)
-                sampled[share.key] = SampledTokens([token_id], None)
+        sampled = {share.key: SampledTokens(self._draw(share), None) for share in plan.scheduled if share.samples}
+        if self.proposer is not None:
+            known = [np.array(self._tokens[key]) for key in sampled]
+            guesses = self.proposer.propose([self._requests[key] for key in sampled], known)
+            self._drafts.update(zip(sampled, guesses, strict=True))
         return sampled
+
+    def _share(self, share: ScheduledRequest) -> tuple[RequestKey, int, list[int]]:
+        """What to compute: the first position and the tokens."""
+        tokens, start = self._tokens[share.key], share.num_computed
+        count = share.num_scheduled - share.num_drafts
+        if self.proposer is None or not share.samples:
+            return share.key, start, tokens[start : start + count]
+        start = len(tokens) - count
+        return share.key, start, [*tokens[start:], *self._take_drafts(share)]
+
+    def _take_drafts(self, share: ScheduledRequest) -> Sequence[int]:
+        return self._drafts.get(share.key, ())[: share.num_drafts]
+
+    def _draw(self, share: ScheduledRequest) -> list[int]:
+        """What follows the tokens known, and the drafts as far as they are right."""
+        tokens, drawn = self._tokens[share.key], list[int]()
+        stop = len(tokens) if self.proposer is not None else share.num_computed + share.num_scheduled
+        for guess in [*self._take_drafts(share), None]:
+            drawn.append(next_token(self.read(self._blocks[share.key], stop + len(drawn))))
+            if drawn[-1] != guess:
+                break
+        tokens += drawn
+        return drawn
 
     def read(self, tables: Sequence[Sequence[int]], num_tokens: int) -> Any:
         """KV of the first tokens that the last one sees, (NUM_LAYERS, num_tokens); 0 where it does not."""
@@ -150,15 +184,16 @@ class StandInExecutor(Executor):
             values[layer, first:] = blocks[first - skipped * self.block_size :][: num_tokens - first]
         return values
 
-    def _write_layer(self, layer: int, key: RequestKey, start: int, count: int) -> None:
+    def _write_layer(self, layer: int, key: RequestKey, start: int, tokens: Sequence[int]) -> None:
+        """Write the KV of tokens from position `start` on."""
         group, index = self._places[layer]
-        blocks, tokens, size = self._blocks[key][group], self._tokens[key], self.block_size
+        blocks, size = self._blocks[key][group], self.block_size
         sign = 1 if layer == 0 else -1
         previous = 0
         if start:
             previous = sign * int(self.pool[blocks[(start - 1) // size], index, (start - 1) % size])
-        for position in range(start, start + count):
-            previous = chain_value(previous, tokens[position])
+        for position, token_id in enumerate(tokens, start):
+            previous = chain_value(previous, token_id)
             self.pool[blocks[position // size], index, position % size] = sign * previous
 
 
@@ -181,13 +216,28 @@ class StandIn(Forward):
         return KVLayout(num_layers, 1, 1, block_size, "int64", 8, groups=self._groups)
 
     def make_executor(
-        self, layout: KVLayout, num_blocks: int, *, max_num_seqs: int, worker: WorkerConnector
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        max_num_seqs: int,
+        worker: WorkerConnector,
+        proposer: Proposer | None = None,
     ) -> StandInExecutor:
-        return StandInExecutor(num_blocks, layout, worker, max_num_seqs=max_num_seqs)
+        return StandInExecutor(num_blocks, layout, worker, max_num_seqs=max_num_seqs, proposer=proposer)
 
     def watch(self, executor: Executor, blocks: BlockPool) -> None:
         assert isinstance(executor, StandInExecutor)
         executor.pool.blocks = blocks
+
+    def check_block(self, content: Any, tokens: Sequence[int], block_size: int) -> None:
+        chain: list[int] = []
+        for token_id in tokens:
+            chain.append(chain_value(chain[-1] if chain else 0, token_id))
+        for layer, (group, index) in enumerate(self.layout(block_size).places):
+            if not group:  # those of others are found with it, and told to nobody
+                right = [-value if layer else value for value in chain[-block_size:]]
+                assert content[index].tolist() == right, f"a block of {tokens} holds other KV"
 
     def prompt(self, family: int, length: int, *, changed: bool) -> list[int]:
         prompt = [100 + 50 * family + i for i in range(length)]

@@ -80,6 +80,10 @@ class BlockStore:
         self._blocks.move_to_end(name)
         return block.content
 
+    def blocks(self) -> list[tuple[StoreName, Content]]:
+        """All that were put and are not damaged."""
+        return [(name, b.content) for name, b in self._blocks.items() if b.digest == _digest(name, b.content)]
+
     def put(self, name: StoreName, content: Content) -> None:
         """Make a completely written block visible."""
         self._blocks[name] = StoredBlock(content, _digest(name, content))

@@ -1,0 +1,37 @@
+/* The kernels of linear.c that multiply some rows by a panel, for others than linear layers (prompts.c). */
+#ifndef PDKV_TILES_H
+#define PDKV_TILES_H
+#include "passes.h"
+
+#define COLUMNS 32       /* outputs of a panel */
+#define CHUNK_BYTES 2048 /* a panel's inputs that lie together, in 16 steps of two lines */
+
+/* Some rows by one panel's chunks. */
+typedef struct {
+    const char *weights, *x; /* x: for each chunk, each row's 16 floats, 16 pairs of bfloat16, or 32 floats */
+    float *sums;             /* (rows, 32) */
+    int64_t chunks;
+    int is_first;      /* sums begin at 0 */
+    int64_t ahead;     /* bytes from here to weights that will be needed soon */
+    int64_t turn, mask; /* lines whose number & mask == turn are fetched from there; turn -1: none */
+} tile;
+
+typedef void run_tile(const tile *, int rows);
+
+INLINE int64_t tile_rows(int64_t level) { return level >= AVX512 ? 14 : 6; } /* at most */
+
+/* Rows by weights, both of float32 or, with AVX512_BF16, both of bfloat16 in pairs. */
+__attribute__((visibility("hidden"))) run_tile *tile_kernel(int64_t level, int is_bfloat16);
+
+/* How rows are divided into tiles: as evenly as can be. */
+typedef struct {
+    int64_t tiles, base, extra;
+} division;
+
+INLINE division divide(int64_t rows, int64_t most) {
+    const int64_t tiles = (rows + most - 1) / most;
+    return (division){tiles, rows / tiles, rows % tiles};
+}
+
+INLINE int64_t first_row(division by, int64_t i) { return i * by.base + (i < by.extra ? i : by.extra); }
+#endif
