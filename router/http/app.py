@@ -22,6 +22,7 @@ from pdkv.config import AccessConfig, HttpApi, HttpLimits
 from pdkv.errors import Draining
 from pdkv.limits import clip
 from pdkv.models.config import ModelConfig
+from pdkv.parsers.registry import find_reasoning_parser, find_tool_parser
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.engines.operations import Operations
@@ -99,6 +100,8 @@ def create_app(
         eos_token_ids=model_config.eos_token_ids,
         max_model_len=model_config.num_positions if max_model_len is None else max_model_len,
         sampling_defaults=sampling_defaults or {},
+        tool_parser=find_tool_parser(api.tool_parser, tokenizer.chat_template_source),
+        reasoning_parser=find_reasoning_parser(api.reasoning_parser),
     )
     model = _model_provider(dispatcher, served)
     created = int(time.time())

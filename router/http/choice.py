@@ -6,6 +6,8 @@ from typing import NamedTuple
 import msgspec
 
 from pdkv.errors import MalformedMessage, RequestFailed
+from pdkv.parsers.answer import AnswerStream
+from pdkv.parsers.parts import Part, joined
 from pdkv.router.generations.request import Delta, GenerateRequest, PromptKeys
 from pdkv.router.http.openai import Job
 from pdkv.router.http.prompts import Prompt
@@ -34,6 +36,7 @@ class ChoiceDelta(NamedTuple):
     logprobs: list[ShownLogprob] | None
     finish_reason: str | None
     stop_reason: str | int | None  # the stop string, or the stop token other than end of sequence
+    parts: Sequence[Part] | None = None  # of an answer that is told apart; its text is in them alone
 
 
 class Choice:
@@ -48,6 +51,7 @@ class Choice:
         self.prompt: Prompt = job.prompts[index // job.n]
         self.finished = False
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.last_token_at = 0.0
         """When the last tokens came from the engines, on time.perf_counter; 0 before the first."""
         self._encoded_prompt_logprobs: PromptLogprobs | None = None
@@ -58,6 +62,7 @@ class Choice:
         self._job = job
         self._tokenizer = model.tokenizer
         self._text = self._new_text(job, model)
+        self._answer = AnswerStream(job.answer) if job.answer is not None else None
         self._echo_pending = job.echo
         self._num_echoed = 0  # characters
         params = msgspec.structs.replace(job.params, seed=seed, stop=())  # the engines know nothing of stop strings
@@ -94,7 +99,10 @@ class Choice:
         params = job.params
         ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *model.eos_token_ids)
         return TextStream(
-            self._tokenizer.detokenizer(skip_special_tokens=job.skip_special_tokens),
+            self._tokenizer.detokenizer(
+                skip_special_tokens=job.skip_special_tokens,
+                keep=job.answer.markers if job.answer is not None else frozenset(),
+            ),
             stop=job.stops or (),
             min_tokens=params.min_tokens,
             stop_token_ids=ends,
@@ -125,6 +133,8 @@ class Choice:
             self._encoded_prompt_logprobs = delta.prompt_logprobs
         if self._job.prompt_only:
             return self._push_prompt_only(delta)
+        if self._answer is not None:
+            return self._push_parsed(delta, self._answer)
         echo_text, shown = self._echo() if self._echo_pending else ("", [])
         if delta.logprobs is None:
             text, num_tokens, stop = self._text.push(delta.token_ids)
@@ -158,6 +168,47 @@ class Choice:
             if piece.stop is not None:
                 return text, count, piece.stop
         return text, len(token_ids), None
+
+    def _push_parsed(self, delta: Delta, answer: AnswerStream) -> ChoiceDelta:
+        """Token by token, since a call may end the answer, and thoughts are counted."""
+        parts: list[Part] = []
+        shown: list[ShownLogprob] = []
+        num_tokens, stop = 0, None
+        for position, token_id in enumerate(delta.token_ids):
+            if delta.logprobs is not None:
+                shown.append(ShownLogprob(token_id, delta.logprobs[position], self._text.num_characters))
+            piece = self._text.push([token_id])
+            num_tokens += 1
+            was_thinking = answer.is_thinking
+            parts += answer.push(piece.text)
+            if was_thinking or answer.is_thinking:
+                self.num_reasoning_tokens = self.num_tokens + num_tokens
+            stop = piece.stop
+            if stop is not None or answer.ended:
+                break
+        self.num_tokens += num_tokens
+        if stop is None and delta.finish_reason is not None and not answer.ended:
+            rest, _, stop = self._text.finish()
+            parts += answer.push(rest)
+        ended = stop is not None or answer.ended or delta.finish_reason is not None
+        if ended:
+            parts += answer.finish()
+        self.finished = ended
+        return ChoiceDelta(
+            self.index,
+            "",
+            delta.token_ids[:num_tokens],
+            shown if self._job.params.logprobs is not None else None,
+            self._parsed_reason(delta, stop, answer) if ended else None,
+            stop if stop is not None or answer.ended else self._stop_token(delta),
+            joined(parts),
+        )
+
+    def _parsed_reason(self, delta: Delta, stop: str | None, answer: AnswerStream) -> str:
+        """OpenAI's rules: calls are a reason where the model chose to make them."""
+        reason = "stop" if stop is not None or answer.ended or delta.finish_reason is None else delta.finish_reason
+        assert self._job.answer is not None
+        return "tool_calls" if reason == "stop" and answer.num_calls and not self._job.answer.named_tool else reason
 
     def _stop_token(self, delta: Delta) -> int | None:
         """vLLM's rule: a stop token is a reason, the end of sequence is none."""

@@ -318,7 +318,8 @@ async def _stream(fanout: Fanout, model: ServedModel, exchange: _Exchange, pool:
                 await exchange.send_events(await pool.encode(functools.partial(encode, delta)))
             continue
         data = encode(batch[0]) if len(batch) == 1 else b"".join(map(encode, batch))
-        await exchange.send_events(data)
+        if data:  # of an answer that is told apart, a token may show nothing yet
+            await exchange.send_events(data)
     end = DONE
     if job.include_usage:
         end = encoder.encode_usage(_usage(fanout)) + DONE
@@ -366,7 +367,12 @@ def _reply_id(job: Job, exchange: _Exchange) -> str:
 
 
 def _usage(fanout: Fanout) -> dict[str, Any]:
-    return usage(fanout.num_prompt_tokens, fanout.num_completion_tokens, fanout.num_cached_tokens)
+    return usage(
+        fanout.num_prompt_tokens,
+        fanout.num_completion_tokens,
+        fanout.num_cached_tokens,
+        fanout.num_reasoning_tokens,
+    )
 
 
 def _client_timeout(headers: Headers) -> float:

@@ -113,6 +113,13 @@ class Fanout:
         """Over all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of thoughts, over all choices; None: thoughts are not told from answers."""
+        if self.job.answer is None or self.job.answer.reasoning_parser is None:
+            return None
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
     def abort(self) -> None:
         """Give up every generation that is not over; `take` then raises RequestAborted. Idempotent."""
         self._aborted = True

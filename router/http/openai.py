@@ -17,10 +17,12 @@ from pdkv.limits import (
     check_cache_salt,
     utf8_bytes,
 )
+from pdkv.parsers.answer import AnswerFormat
 from pdkv.router.http.chat import read_conversation
 from pdkv.router.http.prompts import Prompt, check_length, longest, read_prompts, read_truncation
 from pdkv.router.http.protocol import ChatBody, CompletionBody
 from pdkv.router.http.served_model import Cancelled, ServedModel
+from pdkv.router.http.tools import answer_format, check_tools
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import StopAutomaton, with_bad_word_ids
 from pdkv.wire.messages import PROBE_SALT
@@ -60,6 +62,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     priority: int = 0
     affinity: str = ""  # requests that share it like to run where the others ran
+    answer: AnswerFormat | None = None  # how its calls and thoughts are told from its text; None: it is all text
 
 
 def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Cancelled = lambda: False) -> Job:
@@ -123,7 +126,7 @@ def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lamb
         prompt_logprobs=body.prompt_logprobs,
     )
     _check_params(params, body, model)
-    _check_tools(body)
+    tools = check_tools(body, model)
     truncation = read_truncation(body.truncate_prompt_tokens, body.truncation_side, model)
     prompt = read_conversation(body, model, cancelled, truncation=truncation)
     num_tokens = len(prompt.token_ids)
@@ -131,7 +134,7 @@ def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lamb
     _check_total(num_tokens, params.n, "messages")
     _check_prompt_logprobs(num_tokens, body.prompt_logprobs, 1, "prompt_logprobs")
     _check_shown(num_tokens, params.n, body.return_token_ids or False, "return_token_ids")
-    return _job(body, [prompt], params, chat=True)
+    return _job(body, [prompt], params, chat=True, answer=answer_format(body, prompt, tools, model))
 
 
 def _job(
@@ -142,6 +145,7 @@ def _job(
     chat: bool,
     echo: bool = False,
     prompt_only: bool = False,
+    answer: AnswerFormat | None = None,
 ) -> Job:
     stream, options = body.stream or False, body.stream_options
     if body.stream_options is not None and not stream:
@@ -165,6 +169,7 @@ def _job(
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         affinity=body.prompt_cache_key or body.session_id or "",
+        answer=answer,
     )
 
 
@@ -233,16 +238,6 @@ def _check_params(params: SamplingParams, body: CompletionBody | ChatBody, model
         )
     if body.priority is not None and not -(2**31) <= body.priority < 2**31:
         raise InvalidRequest(f"priority must be a 32-bit integer, got {body.priority}", param="priority")
-
-
-def _check_tools(body: ChatBody) -> None:
-    """Tools can be described to the model, but what it answers is not read as calls."""
-    if body.tools and body.tool_choice != "none":
-        raise InvalidRequest(
-            f"tools with tool_choice {body.tool_choice or 'auto'!r} are not supported, calls are not read from the "
-            "text; allowed: tool_choice 'none'",
-            param="tools",
-        )
 
 
 def _check_total(num_tokens: int, n: int, param: str) -> None:

@@ -158,6 +158,19 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     provider_specific_fields: dict[str, Any] | None = None  # litellm's notes on a reply that is sent back
 
 
+class ToolName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
 class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
@@ -174,13 +187,13 @@ class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    tool_choice: Literal["none", "auto"] | None = None  # calls are not parsed: with tools, "none" alone
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     audio: None = None
     echo: OnlyFalse | None = None
     function_call: Literal["none", "auto"] | None = None
     functions: Empty | None = None
-    include_reasoning: OnlyTrue | None = None
+    include_reasoning: bool | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: None = None
     verbosity: Literal["medium"] | None = None
@@ -258,12 +271,23 @@ class LenientMessage(Message, frozen=True, kw_only=True, forbid_unknown_fields=F
     tool_calls: Sequence[LenientToolCall] | None = None
 
 
+class LenientToolName(ToolName, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientNamedToolChoice(NamedToolChoice, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+    function: LenientToolName
+
+
 class LenientChatBody(ChatBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """With unknown fields."""
 
     messages: Sequence[LenientMessage]
     stream_options: LenientStreamOptions | None = None
     response_format: LenientTextFormat | None = None
+    tool_choice: Literal["none", "auto", "required"] | LenientNamedToolChoice | None = None
 
 
 class LenientTokenizeTextBody(TokenizeTextBody, frozen=True, kw_only=True, forbid_unknown_fields=False):

@@ -14,6 +14,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int  # that were not computed for this request
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the tokens that were generated."""
+
+    reasoning_tokens: int  # of thoughts; where the server tells them from answers
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts; each prompt counts once, whatever n is."""
 
@@ -21,6 +27,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,11 +99,28 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool's name, and what it is given."""
+
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+
+class MadeCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """What the model says."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None  # null beside calls or thoughts alone
+    reasoning_content: str | None = None
+    tool_calls: list[MadeCall] | None = None
     refusal: None = None
 
 
@@ -106,7 +130,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
@@ -124,11 +148,29 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new in a call."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that begins, or goes on."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What is new in a message."""
 
-    content: str
+    content: str | None = None
     role: Literal["assistant"] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +179,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None

@@ -18,6 +18,7 @@ from pdkv.errors import (
     Unauthorized,
 )
 from pdkv.limits import clip
+from pdkv.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pdkv.router.http.choice import Choice, ChoiceDelta, ShownLogprob
 from pdkv.router.http.openai import Job
 from pdkv.text import Tokenizer
@@ -64,14 +65,22 @@ def describe_error(error: PdkvError) -> tuple[int, dict[str, Any]]:
     return status, error_body(str(error), status=status, param=param, code=code)
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    """Token counts of a request."""
-    return {
+def usage(
+    num_prompt_tokens: int,
+    num_completion_tokens: int,
+    num_cached_tokens: int,
+    num_reasoning_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Token counts of a request; `num_reasoning_tokens` where thoughts are told from answers."""
+    counts: dict[str, Any] = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
+    if num_reasoning_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+    return counts
 
 
 def completion_logprobs(logprobs: Iterable[ShownLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -150,6 +159,7 @@ class WholeChoice:
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
         self._texts: list[str] = []
+        self._parts: list[Part] = []
         self._token_ids: list[int] = []
         self._logprobs: list[ShownLogprob] = []
         self._last: ChoiceDelta | None = None
@@ -157,6 +167,8 @@ class WholeChoice:
     def add(self, delta: ChoiceDelta) -> None:
         """The next delta."""
         self._texts.append(delta.text)
+        if delta.parts is not None:
+            self._parts.extend(delta.parts)
         self._token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             self._logprobs.extend(delta.logprobs)
@@ -178,7 +190,8 @@ class WholeChoice:
         logprobs = format_logprobs(self._logprobs, tokenizer) if job.params.logprobs is not None else None
         body: dict[str, Any] = {"index": self._choice.index}
         if job.chat:
-            body["message"] = {"role": "assistant", "content": text, "refusal": None}
+            said = {"content": text} if job.answer is None else message_of(self._parts)
+            body["message"] = {"role": "assistant", **said, "refusal": None}
         else:
             body["text"] = text
         body |= {"logprobs": logprobs, "finish_reason": self._last.finish_reason, "stop_reason": self._last.stop_reason}
@@ -187,6 +200,30 @@ class WholeChoice:
         if job.chat:
             return body
         return body | prompt_extras(self._choice, job, tokenizer)
+
+
+def message_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """A whole message's content, thoughts and calls; the latter two where there are any."""
+    content = "".join([part.text for part in parts if isinstance(part, Content)])
+    reasoning = "".join([part.text for part in parts if isinstance(part, Reasoning)])
+    calls = [part for part in parts if isinstance(part, CallBegin)]
+    arguments: list[list[str]] = [[] for _ in calls]
+    for part in parts:
+        if isinstance(part, CallArguments):
+            arguments[part.call].append(part.text)
+    message: dict[str, Any] = {"content": content if content or not (reasoning or calls) else None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": "".join(arguments[call.call])},
+            }
+            for call in calls
+        ]
+    return message
 
 
 def prompt_extras(choice: Choice, job: Job, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from pdkv.errors import InvalidRequest
 from pdkv.limits import clip
+from pdkv.parsers.reasoning import ReasoningParser
+from pdkv.parsers.tool_parser import ToolParser
 from pdkv.text import Tokenizer
 
 Cancelled = Callable[[], bool]
@@ -24,6 +26,8 @@ class ServedModel:
     sampling_defaults: Mapping[str, Any] = field(
         default_factory=dict
     )  # of SamplingParams, where a request says nothing
+    tool_parser: type[ToolParser] | None = None
+    reasoning_parser: type[ReasoningParser] | None = None
 
     @property
     def max_prompt_chars(self) -> int:

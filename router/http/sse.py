@@ -1,12 +1,14 @@
 """Server-sent events of a streamed reply. What does not change is encoded once per request and choice."""
 
 from collections.abc import Sequence
+from json import JSONEncoder
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
 import msgspec
 
 from pdkv.errors import PdkvError
+from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from pdkv.router.http.choice import Choice, ChoiceDelta
 from pdkv.router.http.openai import Job
 from pdkv.router.http.responses import chat_logprobs, completion_logprobs, describe_error
@@ -16,6 +18,7 @@ DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
 
 _json = msgspec.json.encode
+_ascii_json = JSONEncoder(separators=(",", ":")).encode
 
 
 def error_event(error: PdkvError) -> bytes:
@@ -54,6 +57,8 @@ class ChunkEncoder:
     def encode(self, delta: ChoiceDelta) -> bytes:
         """One delta: one chunk, before which a choice of chat says its role."""
         index = delta.choice
+        if delta.parts is not None:
+            return self._encode_parts(delta, delta.parts)
         if self._job.continuous_usage:
             return self._encode_with_usage(delta)
         text = _encode_text(delta.text)
@@ -87,19 +92,64 @@ class ChunkEncoder:
         delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
         return self._head + delta + self._tail
 
-    def _full(self, delta: ChoiceDelta, text: bytes, *, first: bool) -> bytes:
-        fields: dict[str, Any] = {"logprobs": None, "finish_reason": delta.finish_reason}
+    def _encode_parts(self, delta: ChoiceDelta, parts: Sequence[Part]) -> bytes:
+        """One chunk per part, as OpenAI's clients expect them; none where there is nothing to say."""
+        index = delta.choice
+        first, self._opened[index] = not self._opened[index], True
+        if self._job.continuous_usage:
+            self._tail = self._usage_tail(index)
+        chunks = [self._opening(index)] if first else []
+        if self._job.continuous_usage:
+            self._num_tokens[index] += len(delta.token_ids)
+            self._tail = self._usage_tail(index)
+        deltas = [_delta_of(part) for part in parts if not isinstance(part, CallEnd)]
+        said = delta.finish_reason is not None or delta.logprobs is not None or self._job.return_token_ids
+        if not deltas and (said or self._job.continuous_usage):
+            deltas.append({})
+        for number, part in enumerate(deltas):
+            fields: dict[str, Any] = {"index": index, "delta": part, "logprobs": None, "finish_reason": None}
+            if number == 0:
+                fields |= self._of_tokens(delta, first=first)
+            if number == len(deltas) - 1 and delta.finish_reason is not None:
+                fields |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            chunks += self._head, _ascii_json(fields).encode("ascii"), self._tail
+        return b"".join(chunks)
+
+    def _of_tokens(self, delta: ChoiceDelta, *, first: bool) -> dict[str, Any]:
+        """What is said of a delta's tokens, where it was asked for."""
+        fields: dict[str, Any] = {}
         if delta.logprobs is not None:
             format_logprobs = chat_logprobs if self._job.chat else completion_logprobs
             fields["logprobs"] = format_logprobs(delta.logprobs, self._tokenizer)
-        if delta.finish_reason is not None:
-            fields["stop_reason"] = delta.stop_reason
         if self._job.return_token_ids:
             fields["token_ids"] = list(delta.token_ids)
             if first:
                 fields["prompt_token_ids"] = self._choices[delta.choice].prompt.token_ids
+        return fields
+
+    def _full(self, delta: ChoiceDelta, text: bytes, *, first: bool) -> bytes:
+        fields: dict[str, Any] = {"logprobs": None, "finish_reason": delta.finish_reason}
+        if delta.finish_reason is not None:
+            fields["stop_reason"] = delta.stop_reason
+        fields |= self._of_tokens(delta, first=first)
         return b"".join((self._begins[delta.choice], text, self._text_end, b",", _json(fields)[1:], self._tail))
 
     def encode_usage(self, usage: dict[str, Any]) -> bytes:
         """The last chunk where it was asked for: no choice."""
         return self._head + b'],"usage":' + _json(usage) + _END
+
+
+def _delta_of(part: Part) -> dict[str, Any]:
+    """A part in OpenAI's shape: of a call its id and name first, its arguments behind them."""
+    match part:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallBegin(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case CallEnd():
+            return {}

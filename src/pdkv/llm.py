@@ -45,6 +45,8 @@ SAVE_TIMEOUT_S = 60.0
 
 _ROUTER_ID = "local"
 Prompt = str | list[int]
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages, each with a role and what it says."""
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +173,7 @@ class LLM:
         epoch = secrets.token_hex(8)
         self._core = build_engine(config, handoff, name=f"llm-{epoch}", epoch=epoch, notify=notify)
         self._core.router_joined(_ROUTER_ID, self._core.card.epoch)
-        self._steps = make_step_loop(self._core, config.max_steps_ahead, wake.set)
+        self._steps = make_step_loop(self._core, config.max_steps_ahead, wake.set, config.least_step_ahead_s)
         self._end_steps = weakref.finalize(self, self._steps.close)  # a thread would keep all memory
         self._live: dict[str, _Choice] = {}
 
@@ -238,6 +240,48 @@ class LLM:
             _request_output(prompt, choices, p)
             for prompt, choices, p in zip(prompt_list, requests, params_list, strict=True)
         ]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer conversations: `generate` of the prompts that the model's chat template makes of them.
+
+        Args:
+            messages: one conversation, a list of {"role": …, "content": text}, or a list of conversations.
+            params: as `generate` takes them.
+            tools: functions that the template describes to the model; its calls are part of the text.
+            add_generation_prompt: whether a prompt ends with the beginning of an answer.
+            continue_final_message: whether it ends within the last message; not with add_generation_prompt.
+            chat_template_kwargs: more of the template's variables, such as enable_thinking.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or it refuses the messages; and as `generate`.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message needs add_generation_prompt=False: a prompt ends with one or the other",
+                param="continue_final_message",
+            )
+        texts = [
+            self.tokenizer.render_chat(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            )
+            for conversation in _as_conversations(messages)
+        ]
+        prompts: list[Prompt] = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self.generate(prompts, params, progress=progress)
 
     def _make_choices(self, prompt: Prompt, params: SamplingParams) -> list[_Choice]:
         """One per choice of one prompt. The first one's prefill is the others' prefix hit, so they wait for it."""
@@ -348,6 +392,21 @@ def _handoff_config(connector: str | None, options: Mapping[str, str] | None) ->
             "an LLM needs one that finds KV by its content, such as 'shared_storage' or 'store'"
         )
     return handoff
+
+
+def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Raises InvalidRequest for what is neither one nor a list of them, and for one that is empty."""
+    items: list[Any] = list(messages)
+    conversations: list[Conversation] = [items] if items and isinstance(items[0], Mapping) else items
+    for conversation in conversations or [[]]:
+        listed = isinstance(conversation, Sequence) and not isinstance(conversation, str)
+        if not (listed and conversation and all(isinstance(m, Mapping) and "role" in m for m in conversation)):
+            raise InvalidRequest(
+                "messages must be a list of messages with a role, such as {'role': 'user', 'content': 'Hello'}, "
+                "or a list of such lists, none of them empty",
+                param="messages",
+            )
+    return conversations
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

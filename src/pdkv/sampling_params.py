@@ -6,6 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.spec import Grammar, StructuredOutputs
 from pdkv.limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -51,6 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the last token of each never follows its others
     logprobs: int | None = None  # number of alternatives per output token; 0 = the sampled token only
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None  # the answer's shape; whoever checks it makes of it:
+    grammar: Grammar | None = None  # no token is drawn that it does not allow
 
     @property
     def greedy(self) -> bool:
@@ -77,6 +80,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         check_bad_words(self.bad_words)
         self._check_token_lists()
+        if self.structured_outputs is not None or self.grammar is not None:
+            raise InvalidRequest(
+                "structured_outputs is not enforced by engines of this version", param="structured_outputs"
+            )
         for token_id, bias in self.logit_bias.items():
             if not -100.0 <= bias <= 100.0:
                 raise InvalidRequest(

@@ -73,7 +73,7 @@ def error_of(reply: httpx.Response, status: int) -> dict[str, Any]:
         ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role", "king"),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "required"),
         ("chat/completions", {"messages": [{**USER[0], "content": "x" * 2000}]}, 400, "messages", "tokens"),
-        ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools[0].function", "an object with a name"),
     ],
 )  # fmt: skip
 def test_a_request_that_cannot_work_names_its_field(

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.spec import Grammar, StructuredOutputs
 from pdkv.limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_BYTES,
@@ -48,6 +49,17 @@ def test_too_much_is_refused_by_name(fields: dict[str, Any], param: str) -> None
         SamplingParams(**fields).validate()
     assert raised.value.param == param
     assert len(str(raised.value)) < 250
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"structured_outputs": StructuredOutputs(json_object=True)}, {"grammar": Grammar(kind="regex", text="a")}],
+    ids=["asked", "made"],
+)
+def test_a_shape_that_no_engine_enforces_is_refused_and_not_ignored(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="not enforced") as raised:
+        SamplingParams(**fields).validate()
+    assert raised.value.param == "structured_outputs"
 
 
 def test_the_bounds_themselves_are_allowed() -> None:

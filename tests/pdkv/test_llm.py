@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -56,6 +57,29 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM, model: Path) -> None:
     prompt = torch.tensor([output.prompt_token_ids])
     expected = reference.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert output.outputs[0].token_ids == expected[0, prompt.shape[1] :].tolist()
+
+
+def test_conversations_are_what_the_chat_template_makes_of_them(llm: LLM) -> None:
+    first = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
+    second = [{"role": "user", "content": "Bye"}]
+    texts = ["[system]Be kind.[user]Hello[assistant]", "[user]Bye[assistant]"]
+    both = llm.chat([first, second], GREEDY, progress=False)
+    assert [output.outputs for output in both] == [o.outputs for o in llm.generate(texts, GREEDY, progress=False)]
+    (alone,) = llm.chat(first, GREEDY, progress=False)
+    assert alone.prompt_token_ids == both[0].prompt_token_ids
+    assert alone.outputs == both[0].outputs
+    begun = [*second, {"role": "assistant", "content": "So "}]
+    (going_on,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True, progress=False)
+    assert llm.tokenizer.decode(going_on.prompt_token_ids) == "[user]Bye[assistant]So "
+
+
+@pytest.mark.parametrize("messages", [[], [[]], ["Hello"], "Hello", [{"content": "x"}], [[{"role": "user"}], "x"]])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a list of messages with a role") as refused:
+        llm.chat(messages, GREEDY, progress=False)
+    assert refused.value.param == "messages"
+    with pytest.raises(InvalidRequest, match="add_generation_prompt=False"):
+        llm.chat([{"role": "user", "content": "x"}], continue_final_message=True, progress=False)
 
 
 def test_params_per_prompt(llm: LLM) -> None:

@@ -64,6 +64,7 @@ class ChatTemplate:
         Raises:
             ModelError: `source` is no valid template.
         """
+        self.source = source
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
         )

@@ -43,6 +43,7 @@ class Tokenizer:
         self._byte_level = self._decoders == ["ByteLevel"]
         self._token_bytes = _TokenBytes(self, skip=frozenset())
         self._shown_bytes = _TokenBytes(self, skip=self._special_ids)
+        self._bytes_with: dict[frozenset[str], _TokenBytes] = {}  # with some of the special tokens
 
     @classmethod
     def from_dir(cls, path: Path) -> "Tokenizer":
@@ -72,6 +73,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids that the tokenizer knows; the model may have more."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def chat_template_source(self) -> str:
+        """The chat template as the model's author wrote it; empty where there is none."""
+        return self.chat_template.source if self.chat_template is not None else ""
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -117,18 +123,29 @@ class Tokenizer:
         """The token as the vocabulary writes it; empty for an id that it lacks."""
         return str(self._backend.id_to_token(token_id) or "")
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental detokenizer."""
+    def detokenizer(self, *, skip_special_tokens: bool = True, keep: frozenset[str] = frozenset()) -> Detokenizer:
+        """A fresh incremental detokenizer; special tokens with the texts of `keep` are not skipped."""
         if self._byte_level:
-            return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self._token_bytes)
+            return ByteDetokenizer(self._bytes_to_show(keep) if skip_special_tokens else self._token_bytes)
+        hidden = self._special_ids - self._ids_of(keep) if skip_special_tokens else frozenset()
         return WindowDetokenizer(
             lambda ids: self.decode(ids, skip_special_tokens=False),
-            is_hidden=lambda i: (
-                (skip_special_tokens and i in self._special_ids) or self._backend.id_to_token(i) is None
-            ),
+            is_hidden=lambda i: i in hidden or self._backend.id_to_token(i) is None,
             is_byte=self._is_byte,
             hold_replacement="ByteLevel" in self._decoders,
         )
+
+    def _bytes_to_show(self, keep: frozenset[str]) -> "_TokenBytes":
+        """One table per set of texts: a server has as many as it has formats of answers."""
+        if not keep:
+            return self._shown_bytes
+        if keep not in self._bytes_with:
+            self._bytes_with[keep] = _TokenBytes(self, skip=self._special_ids - self._ids_of(keep))
+        return self._bytes_with[keep]
+
+    def _ids_of(self, texts: frozenset[str]) -> frozenset[int]:
+        """Those of the texts that are tokens."""
+        return frozenset(i for text in texts if (i := self._backend.token_to_id(text)) is not None)
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 of one token by itself, special tokens in full; part of a character for some."""

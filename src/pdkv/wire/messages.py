@@ -362,7 +362,7 @@ class Ready(Message, frozen=True):
     protocol: Natural = 1  # the engine's PROTOCOL
 
 
-class Tokens(Message, frozen=True):
+class Tokens(Message, frozen=True, gc=False):
     """New output tokens of one request. `position` is the output index of the first of them."""
 
     request_id: Id

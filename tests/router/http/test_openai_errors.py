@@ -11,6 +11,7 @@ from pdkv.config import HttpLimits
 from pdkv.wire.messages import PROBE_SALT
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 USER = [{"role": "user", "content": "x"}]
 
 
@@ -115,10 +116,26 @@ def test_a_wrong_completions_field_is_named(fields: dict[str, Any], param: str, 
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "tool_choice 'none'"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools", "tool_choice 'none'"),
-        ({"tool_choice": "required"}, "tool_choice", "allowed: 'auto', 'none'"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice", "allowed: 'auto', 'none'"),
+        ({"tools": [TOOL]}, "tools", "--tool-parser NAME (one of hermes, "),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tools", "tool_choice 'none'"),
+        ({"tools": [TOOL, {"type": "function"}]}, "tools[1].function", "an object with a name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "allowed: 'function'"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "1 to 256"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
+            "tools[0].function.parameters",
+            "an object",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "'required' needs tools"),
+        ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice", "'any' is not supported"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "'f' needs tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+            "'g' is none of the tools; they are f",
+        ),
+        ({"include_reasoning": False}, "include_reasoning", "--reasoning-parser"),
         ({"functions": [{"name": "f"}]}, "functions", "length <= 0"),
         ({"modalities": ["text", "audio"]}, "modalities[1]", "allowed: 'text'"),
         ({"echo": True}, "echo", "allowed: false"),

@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 from asgi_client import call, run
 from fake_dispatcher import FakeDispatcher, say
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reply_check import check
 from small_app import MODEL, eos, ids, make_app
 from starlette.routing import Route
 
@@ -73,21 +73,6 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 
 
 # --- replies are what it says -------------------------------------------------------------------------------------
-
-
-def check(value: Any, kind: Any) -> None:
-    """The value is of that type, and has no field that the type lacks."""
-
-    def check_nothing_is_lost(given: Any, known: Any) -> None:
-        if isinstance(given, dict):
-            assert set(given) <= set(known)
-            for name, item in given.items():
-                check_nothing_is_lost(item, known[name])
-        elif isinstance(given, list):
-            for ours, theirs in zip(given, known, strict=True):
-                check_nothing_is_lost(ours, theirs)
-
-    check_nothing_is_lost(value, msgspec.to_builtins(msgspec.convert(value, kind)))
 
 
 @pytest.mark.parametrize("extras", [{}, {"return_token_ids": True, "n": 2}, {"prompt_logprobs": 1, "stop": "b"}])

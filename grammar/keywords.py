@@ -1,0 +1,139 @@
+"""What the keywords of JSON Schema are to a grammar."""
+
+from typing import Any
+
+from pdkv.errors import InvalidRequest
+from pdkv.limits import clip
+
+ANNOTATIONS = frozenset(
+    {"$comment", "$schema", "title", "description", "default", "examples", "example", "deprecated", "readOnly",
+     "writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "externalDocs", "xml", "discriminator",
+     "enumNames", "propertyOrdering", "minContains", "maxContains", "then", "else", "$defs", "definitions",
+     "$vocabulary"}
+)  # fmt: skip
+"""They forbid nothing: `then` and `else` without `if`, bounds of `contains` without it."""
+
+COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
+OF_VALUES = ("const", "enum")
+OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
+OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "uniqueItems")
+OF_OBJECTS = (
+    "properties",
+    "required",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "patternProperties",
+    "propertyNames",
+    "minProperties",
+    "maxProperties",
+)
+ENFORCED = frozenset((*COMBINING, *OF_VALUES, "type", *OF_STRINGS, *OF_NUMBERS, *OF_ARRAYS, *OF_OBJECTS))
+
+TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
+
+KEYWORDS_OF = {
+    "string": OF_STRINGS,
+    "number": OF_NUMBERS,
+    "integer": OF_NUMBERS,
+    "array": OF_ARRAYS,
+    "object": OF_OBJECTS,
+}
+
+WHY_NOT = {
+    "not": "a grammar says what may come, not what may not",
+    "if": "a grammar has no conditions: use anyOf with a branch for each case",
+    "contains": "a grammar does not look for an item: use items or prefixItems",
+    "dependentRequired": "use anyOf with a branch for each case",
+    "dependentSchemas": "use anyOf with a branch for each case",
+    "dependencies": "use anyOf with a branch for each case",
+    "additionalItems": "it is of older drafts: use items beside prefixItems",
+    "$dynamicRef": "use $ref",
+    "$recursiveRef": "use $ref",
+    "$anchor": "use $ref with a JSON pointer",
+    "$dynamicAnchor": "use $ref with a JSON pointer",
+    "$recursiveAnchor": "use $ref with a JSON pointer",
+}
+"""Keywords that no grammar here enforces, and what to do instead."""
+
+_COUNTS = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"))
+_SCHEMAS = frozenset(("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames"))
+_SCHEMA_MAPS = frozenset(("properties", "patternProperties"))
+_SCHEMA_LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
+_TEXTS = frozenset(("pattern", "format", "$ref"))
+_MAX_COUNT = 1_000_000
+
+
+class Contradiction(InvalidRequest):
+    """No answer could fulfil a schema."""
+
+
+def refuse(keyword: str, at: str, why: str) -> InvalidRequest:
+    """The error for a keyword in the schema at the JSON pointer `at`."""
+    return InvalidRequest(f"the keyword {clip(keyword)!r} at {pointer(at, keyword)} {why}")
+
+
+def pointer(at: str, *names: str | int) -> str:
+    """The JSON pointer of what is called so within the value at `at`."""
+    return at + "".join("/" + clip(str(name)).replace("~", "~0").replace("/", "~1") for name in names)
+
+
+def check_keywords(schema: dict[str, Any], at: str) -> dict[str, Any]:
+    """The keywords of one schema that a grammar has to enforce.
+
+    Raises:
+        InvalidRequest: one cannot be, is unknown, or has a value that it must not have.
+    """
+    enforced = {}
+    for keyword, value in schema.items():
+        if keyword in ENFORCED:
+            check_value(keyword, value, at)
+            enforced[keyword] = value
+        elif keyword == "$id" and not at:
+            continue
+        elif keyword not in ANNOTATIONS and not keyword.startswith("x-"):
+            known = keyword in WHY_NOT or keyword == "$id"
+            why = WHY_NOT.get(keyword, "remove it" if known else "it is not known; a note must begin with 'x-'")
+            raise refuse(keyword, at, f"cannot be enforced: {why}")
+    return enforced
+
+
+def check_value(keyword: str, value: object, at: str) -> None:
+    """Raises InvalidRequest where a keyword has a value of a wrong kind."""
+    if keyword in _COUNTS:
+        if not is_integer(value) or not 0 <= value <= _MAX_COUNT:  # type: ignore[operator]
+            raise refuse(keyword, at, f"must be an integer from 0 to {_MAX_COUNT}, got {clip(repr(value))}")
+    elif keyword in OF_NUMBERS:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e15:
+            raise refuse(keyword, at, f"must be a number below 1e15, got {clip(repr(value))}")
+    elif keyword in _TEXTS:
+        _check(isinstance(value, str), keyword, at, "a string", value)
+    elif keyword in _SCHEMAS:
+        _check(isinstance(value, dict | bool), keyword, at, "a schema", value)
+    elif keyword in _SCHEMA_MAPS:
+        good = isinstance(value, dict) and all(isinstance(schema, dict | bool) for schema in value.values())
+        _check(good, keyword, at, "an object of schemas", value)
+    elif keyword in _SCHEMA_LISTS:
+        good = isinstance(value, list) and bool(value) and all(isinstance(schema, dict | bool) for schema in value)
+        _check(good, keyword, at, "a list of schemas, not empty", value)
+    elif keyword == "required":
+        good = isinstance(value, list) and all(isinstance(name, str) for name in value)
+        _check(good, keyword, at, "a list of strings", value)
+    elif keyword == "enum":
+        _check(isinstance(value, list) and bool(value), keyword, at, "a list, not empty", value)
+    elif keyword == "type":
+        types = [value] if isinstance(value, str) else value
+        good = isinstance(types, list) and bool(types) and all(name in TYPES for name in types)
+        _check(good, keyword, at, f"one or several of {', '.join(TYPES)}", value)
+    elif keyword == "uniqueItems":
+        _check(isinstance(value, bool), keyword, at, "true or false", value)
+
+
+def is_integer(value: object) -> bool:
+    """Whether a JSON number is one without a fraction."""
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
+
+
+def _check(good: bool, keyword: str, at: str, expected: str, value: object) -> None:
+    if not good:
+        raise refuse(keyword, at, f"must be {expected}, got {clip(repr(value))}")

@@ -1,0 +1,59 @@
+"""What a client asks of an answer's shape, and what engines are told of it."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from pdkv.errors import InvalidRequest
+
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+ASKED_AS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+"""The fields of `StructuredOutputs`, one of which is given."""
+
+MAX_GRAMMAR_BYTES = 1 << 20
+"""UTF-8 of one grammar: every choice's Submit carries it."""
+
+MAX_CHOICE_TEXTS = 4096
+"""Texts that one `choice` may hold."""
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The shape of an answer as a client asks for it; one of the fields is given. Names and meaning are vLLM's."""
+
+    json: dict[str, Any] | str | bool | None = None  # a JSON schema
+    json_object: bool | None = None  # any JSON object
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None  # one of these texts
+    grammar: str | None = None  # EBNF
+    structural_tag: dict[str, Any] | str | None = None  # free text with tagged parts that have a shape
+
+    @property
+    def asked_as(self) -> str:
+        """Which field is given.
+
+        Raises:
+            InvalidRequest: none is, or more than one.
+        """
+        given = [name for name in ASKED_AS if getattr(self, name) not in (None, False) or name == self._false_schema]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise InvalidRequest(f"structured_outputs takes one of {', '.join(ASKED_AS)}; got {got}")
+        return given[0]
+
+    @property
+    def _false_schema(self) -> str:
+        return "json" if self.json is False else ""
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """The shape of an answer as engines are told it: checked, and free of what a grammar cannot enforce."""
+
+    kind: GrammarKind
+    text: str  # a normalised JSON schema, a regular expression, EBNF, or a structural tag as JSON
+
+    def validate(self) -> None:
+        """Raises InvalidRequest for more than MAX_GRAMMAR_BYTES."""
+        size = len(self.text.encode("utf-8", "surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(f"a grammar must have at most {MAX_GRAMMAR_BYTES} bytes, got {size}")

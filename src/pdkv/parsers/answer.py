@@ -1,0 +1,84 @@
+"""One answer's text told apart: thoughts first, calls and text in what follows."""
+
+from dataclasses import dataclass
+
+from pdkv.parsers.parts import CallEnd, Content, Part, Reasoning, joined
+from pdkv.parsers.reasoning import ReasoningParser, Split, Thinking
+from pdkv.parsers.tool_parser import ToolParser
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerFormat:
+    """How the answers of one request are read."""
+
+    reasoning_parser: type[ReasoningParser] | None = None
+    prompt: Thinking = "unsaid"
+    shows_reasoning: bool = True  # else thoughts are dropped
+    tool_parser: type[ToolParser] | None = None
+    tool_names: frozenset[str] = frozenset()
+    several_calls: bool = True  # else the answer ends behind its first call
+    named_tool: bool = False  # the client chose the tool: OpenAI's finish reason is "stop" then
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Texts that the parsers need to see, special tokens or not."""
+        found: set[str] = set()
+        if self.reasoning_parser is not None:
+            found |= {self.reasoning_parser.opens, self.reasoning_parser.closes}
+        if self.tool_parser is not None:
+            found.update(self.tool_parser.markers)
+        return frozenset(found)
+
+
+class AnswerStream:
+    """The parts of one answer while its text comes. `ended`: it shall go no further."""
+
+    def __init__(self, format: AnswerFormat) -> None:
+        self._reasoning = format.reasoning_parser(format.prompt) if format.reasoning_parser is not None else None
+        self._tools = format.tool_parser(format.tool_names) if format.tool_parser is not None else None
+        self._shows_reasoning = format.shows_reasoning
+        self._several_calls = format.several_calls
+        self.ended = False
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text so far ends within thoughts."""
+        return self._reasoning is not None and self._reasoning.is_thinking
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        return 0 if self._tools is None else self._tools.num_calls
+
+    def push(self, text: str) -> list[Part]:
+        """What is new."""
+        if self.ended or not text:
+            return []
+        split = Split("", text) if self._reasoning is None else self._reasoning.push(text)
+        return self._cut(self._parts_of(split))
+
+    def finish(self) -> list[Part]:
+        """The text ends: what was held back. Nothing may be pushed afterwards."""
+        if self.ended:
+            return []
+        parts = [] if self._reasoning is None else self._parts_of(self._reasoning.finish())
+        if self._tools is not None:
+            parts += self._tools.finish()
+        return self._cut(parts)
+
+    def _parts_of(self, split: Split) -> list[Part]:
+        parts: list[Part] = []
+        if split.reasoning and self._shows_reasoning:
+            parts.append(Reasoning(split.reasoning))
+        if split.content:
+            parts += [Content(split.content)] if self._tools is None else self._tools.push(split.content)
+        return parts
+
+    def _cut(self, parts: list[Part]) -> list[Part]:
+        if not self._several_calls:
+            for index, part in enumerate(parts):
+                if isinstance(part, CallEnd):
+                    self.ended = True
+                    parts = parts[: index + 1]
+                    break
+        return joined(parts)

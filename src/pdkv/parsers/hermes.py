@@ -1,0 +1,66 @@
+"""Calls as Hermes 2 Pro, Qwen 2.5 and Qwen 3 write them: <tool_call>{"name": …, "arguments": …}</tool_call>."""
+
+from pdkv.parsers.json_value import skip_spaces
+from pdkv.parsers.prose import find_marker
+from pdkv.parsers.tool_parser import ToolParser
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(ToolParser):
+    """Each call has tags of its own; its keys may have any order."""
+
+    markers = (_OPEN, _CLOSE)
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        others = ("<function=", "<arg_key>")  # Qwen3-Coder and GLM have other things in the same tags
+        return _OPEN in chat_template and "arguments" in chat_template and not any(x in chat_template for x in others)
+
+    def _read_text(self, text: str, at: int) -> int:
+        place, found = find_marker(text, _OPEN, at)
+        self._text(text[at:place])
+        if not found:
+            return place
+        self._begin_object(_OPEN)
+        self._state = self._read_object
+        return place + len(_OPEN)
+
+    def _read_object(self, text: str, at: int) -> int:
+        at = self._push_object(text, at)
+        if self._object.done or self._object.failed:
+            is_whole = self._close_object()
+            if not self._object.has_begun:
+                self._state = self._read_text
+            else:
+                self._state = self._read_close if is_whole else self._read_spoilt
+        return at
+
+    def _read_close(self, text: str, at: int) -> int:
+        """Behind a call: its closing tag, which may be missing."""
+        place = skip_spaces(text, at)
+        self._text(text[at:place])
+        if text.startswith(_CLOSE, place):
+            self._state = self._read_text
+            return place + len(_CLOSE)
+        if not _CLOSE.startswith(text[place:]):
+            self._state = self._read_text
+        return place
+
+    def _read_spoilt(self, text: str, at: int) -> int:
+        """Arguments that are no JSON any more: up to the closing tag they stay as they are written."""
+        place, found = find_marker(text, _CLOSE, at)
+        self._arguments(text[at:place])
+        if not found:
+            return place
+        self._end_call()
+        self._state = self._read_text
+        return place + len(_CLOSE)
+
+    def _flush(self, rest: str) -> None:
+        if self._state == self._read_object:
+            self._close_object()
+        elif self._state == self._read_spoilt:
+            self._arguments(rest)
+        else:
+            self._text(rest)

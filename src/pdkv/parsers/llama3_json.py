@@ -1,0 +1,91 @@
+"""Calls as Llama 3.1, 3.2 and 3.3 write them: {"name": …, "parameters": …}, with or without <|python_tag|> before."""
+
+import re
+
+from pdkv.parsers.json_value import skip_spaces
+from pdkv.parsers.prose import find_marker
+from pdkv.parsers.tool_parser import ToolParser
+
+_TAG = "<|python_tag|>"
+_LINE_BEGINS = re.compile(r"^[ \t]*\{", re.MULTILINE)
+_BLANK = " \t"
+
+
+class Llama3JsonParser(ToolParser):
+    """No marker says that an object is a call: it must begin a line, and name a tool of the request."""
+
+    markers = (_TAG,)
+
+    def __init__(self, names: frozenset[str] = frozenset()) -> None:
+        super().__init__(names)
+        self._line_is_blank = True  # the text's last line so far
+        self._between: list[str] = []  # read behind a call: spaces, and a semicolon
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        return "<|start_header_id|>" in chat_template and "ipython" in chat_template and '"parameters"' in chat_template
+
+    def _read_text(self, text: str, at: int) -> int:
+        place, found = find_marker(text, _TAG, at)
+        line = _LINE_BEGINS.search(text, at, place)
+        if line is not None and line.start() == 0 and not self._line_is_blank:
+            line = _LINE_BEGINS.search(text, line.end(), place)
+        if line is not None:
+            place = line.end() - 1
+        self._show(text[at:place])
+        if line is None and not found:
+            return place
+        return self._begin(text, place, "")
+
+    def _begin(self, text: str, place: int, before: str) -> int:
+        """An object at `place`, or the tag in front of one."""
+        tag = _TAG if text[place] != "{" else ""
+        self._begin_object(before + tag, needs_known_name=True)
+        self._state = self._read_object
+        return place + len(tag)
+
+    def _show(self, text: str) -> None:
+        """Text for the user."""
+        line = text[text.rfind("\n") + 1 :]
+        self._line_is_blank = ("\n" in text or self._line_is_blank) and not line.strip(_BLANK)
+        self._text(text)
+
+    def _read_object(self, text: str, at: int) -> int:
+        at = self._push_object(text, at)
+        if not (self._object.done or self._object.failed):
+            return at
+        if not self._object.has_begun:
+            self._show("".join(self._raw))
+            self._state = self._read_text
+        else:
+            self._between.clear()
+            self._state = self._read_separator if self._close_object() else self._read_spoilt
+        return at
+
+    def _read_separator(self, text: str, at: int) -> int:
+        """Behind a call: another one, with or without a semicolon between them."""
+        place = skip_spaces(text, at)
+        if text.startswith(";", place) and ";" not in self._between:
+            self._between += text[at:place], ";"
+            return place + 1
+        self._between.append(text[at:place])
+        if text.startswith(("{", _TAG), place):
+            return self._begin(text, place, "".join(self._between))
+        if not _TAG.startswith(text[place:]):
+            self._line_is_blank = True
+            self._text("".join(self._between))
+            self._state = self._read_text
+        return place
+
+    def _read_spoilt(self, text: str, at: int) -> int:
+        """Arguments that are no JSON any more stay as they are written; nothing says where they end."""
+        self._arguments(text[at:])
+        return len(text)
+
+    def _flush(self, rest: str) -> None:
+        if self._state == self._read_object:
+            self._close_object()
+        elif self._state == self._read_separator:
+            self._text(rest)  # a semicolon that nothing follows sets nothing off
+        else:
+            self._text(rest)

@@ -1,0 +1,55 @@
+"""The parts of an answer, in the order in which they are written."""
+
+import msgspec
+
+
+class Content(msgspec.Struct, frozen=True):
+    """Text for the user."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """Text of the model's thoughts."""
+
+    text: str
+
+
+class CallBegin(msgspec.Struct, frozen=True):
+    """A call of a tool begins."""
+
+    call: int  # counts the calls of an answer
+    call_id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """More of a call's arguments, as the model wrote them: JSON text."""
+
+    call: int
+    text: str
+
+
+class CallEnd(msgspec.Struct, frozen=True):
+    """A call's arguments are complete. A call that is cut off has no end."""
+
+    call: int
+
+
+Part = Content | Reasoning | CallBegin | CallArguments | CallEnd
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """The same with neighbours of one kind made one."""
+    result: list[Part] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            result[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            result[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.call == last.call:
+            result[-1] = CallArguments(part.call, last.text + part.text)
+        else:
+            result.append(part)
+    return result

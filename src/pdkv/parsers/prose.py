@@ -1,0 +1,46 @@
+"""The text beside calls: spaces and newlines that only set a call off are no part of it."""
+
+
+class Prose:
+    """Spaces at the text's end are held until it is known whether a call or more text follows."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._has_text = False
+        self._behind_call = False
+
+    def text(self, text: str) -> str:
+        """What of it may be shown, with what was held."""
+        if not text or text.isspace():
+            self._held.append(text)
+            return ""
+        text = "".join(self._held) + text
+        shown = text.rstrip()
+        self._held = [text[len(shown) :]]
+        if self._behind_call and not self._has_text:
+            shown = shown.lstrip()
+        self._has_text, self._behind_call = True, False
+        return shown
+
+    def call(self) -> None:
+        """A call begins here."""
+        self._held.clear()
+        self._behind_call = True
+
+    def finish(self) -> str:
+        """The answer ends here: what is left of it."""
+        held = "".join(self._held)
+        self._held.clear()
+        return "" if self._behind_call else held
+
+
+def find_marker(text: str, marker: str, at: int = 0) -> tuple[int, bool]:
+    """(where `marker` is, True), or (where what may become one begins, False): the text's length if nothing may."""
+    found = text.find(marker, at)
+    if found >= 0:
+        return found, True
+    end = len(text)
+    for size in range(min(len(marker) - 1, end - at), 0, -1):
+        if text.startswith(marker[:size], end - size):
+            return end - size, False
+    return end, False

@@ -1,0 +1,129 @@
+"""A model's thoughts, which stand between tags in front of its answer."""
+
+from typing import ClassVar, Literal, NamedTuple
+
+from pdkv.parsers.prose import Prose, find_marker
+
+Thinking = Literal["open", "closed", "unsaid"]
+"""What a prompt's end says: the answer begins within thoughts, behind them, or the model chooses."""
+
+
+class Split(NamedTuple):
+    """What a piece of text is."""
+
+    reasoning: str
+    content: str
+
+
+class ReasoningParser:
+    """Tells the thoughts of one answer from the rest; a fresh one for each.
+
+    Spaces and newlines around the thoughts are dropped. What comes out is a function of the text alone, not of its
+    pieces. A subclass says what the tags are, and whether an answer begins with thoughts where nothing says so.
+    """
+
+    opens: ClassVar[str] = "<think>"
+    closes: ClassVar[str] = "</think>"
+    begins_thinking: ClassVar[bool] = False
+
+    def __init__(self, prompt: Thinking = "unsaid") -> None:
+        self.is_thinking = False
+        """Whether the text so far ends within thoughts."""
+        self._thinks_first = prompt == "open" or (prompt == "unsaid" and self.begins_thinking)
+        self._state = self._read_content if prompt == "closed" else self._read_begin
+        self._rest = ""  # not read yet
+        self._spaces: list[str] = []  # at the beginning
+        self._thoughts = Prose()
+        self._thoughts.call()
+
+    @classmethod
+    def thinking_of(cls, text: str) -> Thinking:
+        """What a text says by its end, as a chat template writes it."""
+        end = text.rstrip()
+        return "open" if end.endswith(cls.opens) else "closed" if end.endswith(cls.closes) else "unsaid"
+
+    @classmethod
+    def thinking_within(cls, text: str) -> Thinking:
+        """What the beginning of an answer says, which the answer goes on."""
+        opened, closed = text.rfind(cls.opens), text.rfind(cls.closes)
+        return "unsaid" if opened == closed else "open" if opened > closed else "closed"
+
+    def push(self, text: str) -> Split:
+        """What is new, and complete."""
+        text = self._rest + text
+        self._rest = ""
+        split = Split("", "")
+        while text:
+            state = self._state
+            part, text = state(text)
+            split = Split(split.reasoning + part.reasoning, split.content + part.content)
+            if self._state == state:
+                self._rest = text
+                break
+        return split
+
+    def finish(self) -> Split:
+        """The answer ends: what was held back."""
+        rest, self._rest = self._rest, ""
+        if self._state == self._read_begin:
+            rest = "".join(self._spaces) + rest
+            return Split("" if rest.isspace() else rest, "") if self._thinks_first else Split("", rest)
+        if self.is_thinking:
+            return Split(self._thoughts.text(rest), "")
+        return Split("", rest)
+
+    def _read_begin(self, text: str) -> tuple[Split, str]:
+        """In front of everything: spaces, and perhaps the opening tag."""
+        begun = text.lstrip()
+        self._spaces.append(text[: len(text) - len(begun)])
+        if begun.startswith(self.opens):
+            self._think()
+            return Split("", ""), begun[len(self.opens) :]
+        if self.opens.startswith(begun):
+            return Split("", ""), begun
+        if self._thinks_first:
+            self._think()
+        else:
+            self._state = self._read_content
+            begun = "".join(self._spaces) + begun
+        return Split("", ""), begun
+
+    def _think(self) -> None:
+        self.is_thinking = True
+        self._state = self._read_thoughts
+
+    def _read_thoughts(self, text: str) -> tuple[Split, str]:
+        place, found = find_marker(text, self.closes)
+        thoughts = self._thoughts.text(text[:place])
+        if found:
+            self.is_thinking = False
+            self._state = self._read_behind
+            place += len(self.closes)
+        return Split(thoughts, ""), text[place:]
+
+    def _read_behind(self, text: str) -> tuple[Split, str]:
+        """Spaces behind the closing tag."""
+        content = text.lstrip()
+        if content:
+            self._state = self._read_content
+        return Split("", ""), content
+
+    def _read_content(self, text: str) -> tuple[Split, str]:
+        return Split("", text), ""
+
+
+class Qwen3Parser(ReasoningParser):
+    """Qwen 3: it thinks where the prompt or the model opens the tag."""
+
+
+class DeepSeekR1Parser(ReasoningParser):
+    """DeepSeek R1 and V3.1: it thinks unless the prompt closes the tag; R1 often leaves the opening tag out."""
+
+    begins_thinking = True
+
+
+class MistralThinkParser(ReasoningParser):
+    """Magistral."""
+
+    opens = "[THINK]"
+    closes = "[/THINK]"

@@ -1,0 +1,129 @@
+"""What every tool parser is: text in, in pieces of any size, and text for the user and calls out."""
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from typing import ClassVar
+
+from pdkv.parsers.call_object import CallObject
+from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part
+from pdkv.parsers.prose import Prose
+
+State = Callable[[str, int], int]
+
+
+class ToolParser(ABC):
+    """Reads the calls of one answer; a fresh one for each.
+
+    What comes out is a function of the text alone, not of its pieces. Nothing is lost: what is no call is text; a call
+    whose arguments cease to be JSON when its beginning is out keeps them as they were written.
+
+    A subclass implements `recognises`, and says by `_state` how the text is read on: a method that is given the text
+    and a place in it, and returns the place up to which it has read. It is called again until it stays where it is.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ()
+    """Texts that the parser looks for: they are shown to it where they are special tokens, too."""
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        """`names`: those of the request's tools."""
+        self.names = frozenset(names)
+        self.num_calls = 0
+        self._state: State = self._read_text
+        self._object = CallObject()
+        self._raw: list[str] = []  # read of a call that has not begun
+        self._rest = ""  # not read yet: more must come before it can be told
+        self._prose = Prose()
+        self._parts: list[Part] = []
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, chat_template: str) -> bool:
+        """Whether a model with this chat template writes calls as this parser reads them."""
+
+    @classmethod
+    def new_call_id(cls) -> str:
+        """An id that the model's chat template accepts in the next turn."""
+        return f"call_{secrets.token_hex(12)}"
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are complete with this piece of text."""
+        if text:
+            self._read(self._rest + text)
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        """The answer ends: what was held back comes out. Nothing may be pushed afterwards."""
+        rest, self._rest = self._rest, ""
+        self._flush(rest)
+        if shown := self._prose.finish():
+            self._parts.append(Content(shown))
+        return self._take()
+
+    def _read(self, text: str) -> None:
+        at = 0
+        while at < len(text):
+            state, begun_at = self._state, at
+            at = state(text, at)
+            if at == begun_at and self._state == state:
+                break
+        self._rest = text[at:]
+
+    @abstractmethod
+    def _read_text(self, text: str, at: int) -> int:
+        """The first state: text for the user, up to where a call may begin."""
+
+    @abstractmethod
+    def _flush(self, rest: str) -> None:
+        """The answer ends with `rest`, which could not be told yet."""
+
+    # --- calls that are objects ---
+
+    def _begin_object(self, raw: str, *, needs_known_name: bool = False) -> None:
+        """A call may begin; `raw` is what stands in front of it."""
+        names = self.names if needs_known_name else None
+        self._object, self._raw = CallObject(names, needs_arguments=needs_known_name), [raw]
+
+    def _push_object(self, text: str, at: int) -> int:
+        """Read on in the object, and report what there is of it."""
+        begun = self._object.has_begun
+        behind = self._object.push(text, at)
+        if not self._object.has_begun:
+            self._raw.append(text[at:behind])
+        elif not begun:
+            assert self._object.name is not None
+            self._raw.clear()
+            self._begin_call(self._object.name)
+        self._arguments(self._object.take())
+        return behind
+
+    def _close_object(self) -> bool:
+        """The object is done, has failed, or the answer ends within it; returns whether its arguments are complete."""
+        if not self._object.has_begun:
+            self._text("".join(self._raw))
+            return True
+        if self._object.has_all_arguments:
+            self._end_call()
+        return self._object.has_all_arguments
+
+    # --- what subclasses report ---
+
+    def _text(self, text: str) -> None:
+        if text and (shown := self._prose.text(text)):
+            self._parts.append(Content(shown))
+
+    def _begin_call(self, name: str) -> None:
+        self._prose.call()
+        self._parts.append(CallBegin(self.num_calls, self.new_call_id(), name))
+        self.num_calls += 1
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._parts.append(CallArguments(self.num_calls - 1, text))
+
+    def _end_call(self) -> None:
+        self._parts.append(CallEnd(self.num_calls - 1))
+
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
