@@ -185,7 +185,7 @@ def _against_before(context: Context, connector: str, before: Path) -> list[Clai
 def _bench_gb_s(python: Path, connector: str, layout: str, tokens: int, repeats: int) -> float:
     """As an installation's own `pd connector bench` says. Raises RuntimeError."""
     command = [
-        str(python), "-m", "pdkv.cli.main", "connector", "bench", connector, "--model-layout", layout,
+        str(python), "-m", "pdkv.cli", "connector", "bench", connector, "--model-layout", layout,
         "--tokens", str(tokens), "--repeats", str(repeats), "--pattern", "aged", "--no-throttle", "--json",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as folder:  # not in the repository: see servers.py

@@ -117,10 +117,12 @@ def test_two_installations_take_turns_and_either_form_of_their_rates_is_read(
     """The one before said a number, this one says quartiles; here a script in its place does."""
     before = tmp_path / "bin" / "python"
     before.parent.mkdir()
-    before.write_text("""#!/bin/sh\necho '{"rows": [{"gb_s": 2.0}]}'\n""")
+    is_command = '[ "$1 $2" = "-m pdkv.cli" ] || exit 0'  # other modules of pdkv.cli say nothing, and succeed
+    before.write_text(f"""#!/bin/sh\n{is_command}\necho '{{"rows": [{{"gb_s": 2.0}}]}}'\n""")
     before.chmod(0o755)
     now = tmp_path / "now"
-    now.write_text("""#!/bin/sh\necho '{"rows": [{"gb_s": {"low": 4.0, "median": 5.0, "high": 6.0}}]}'\n""")
+    rows = '{"rows": [{"gb_s": {"low": 4.0, "median": 5.0, "high": 6.0}}]}'
+    now.write_text(f"#!/bin/sh\n{is_command}\necho '{rows}'\n")
     now.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(now))
     claims = connectors._against_before(Context(tmp_path, None, quick=True), "p2p", tmp_path)
