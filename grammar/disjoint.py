@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from pdkv.grammar.merge import same, type_names
+from pdkv.grammar.merge import identity, type_names
 
 Schema = dict[str, Any]
 Resolve = Callable[[Mapping[str, Any] | bool, str], Schema]
@@ -27,7 +27,7 @@ def are_disjoint(branches: Sequence[Schema], resolve: Resolve) -> bool:
 def _apart(one: Schema, other: Schema, resolve: Resolve, depth: int) -> bool:
     ones, others = _values(one), _values(other)
     if ones is not None and others is not None:
-        return not any(same(value, another) for value in ones for another in others)
+        return {identity(value) for value in ones}.isdisjoint(map(identity, others))
     types, other_types = _types(one, ones), _types(other, others)
     if types and other_types and not types & other_types:
         return True

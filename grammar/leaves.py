@@ -5,7 +5,7 @@ from typing import Any
 
 from pdkv.grammar.disjoint import type_of
 from pdkv.grammar.keywords import Contradiction, is_integer, pointer, refuse
-from pdkv.grammar.merge import same, type_names
+from pdkv.grammar.merge import identity, type_names
 from pdkv.grammar.patterns import CHARACTER, FORMATS, FREE_FORMATS, check_pattern, other_names
 from pdkv.limits import clip
 
@@ -23,7 +23,7 @@ def values(schema: Schema, at: str) -> Schema:
     keyword = "enum" if "enum" in schema else "const"
     given = list(schema["enum"]) if "enum" in schema else [schema["const"]]
     if "const" in schema:
-        given = [value for value in given if same(value, schema["const"])]
+        given = [value for value in given if identity(value) == identity(schema["const"])]
     beside = [name for name in schema if name not in ("enum", "const", "type")]
     if beside:
         raise refuse(beside[0], at, f"cannot be enforced beside {keyword}: leave out the values that it forbids")

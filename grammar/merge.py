@@ -1,6 +1,6 @@
 """Two schemas that an answer has to fulfil at once, as one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from pdkv.grammar.keywords import TYPES, Contradiction, check_value, pointer, refuse
@@ -28,7 +28,7 @@ def merge(first: Schema, second: Schema, at: str) -> Schema:
     merged = {**first}
     for keyword, value in second.items():
         if keyword in ("const", "enum") and any(name in merged for name in ("const", "enum")):
-            merged["enum"] = _common(_values(merged), _values({keyword: value}), at)
+            merged["enum"] = _common(_values(merged), _values({keyword: value}))
             merged.pop("const", None)
         elif keyword not in merged or merged[keyword] == value:
             merged[keyword] = value
@@ -52,26 +52,23 @@ def _adds(one: Schema, other: Schema, name: str) -> bool:
 def _values(schema: Schema) -> list[Any]:
     if "const" not in schema:
         return list(schema["enum"])
-    return [schema["const"]] if "enum" not in schema or _in(schema["const"], schema["enum"]) else []
+    return _common([schema["const"]], schema.get("enum", [schema["const"]]))
 
 
-def _common(first: list[Any], second: list[Any], at: str) -> list[Any]:
-    return [value for value in first if _in(value, second)]
+def _common(first: list[Any], second: list[Any]) -> list[Any]:
+    others = {identity(value) for value in second}
+    return [value for value in first if identity(value) in others]
 
 
-def _in(value: object, values: list[Any]) -> bool:
-    return any(same(value, other) for other in values)
-
-
-def same(value: object, other: object) -> bool:
-    """Whether two JSON values are equal: true is not 1."""
-    if isinstance(value, bool) or isinstance(other, bool):
-        return value is other
-    if isinstance(value, list) and isinstance(other, list):
-        return len(value) == len(other) and all(map(same, value, other))
-    if isinstance(value, dict) and isinstance(other, dict):
-        return value.keys() == other.keys() and all(same(item, other[name]) for name, item in value.items())
-    return value == other
+def identity(value: Any) -> Hashable:
+    """The same for two JSON values that are equal, and for no others: true is not 1, and 1.0 is."""
+    if isinstance(value, bool):
+        return ("boolean", value)
+    if isinstance(value, list):
+        return ("array", tuple(map(identity, value)))
+    if isinstance(value, dict):
+        return ("object", frozenset((name, identity(item)) for name, item in value.items()))
+    return value  # type: ignore[no-any-return]
 
 
 def type_names(given: object) -> list[str]:

@@ -32,7 +32,10 @@ def with_grammar(params: SamplingParams) -> SamplingParams:
 
 def make_grammar(asked: StructuredOutputs) -> Grammar:
     """Raises InvalidRequest as `with_grammar`."""
-    grammar = _make(asked, asked.asked_as)
+    try:
+        grammar = _make(asked, asked.asked_as)
+    except RecursionError:
+        raise InvalidRequest(f"{asked.asked_as} is nested too deeply") from None
     grammar.validate()
     return grammar
 

@@ -71,15 +71,20 @@ class ChunkEncoder:
 
     def _encode_with_usage(self, delta: ChoiceDelta) -> bytes:
         """The same, with the choice's usage so far: slower, and asked for by benchmarks only."""
+        first, opening = self._begin(delta)
+        return opening + self._full(delta, _encode_text(delta.text), first=first)
+
+    def _begin(self, delta: ChoiceDelta) -> tuple[bool, bytes]:
+        """Whether it is its choice's first one, and what is said before it; usage is as behind it from now on."""
         index = delta.choice
-        opening = b""
-        if not self._opened[index]:
-            self._tail = self._usage_tail(index)
-            opening = self._opening(index)
+        first, self._opened[index] = not self._opened[index], True
+        if not self._job.continuous_usage:
+            return first, self._opening(index) if first else b""
+        self._tail = self._usage_tail(index)
+        opening = self._opening(index) if first else b""
         self._num_tokens[index] += len(delta.token_ids)
         self._tail = self._usage_tail(index)
-        first, self._opened[index] = not self._opened[index], True
-        return opening + self._full(delta, _encode_text(delta.text), first=first)
+        return first, opening
 
     def _usage_tail(self, index: int) -> bytes:
         num_prompt, num_tokens = len(self._choices[index].prompt.token_ids), self._num_tokens[index]
@@ -95,13 +100,8 @@ class ChunkEncoder:
     def _encode_parts(self, delta: ChoiceDelta, parts: Sequence[Part]) -> bytes:
         """One chunk per part, as OpenAI's clients expect them; none where there is nothing to say."""
         index = delta.choice
-        first, self._opened[index] = not self._opened[index], True
-        if self._job.continuous_usage:
-            self._tail = self._usage_tail(index)
-        chunks = [self._opening(index)] if first else []
-        if self._job.continuous_usage:
-            self._num_tokens[index] += len(delta.token_ids)
-            self._tail = self._usage_tail(index)
+        first, opening = self._begin(delta)
+        chunks = [opening]
         deltas = [_delta_of(part) for part in parts if not isinstance(part, CallEnd)]
         said = delta.finish_reason is not None or delta.logprobs is not None or self._job.return_token_ids
         if not deltas and (said or self._job.continuous_usage):

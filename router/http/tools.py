@@ -120,4 +120,4 @@ def _read_tool(tool: dict[str, Any], place: str) -> Tool:
 
 def _named(choice: str | NamedToolChoice | None) -> str:
     """A tool_choice in words."""
-    return choice.function.name if isinstance(choice, NamedToolChoice) else choice or "auto"
+    return clip(choice.function.name) if isinstance(choice, NamedToolChoice) else choice or "auto"

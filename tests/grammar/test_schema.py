@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.prepare import make_grammar
 from pdkv.grammar.schema import normalize
+from pdkv.grammar.spec import StructuredOutputs
 
 
 def normal(schema: Any) -> Any:
@@ -131,3 +133,17 @@ def test_hostile_schemas_are_refused_in_a_bounded_time() -> None:
     for schema in (deep, {"$ref": "#/$defs/d0", "$defs": chain | {"d30": {"$ref": "#"}}}, product, wide):
         with pytest.raises(InvalidRequest):
             normalize(schema)
+
+
+def test_values_in_common_are_found_whatever_their_order_and_number() -> None:
+    many = [{"a": [i, True]} for i in range(20_000)]
+    made = normal({"allOf": [{"enum": [1, True, *many]}, {"enum": [*reversed(many[10:]), 1.0]}]})
+    assert made == {"enum": [1, *many[10:]]}
+
+
+def test_values_in_each_other_without_end_are_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        make_grammar(StructuredOutputs(json={"allOf": [{"enum": [deep]}, {"enum": [deep]}]}))

@@ -27,14 +27,7 @@ class HermesParser(ToolParser):
         return place + len(_OPEN)
 
     def _read_object(self, text: str, at: int) -> int:
-        at = self._push_object(text, at)
-        if self._object.done or self._object.failed:
-            is_whole = self._close_object()
-            if not self._object.has_begun:
-                self._state = self._read_text
-            else:
-                self._state = self._read_close if is_whole else self._read_spoilt
-        return at
+        return self._read_call(text, at, self._read_close, self._read_spoilt)
 
     def _read_close(self, text: str, at: int) -> int:
         """Behind a call: its closing tag, which may be missing."""

@@ -10,7 +10,7 @@ import string
 
 from pdkv.parsers.json_value import JsonValue, skip_spaces
 from pdkv.parsers.prose import find_marker
-from pdkv.parsers.tool_parser import State, ToolParser
+from pdkv.parsers.tool_parser import ToolParser
 
 _OPEN, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[\w.:/-]+")
@@ -81,21 +81,11 @@ class MistralParser(ToolParser):
 
     def _read_object(self, text: str, at: int) -> int:
         """A call that stands alone."""
-        return self._read_call(text, at, self._read_text)
+        return self._read_call(text, at, self._read_text, self._read_spoilt)
 
     def _read_element(self, text: str, at: int) -> int:
         """A call in a list."""
-        return self._read_call(text, at, self._read_comma)
-
-    def _read_call(self, text: str, at: int, behind: State) -> int:
-        at = self._push_object(text, at)
-        if self._object.done or self._object.failed:
-            is_whole = self._close_object()
-            if not self._object.has_begun:
-                self._state = self._read_text
-            else:
-                self._state = behind if is_whole else self._read_spoilt
-        return at
+        return self._read_call(text, at, self._read_comma, self._read_spoilt)
 
     def _read_comma(self, text: str, at: int) -> int:
         """Behind a call in a list."""

@@ -97,6 +97,17 @@ class ToolParser(ABC):
         self._arguments(self._object.take())
         return behind
 
+    def _read_call(self, text: str, at: int, behind: State, spoilt: State) -> int:
+        """Read on in the object; `behind` follows a whole call, `spoilt` one whose arguments are no JSON."""
+        at = self._push_object(text, at)
+        if self._object.done or self._object.failed:
+            is_whole = self._close_object()
+            if not self._object.has_begun:
+                self._state = self._read_text
+            else:
+                self._state = behind if is_whole else spoilt
+        return at
+
     def _close_object(self) -> bool:
         """The object is done, has failed, or the answer ends within it; returns whether its arguments are complete."""
         if not self._object.has_begun:

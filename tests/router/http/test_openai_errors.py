@@ -131,6 +131,11 @@ def test_a_wrong_completions_field_is_named(fields: dict[str, Any], param: str, 
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "'f' needs tools"),
         (
+            {"tool_choice": {"type": "function", "function": {"name": "f" * 1000}}},
+            "tool_choice",
+            "(1000 characters)' needs tools",
+        ),
+        (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice.function.name",
             "'g' is none of the tools; they are f",
