@@ -14,12 +14,12 @@ from equality import (
     PREEMPTING,
     Workload,
     check_decode_computed_nothing,
-    check_preempted,
     check_replies,
     check_undisturbed,
     deployed,
     greedy_workload,
     run_all,
+    run_until_preempted,
 )
 from serving_checks import Books, complete_all, read_books, settled_books
 from store_servers import RedisServer, lmcache_server, redis_server
@@ -114,7 +114,7 @@ def test_preempted_requests_say_the_right_tokens(workload: Workload, urls: Calla
     """F9, F12."""
     flags = [*TOPOLOGIES["1P1D"], *PREEMPTING, *over("store", f"url={urls('file')}")]
     with deployed(workload, *flags) as deployment:
-        check_preempted(run_all(deployment, workload), run_all(deployment, workload))
+        run_until_preempted(deployment, workload)
 
 
 def test_flipped_bits_in_redis_change_no_token(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
