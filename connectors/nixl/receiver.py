@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdkv.connectors.arena.memory import NUM_WORDS
@@ -36,6 +36,9 @@ _GRACE_S = 1.0
 MAX_OPEN = NUM_WORDS
 """Of one sender, early or not, until they are answered: a sender has no more words to withdraw them by."""
 
+MAX_OPEN_BYTES = 64 << 20
+"""Of one sender's open offers and their digests, which are 16 bytes for 16 tokens of a layer and a shard of heads."""
+
 
 class _Read(NamedTuple):
     """An offer whose data is in its blocks."""
@@ -57,6 +60,37 @@ class _Arrival:
     digests: bytes | None = None  # the sender's
     read: _Read | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """What its sender makes this rank keep."""
+        return len(self.offer.blocks) + len(self.digests or b"")
+
+
+@dataclass(slots=True)
+class _Sender:
+    """What one sender waits for."""
+
+    arrivals: dict[int, _Arrival] = field(default_factory=dict)  # by offer
+    num_bytes: int = 0
+
+    def add(self, arrival: _Arrival) -> bool:
+        """Returns False where it has too many; the arrival is to be answered all the same."""
+        self.arrivals[arrival.offer.offer] = arrival
+        self.num_bytes += arrival.num_bytes
+        return len(self.arrivals) <= MAX_OPEN and self.num_bytes <= MAX_OPEN_BYTES
+
+    def add_digests(self, arrival: _Arrival, digests: bytes) -> None:
+        """Digests for which there is no room are none: the offer fails by them."""
+        has_room = self.num_bytes + len(digests) <= MAX_OPEN_BYTES
+        arrival.digests = digests if has_room else b""
+        self.num_bytes += len(arrival.digests)
+
+    def remove(self, offer: int) -> None:
+        """It is answered."""
+        arrival = self.arrivals.pop(offer, None)
+        if arrival is not None:
+            self.num_bytes -= arrival.num_bytes
+
 
 class PushReceiver:
     """Reads offers into the blocks of their transfers. Thread-safe."""
@@ -67,7 +101,7 @@ class PushReceiver:
         self._endpoint = rank.endpoint
         self._lock = threading.Lock()  # guards the next two
         self._early: list[_Arrival] = []  # the oldest first
-        self._open: dict[str, dict[int, _Arrival]] = {}  # by agent and offer
+        self._senders: dict[str, _Sender] = {}  # by agent; those with an open offer
         self._lanes: IOLanes[_Arrival] = IOLanes(
             lanes,
             self._take,
@@ -93,7 +127,7 @@ class PushReceiver:
         self._lanes.retire(agents)
         with self._lock:
             for agent in agents:
-                self._open.pop(agent, None)
+                self._senders.pop(agent, None)
 
     def shutdown(self) -> None:
         """Stop the threads."""
@@ -104,12 +138,11 @@ class PushReceiver:
     def _on_offer(self, blob: RankBlob, offer: Offer) -> None:
         arrival = _Arrival(blob, offer, time.monotonic())
         with self._lock:
-            of_sender = self._open.setdefault(blob.agent, {})
-            if offer.offer in of_sender:
+            sender = self._senders.setdefault(blob.agent, _Sender())
+            if offer.offer in sender.arrivals:
                 raise TransferError(f"agent {blob.agent} makes offer {offer.offer} twice")
-            of_sender[offer.offer] = arrival
-            too_many = len(of_sender) > MAX_OPEN
-        if too_many:
+            has_room = sender.add(arrival)
+        if not has_room:
             self._answer(arrival, TransferError.code)
         elif self._is_known(offer.key):
             self._lanes.put(blob.agent, arrival)
@@ -120,12 +153,13 @@ class PushReceiver:
 
     def _on_digests(self, blob: RankBlob, message: OfferDigests) -> None:
         with self._lock:
-            arrival = self._open.get(blob.agent, {}).get(message.offer)
-            if arrival is None:
+            sender = self._senders.get(blob.agent)
+            arrival = sender.arrivals.get(message.offer) if sender is not None else None
+            if sender is None or arrival is None:
                 return  # it has been answered
             if arrival.digests is not None:
                 raise TransferError(f"agent {blob.agent} sends digests of offer {message.offer} twice")
-            arrival.digests = message.digests
+            sender.add_digests(arrival, message.digests)
             is_read = arrival.read is not None
         if is_read:
             self._confirm(arrival)
@@ -155,8 +189,8 @@ class PushReceiver:
         with self._lock:
             late = [
                 arrival
-                for of_sender in self._open.values()
-                for arrival in of_sender.values()
+                for sender in self._senders.values()
+                for arrival in sender.arrivals.values()
                 if arrival.digests is None and arrival.read is not None and arrival.read.deadline <= now
             ]
             for arrival in late:
@@ -173,10 +207,11 @@ class PushReceiver:
     def _answer(self, arrival: _Arrival, code: str) -> None:
         agent, offer = arrival.blob.agent, arrival.offer.offer
         with self._lock:
-            of_sender = self._open.get(agent, {})
-            of_sender.pop(offer, None)
-            if not of_sender:
-                self._open.pop(agent, None)
+            sender = self._senders.get(agent)
+            if sender is not None:
+                sender.remove(offer)
+                if not sender.arrivals:
+                    self._senders.pop(agent)
         self._endpoint.try_send(arrival.blob, Taken(offer, code))
 
     # --- any thread -----------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from nixl_engines import WAIT_S, Engine, closing, view
 from nixl_rig import needs_nixl
 from traffic import wait_until_true
 
+from pdkv.connectors.nixl import receiver
 from pdkv.connectors.nixl.wire import OfferDigests, Wire
 from pdkv.connectors.transfer.digest import PieceDigests
-from pdkv.errors import KVCorrupted, TransferCancelled
+from pdkv.errors import KVCorrupted, TransferCancelled, TransferError
 from pdkv.wire.messages import EngineCard
 
 pytestmark = needs_nixl
@@ -86,7 +87,7 @@ def test_an_offer_is_read_while_its_digests_are_made(make: Any, hold: threading.
     hold.set()
     assert decode.outcome("t").code == ""
     assert prefill.outcome("t").code == ""
-    assert not receiver_of(decode)._open
+    assert not receiver_of(decode)._senders
 
 
 def test_a_receive_that_is_cancelled_while_digests_are_awaited_ends_at_once(
@@ -98,7 +99,7 @@ def test_a_receive_that_is_cancelled_while_digests_are_awaited_ends_at_once(
     decode.ranks[0].worker.cancel(("t", 1))
     assert decode.outcome("t").code == TransferCancelled.code
     hold.set()
-    wait_until_true(lambda: not receiver_of(decode)._open, "the offer is answered")
+    wait_until_true(lambda: not receiver_of(decode)._senders, "the offer is answered")
     assert "damaged" not in caplog.text
 
 
@@ -114,7 +115,7 @@ def test_a_send_that_is_cancelled_after_it_was_read_still_says_its_digests(make:
 
 
 def opened(decode: Engine) -> list[Any]:
-    return [arrival for of_sender in receiver_of(decode)._open.values() for arrival in of_sender.values()]
+    return [arrival for sender in receiver_of(decode)._senders.values() for arrival in sender.arrivals.values()]
 
 
 LIES: dict[str, tuple[Callable[[OfferDigests], Sequence[Wire]], str]] = {
@@ -144,10 +145,22 @@ def test_what_comes_without_its_digests_is_damaged(
     assert f"transfer t, attempt 1: tokens [0, {TOKENS})" in caplog.text
     assert what in caplog.text
     assert prefill.outcome("t").code
-    wait_until_true(lambda: not receiver_of(decode)._open, "the offer is answered")
+    wait_until_true(lambda: not receiver_of(decode)._senders, "the offer is answered")
     prefill.ranks[0].worker.rank.endpoint.send = send
     push(prefill, decode, "again")
     assert decode.outcome("again").code == ""
+
+
+def test_what_one_sender_makes_a_receiver_keep_is_bounded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = pair(make)
+    monkeypatch.setattr(receiver, "MAX_OPEN_BYTES", 40)
+    push(prefill, decode)
+    assert decode.outcome("t").code == KVCorrupted.code
+    monkeypatch.setattr(receiver, "MAX_OPEN_BYTES", 1)
+    push(prefill, decode, "u")
+    assert prefill.outcome("u").code == TransferError.code
+    decode.ranks[0].worker.cancel(("u", 1))
+    wait_until_true(lambda: not receiver_of(decode)._senders, "nothing is kept")
 
 
 def test_digests_of_another_transfer_are_not_this_ones(make: Any) -> None:
@@ -187,7 +200,7 @@ def test_digests_that_come_twice_count_once(make: Any) -> None:
     push(prefill, decode)
     assert decode.outcome("t").code == ""
     assert decode.wrong_tokens(TARGET, 0, TOKENS, 1) == []
-    assert not receiver_of(decode)._open
+    assert not receiver_of(decode)._senders
 
 
 def test_an_offer_that_is_made_twice_is_read_once(make: Any, hold: threading.Event) -> None:
@@ -215,7 +228,7 @@ def test_a_sender_that_is_gone_leaves_nothing_behind(make: Any, hold: threading.
     push(prefill, decode)
     wait_until_true(lambda: any(arrival.read for arrival in opened(decode)), "the offer has been read")
     decode.meet()
-    assert not receiver_of(decode)._open
+    assert not receiver_of(decode)._senders
     hold.set()
     decode.ranks[0].worker.cancel(("t", 1))
     assert decode.outcome("t").code == TransferCancelled.code

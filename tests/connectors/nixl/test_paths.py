@@ -227,7 +227,7 @@ def test_offers_that_nobody_expects_are_kept_so_many_at_most(make: Any, monkeypa
     receiver._refuse_late()
     assert len(answers) == 2 * MAX_EARLY + 1
     assert not receiver._early
-    assert not receiver._open
+    assert not receiver._senders
 
 
 def test_a_sender_has_no_more_offers_open_than_words_to_withdraw_them(
@@ -257,7 +257,7 @@ def test_a_sender_has_no_more_offers_open_than_words_to_withdraw_them(
     assert [answers.get(timeout=20.0) for _ in range(8)] == [(number, KVNotFound.code) for number in range(8)]
     receiver._on_offer(blob, offer_of("t", 10))
     assert answers.get(timeout=20.0) == (10, KVNotFound.code)
-    assert not receiver._open
+    assert not receiver._senders
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["blocks", "units"])
