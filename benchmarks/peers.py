@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.servers import Server, free_port, running
+from pdkv.host.processor import emulates_bfloat16
 
 VLLM_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"  # the one that this build of vLLM was compiled for
@@ -106,7 +107,8 @@ def _serve(folder: Path, model: Path, port: int) -> list[str]:
     return [
         str(_python(folder)), "-m", "vllm.entrypoints.openai.api_server",
         "--model", str(model.resolve()), "--served-model-name", _MODEL, "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "bfloat16", "--max-model-len", "4096", "--enforce-eager",
+        "--dtype", "float32" if emulates_bfloat16() else "bfloat16",  # as pdkv decides for itself
+        "--max-model-len", "4096", "--enforce-eager",
     ]  # fmt: skip
 
 
