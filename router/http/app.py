@@ -30,6 +30,7 @@ from pdkv.router.http.access_log import AccessLogged
 from pdkv.router.http.admin import admin_routes
 from pdkv.router.http.auth import Authenticate, PlainPaths
 from pdkv.router.http.budget import ByteBudget
+from pdkv.router.http.completions import WholeCompletion
 from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.docs_page import docs_routes
 from pdkv.router.http.drain import Drain
@@ -40,8 +41,10 @@ from pdkv.router.http.key_metrics import KeyCollector
 from pdkv.router.http.metrics import Metrics
 from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
 from pdkv.router.http.openapi import encoded_openapi, openapi
+from pdkv.router.http.replies import ReplyForms
 from pdkv.router.http.responses import describe_error, error_body
 from pdkv.router.http.served_model import Cancelled, ServedModel, unknown_model
+from pdkv.router.http.sse import ChunkEncoder
 from pdkv.router.http.text_pool import TextPool
 from pdkv.router.http.tokenize import TextEndpoint, detokenize, tokenize
 from pdkv.router.http.unwound import Deferred, Unwound
@@ -180,9 +183,10 @@ def create_app(
     def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
         return prepare_chat(CHAT.decode(body, ignore_unknown=api.ignores_unknown), model, cancelled)
 
+    completions = ReplyForms(ChunkEncoder, WholeCompletion)
     routes = [
-        generate("/v1/completions", GenerateEndpoint("completions", completion, **common)),
-        generate("/v1/chat/completions", GenerateEndpoint("chat_completions", chat, **common)),
+        generate("/v1/completions", GenerateEndpoint("completions", completion, completions, **common)),
+        generate("/v1/chat/completions", GenerateEndpoint("chat_completions", chat, completions, **common)),
         Route("/tokenize", TextEndpoint(tokenize, **of_texts), methods=["POST"]),
         Route("/detokenize", TextEndpoint(detokenize, **of_texts), methods=["POST"]),
         Route("/v1/models", list_models),

@@ -27,6 +27,15 @@ class ShownLogprob(NamedTuple):
     text_offset: int  # characters before the token
 
 
+class TokenCounts(NamedTuple):
+    """Of a request that has ended."""
+
+    prompt: int  # each prompt once, whatever n is
+    completion: int  # over all choices
+    cached: int  # of the prompts
+    reasoning: int | None  # of the completions; None: thoughts are not told from answers
+
+
 class ChoiceDelta(NamedTuple):
     """What is new in a choice."""
 

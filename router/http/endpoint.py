@@ -1,16 +1,13 @@
-"""POST /v1/completions and /v1/chat/completions as bare ASGI: body in, one JSON reply or a stream of events out.
+"""The endpoints that generate, as bare ASGI: body in, one JSON reply or a stream of events out.
 
 No framework between a token and the socket: a response costs one extra task, which waits for the client to go away.
 """
 
 import asyncio
-import functools
 import logging
 import math
-import secrets
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.datastructures import Headers
@@ -19,21 +16,20 @@ from starlette.types import Receive, Scope, Send
 from pdkv.config import HttpLimits
 from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
 from pdkv.limits import clip
-from pdkv.log_fields import RequestName
 from pdkv.router.admission.admission_queue import Admission, Visit
 from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.access_log import log_access, wants_access_lines
-from pdkv.router.http.choice import ChoiceDelta
 from pdkv.router.http.deadline import Deadline
+from pdkv.router.http.exchange import Exchange
 from pdkv.router.http.fanout import Fanout
 from pdkv.router.http.intake import Intake
 from pdkv.router.http.metrics import Endpoint, Metrics, RequestMetrics
 from pdkv.router.http.openai import Job
+from pdkv.router.http.replies import ReplyForms, send_reply
 from pdkv.router.http.request_body import Disconnected
 from pdkv.router.http.request_report import RequestReport
-from pdkv.router.http.responses import WholeChoice, describe_error, error_status, prompt_extras, usage
+from pdkv.router.http.responses import error_status
 from pdkv.router.http.served_model import Cancelled, ServedModel
-from pdkv.router.http.sse import DONE, ChunkEncoder, error_event
 from pdkv.router.http.text_pool import TextPool
 from pdkv.router.http.unwound import body_send
 from pdkv.router.observability.tracing import Tracer
@@ -44,24 +40,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RawHeaders = list[tuple[bytes, bytes]]
 Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled], Job]
 """From a body to a checked request; raises InvalidRequest. Runs on any thread."""
 
-_INLINE_LOGPROBS = 256
-"""Tokens with logprobs that are encoded on the event loop; with 20 alternatives each they take some milliseconds."""
-
-MAX_LABEL = 256
-"""Characters of a client's x-request-id."""
-
 
 class GenerateEndpoint:
-    """One of the two endpoints that generate."""
+    """One of the endpoints that generate."""
 
     def __init__(
         self,
         name: Endpoint,
         prepare: Prepare,
+        forms: ReplyForms,
         *,
         admission: Admission,
         model: Callable[[], ServedModel],
@@ -74,6 +64,7 @@ class GenerateEndpoint:
         """`intake`, `pool` and `tracer` are shared by the endpoints."""
         self._name = name
         self._prepare = prepare
+        self._forms = forms
         self._admission = admission
         self._model = model
         self._metrics = metrics
@@ -89,7 +80,7 @@ class GenerateEndpoint:
         span = self._tracer.begin(trace, metrics.began) if self._tracer is not None else None
         if span is not None:
             trace = _context_of(span)
-        exchange = _Exchange(send, body_send(send), headers.get("x-request-id"), trace or new_trace())
+        exchange = Exchange(send, body_send(send), headers.get("x-request-id"), trace or new_trace())
         outcome, param = "internal_error", None
         try:
             with self._admission.arrive(scope.get(TENANT, self._admission.anonymous)) as visit:
@@ -113,7 +104,7 @@ class GenerateEndpoint:
                     self._tracer.end(span, report.served())
 
     async def _serve(
-        self, scope: Scope, receive: Receive, exchange: "_Exchange", metrics: RequestMetrics, visit: Visit
+        self, scope: Scope, receive: Receive, exchange: Exchange, metrics: RequestMetrics, visit: Visit
     ) -> str:
         """Serve one request and say how it ended."""
         exchange.check_label()
@@ -140,8 +131,7 @@ class GenerateEndpoint:
         gone.add_done_callback(lambda _: fanout.abort())
         try:
             await fanout.begin()
-            serve = _stream if job.stream else _reply
-            await serve(fanout, model, exchange, self._pool)
+            await send_reply(self._forms, fanout, model, exchange, self._pool)
         except PdkvError as error:
             if fanout.aborted:
                 raise Disconnected from error
@@ -177,7 +167,7 @@ class GenerateEndpoint:
         self,
         scope: Scope,
         receive: Receive,
-        exchange: "_Exchange",
+        exchange: Exchange,
         model: ServedModel,
         deadline: Deadline,
         visit: Visit,
@@ -196,85 +186,6 @@ class GenerateEndpoint:
         )
 
 
-class _Exchange:
-    """One response: its id, its headers, and whether it has begun."""
-
-    def __init__(self, send: Send, send_body: Send, label: str | None, trace: TraceContext) -> None:
-        """`send_body`: for what follows a response's start."""
-        self.trace = trace
-        self.status = 0
-        """0: nothing was sent."""
-        self.fanout: Fanout | None = None
-        self._send = send
-        self._send_body = send_body
-        self._label = label
-        self._streaming = False
-        self.body_is_here = False
-        """Else the connection ends with the response: what is still to come is no next request."""
-        self.reply_id = secrets.token_hex(12)
-        self.request_id = label if label is not None and _is_plain(label) else self.reply_id
-        self.created = int(time.time())
-
-    @property
-    def name(self) -> RequestName:
-        """What log lines call the request."""
-        return RequestName(self.reply_id, 0, label=self.request_id, traceparent=self.trace.traceparent)
-
-    def check_label(self) -> None:
-        """Raises InvalidRequest for a client's x-request-id that cannot be echoed."""
-        if self._label is not None and not _is_plain(self._label):
-            raise InvalidRequest(
-                f"x-request-id must have at most {MAX_LABEL} characters, all of them printable ASCII",
-                param="x-request-id",
-            )
-
-    async def send_json(
-        self, status: int, body: object, engines: tuple[str, str] = ("", ""), *, retry_after_s: float = 1.0
-    ) -> None:
-        """The whole response; `retry_after_s` is said with 429 and 503."""
-        data = msgspec.json.encode(body)
-        headers = self._headers(b"application/json", engines)
-        headers.append((b"content-length", b"%d" % len(data)))
-        if status in (429, 503):
-            headers.append((b"retry-after", b"%d" % math.ceil(retry_after_s)))
-        if not self.body_is_here:
-            headers.append((b"connection", b"close"))
-        self.status = status
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send_body({"type": "http.response.body", "body": data})
-
-    async def begin_events(self, engines: tuple[str, str]) -> None:
-        """The head of a stream."""
-        headers = self._headers(b"text/event-stream; charset=utf-8", engines)
-        headers.append((b"cache-control", b"no-cache"))
-        self.status = 200
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        self._streaming = True
-
-    def send_events(self, data: bytes) -> Awaitable[None]:
-        """A part of a stream that has begun."""
-        return self._send_body({"type": "http.response.body", "body": data, "more_body": True})
-
-    def end_events(self, data: bytes) -> Awaitable[None]:
-        """The last part of a stream."""
-        return self._send_body({"type": "http.response.body", "body": data, "more_body": False})
-
-    async def fail(self, error: PdkvError) -> None:
-        """A status as long as nothing was sent, an error event and no [DONE] afterwards."""
-        if self._streaming:
-            await self.end_events(error_event(error))
-        else:
-            status, body = describe_error(error)
-            await self.send_json(status, body, retry_after_s=getattr(error, "retry_after_s", 1.0))
-
-    def _headers(self, content_type: bytes, engines: tuple[str, str]) -> RawHeaders:
-        headers = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode("latin-1"))]
-        for name, engine in zip((b"x-pd-prefill-engine", b"x-pd-decode-engine"), engines, strict=True):
-            if engine:
-                headers.append((name, engine.encode("latin-1")))
-        return headers
-
-
 def _given_trace(headers: Headers) -> TraceContext | None:
     """The client's trace; None where it has none that is valid."""
     given = headers.getlist("traceparent")
@@ -285,94 +196,6 @@ def _context_of(span: "Span") -> TraceContext:
     """What goes to the engines as the span above their work."""
     context = span.get_span_context()
     return TraceContext(f"{context.trace_id:032x}", f"{context.span_id:016x}", bool(context.trace_flags.sampled))
-
-
-def _is_plain(label: str) -> bool:
-    """Whether a label can stand in a header and in a log line: without control characters, such as U+009B."""
-    return len(label) <= MAX_LABEL and label.isascii() and label.isprintable()
-
-
-async def _stream(fanout: Fanout, model: ServedModel, exchange: _Exchange, pool: TextPool) -> None:
-    """One write per step of the engines, whatever the number of choices."""
-    job = fanout.job
-    encoder = ChunkEncoder(
-        job,
-        fanout.choices,
-        model.tokenizer,
-        reply_id=_reply_id(job, exchange),
-        created=exchange.created,
-        model=model.name,
-    )
-    encode = encoder.encode
-    begun = False
-    while not fanout.finished:
-        batch = fanout.take()
-        if not batch:
-            await fanout.news()
-            continue
-        if not begun:
-            begun = True
-            await exchange.begin_events(fanout.engines)
-        if job.params.logprobs is not None and _num_logprobs(batch) > _INLINE_LOGPROBS:
-            for delta in batch:
-                await exchange.send_events(await pool.encode(functools.partial(encode, delta)))
-            continue
-        data = encode(batch[0]) if len(batch) == 1 else b"".join(map(encode, batch))
-        if data:  # of an answer that is told apart, a token may show nothing yet
-            await exchange.send_events(data)
-    end = DONE
-    if job.include_usage:
-        end = encoder.encode_usage(_usage(fanout)) + DONE
-    await exchange.end_events(end)
-
-
-def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:
-    """Tokens whose logprobs a batch shows."""
-    return sum(len(delta.logprobs) for delta in batch if delta.logprobs is not None)
-
-
-async def _reply(fanout: Fanout, model: ServedModel, exchange: _Exchange, pool: TextPool) -> None:
-    """Everything at once, when the last choice is finished."""
-    job, tokenizer = fanout.job, model.tokenizer
-    wholes = [WholeChoice(choice) for choice in fanout.choices]
-    while not fanout.finished:
-        batch = fanout.take()
-        for delta in batch:
-            wholes[delta.choice].add(delta)
-        if not batch:
-            await fanout.news()
-    choices: list[Any] = []
-    inline = sum(whole.num_logprobs for whole in wholes) <= _INLINE_LOGPROBS
-    for whole in wholes:  # one by one: never all of them as objects
-        if fanout.aborted:
-            raise Disconnected
-        encode = functools.partial(whole.encoded, job, tokenizer)
-        choices.append(encode() if inline else await pool.encode(encode))
-    body: dict[str, Any] = {
-        "id": _reply_id(job, exchange),
-        "object": "chat.completion" if job.chat else "text_completion",
-        "created": exchange.created,
-        "model": model.name,
-        "choices": choices,
-        "usage": _usage(fanout),
-    }
-    if job.chat:
-        extras = functools.partial(prompt_extras, fanout.choices[0], job, tokenizer)
-        body |= extras() if inline else await pool.encode(extras)
-    await exchange.send_json(200, body, fanout.engines)
-
-
-def _reply_id(job: Job, exchange: _Exchange) -> str:
-    return ("chatcmpl-" if job.chat else "cmpl-") + exchange.reply_id
-
-
-def _usage(fanout: Fanout) -> dict[str, Any]:
-    return usage(
-        fanout.num_prompt_tokens,
-        fanout.num_completion_tokens,
-        fanout.num_cached_tokens,
-        fanout.num_reasoning_tokens,
-    )
 
 
 def _client_timeout(headers: Headers) -> float:

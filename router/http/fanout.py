@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pdkv.errors import RequestAborted, RequestFailed
 from pdkv.router.generations.request import Delta
-from pdkv.router.http.choice import Choice, ChoiceDelta
+from pdkv.router.http.choice import Choice, ChoiceDelta, TokenCounts
 from pdkv.router.http.deadline import Deadline
 from pdkv.router.http.metrics import RequestMetrics
 from pdkv.router.http.openai import Job
@@ -119,6 +119,13 @@ class Fanout:
         if self.job.answer is None or self.job.answer.reasoning_parser is None:
             return None
         return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
+    def counts(self) -> TokenCounts:
+        """What its usage says."""
+        return TokenCounts(
+            self.num_prompt_tokens, self.num_completion_tokens, self.num_cached_tokens, self.num_reasoning_tokens
+        )
 
     def abort(self) -> None:
         """Give up every generation that is not over; `take` then raises RequestAborted. Idempotent."""

@@ -1,4 +1,4 @@
-"""The shapes of replies, for the schema alone: `responses.py` and `sse.py` build them by hand, since it is faster.
+"""The shapes of replies, for the schema alone: `completions.py` and `sse.py` build them by hand, since it is faster.
 
 `tests/router/http/test_openapi.py` reads real replies as these types, so that neither can change without the other.
 """

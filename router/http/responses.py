@@ -1,9 +1,7 @@
-"""Bodies that are sent whole: replies, usage, logprobs, errors."""
+"""What replies and streams have in common: usage, logprobs, errors."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-import msgspec
 
 from pdkv.errors import (
     EngineDied,
@@ -18,9 +16,7 @@ from pdkv.errors import (
     Unauthorized,
 )
 from pdkv.limits import clip
-from pdkv.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pdkv.router.http.choice import Choice, ChoiceDelta, ShownLogprob
-from pdkv.router.http.openai import Job
+from pdkv.router.http.choice import ShownLogprob, TokenCounts
 from pdkv.text import Tokenizer
 from pdkv.wire.messages import TokenLogprob
 
@@ -65,22 +61,17 @@ def describe_error(error: PdkvError) -> tuple[int, dict[str, Any]]:
     return status, error_body(str(error), status=status, param=param, code=code)
 
 
-def usage(
-    num_prompt_tokens: int,
-    num_completion_tokens: int,
-    num_cached_tokens: int,
-    num_reasoning_tokens: int | None = None,
-) -> dict[str, Any]:
-    """Token counts of a request; `num_reasoning_tokens` where thoughts are told from answers."""
-    counts: dict[str, Any] = {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+def usage(counts: TokenCounts) -> dict[str, Any]:
+    """Token counts of a request, those of thoughts where they are told from answers."""
+    shown: dict[str, Any] = {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
     }
-    if num_reasoning_tokens is not None:
-        counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
-    return counts
+    if counts.reasoning is not None:
+        shown["completion_tokens_details"] = {"reasoning_tokens": counts.reasoning}
+    return shown
 
 
 def completion_logprobs(logprobs: Iterable[ShownLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -151,87 +142,3 @@ def prompt_logprobs(
             }
         )
     return entries
-
-
-class WholeChoice:
-    """Gathers the deltas of one choice of a reply that is not streamed."""
-
-    def __init__(self, choice: Choice) -> None:
-        self._choice = choice
-        self._texts: list[str] = []
-        self._parts: list[Part] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[ShownLogprob] = []
-        self._last: ChoiceDelta | None = None
-
-    def add(self, delta: ChoiceDelta) -> None:
-        """The next delta."""
-        self._texts.append(delta.text)
-        if delta.parts is not None:
-            self._parts.extend(delta.parts)
-        self._token_ids.extend(delta.token_ids)
-        if delta.logprobs is not None:
-            self._logprobs.extend(delta.logprobs)
-        self._last = delta
-
-    @property
-    def num_logprobs(self) -> int:
-        """Tokens whose logprobs are shown, the prompt's included."""
-        return len(self._logprobs) + self._choice.num_prompt_logprobs
-
-    def encoded(self, job: Job, tokenizer: Tokenizer) -> msgspec.Raw:
-        """The entry of `choices` as JSON."""
-        return msgspec.Raw(msgspec.json.encode(self._body(job, tokenizer)))
-
-    def _body(self, job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
-        assert self._last is not None
-        text = "".join(self._texts)
-        format_logprobs = chat_logprobs if job.chat else completion_logprobs
-        logprobs = format_logprobs(self._logprobs, tokenizer) if job.params.logprobs is not None else None
-        body: dict[str, Any] = {"index": self._choice.index}
-        if job.chat:
-            said = {"content": text} if job.answer is None else message_of(self._parts)
-            body["message"] = {"role": "assistant", **said, "refusal": None}
-        else:
-            body["text"] = text
-        body |= {"logprobs": logprobs, "finish_reason": self._last.finish_reason, "stop_reason": self._last.stop_reason}
-        if job.return_token_ids:
-            body["token_ids"] = self._token_ids
-        if job.chat:
-            return body
-        return body | prompt_extras(self._choice, job, tokenizer)
-
-
-def message_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """A whole message's content, thoughts and calls; the latter two where there are any."""
-    content = "".join([part.text for part in parts if isinstance(part, Content)])
-    reasoning = "".join([part.text for part in parts if isinstance(part, Reasoning)])
-    calls = [part for part in parts if isinstance(part, CallBegin)]
-    arguments: list[list[str]] = [[] for _ in calls]
-    for part in parts:
-        if isinstance(part, CallArguments):
-            arguments[part.call].append(part.text)
-    message: dict[str, Any] = {"content": content if content or not (reasoning or calls) else None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": "".join(arguments[call.call])},
-            }
-            for call in calls
-        ]
-    return message
-
-
-def prompt_extras(choice: Choice, job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What vLLM's extras say about the prompt: in each choice of completions, beside the choices of chat."""
-    extras: dict[str, Any] = {}
-    if job.return_token_ids:
-        extras["prompt_token_ids"] = choice.prompt.token_ids
-    if job.num_prompt_logprobs is not None and (of_prompt := choice.prompt_logprobs) is not None:
-        entries = prompt_logprobs(of_prompt, tokenizer, job.num_prompt_logprobs)
-        extras["prompt_logprobs"] = msgspec.Raw(msgspec.json.encode(entries))
-    return extras

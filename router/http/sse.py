@@ -9,22 +9,16 @@ import msgspec
 
 from pdkv.errors import PdkvError
 from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
-from pdkv.router.http.choice import Choice, ChoiceDelta
-from pdkv.router.http.openai import Job
-from pdkv.router.http.responses import chat_logprobs, completion_logprobs, describe_error
-from pdkv.text import Tokenizer
+from pdkv.router.http.choice import ChoiceDelta, TokenCounts
+from pdkv.router.http.completions import reply_frame
+from pdkv.router.http.replies import Asked
+from pdkv.router.http.responses import chat_logprobs, completion_logprobs, describe_error, usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
 
 _json = msgspec.json.encode
 _ascii_json = JSONEncoder(separators=(",", ":")).encode
-
-
-def error_event(error: PdkvError) -> bytes:
-    """The last event of a stream that failed: no [DONE] follows."""
-    _, body = describe_error(error)
-    return b"data: " + _json(body) + b"\n\n"
 
 
 def _encode_text(text: str) -> bytes:
@@ -35,16 +29,13 @@ def _encode_text(text: str) -> bytes:
 
 
 class ChunkEncoder:
-    """Encodes the deltas of one request; hand-made JSON around what changes: under 10 us a chunk."""
+    """Encodes completions and chat completions; hand-made JSON around what changes: under 10 us a chunk."""
 
-    def __init__(
-        self, job: Job, choices: Sequence[Choice], tokenizer: Tokenizer, *, reply_id: str, created: int, model: str
-    ) -> None:
-        self._job = job
-        self._tokenizer = tokenizer
-        self._choices = choices
-        kind = "chat.completion.chunk" if job.chat else "text_completion"
-        head = _json({"id": reply_id, "object": kind, "created": created, "model": model})[:-1]
+    def __init__(self, asked: Asked) -> None:
+        self._job = job = asked.job
+        self._tokenizer = asked.model.tokenizer
+        self._choices = choices = asked.choices
+        head = _json(reply_frame(asked, "chat.completion.chunk" if job.chat else "text_completion"))[:-1]
         self._head = b"data: " + head + b',"choices":['
         self._tail = b'],"usage":null' + _END if job.include_usage else b"]" + _END
         self._num_tokens = [0] * len(choices)  # counted where every chunk shows it
@@ -53,6 +44,10 @@ class ChunkEncoder:
         self._begins = [b'%b{"index":%d%b' % (self._head, choice.index, text_begin) for choice in choices]
         self._plain_end = self._text_end + b',"logprobs":null,"finish_reason":null}' + self._tail
         self._opened = [False] * len(choices)
+
+    def begin(self) -> bytes:
+        """Nothing: each choice says its role itself."""
+        return b""
 
     def encode(self, delta: ChoiceDelta) -> bytes:
         """One delta: one chunk, before which a choice of chat says its role."""
@@ -134,9 +129,16 @@ class ChunkEncoder:
         fields |= self._of_tokens(delta, first=first)
         return b"".join((self._begins[delta.choice], text, self._text_end, b",", _json(fields)[1:], self._tail))
 
-    def encode_usage(self, usage: dict[str, Any]) -> bytes:
-        """The last chunk where it was asked for: no choice."""
-        return self._head + b'],"usage":' + _json(usage) + _END
+    def end(self, counts: TokenCounts) -> bytes:
+        """Where usage was asked for, a chunk without a choice in front."""
+        if not self._job.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + _json(usage(counts)) + _END + DONE
+
+    def fail(self, error: PdkvError) -> bytes:
+        """No [DONE] follows."""
+        _, body = describe_error(error)
+        return b"data: " + _json(body) + b"\n\n"
 
 
 def _delta_of(part: Part) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fake_dispatcher import FakeDispatcher, say, tokens
 from small_app import MODEL, ids, make_app
 
 from pdkv.router.http import choice as choice_module
-from pdkv.router.http import endpoint, responses, sse
+from pdkv.router.http import completions, replies, sse
 from pdkv.wire.messages import PromptLogprobs
 
 PROMPTS = [[5, 6, 7], [8, 9]]
@@ -63,9 +63,9 @@ def test_many_logprobs_do_not_hold_the_event_loop(
         return note
 
     for module, name in (
-        (responses, "completion_logprobs"),
-        (responses, "chat_logprobs"),
-        (responses, "prompt_logprobs"),
+        (completions, "completion_logprobs"),
+        (completions, "chat_logprobs"),
+        (completions, "prompt_logprobs"),
         (sse, "completion_logprobs"),
         (PromptLogprobs, "decode"),
     ):
@@ -79,7 +79,7 @@ def test_many_logprobs_do_not_hold_the_event_loop(
 
     plain = reply()
     assert threads == {threading.main_thread()}
-    monkeypatch.setattr(endpoint, "_INLINE_LOGPROBS", 0)
+    monkeypatch.setattr(replies, "INLINE_LOGPROBS", 0)
     monkeypatch.setattr(choice_module, "_INLINE_ECHO", 0)
     threaded = reply()
     assert threads

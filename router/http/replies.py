@@ -1,0 +1,125 @@
+"""How a reply gets to its client: event by event, or whole. Each API has its own forms of both."""
+
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from pdkv.errors import PdkvError
+from pdkv.router.http.choice import Choice, ChoiceDelta, TokenCounts
+from pdkv.router.http.exchange import Exchange
+from pdkv.router.http.fanout import Fanout
+from pdkv.router.http.openai import Job
+from pdkv.router.http.request_body import Disconnected
+from pdkv.router.http.served_model import ServedModel
+from pdkv.router.http.text_pool import TextPool
+
+INLINE_LOGPROBS = 256
+"""Tokens with logprobs that are encoded on the event loop; with 20 alternatives each they take some milliseconds."""
+
+Work = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs what makes a part of a reply, on a thread where that takes long."""
+
+
+class Asked(NamedTuple):
+    """One request, for whoever writes its reply."""
+
+    job: Job
+    choices: Sequence[Choice]
+    model: ServedModel
+    serial: str  # what makes ids of the reply its own
+    created: int  # seconds since the epoch
+
+
+class EventEncoder(Protocol):
+    """The events of one streamed reply, as they are sent."""
+
+    def begin(self) -> bytes:
+        """What is said before the first delta."""
+
+    def encode(self, delta: ChoiceDelta) -> bytes:
+        """What a delta says; nothing where it shows nothing."""
+
+    def end(self, counts: TokenCounts) -> bytes:
+        """What is said behind the last delta."""
+
+    def fail(self, error: PdkvError) -> bytes:
+        """What is said instead if the request fails."""
+
+
+class WholeReply(Protocol):
+    """A reply that is sent in one piece."""
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """The next delta of a choice."""
+
+    @property
+    def num_logprobs(self) -> int:
+        """Tokens whose logprobs are shown."""
+
+    async def body(self, counts: TokenCounts, work: Work) -> object:
+        """All of it, made in pieces by `work`. To be called once, behind the last delta."""
+
+
+class ReplyForms(NamedTuple):
+    """How one API's replies look."""
+
+    events: Callable[[Asked], EventEncoder]
+    whole: Callable[[Asked], WholeReply]
+
+
+async def send_reply(forms: ReplyForms, fanout: Fanout, model: ServedModel, exchange: Exchange, pool: TextPool) -> None:
+    """Send what the request asked for, as it asked for it. Raises what `Fanout.take` raises, or Disconnected."""
+    asked = Asked(fanout.job, fanout.choices, model, exchange.reply_id, exchange.created)
+    if fanout.job.stream:
+        await _stream(forms.events(asked), fanout, exchange, pool)
+    else:
+        await _send_whole(forms.whole(asked), fanout, exchange, pool)
+
+
+async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, pool: TextPool) -> None:
+    """One write per step of the engines, whatever the number of choices."""
+    encode = encoder.encode
+    begin = b""
+    begun = False
+    while not fanout.finished:
+        batch = fanout.take()
+        if not batch:
+            await fanout.news()
+            continue
+        if not begun:
+            begun = True
+            begin = encoder.begin()
+            await exchange.begin_events(fanout.engines, encoder.fail)
+        if fanout.job.params.logprobs is not None and _num_logprobs(batch) > INLINE_LOGPROBS:
+            for delta in batch:
+                await exchange.send_events(begin + await pool.encode(functools.partial(encode, delta)))
+                begin = b""
+            continue
+        data = encode(batch[0]) if len(batch) == 1 else b"".join(map(encode, batch))
+        if begin or data:  # of an answer that is told apart, a token may show nothing yet
+            await exchange.send_events(begin + data)
+            begin = b""
+    await exchange.end_events(encoder.end(fanout.counts))
+
+
+def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:
+    """Tokens whose logprobs a batch shows."""
+    return sum(len(delta.logprobs) for delta in batch if delta.logprobs is not None)
+
+
+async def _send_whole(whole: WholeReply, fanout: Fanout, exchange: Exchange, pool: TextPool) -> None:
+    """Everything at once, when the last choice is finished."""
+    while not fanout.finished:
+        batch = fanout.take()
+        for delta in batch:
+            whole.add(delta)
+        if not batch:
+            await fanout.news()
+    inline = whole.num_logprobs <= INLINE_LOGPROBS
+
+    async def work(make: Callable[[], Any]) -> Any:
+        if fanout.aborted:
+            raise Disconnected
+        return make() if inline else await pool.encode(make)
+
+    await exchange.send_json(200, await whole.body(fanout.counts, work), fanout.engines)
