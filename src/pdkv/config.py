@@ -7,6 +7,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from pdkv.errors import ConfigError
+from pdkv.grammar.options import GrammarOptions
 from pdkv.host.memory_limits import has_cuda_device
 from pdkv.options import MAX_SECONDS, check_bounds, option, seconds
 from pdkv.secret_options import without_secrets
@@ -69,7 +70,17 @@ class EngineConfig:
         False, "check KV and logits for NaN and infinity, and fail only the requests that have them"
     )
     rank_timeout_s: float = seconds(30.0, "how long a rank may keep the others waiting before the engine ends")
+    grammar_compile_timeout_s: float = seconds(
+        10.0,
+        "how long one grammar (JSON schema, regex, EBNF) may take to compile; a request whose grammar does gets 400",
+    )
+    grammar_cache_memory: int = option(512 << 20, "compiled grammars that one rank keeps", size=True, ge=1)
     cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
+
+    @property
+    def grammars(self) -> GrammarOptions:
+        """What grammars may cost."""
+        return GrammarOptions(compile_timeout_s=self.grammar_compile_timeout_s, cache_bytes=self.grammar_cache_memory)
 
     @property
     def host_kv_bytes(self) -> int:

@@ -84,6 +84,14 @@ class Tokenizer:
         """Ids that are left out of decoded text by default."""
         return self._special_ids
 
+    def ids_by_text(self) -> dict[str, int]:
+        """Every token's id by how the vocabulary writes it, added tokens included."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
+    def to_json(self) -> str:
+        """The tokenizer as tokenizer.json has it."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with the special tokens (such as BOS) that the tokenizer puts around a sequence.
 
