@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdkv.config import EngineConfig
+from pdkv.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferResults, WorkerConnector
 from pdkv.engine.drafts import Proposer
 from pdkv.engine.dtype import resolve_dtype
@@ -19,8 +19,8 @@ from pdkv.engine.kv_cache import (
     make_layout,
     num_blocks_that_fit,
     pool_bytes,
-    profiled_bytes,
 )
+from pdkv.engine.memory_profile import profiled_bytes
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.runner import ModelRunner
 from pdkv.engine.threads import StepThreads
@@ -115,11 +115,10 @@ def resolve_device(config: EngineConfig, shard: Shard = WHOLE) -> torch.device:
         raise ConfigError("device cuda was asked for, but torch finds no CUDA device")
     if not available or config.device == "cpu":
         return torch.device("cpu")
-    if shard.size == 1:
-        return torch.device("cuda")
-    if shard.size > torch.cuda.device_count():
-        raise ConfigError(f"tp {shard.size} needs as many CUDA devices, torch finds {torch.cuda.device_count()}")
-    return torch.device("cuda", shard.rank)
+    devices = config.device_numbers or range(torch.cuda.device_count())
+    if shard.size > len(devices):
+        raise ConfigError(f"tp {shard.size} needs as many CUDA devices, {len(devices)} are there")
+    return torch.device("cuda", devices[shard.rank])
 
 
 class InProcessExecutor(ModelExecutor):
@@ -152,6 +151,8 @@ class InProcessExecutor(ModelExecutor):
         """
         shard = self.shard = parallel.shard
         self.device = resolve_device(config, shard)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # what names no number means this one
         if self.device.type == "cpu":
             keep_freed_memory()
             bound_kernel_caches()
@@ -182,7 +183,8 @@ class InProcessExecutor(ModelExecutor):
         )
         if size_bytes is None:
             num_tokens = min(max_num_batched_tokens, self.max_model_len)
-            self._size_pool(config, profiled_bytes(self._model, config.gpu_memory_utilization, num_tokens))
+            utilization = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+            self._size_pool(config, profiled_bytes(self._model, utilization, num_tokens, config.max_num_seqs))
         self._threads: StepThreads | None = None
         if self.device.type == "cpu":
             self._threads = StepThreads(model_config, dtype, torch.get_num_threads(), shard.size)

@@ -12,8 +12,6 @@ from pdkv.errors import ConfigError
 from pdkv.host.huge_pages import use_huge_pages
 from pdkv.host.memory_limits import format_bytes
 from pdkv.models.config import DTYPE_BYTES, ModelConfig
-from pdkv.models.decoder import Decoder
-from pdkv.models.heads import Heads
 from pdkv.models.shard import WHOLE, Shard
 from pdkv.wire.messages import KVLayout
 
@@ -136,29 +134,3 @@ def pool_bytes(config: EngineConfig, device: torch.device) -> int | None:
     if config.kv_cache_memory is None and device.type != "cpu":
         return None
     return config.host_kv_bytes // config.tp
-
-
-@torch.inference_mode()
-def profiled_bytes(model: Decoder, utilization: float, num_tokens: int) -> int:
-    """Bytes that a step of `num_tokens` tokens leaves of a GPU: run one without a cache, see what it took at its peak.
-
-    Raises:
-        ConfigError: nothing is left.
-    """
-    device = model.device
-    torch.cuda.reset_peak_memory_stats(device)
-    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-
-    def attend(layer: int, qkv: torch.Tensor, heads: Heads | None) -> torch.Tensor:
-        if heads is not None:
-            heads.apply(qkv)
-        return qkv[:, : model.num_heads].flatten(1)
-
-    model.logits(model.forward(zeros, torch.arange(num_tokens, device=device), attend, None)[-1:])
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    size_bytes = int(total * utilization) - others - torch.cuda.max_memory_allocated(device)
-    if size_bytes <= 0:
-        raise ConfigError(f"gpu_memory_utilization {utilization} leaves no memory for the KV cache")
-    return size_bytes

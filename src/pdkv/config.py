@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pdkv.errors import ConfigError
 from pdkv.grammar.options import GrammarOptions
-from pdkv.host.memory_limits import has_cuda_device
-from pdkv.options import MAX_SECONDS, check_bounds, option, seconds
+from pdkv.host.cuda_devices import count_cuda_devices
+from pdkv.options import MAX_SECONDS, check_bounds, option, parse_numbers, seconds
 from pdkv.secret_options import without_secrets
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
@@ -17,6 +17,10 @@ DEFAULT_MODEL = Path(__file__).parent / "default_model"
 
 DEFAULT_HOST_KV_BYTES = 256 << 20
 """KV pool of an engine that computes on the CPU and was told no size."""
+
+
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+"""Of a GPU's memory, for all engines on it together that were told no share of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,12 @@ class EngineConfig:
         "auto", "computation and KV dtype; auto: the model's; float32 for bfloat16 on a CPU that only emulates it"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: cuda where there is one")
+    devices: str | None = option(
+        None,
+        "CUDA devices that ranks may compute on, such as 0,1 or 0-3 (default: all); a rank takes one, and where there "
+        "are fewer, engines share them",
+        metavar="LIST",
+    )
     block_size: int = option(16, "tokens per KV block, a multiple of 16", ge=16, multiple_of=16)
     kv_cache_memory: int | None = option(
         None,
@@ -38,7 +48,10 @@ class EngineConfig:
         size=True,
         ge=1,
     )
-    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use", gt=0, le=1)
+    gpu_memory_utilization: float | None = option(
+        None, "share of its GPU's memory that an engine may use (default: 0.9, shared out among those on one GPU)",
+        gt=0, le=1,
+    )  # fmt: skip
     max_num_seqs: int = option(256, "most requests in one step", ge=1)
     max_num_batched_tokens: int | None = option(None, "most tokens in one step (CPU: 2048, GPU: 8192)", ge=1)
     max_model_len: int | None = option(None, "longest prompt + output (default: the model's)", ge=1)
@@ -90,22 +103,34 @@ class EngineConfig:
     @property
     def in_host_memory(self) -> bool:
         """Whether the pool will lie in host memory, as far as that can be told without torch."""
-        return self.device == "cpu" or (self.device == "auto" and not has_cuda_device())
+        return self.device == "cpu" or (self.device == "auto" and count_cuda_devices() == 0)
 
     @property
     def least_step_ahead_s(self) -> float:
         """Seconds from which a step is worth planning ahead of: see `make_step_loop`."""
         return self.in_turn_below_s if self.in_host_memory else 0.0
 
+    @property
+    def device_numbers(self) -> tuple[int, ...] | None:
+        """The CUDA devices of `devices`; None: all."""
+        return None if self.devices is None else parse_numbers("devices", self.devices)
+
     def __post_init__(self) -> None:
         check_bounds(self)
+        numbers = self.device_numbers
+        if numbers is not None and len(numbers) < self.tp:
+            raise ConfigError(f"devices: tp {self.tp} needs as many CUDA devices, got {self.devices!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffConfig:
     """How engines pass KV to one another."""
 
-    connector: str = option("shared_memory", "KV connector by its registry name", metavar="NAME")
+    connector: str = option(
+        "shared_memory",
+        "KV connector by its registry name; where KV lies in GPU memory the default is nixl",
+        metavar="NAME",
+    )
     connector_config: Mapping[str, str] = option(
         {}, "connector options; KEY=@FILE reads the value from a file", metavar="KEY=VALUE"
     )

@@ -8,6 +8,7 @@ the command line's flags has the same fields (config.py).
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -64,6 +65,21 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise ConfigError(f"a size such as 512MiB was expected, got {text!r}")
     return size
+
+
+def parse_numbers(name: str, text: str) -> tuple[int, ...]:
+    """The numbers of a list such as "0-3" or "0,2", each once, in its order.
+
+    Raises:
+        ConfigError: malformed or empty; says so of the option `name`.
+    """
+    numbers: dict[int, None] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"{name}: a list such as 0-1 or 0,2 was expected, got {text!r}")
+        numbers |= dict.fromkeys(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(numbers)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

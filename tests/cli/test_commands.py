@@ -180,6 +180,12 @@ def test_the_defaults_are_the_dataclasses(tmp_path: Path) -> None:
     assert deployment("--prefill", "0").shape == "1 aggregated, connector shared_memory"
 
 
+def test_the_connector_by_default_is_one_that_reaches_the_kv() -> None:
+    assert deployment("--device", "cpu").handoff.connector == "shared_memory"
+    assert deployment("--device", "cpu", "--decode-device", "cuda").handoff.connector == "nixl"
+    assert deployment("--device", "cuda", "--connector", "p2p").handoff.connector == "p2p"
+
+
 def test_connector_list_shows_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("connector", "list") == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pdkv.cli.launch import launch_variables
+from pdkv.cli.launch import build_handoff, launch_variables
 from pdkv.cli.options import CONNECTOR_CONFIG, Flag, add_flags, build, collect, flags_of, warn_of_secrets
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.launch.config import HostedEngine
@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     flags = [flag for group in flag_groups().values() for flag in group]
     values = collect(flags, vars(arguments), known_variables=launch_variables(), file=arguments.config)
     hosted = build(HostedEngine, values)
-    config, handoff = build(EngineConfig, values), build(HandoffConfig, values)
+    config = build(EngineConfig, values)
+    handoff = build_handoff(values, [config])
     from pdkv.launch.engine_host import host_engine
     from pdkv.launch.logs import configure_logging
 

@@ -107,9 +107,10 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     launch = build(LaunchConfig, values)
     if launch.aggregated:
         _check_no_prefill_options(flags, values)
+    prefill, decode = (build(EngineConfig, values, role=role) for role in ROLES)
     return Deployment(
         launch=launch,
-        handoff=build(HandoffConfig, values),
+        handoff=build_handoff(values, [prefill, decode]),
         router=RouterConfig(
             http=build(HttpLimits, values),
             api=build(HttpApi, values),
@@ -120,9 +121,16 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
             recovery=build(RecoveryConfig, values),
             observability=build(ObservabilityConfig, values),
         ),
-        prefill=build(EngineConfig, values, role="prefill"),
-        decode=build(EngineConfig, values, role="decode"),
+        prefill=prefill,
+        decode=decode,
     )
+
+
+def build_handoff(values: Mapping[str, Any], engines: Sequence[EngineConfig]) -> HandoffConfig:
+    """The hand-off between these engines. Raises ConfigError."""
+    if "connector" not in values and not all(config.in_host_memory for config in engines):
+        values = {**values, "connector": "nixl"}
+    return build(HandoffConfig, values)
 
 
 def _check_no_prefill_options(flags: Sequence[Flag], values: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ Read from /proc/meminfo, /proc/vmstat and the cgroups.
 somebody. So every pool is compared with what is available before a byte of it is allocated.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -125,9 +124,3 @@ def _read_stat(path: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
-
-
-def has_cuda_device() -> bool:
-    """Whether the NVIDIA driver shows a device, as far as that can be told without torch."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return hidden not in ("", "-1") and Path("/dev/nvidiactl").exists()

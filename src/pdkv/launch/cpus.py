@@ -1,10 +1,10 @@
 """Which CPUs and how many threads an engine gets."""
 
 import os
-import re
 from collections.abc import Sequence
 
 from pdkv.errors import ConfigError
+from pdkv.options import parse_numbers
 
 _SPIN_ROUNDS = 20_000
 """A fraction of a millisecond: longer than the way from one operation of a step to the next, and soon over."""
@@ -35,17 +35,12 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     Raises:
         ConfigError: malformed, empty, or a CPU that this process may not use.
     """
-    cpus: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ConfigError(f"cpu_bind: a list such as 0-1 or 0,2 was expected, got {text!r}")
-        cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    cpus = frozenset(parse_numbers("cpu_bind", text))
     missing = cpus - os.sched_getaffinity(0)
     if missing:
         usable = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         raise ConfigError(f"cpu_bind: CPU {min(missing)} cannot be used here (usable: {usable}), got {text!r}")
-    return frozenset(cpus)
+    return cpus
 
 
 def split_cpu_bind(text: str | None, num_engines: int) -> list[frozenset[int] | None]:

@@ -9,6 +9,7 @@ from pdkv.connectors.registry import connector_target
 from pdkv.errors import ConfigError
 from pdkv.launch.config import HostedEngine
 from pdkv.launch.cpus import default_threads, split_cpu_bind
+from pdkv.launch.devices import place_on_devices
 from pdkv.launch.launcher import ReadyLog, StopSignals, run_supervised
 from pdkv.launch.plan import check_pools
 from pdkv.launch.run_dir import RunDirectory
@@ -51,13 +52,13 @@ def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConf
 def plan_hosted(
     hosted: HostedEngine, config: EngineConfig, handoff: HandoffConfig, run_dir: RunDirectory
 ) -> EngineSpec:
-    """The engine with this host's CPUs to itself. Raises ConfigError for a wrong --cpu-bind or --kv-shards."""
+    """The engine with this host to itself. Raises ConfigError for wrong --cpu-bind, --devices or --kv-shards."""
     kv_shards = hosted.kv_shards or config.tp
     if kv_shards % config.tp:
         raise ConfigError(f"kv_shards must be a multiple of tp ({config.tp}), got {kv_shards}")
     cpus = split_cpu_bind(config.cpu_bind, 1)[0]
     threads = config.threads or (max(1, len(cpus) // config.tp) if cpus else default_threads(config.tp))
-    return EngineSpec(
+    spec = EngineSpec(
         name=hosted.name,
         role=hosted.role,
         epoch="",
@@ -74,6 +75,7 @@ def plan_hosted(
         start_timeout_s=hosted.start_timeout_s,
         cluster_key_file=hosted.cluster_key_file,
     )
+    return place_on_devices([spec])[0]
 
 
 async def _serve(hosted: HostedEngine, supervisor: Supervisor) -> None:

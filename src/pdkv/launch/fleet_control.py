@@ -10,6 +10,7 @@ from typing import Any
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import spin_rounds
+from pdkv.launch.devices import keep_devices, place_on_devices
 from pdkv.launch.plan import Kind, check_pools, plan_address, plan_engine
 from pdkv.launch.router_admin import Refused, RouterAdmin
 from pdkv.launch.run_dir import RunDirectory
@@ -204,7 +205,7 @@ class FleetControl:
                 )
         if specs:
             self.choose_spin([*self.supervisor.engines.values(), *specs])
-        return specs
+        return place_on_devices(specs, self.supervisor.engines.values())
 
     def choose_spin(self, engines: Sequence[EngineSpec]) -> None:
         """Let engines that start from now on spin as befits these."""
@@ -217,10 +218,11 @@ class FleetControl:
         """The engine with the share of the machine that it has among those that there are now."""
         prefix, _, index = name.rpartition("-")
         kind = next(kind for kind in ("prefill", "decode", "engine") if kind == prefix)
-        return plan_engine(
+        spec = plan_engine(
             self.deployment, self.run_dir, kind, int(index),
             num_engines=len(self.supervisor.engines), num_ranks=self._num_ranks(),
         )  # fmt: skip
+        return keep_devices(spec, self.supervisor.engines[name])
 
     def _num_ranks(self) -> int:
         return sum(spec.config.tp for spec in self.supervisor.engines.values())

@@ -10,6 +10,7 @@ from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import check_host_memory, format_bytes
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import default_threads, split_cpu_bind
+from pdkv.launch.devices import place_on_devices
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec, RouterSpec
 from pdkv.launch.supervisor import Fleet
@@ -24,18 +25,22 @@ ROLES: dict[Kind, Role] = {"prefill": "prefill", "decode": "decode", "engine": "
 
 
 def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
-    """What a launch begins with. Raises ConfigError for a wrong --cpu-bind."""
+    """What a launch begins with. Raises ConfigError for a wrong --cpu-bind, and as `place_on_devices` does."""
     launch = deployment.launch
     counts: dict[Kind, int] = {"prefill": launch.prefill, "decode": launch.decode}
     if launch.aggregated:
         counts = {"engine": launch.decode}
     for kind, count in counts.items():
         split_cpu_bind(config_of(deployment, kind).cpu_bind, count)
-    engines = [
-        plan_engine(deployment, run_dir, kind, index, num_engines=launch.num_engines, num_ranks=deployment.num_ranks)
-        for kind, count in counts.items()
-        for index in range(count)
-    ]
+    engines = place_on_devices(
+        [
+            plan_engine(
+                deployment, run_dir, kind, index, num_engines=launch.num_engines, num_ranks=deployment.num_ranks
+            )
+            for kind, count in counts.items()
+            for index in range(count)
+        ]
+    )
     model = deployment.prefill.model
     router = RouterSpec(
         router_id=f"router-{secrets.token_hex(8)}",  # of this launch: a restarted router has it again

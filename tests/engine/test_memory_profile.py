@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdkv.engine.kv_cache import profiled_bytes
+from pdkv.engine.memory_profile import profiled_bytes
 from pdkv.errors import ConfigError
 from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Attend, Decoder
@@ -59,14 +59,20 @@ def model(tiny_model_dir: Path) -> Decoder:
 def test_the_pool_gets_what_the_largest_step_leaves(
     num_tokens: int, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the share that the engine may use: less other processes, weights and the temporaries at their peak."""
+    """Of the share that the engine may use: less weights and the temporaries at their peak."""
     ledger = Ledger(monkeypatch, model)
-    assert profiled_bytes(model, 0.9, num_tokens) == 90_000 - OTHERS - WEIGHTS - num_tokens * PER_TOKEN
+    assert profiled_bytes(model, 0.9, num_tokens, 8) == 90_000 - WEIGHTS - num_tokens * PER_TOKEN
     assert ledger.tokens == [num_tokens]
-    assert ledger.num_logits >= 1
+    assert ledger.num_logits == min(8, num_tokens)
 
 
 def test_where_nothing_is_left_it_says_so(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     Ledger(monkeypatch, model)
-    with pytest.raises(ConfigError, match=r"0\.5"):
-        profiled_bytes(model, 0.5, 100)
+    with pytest.raises(ConfigError, match=r"0\.5 leaves no memory"):
+        profiled_bytes(model, 0.5, 100, 8)
+
+
+def test_what_others_have_taken_is_not_promised(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    Ledger(monkeypatch, model)
+    with pytest.raises(ConfigError, match=r"0\.95 asks for .* and other processes leave"):
+        profiled_bytes(model, 0.95, 1, 8)

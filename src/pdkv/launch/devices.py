@@ -1,0 +1,108 @@
+"""Which CUDA devices the ranks of a launch compute on, and how much of a device's memory an engine may use."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pdkv.config import DEFAULT_GPU_MEMORY_UTILIZATION
+from pdkv.errors import ConfigError
+from pdkv.host.cuda_devices import count_cuda_devices
+from pdkv.launch.specs import EngineSpec
+
+_LEAST_SHARE = 0.01
+
+
+@dataclass(slots=True)
+class _Device:
+    """Who is on one device."""
+
+    number: int
+    engines: list[str] = field(default_factory=list)
+    given: float = 0.0  # of its memory, to engines that were told their share
+    num_sharing: int = 0  # engines that were not
+
+    def add(self, engine: EngineSpec) -> None:
+        self.engines.append(engine.name)
+        self.given += engine.config.gpu_memory_utilization or 0.0
+        self.num_sharing += engine.config.gpu_memory_utilization is None
+
+    @property
+    def share(self) -> float:
+        """What each of those gets."""
+        return (DEFAULT_GPU_MEMORY_UTILIZATION - self.given) / self.num_sharing
+
+    def check(self) -> None:
+        """Raises ConfigError where more is wanted than there is."""
+        if self.given > 1.0 + 1e-9 or (self.num_sharing and self.share < _LEAST_SHARE):
+            others = ", which leaves nothing to the others" if self.num_sharing else ""
+            raise ConfigError(
+                f"gpu_memory_utilization: {', '.join(self.engines)} share CUDA device {self.number}, and "
+                f"{self.given:.0%} of its memory is given away{others}: give each less, or use more --devices"
+            )
+
+
+def place_on_devices(specs: Sequence[EngineSpec], running: Iterable[EngineSpec] = ()) -> list[EngineSpec]:
+    """The same engines; those that compute on CUDA have devices, one per rank, and a share of their memory.
+
+    A rank goes to the device with the fewest others on it.
+
+    Args:
+        specs: to be started. `config.devices` says which devices they may have; None: all.
+        running: engines that were placed before, and keep what they have.
+
+    Raises:
+        ConfigError: an engine has more ranks than there are devices, or a device has not enough memory for its engines.
+    """
+    devices = [_Device(number) for number in range(count_cuda_devices())]
+    for engine in running:
+        for device in _allowed(engine, devices):
+            device.add(engine)
+    placed: dict[str, list[_Device]] = {}
+    for spec in specs:
+        if not spec.config.in_host_memory:
+            placed[spec.name] = _choose(spec, devices)
+            for device in placed[spec.name]:
+                device.add(spec)
+    for device in devices:
+        device.check()
+    return [_placed(spec, placed[spec.name]) if spec.name in placed else spec for spec in specs]
+
+
+def keep_devices(spec: EngineSpec, before: EngineSpec) -> EngineSpec:
+    """An engine that takes another one's place, on its devices."""
+    return _replace(spec, before.config.devices, before.config.gpu_memory_utilization)
+
+
+def _allowed(engine: EngineSpec, devices: Sequence[_Device]) -> Sequence[_Device]:
+    if engine.config.in_host_memory:
+        return ()
+    numbers = engine.config.device_numbers
+    if numbers is None:
+        return devices
+    missing = [number for number in numbers if number >= len(devices)]
+    if missing:
+        raise ConfigError(
+            f"devices: {len(devices)} CUDA devices are here, numbered from 0, and {missing[0]} is none of them; "
+            f"got {engine.config.devices!r}"
+        )
+    return [devices[number] for number in numbers]
+
+
+def _choose(spec: EngineSpec, devices: Sequence[_Device]) -> list[_Device]:
+    allowed, tp = _allowed(spec, devices), spec.config.tp
+    if len(allowed) < tp:
+        raise ConfigError(f"{spec.name}: tp {tp} needs as many CUDA devices, and there are {len(allowed)}")
+    chosen = sorted(allowed, key=lambda device: (len(device.engines), device.number))[:tp]
+    return sorted(chosen, key=lambda device: device.number)
+
+
+def _placed(spec: EngineSpec, devices: Sequence[_Device]) -> EngineSpec:
+    share = spec.config.gpu_memory_utilization or min(device.share for device in devices)
+    return _replace(spec, ",".join(str(device.number) for device in devices), share)
+
+
+def _replace(spec: EngineSpec, devices: str | None, gpu_memory_utilization: float | None) -> EngineSpec:
+    config = dataclasses.replace(spec.config, devices=devices, gpu_memory_utilization=gpu_memory_utilization)
+    return msgspec.structs.replace(spec, config=config)
