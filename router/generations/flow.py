@@ -12,7 +12,8 @@ import msgspec
 from pdkv.errors import EngineDied, InvalidRequest, PdkvError, RequestAborted, RequestFailed, RequestTimeout
 from pdkv.router.generations.flow_state import FlowMessage, FlowState
 from pdkv.router.generations.request import NOWHERE, Route
-from pdkv.router.generations.submits import error_of, make_submit
+from pdkv.router.generations.submits import make_submit
+from pdkv.wire.failures import error_of
 from pdkv.wire.messages import (
     Abort,
     Allocated,

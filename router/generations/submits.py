@@ -1,14 +1,11 @@
-"""What a flow says to engines and hears of their failures, as values."""
+"""What a flow says to engines, as values."""
 
 from typing import Literal
 
 import msgspec
 
-from pdkv.errors import EngineDied, InvalidRequest, PdkvError, RequestAborted, RequestFailed, RequestTimeout
 from pdkv.router.generations.request import GenerateRequest
-from pdkv.wire.messages import MAX_TIMEOUT_S, Failed, KVHandoff, Submit
-
-_FAILURES: dict[str, type[RequestFailed]] = {e.code: e for e in (RequestTimeout, RequestAborted, EngineDied)}
+from pdkv.wire.messages import MAX_TIMEOUT_S, KVHandoff, Submit
 
 
 def make_submit(
@@ -51,13 +48,3 @@ def make_submit(
         label=request.label,
         traceparent=request.traceparent,
     )
-
-
-def error_of(message: Failed) -> PdkvError:
-    """The failure that an engine reports, as its type."""
-    if message.code == InvalidRequest.code:
-        return InvalidRequest(message.message, param=message.param or None)
-    kind = _FAILURES.get(message.code, RequestFailed)
-    error = kind(message.message, request_id=message.request_id, retryable=message.retryable)
-    error.code = message.code
-    return error

@@ -1,5 +1,6 @@
 """How tokens are drawn and when generation ends; shared by the router, the engines and the offline API."""
 
+import enum
 import math
 from collections.abc import Callable
 
@@ -23,6 +24,14 @@ MAX_LOGPROBS = 20
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are 0: vLLM's _SAMPLING_EPS."""
+
+
+class RequestOutputKind(enum.StrEnum):
+    """What the outputs of an `AsyncLLM` have, as vLLM calls it."""
+
+    CUMULATIVE = "cumulative"  # all so far
+    DELTA = "delta"  # what is new since the last output
+    FINAL_ONLY = "final_only"  # all, once, at the end
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the last token of each never follows its others
     logprobs: int | None = None  # number of alternatives per output token; 0 = the sampled token only
     prompt_logprobs: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncLLM`; LLM and the router look at none
     structured_outputs: StructuredOutputs | None = None  # the answer's shape; whoever checks it makes of it:
     grammar: Grammar | None = None  # no token is drawn that it does not allow
 
@@ -74,6 +84,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
+            )
+        if self.output_kind not in [*RequestOutputKind]:
+            expected = ", ".join(RequestOutputKind)
+            raise InvalidRequest(
+                f"output_kind must be one of {expected}, got {self.output_kind!r}", param="output_kind"
             )
         check_stops(self.stop)
         check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)

@@ -29,10 +29,10 @@ def engine(model: Path) -> Iterator[LLM]:
 @pytest.fixture
 def llm(engine: LLM) -> Iterator[LLM]:
     yield engine
-    engine._settle()
-    counts = engine._core.scheduler.kv.pool.counts()
+    engine._engine.settle()
+    counts = engine._engine.core.scheduler.kv.pool.counts()
     assert counts.free + counts.cached == counts.total
-    assert not engine._live
+    assert not engine._engine.core.requests
 
 
 def test_results_have_the_prompts_order_whatever_form_they_have(llm: LLM) -> None:

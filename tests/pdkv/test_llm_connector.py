@@ -11,10 +11,10 @@ import pytest
 from recall import make_question
 
 from pdkv import LLM, SamplingParams
-from pdkv import llm as llm_module
 from pdkv.connectors.store.base import Buffer, KVStore, StoreConnector
 from pdkv.errors import ConfigError, UnknownConnector
 from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.offline import engine as engine_module
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "offline_prefill_decode"
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
@@ -87,7 +87,7 @@ class StuckConnector(StoreConnector):
 def test_a_save_that_does_not_end_does_not_hold_generate_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(llm_module, "SAVE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(engine_module, "SAVE_TIMEOUT_S", 0.2)
     monkeypatch.setitem(sys.modules, "stuck_connector", sys.modules[__name__])
     StuckStore.begun.clear()
     StuckStore.may_go_on.clear()
@@ -98,7 +98,7 @@ def test_a_save_that_does_not_end_does_not_hold_generate_for_ever(
         assert "saves have not ended within 0.2 s" in caplog.text
         StuckStore.may_go_on.set()
         assert answers_of(llm)[0] == ANSWERS  # it goes on
-        assert llm._core.external.is_idle
+        assert llm._engine.core.external.is_idle
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_save_that_does_not_end_does_not_hold_generate_for_ever(
 def test_what_cannot_work_is_refused_before_weights_are_loaded(
     arguments: dict[str, object], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm_module, "build_engine", pytest.fail)
+    monkeypatch.setattr(engine_module, "build_engine", pytest.fail)
     with pytest.raises(error, match=message):
         LLM(**arguments)  # type: ignore[arg-type]
 

@@ -60,7 +60,7 @@ def family(
 def test_first_pass_and_replay(family: Family, threshold: int) -> None:
     with family.llm(long_prefill_token_threshold=threshold) as llm:
         first, replay = (family.check(llm) for _ in range(2))
-        assert llm._core.scheduler.num_preemptions == 0
+        assert llm._engine.core.scheduler.num_preemptions == 0
     num_cached = [sum(output.num_cached_tokens for output in outputs) for outputs in (first, replay)]
     assert num_cached[1] > num_cached[0]
 
@@ -68,10 +68,10 @@ def test_first_pass_and_replay(family: Family, threshold: int) -> None:
 def test_preemption(family: Family) -> None:
     with family.llm(**family.small_pool) as llm:
         family.check(llm)
-        assert llm._core.scheduler.num_preemptions > 0
-        num_preemptions = llm._core.scheduler.num_preemptions
+        assert llm._engine.core.scheduler.num_preemptions > 0
+        num_preemptions = llm._engine.core.scheduler.num_preemptions
         family.check(llm)
-        assert llm._core.scheduler.num_preemptions > num_preemptions
+        assert llm._engine.core.scheduler.num_preemptions > num_preemptions
 
 
 def test_bigger_blocks_and_small_batches(family: Family) -> None:
@@ -88,7 +88,7 @@ def test_logprobs_in_chunks_and_under_preemption(family: Family) -> None:
     params = msgspec.structs.replace(GREEDY, logprobs=2, prompt_logprobs=0)
     with family.llm(long_prefill_token_threshold=48, **family.small_pool) as llm:
         outputs = family.check(llm, params)
-        assert llm._core.scheduler.num_preemptions > 0
+        assert llm._engine.core.scheduler.num_preemptions > 0
     for output, (prompt, continuation) in zip(outputs, family.workload.expected, strict=True):
         tokens = prompt + continuation
         rows = family.oracle.logprobs(tokens)

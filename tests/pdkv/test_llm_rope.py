@@ -73,7 +73,7 @@ def test_where_no_length_matters_tokens_are_those_of_transformers(
     model = make_model(tmp_path, family, rope, **overrides)
     expected = expect(Oracle(model), LENGTHS)
     with engine(model) as llm:
-        assert llm._core.card.max_model_len == LONG
+        assert llm._engine.core.card.max_model_len == LONG
         check(llm, expected)
         with pytest.raises(InvalidRequest, match=f"at most {LONG - 1} leave room"):
             llm.generate([[5] * LONG], PARAMS, progress=False)
@@ -99,7 +99,7 @@ def test_dynamic_frequencies_are_those_of_the_engines_length(tmp_path: Path, max
     lengths = tuple(n for n in LENGTHS if n + NUM_OUTPUT <= length)
     expected = expect(fixed_oracle(model, length), lengths)
     with engine(model, max_model_len=max_model_len) as llm:
-        assert llm._core.card.max_model_len == length
+        assert llm._engine.core.card.max_model_len == length
         check(llm, expected)
 
 
@@ -114,7 +114,7 @@ def test_longrope_has_the_short_factors_up_to_the_original_length(tmp_path: Path
     """That is the length of an engine that is told none, as in vLLM: there transformers never changes factors."""
     model = make_model(tmp_path, family, LONGROPE, **STRETCHED)
     with engine(model) as llm:
-        assert llm._core.card.max_model_len == TRAINED
+        assert llm._engine.core.card.max_model_len == TRAINED
         check(llm, expect(Oracle(model), (TRAINED // 2, TRAINED - NUM_OUTPUT)))
 
 
@@ -134,5 +134,5 @@ def test_engines_of_other_lengths_are_other_models_where_their_frequencies_are(t
     identities = []
     for length in (32, TRAINED, TRAINED + 1, LONG):
         with engine(model, max_model_len=length) as llm:
-            identities.append(llm._core.card.model)
+            identities.append(llm._engine.core.card.model)
     assert identities[0] == identities[1] != identities[2] == identities[3]

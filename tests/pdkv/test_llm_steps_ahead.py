@@ -53,7 +53,7 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def watch_steps_ahead(llm: LLM, patch: pytest.MonkeyPatch) -> list[int]:
     """How many steps were under way beside each one that was planned; gets longer."""
-    watch, seen = llm._core.watch, [0]
+    watch, seen = llm._engine.core.watch, [0]
     plan = Ahead.plan
 
     def planned(self: Ahead, now: float) -> bool:
@@ -71,11 +71,11 @@ def generate(model: Path, ahead: int, proposer: RandomProposer | None = None) ->
     pool = {"kv_cache_memory": 24 * 16 * 512, "max_model_len": 128}
     lag = {"max_steps_ahead": ahead, "in_turn_below_s": 0.0}  # 0: steps as short as these are planned ahead, too
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdkv.llm.build_engine", partial(build_engine, proposer=proposer))
+        patch.setattr("pdkv.offline.engine.build_engine", partial(build_engine, proposer=proposer))
         with LLM(model, threads=1, max_num_seqs=12, device="cpu", **lag, **pool) as llm:
             most = watch_steps_ahead(llm, patch)
             outputs = llm.generate(prompts, params, progress=False)
-            assert llm._core.scheduler.num_preemptions > 0
+            assert llm._engine.core.scheduler.num_preemptions > 0
             assert max(most) == ahead
     found = []
     for output, prompt, asked_for in zip(outputs, prompts, params, strict=True):
@@ -117,7 +117,7 @@ def test_an_llm_that_nobody_holds_any_more_gives_its_memory_back(model: Path) ->
     llm = LLM(model, max_steps_ahead=1, threads=1, device="cpu", kv_cache_memory=1 << 20)
     llm.generate([[7, 8, 9]], SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
     steps = [thread for thread in threading.enumerate() if thread.name == "steps"]
-    core = weakref.ref(llm._core)
+    core = weakref.ref(llm._engine.core)
     assert len(steps) == 1
     del llm
     gc.collect()

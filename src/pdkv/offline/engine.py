@@ -1,0 +1,121 @@
+"""One engine in this process, with the loop around it."""
+
+import logging
+import queue
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pdkv.build_engine import build_engine
+from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.connectors.registry import check_connector
+from pdkv.engine.step_loop import make_step_loop
+from pdkv.errors import ConfigError
+from pdkv.options import from_fields
+from pdkv.wire.messages import EngineToRouter, RouterToEngine
+
+logger = logging.getLogger(__name__)
+
+SAVE_TIMEOUT_S = 60.0
+"""How long `settle` waits for saves: far more than a store's own deadlines, for a store that keeps none."""
+
+_ROUTER_ID = "local"
+
+
+class LocalEngine:
+    """One thread uses it, but for `wake`. When nobody holds it any more, its own threads end."""
+
+    def __init__(self, config: EngineConfig, handoff: HandoffConfig | None) -> None:
+        """Load the model.
+
+        Raises:
+            ConfigError: a wrong value, model directory or connector option.
+        """
+        self._news = news = queue.SimpleQueue[bool]()  # one per call of `wake`; True: it is the connector's
+        epoch = secrets.token_hex(8)
+        self.core = build_engine(config, handoff, name=f"llm-{epoch}", epoch=epoch, notify=lambda: news.put(True))
+        self.core.router_joined(_ROUTER_ID, self.core.card.epoch)
+        self._steps = make_step_loop(
+            self.core, config.max_steps_ahead, lambda: news.put(False), config.least_step_ahead_s
+        )
+        self._end_steps = weakref.finalize(self, self._steps.close)  # a thread would keep all memory
+
+    def wake(self) -> None:
+        """End the wait of a `step` that waits. Any thread, and a finalizer, may call it."""
+        self._news.put(False)
+
+    def send(self, message: RouterToEngine) -> None:
+        """Say something to the engine; what it cannot stand comes back as a Failed. Raises what a rank raised."""
+        self.core.handle_guarded(_ROUTER_ID, message, time.monotonic())
+
+    def step(self) -> list[EngineToRouter]:
+        """Wait for something to do, and do it. Returns what the engine says; raises what makes it unusable."""
+        if self._wait():
+            self._steps.wake()
+        self._steps.turn()
+        return [message for _, messages in self.core.take_messages(time.monotonic()) for message in messages]
+
+    def _wait(self) -> bool:
+        """Whether the connector had news meanwhile."""
+        wait_s = self._steps.wait_s()
+        has_news = False
+        try:
+            if wait_s != 0.0:
+                has_news = self._news.get(timeout=None if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
+            while True:
+                has_news |= self._news.get_nowait()
+        except queue.Empty:
+            return has_news
+
+    def settle(self) -> None:
+        """Wait for saves, at most SAVE_TIMEOUT_S. Only while no request is in flight."""
+        deadline = time.monotonic() + SAVE_TIMEOUT_S
+        while self.core.has_work or not (self.core.external.is_idle and self._steps.is_idle):
+            if time.monotonic() >= deadline:
+                logger.warning("the connector's saves have not ended within %g s", SAVE_TIMEOUT_S)
+                return
+            self.step()
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back. Idempotent."""
+        self._end_steps()
+        self.core.shutdown()
+
+
+def read_config(
+    owner: str,
+    model: str | Path,
+    connector: str | None,
+    connector_config: Mapping[str, str] | None,
+    fields: Mapping[str, Any],
+) -> tuple[EngineConfig, HandoffConfig | None]:
+    """The arguments of `LLM` or `AsyncLLM`, as errors call their owner.
+
+    Raises:
+        ConfigError: a wrong field, or a connector that cannot serve one engine alone.
+    """
+    config = from_fields(EngineConfig, {"model": Path(model), **fields}, owner=owner)
+    return config, _handoff_config(connector, connector_config)
+
+
+def _handoff_config(connector: str | None, options: Mapping[str, str] | None) -> HandoffConfig | None:
+    """What an engine's connector is built from; None: an engine without.
+
+    Raises:
+        ConfigError: a connector that is unknown, or that needs a router to bring two engines together.
+    """
+    if connector is None:
+        if options:
+            raise ConfigError(f"connector_config={dict(options)} needs a connector, such as connector='shared_storage'")
+        return None
+    handoff = HandoffConfig(connector=connector, connector_config=dict(options or {}))
+    if not check_connector(connector, handoff.connector_config).content_addressed:
+        raise ConfigError(
+            f"connector {connector!r} carries KV between two engines that a router brings together (`pd launch`); "
+            "an LLM needs one that finds KV by its content, such as 'shared_storage' or 'store'"
+        )
+    return handoff

@@ -1,0 +1,188 @@
+"""A prompt under way: its choices, what the engine's messages make of them, and what is shown of that."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdkv.errors import PdkvError
+from pdkv.offline.outputs import CompletionOutput, RequestOutput
+from pdkv.sampling_params import RequestOutputKind
+from pdkv.text import TextStream
+from pdkv.wire.failures import error_of
+from pdkv.wire.messages import Abort, EngineToRouter, Failed, Finished, SourceCounts, Submit, TokenLogprob, Tokens
+
+
+@dataclass(slots=True)
+class Choice:
+    """One generation in flight, or ended."""
+
+    submit: Submit
+    stream: TextStream
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    sources: SourceCounts = field(default_factory=SourceCounts)
+    num_shown: int = 0  # tokens that `take` has given
+    num_shown_chars: int = 0
+    has_news: bool = False  # for `take`
+
+    def push(self, tokens: Tokens) -> None:
+        """Take new tokens; a stop string may end the choice."""
+        self.has_news = True
+        piece = self.stream.push(tokens.token_ids)
+        self._append(piece.text, piece.stop)
+        self.token_ids += tokens.token_ids[: piece.num_tokens]
+        self.logprobs += (tokens.logprobs or [])[: piece.num_tokens]
+        if tokens.prompt_logprobs is not None:
+            self.prompt_logprobs = tokens.prompt_logprobs.decode()
+        self.sources = tokens.sources or self.sources
+
+    def end(self, reason: str, stop_token_id: int | None = None) -> None:
+        """No more tokens come; what was held back for a stop string comes out."""
+        self.has_news = True
+        self.finish_reason = reason
+        self.stop_reason = stop_token_id
+        piece = self.stream.finish()
+        self._append(piece.text, piece.stop)
+
+    def _append(self, text: str, stop: str | None) -> None:
+        self.text += text
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+
+    def output(self, *, first_token: int = 0, first_char: int = 0) -> CompletionOutput:
+        """The choice from there on."""
+        return CompletionOutput(
+            index=self.submit.choice,
+            text=self.text[first_char:],
+            token_ids=self.token_ids[first_token:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=self.logprobs[first_token:] if self.submit.params.logprobs is not None else None,
+        )
+
+    def take(self) -> CompletionOutput:
+        """What is new since the last call."""
+        output = self.output(first_token=self.num_shown, first_char=self.num_shown_chars)
+        self.num_shown, self.num_shown_chars, self.has_news = len(self.token_ids), len(self.text), False
+        return output
+
+
+@dataclass(slots=True)
+class Generation:
+    """All choices of one prompt. The first one's prefill is the others' prefix hit, so they wait for that."""
+
+    request_id: str
+    prompt: str | None
+    choices: list[Choice]
+    output_kind: RequestOutputKind
+    error: PdkvError | None = None  # why it is given up
+    waiting: list[Choice] = field(init=False)
+    _shows_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        self.waiting = self.choices[1:]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all choices have ended."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take`, after a message about it, gives what whoever asked wants to see."""
+        return self.output_kind != RequestOutputKind.FINAL_ONLY or self.finished
+
+    def output(self) -> RequestOutput:
+        """All choices as they stand."""
+        return self._output([choice.output() for choice in self.choices])
+
+    def take(self) -> RequestOutput:
+        """What `output_kind` asks for. In deltas, each token and the prompt's logprobs stand once."""
+        if self.output_kind != RequestOutputKind.DELTA:
+            return self.output()
+        output = self._output([choice.take() for choice in self.choices if choice.has_news], self._shows_prompt)
+        self._shows_prompt = False
+        return output
+
+    def _output(self, outputs: list[CompletionOutput], shows_prompt: bool = True) -> RequestOutput:
+        first = self.choices[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=first.submit.prompt_token_ids,
+            prompt_logprobs=first.prompt_logprobs if shows_prompt else None,
+            num_cached_tokens=first.sources.local_hit + first.sources.remote + first.sources.store,
+            outputs=outputs,
+            finished=self.finished,
+        )
+
+
+class InFlight:
+    """The choices that an engine works on. Not thread-safe.
+
+    Args:
+        send: takes a message to the engine. May raise: the generation has not begun then.
+    """
+
+    def __init__(self, send: Callable[[Submit | Abort], None]) -> None:
+        self._send = send
+        self._choices: dict[str, tuple[Generation, Choice]] = {}
+        self.num_ended = 0
+        """Choices so far."""
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def start(self, generation: Generation) -> None:
+        """Send the first choice to the engine; the others follow."""
+        self._submit(generation, generation.choices[0])
+
+    def _submit(self, generation: Generation, choice: Choice) -> None:
+        self._send(choice.submit)
+        self._choices[choice.submit.request_id] = (generation, choice)
+
+    def receive(self, message: EngineToRouter) -> Generation | None:
+        """Act on what the engine says. Returns the generation that it is about, which may have failed by it."""
+        if not isinstance(message, Tokens | Finished | Failed):
+            return None
+        found = self._choices.get(message.request_id)
+        if found is None:
+            return None  # what its last step still yielded after a stop string
+        generation, choice = found
+        match message:
+            case Tokens():
+                choice.push(message)
+                if choice.finish_reason is not None:
+                    self._ended(choice)
+                    self._send(Abort(message.request_id, message.attempt))
+                waiting, generation.waiting = generation.waiting, []
+                for sibling in waiting:
+                    self._submit(generation, sibling)
+            case Finished():
+                choice.sources = message.sources
+                choice.end(message.reason, message.stop_token_id)
+                self._ended(choice)
+            case Failed():
+                self._ended(choice)
+                generation.error = error_of(message)
+                self.give_up(generation)
+        return generation
+
+    def _ended(self, choice: Choice) -> None:
+        del self._choices[choice.submit.request_id]
+        self.num_ended += 1
+
+    def give_up(self, generation: Generation) -> None:
+        """End those of its choices that have not ended: they stay as they are."""
+        generation.waiting = []
+        for choice in generation.choices:
+            if self._choices.pop(choice.submit.request_id, None) is not None:
+                self._send(Abort(choice.submit.request_id, choice.submit.attempt))
+
+    def give_up_all(self) -> None:
+        """The same with every generation."""
+        for generation, _ in list(self._choices.values()):
+            self.give_up(generation)

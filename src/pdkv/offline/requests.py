@@ -1,0 +1,160 @@
+"""Prompts and sampling parameters, checked, tokenized and made what an engine takes."""
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pdkv.config import EngineConfig
+from pdkv.errors import InvalidRequest
+from pdkv.limits import MAX_ID_CHARS
+from pdkv.models.config import load_model_config
+from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
+from pdkv.offline.generation import Choice, Generation
+from pdkv.sampling_params import SamplingParams
+from pdkv.text import StopAutomaton, TextStream, Tokenizer, with_bad_word_ids
+from pdkv.wire.messages import Submit
+
+Prompt = str | list[int]
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages, each with a role and what it says."""
+
+
+class RequestMaker:
+    """Makes generations for one model. Immutable once made: any thread may use it.
+
+    Raises:
+        ModelError: the model directory has no tokenizer, or a broken file.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.tokenizer = Tokenizer.from_dir(config.model)
+        self._eos_token_ids = load_model_config(config.model).eos_token_ids
+        self._defaults = read_sampling_defaults(config.model, config.generation_config)
+        log_sampling_defaults(config.model, self._defaults)
+
+    def default_params(self) -> SamplingParams:
+        """The model's, of its generation_config.json, else vLLM's."""
+        return SamplingParams(**self._defaults)
+
+    def make(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None) -> Generation:
+        """One prompt with all of its choices.
+
+        Args:
+            params: None: the default ones.
+            request_id: the caller's own name for it; None: one is drawn.
+
+        Raises:
+            InvalidRequest: a parameter out of its range, or a prompt that can never work.
+        """
+        _check_prompt(prompt)
+        if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= MAX_ID_CHARS):
+            expected = f"a text of 1 to {MAX_ID_CHARS} characters"
+            raise InvalidRequest(f"request_id must be {expected}, got {request_id!r:.80}", param="request_id")
+        params = self._complete(self.default_params() if params is None else params)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        stops = StopAutomaton(params.stop) if params.stop else ()
+        stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        choices = []
+        for submit in _submits(token_ids, params, request_id or ""):
+            detokenizer = self.tokenizer.detokenizer()
+            stream = TextStream(detokenizer, stop=stops, min_tokens=params.min_tokens, stop_token_ids=stop_token_ids)
+            choices.append(Choice(submit, stream))
+        text = prompt if isinstance(prompt, str) else None
+        return Generation(request_id or choices[0].submit.request_id, text, choices, params.output_kind)
+
+    def _complete(self, params: SamplingParams) -> SamplingParams:
+        """With all that an engine needs. Raises InvalidRequest."""
+        params.validate()
+        params = with_bad_word_ids(params, self.tokenizer)
+        return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
+
+    def encode_chat(
+        self,
+        messages: Conversation,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> Prompt:
+        """The prompt that the model's chat template makes of a conversation; arguments as those of `LLM.chat`.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or it refuses the messages.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message needs add_generation_prompt=False: a prompt ends with one or the other",
+                param="continue_final_message",
+            )
+        text = self.tokenizer.render_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _submits(token_ids: list[int], params: SamplingParams, label: str) -> list[Submit]:
+    """One per choice; what is said of the prompt is asked of the first alone."""
+    submits = []
+    for index in range(params.n):
+        request_id = secrets.token_hex(8)
+        submit = Submit(
+            request_id=request_id,
+            transfer_id=request_id,
+            attempt=0,
+            choice=index,
+            prompt_token_ids=token_ids,
+            params=params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
+            timeout_s=math.inf,
+            label=label,
+        )
+        submits.append(submit)
+    return submits
+
+
+def _check_prompt(prompt: Any) -> None:
+    if not isinstance(prompt, str | list):
+        raise InvalidRequest(f"a prompt is a text or a list of token ids, got {prompt!r:.80}", param="prompts")
+    if not prompt:  # also for a tokenizer that adds a BOS
+        raise InvalidRequest("prompt must not be empty", param="prompts")
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One text, one list of token ids, or several of either, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    """One per prompt. Raises InvalidRequest for another number of them."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequest(f"{count} prompts need 1 or {count} SamplingParams, got {len(params)}", param="params")
+    return list(params)
+
+
+def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Raises InvalidRequest for what is neither one nor a list of them, and for one that is empty."""
+    items: list[Any] = list(messages)
+    conversations: list[Conversation] = [items] if items and isinstance(items[0], Mapping) else items
+    for conversation in conversations or [[]]:
+        listed = isinstance(conversation, Sequence) and not isinstance(conversation, str)
+        if not (listed and conversation and all(isinstance(m, Mapping) and "role" in m for m in conversation)):
+            raise InvalidRequest(
+                "messages must be a list of messages with a role, such as {'role': 'user', 'content': 'Hello'}, "
+                "or a list of such lists, none of them empty",
+                param="messages",
+            )
+    return conversations
