@@ -1,5 +1,6 @@
 """The offline API: `LLM(model).generate(prompts, params)`, one engine in this process and no server."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +51,7 @@ class LLM:
 
     def _start(self, config: EngineConfig, handoff: HandoffConfig | None) -> None:
         self.config = config
+        self._request_ids = itertools.count()
         self._requests = RequestMaker(config)
         self._engine = LocalEngine(config, handoff)
 
@@ -103,7 +105,10 @@ class LLM:
         """
         prompt_list = as_prompts(prompts)
         params_list = as_params(params, len(prompt_list))
-        generations = [self._requests.make(prompt, p) for prompt, p in zip(prompt_list, params_list, strict=True)]
+        generations = [
+            self._requests.make(prompt, p, str(next(self._request_ids)))
+            for prompt, p in zip(prompt_list, params_list, strict=True)
+        ]
         self._run(generations, progress)
         self._engine.settle()
         return [generation.output() for generation in generations]

@@ -74,8 +74,8 @@ def test_the_client_example_prints_what_it_says(installed: dict[str, str]) -> No
     assert output.strip() == promised(example)
 
 
-def test_the_offline_example_prints_what_it_says(installed: dict[str, str]) -> None:
-    (example,) = [source for source in PYTHON if "LLM" in source]
+@pytest.mark.parametrize("example", [source for source in PYTHON if "LLM" in source], ids=["LLM", "AsyncLLM"])
+def test_an_offline_example_prints_what_it_says(example: str, installed: dict[str, str]) -> None:
     assert run_python(example, installed).strip() == promised(example)
 
 

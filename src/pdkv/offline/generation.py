@@ -95,6 +95,12 @@ class Generation:
         """Whether `take`, after a message about it, gives what whoever asked wants to see."""
         return self.output_kind != RequestOutputKind.FINAL_ONLY or self.finished
 
+    def abort(self) -> None:
+        """End it as it stands."""
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.end("abort")
+
     def output(self) -> RequestOutput:
         """All choices as they stand."""
         return self._output([choice.output() for choice in self.choices])

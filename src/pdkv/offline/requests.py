@@ -30,10 +30,10 @@ class RequestMaker:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self.tokenizer = Tokenizer.from_dir(config.model)
         self._eos_token_ids = load_model_config(config.model).eos_token_ids
         self._defaults = read_sampling_defaults(config.model, config.generation_config)
         log_sampling_defaults(config.model, self._defaults)
+        self.tokenizer = Tokenizer.from_dir(config.model)
 
     def default_params(self) -> SamplingParams:
         """The model's, of its generation_config.json, else vLLM's."""
