@@ -1,18 +1,23 @@
 """From what a client asks for to what engines are told: on the text side, before anything is sent."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.formats import Format, json_of, structural_tag
 from pdkv.grammar.patterns import check_pattern
 from pdkv.grammar.schema import normalize
+from pdkv.grammar.schema_time import SchemaTime
 from pdkv.grammar.spec import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar, StructuredOutputs
 from pdkv.grammar.tags import normalize_tag
 from pdkv.sampling_params import SamplingParams
 
-_ANY_OBJECT = '{"type":"object"}'
+_JSON = ("json", "json_object")
+_ANY_OBJECT = {"type": "object"}
 
 
 def with_grammar(params: SamplingParams) -> SamplingParams:
@@ -23,41 +28,83 @@ def with_grammar(params: SamplingParams) -> SamplingParams:
     """
     if params.structured_outputs is None:
         return params
-    try:
+    with naming("structured_outputs"):
         grammar = make_grammar(params.structured_outputs)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"structured_outputs: {error}", param="structured_outputs") from None
     return msgspec.structs.replace(params, structured_outputs=None, grammar=grammar)
 
 
-def make_grammar(asked: StructuredOutputs) -> Grammar:
-    """Raises InvalidRequest as `with_grammar`."""
+@contextlib.contextmanager
+def naming(param: str) -> Iterator[None]:
+    """What is refused within is the fault of this field."""
     try:
-        grammar = _make(asked, asked.asked_as)
-    except RecursionError:
-        raise InvalidRequest(f"{asked.asked_as} is nested too deeply") from None
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from None
+
+
+def make_grammar(asked: StructuredOutputs, time: SchemaTime | None = None) -> Grammar:
+    """What engines are told where nothing else is asked of the answer; `time`: what schemas may take.
+
+    Raises:
+        InvalidRequest: as `with_grammar`.
+        RequestAborted: nobody waits for it any more.
+    """
+    asked_as = asked.asked_as
+    with _refusing_depth(asked_as):
+        if asked_as in _JSON:
+            grammar = Grammar("json_schema", normalize(_schema_of(asked), time=time))
+        else:
+            part = _format_of(getattr(asked, asked_as), asked_as, time)
+            grammar = structural_tag(part) if asked_as == "structural_tag" else _plain(part)
     grammar.validate()
     return grammar
 
 
-def _make(asked: StructuredOutputs, asked_as: str) -> Grammar:
-    value: Any = getattr(asked, asked_as)
+def make_format(asked: StructuredOutputs, time: SchemaTime | None = None) -> Format:
+    """The same as a part of a structural tag; raises as `make_grammar`."""
+    asked_as = asked.asked_as
+    with _refusing_depth(asked_as):
+        if asked_as in _JSON:
+            return json_of(json.loads(normalize(_schema_of(asked), patterns_for_lengths=True, time=time)))
+        return _format_of(getattr(asked, asked_as), asked_as, time)
+
+
+def _format_of(value: Any, asked_as: str, time: SchemaTime | None) -> Format:
+    """Of what is no schema."""
     if isinstance(value, str):
         _check_text(value, asked_as)
     match asked_as:
-        case "json":
-            return Grammar("json_schema", normalize(_parsed(value)))
-        case "json_object":
-            return Grammar("json_schema", _ANY_OBJECT)
         case "regex":
             check_pattern(value, "regex")
-            return Grammar("regex", value)
+            return {"type": "regex", "pattern": value}
         case "choice":
-            return Grammar("ebnf", _one_of(value))
+            return {"type": "grammar", "grammar": _one_of(value)}
         case "grammar":
-            return Grammar("ebnf", value)
+            return {"type": "grammar", "grammar": value}
         case _:
-            return Grammar("structural_tag", normalize_tag(value))
+            return normalize_tag(value, time)
+
+
+def _plain(part: Format) -> Grammar:
+    """A regular expression or EBNF that is all there is."""
+    return Grammar("regex", part["pattern"]) if part["type"] == "regex" else Grammar("ebnf", part["grammar"])
+
+
+@contextlib.contextmanager
+def _refusing_depth(asked_as: str) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise InvalidRequest(f"{asked_as} is nested too deeply") from None
+
+
+def _schema_of(asked: StructuredOutputs) -> Any:
+    """The schema, parsed."""
+    if asked.json is None:
+        return _ANY_OBJECT
+    if isinstance(asked.json, str):
+        _check_text(asked.json, "json")
+    return _parsed(asked.json)
 
 
 def _check_text(text: str, name: str) -> None:

@@ -25,6 +25,7 @@ from pdkv.grammar.keywords import (
 )
 from pdkv.grammar.leaves import array, number, objects, string, values
 from pdkv.grammar.merge import merge
+from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import clip
 
 MAX_SCHEMAS = 20_000
@@ -36,24 +37,30 @@ MAX_DEPTH = 64
 Schema = dict[str, Any]
 
 
-def normalize(schema: Mapping[str, Any] | bool, *, patterns_for_lengths: bool = False) -> str:
+def normalize(
+    schema: Mapping[str, Any] | bool, *, patterns_for_lengths: bool = False, time: SchemaTime | None = None
+) -> str:
     """The JSON text of a schema that a grammar enforces as it stands.
 
     Args:
         patterns_for_lengths: see `leaves.string`.
+        time: what it may take; None: as much as all schemas of one request.
 
     Raises:
         InvalidRequest: a keyword cannot be enforced, is wrong, or contradicts another; its place is a JSON pointer.
+        RequestAborted: nobody waits for it any more.
     """
-    return json.dumps(_Normalizer(schema, patterns_for_lengths).run(), ensure_ascii=False, separators=(",", ":"))
+    made = _Normalizer(schema, patterns_for_lengths, time or SchemaTime()).run()
+    return json.dumps(made, ensure_ascii=False, separators=(",", ":"))
 
 
 class _Normalizer:
     """One schema. What `$ref` points to becomes an entry of `$defs` that is made once."""
 
-    def __init__(self, root: Mapping[str, Any] | bool, patterns_for_lengths: bool) -> None:
+    def __init__(self, root: Mapping[str, Any] | bool, patterns_for_lengths: bool, time: SchemaTime) -> None:
         self._root = root
         self._patterns_for_lengths = patterns_for_lengths
+        self._time = time
         self._definitions: dict[str, Schema] = {}  # by the name that they get
         self._names: dict[str, str] = {}  # by the pointer as the client wrote it
         self._pending: list[tuple[str, Schema, str]] = []  # definitions to make: name, the client's schema, its place
@@ -81,6 +88,7 @@ class _Normalizer:
             raise InvalidRequest(f"the schema holds more than {MAX_SCHEMAS} schemas, seen at {at or 'its root'}")
         if self._depth > MAX_DEPTH:
             raise InvalidRequest(f"the schema is more than {MAX_DEPTH} deep at {at}")
+        self._time.check()
         try:
             if schema is False:
                 raise InvalidRequest(f"the schema at {at or 'the root'} is false: no answer could fulfil it")
@@ -181,6 +189,7 @@ class _Normalizer:
         """A schema that is to be merged with others: what it refers to, in its place."""
         merged: Schema = {} if schema is True else {"enum": []} if schema is False else check_keywords(dict(schema), at)
         for _ in range(MAX_DEPTH):
+            self._time.check()
             if "$ref" not in merged:
                 return merged
             target = self._target(merged["$ref"], at)

@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.formats import Format
 from pdkv.grammar.keywords import pointer
 from pdkv.grammar.patterns import check_pattern
 from pdkv.grammar.schema import normalize
+from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import clip
 
 MAX_DEPTH = 32
@@ -30,14 +32,16 @@ _PARTS = {
 """Formats that hold others, and the fields in which they do."""
 
 
-def normalize_tag(tag: Mapping[str, Any] | str) -> str:
-    """The JSON text of a structural tag whose schemas and patterns are enforced as they stand.
+def normalize_tag(tag: Mapping[str, Any] | str, time: SchemaTime | None = None) -> Format:
+    """The format of a structural tag whose schemas and patterns are enforced as they stand.
 
     Args:
         tag: `{"type": "structural_tag", "format": …}`, or vLLM's older `{"structures": […], "triggers": […]}`.
+        time: what its schemas may take together; None: as much as those of one request.
 
     Raises:
         InvalidRequest: it is none; names the place as a JSON pointer.
+        RequestAborted: nobody waits for it any more.
     """
     if isinstance(tag, str):
         try:
@@ -50,8 +54,7 @@ def normalize_tag(tag: Mapping[str, Any] | str) -> str:
         tag = {"type": "structural_tag", "format": _from_structures(tag)}
     if not isinstance(tag.get("format"), Mapping):
         raise InvalidRequest("a structural tag must have a format, an object with a type")
-    made = {"type": "structural_tag", "format": _format(tag["format"], "/format", 0)}
-    return json.dumps(made, ensure_ascii=False, separators=(",", ":"))
+    return _format(tag["format"], "/format", 0, time or SchemaTime())
 
 
 def _from_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def _from_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _format(format_: object, at: str, depth: int) -> dict[str, Any]:
+def _format(format_: object, at: str, depth: int, time: SchemaTime) -> Format:
     """One format, with the schemas in it in their normal form."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"the structural tag is more than {MAX_DEPTH} deep at {at}")
@@ -83,7 +86,7 @@ def _format(format_: object, at: str, depth: int) -> dict[str, Any]:
     if kind in _WITH_SCHEMA:
         if not isinstance(format_.get("json_schema"), Mapping | bool):
             raise InvalidRequest(f"the format at {at} must have a json_schema, an object")
-        made["json_schema"] = _schema(format_["json_schema"], pointer(at, "json_schema"))
+        made["json_schema"] = _schema(format_["json_schema"], pointer(at, "json_schema"), time)
         if format_.get("any_order"):
             raise InvalidRequest(f"any_order at {at} cannot be enforced: nothing would hold to required properties")
     elif kind == "regex":
@@ -94,9 +97,9 @@ def _format(format_: object, at: str, depth: int) -> dict[str, Any]:
         for field in _PARTS[kind]:
             part = format_.get(field)
             if field == "content":
-                made[field] = _format(part, pointer(at, field), depth + 1)
+                made[field] = _format(part, pointer(at, field), depth + 1, time)
             elif isinstance(part, list):
-                made[field] = [_format(item, pointer(at, field, i), depth + 1) for i, item in enumerate(part)]
+                made[field] = [_format(item, pointer(at, field, i), depth + 1, time) for i, item in enumerate(part)]
             else:
                 raise InvalidRequest(f"the format at {at} must have {field}, a list")
     elif kind not in _PLAIN:
@@ -105,8 +108,8 @@ def _format(format_: object, at: str, depth: int) -> dict[str, Any]:
     return made
 
 
-def _schema(schema: Mapping[str, Any] | bool, at: str) -> Any:
+def _schema(schema: Mapping[str, Any] | bool, at: str, time: SchemaTime) -> Any:
     try:
-        return json.loads(normalize(schema, patterns_for_lengths=True))
+        return json.loads(normalize(schema, patterns_for_lengths=True, time=time))
     except InvalidRequest as error:
         raise InvalidRequest(f"in the schema at {at}: {error}") from None

@@ -2,13 +2,14 @@
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from starlette.types import Receive, Scope
 
 from pdkv.config import HttpLimits
-from pdkv.errors import RequestTimeout
+from pdkv.errors import RequestAborted, RequestTimeout
 from pdkv.router.http.budget import ByteBudget
 from pdkv.router.http.deadline import Deadline
 from pdkv.router.http.request_body import BodyReader, Disconnected
@@ -16,6 +17,9 @@ from pdkv.router.http.served_model import Cancelled
 from pdkv.router.http.text_pool import INLINE_BYTES, TextPool
 
 T = TypeVar("T")
+
+_INLINE_S = 0.005
+"""What a small body may take of the event loop; a schema of 2,000 bytes can take a hundred times as long."""
 
 
 class Intake:
@@ -51,8 +55,8 @@ class Intake:
             on_body()
             gone = asyncio.create_task(_wait_until_gone(receive))
             try:
-                if len(body) <= INLINE_BYTES:
-                    return prepare(body, gone.done), gone
+                if len(body) <= INLINE_BYTES and (done := _prepare_inline(body, prepare)) is not None:
+                    return done, gone
                 return await self._prepare_on_thread(body, prepare, gone, deadline, request_id), gone
             except BaseException:
                 gone.cancel()
@@ -79,6 +83,15 @@ class Intake:
         finally:
             work.cancel()
             del work  # a failure's traceback holds this frame: it must not hold the failure, and the body with it
+
+
+def _prepare_inline(body: bytes | bytearray, prepare: Callable[[bytes | bytearray, Cancelled], T]) -> T | None:
+    """None: it takes too long for the event loop."""
+    end = time.thread_time() + _INLINE_S
+    try:
+        return prepare(body, lambda: time.thread_time() > end)
+    except RequestAborted:
+        return None
 
 
 async def _wait_until_gone(receive: Receive) -> None:

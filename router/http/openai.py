@@ -9,8 +9,11 @@ from typing import Any
 import msgspec
 
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.schema_time import SchemaTime
+from pdkv.grammar.spec import Grammar
 from pdkv.limits import (
     MAX_AFFINITY_BYTES,
+    MAX_GRAMMAR_BYTES_OF_CHOICES,
     MAX_PROMPT_LOGPROBS,
     MAX_SHOWN_PROMPT_TOKENS,
     MAX_TOTAL_PROMPT_TOKENS,
@@ -18,11 +21,13 @@ from pdkv.limits import (
     utf8_bytes,
 )
 from pdkv.parsers.answer import AnswerFormat
+from pdkv.parsers.answer_grammar import AnswerRules
 from pdkv.router.http.chat import read_conversation
 from pdkv.router.http.prompts import Prompt, check_length, longest, read_prompts, read_truncation
 from pdkv.router.http.protocol import ChatBody, CompletionBody
 from pdkv.router.http.served_model import Cancelled, ServedModel
-from pdkv.router.http.tools import answer_format, check_tools
+from pdkv.router.http.shapes import read_shape
+from pdkv.router.http.tools import answer_format, call_rules, check_tools
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import StopAutomaton, with_bad_word_ids
 from pdkv.wire.messages import PROBE_SALT
@@ -90,6 +95,7 @@ def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Canc
         raise InvalidRequest(
             f"best_of must be n ({params.n}), got {body.best_of}: all choices are returned", param="best_of"
         )
+    shape = read_shape(body)
     prompts = read_prompts(
         body.prompt,
         params.n,
@@ -105,6 +111,9 @@ def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Canc
     _check_prompt_logprobs(num_tokens, body.logprobs if echo else None, params.n, "logprobs")
     _check_shown(num_tokens, params.n, body.return_token_ids or False, "return_token_ids")
     _check_shown(num_tokens, params.n, echo, "echo")
+    grammar = AnswerRules(shape=shape).grammar(model.tokenizer.knows, SchemaTime(cancelled))
+    if not prompt_only:
+        params = _with_grammar(params, grammar, len(prompts))
     return _job(body, prompts, params, chat=False, echo=echo, prompt_only=prompt_only)
 
 
@@ -126,7 +135,7 @@ def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lamb
         prompt_logprobs=body.prompt_logprobs,
     )
     _check_params(params, body, model)
-    tools = check_tools(body, model)
+    tools, shape = check_tools(body, model), read_shape(body)
     truncation = read_truncation(body.truncate_prompt_tokens, body.truncation_side, model)
     prompt = read_conversation(body, model, cancelled, truncation=truncation)
     num_tokens = len(prompt.token_ids)
@@ -134,7 +143,15 @@ def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lamb
     _check_total(num_tokens, params.n, "messages")
     _check_prompt_logprobs(num_tokens, body.prompt_logprobs, 1, "prompt_logprobs")
     _check_shown(num_tokens, params.n, body.return_token_ids or False, "return_token_ids")
-    return _job(body, [prompt], params, chat=True, answer=answer_format(body, prompt, tools, model))
+    answer = answer_format(body, prompt, tools, model)
+    rules = AnswerRules(
+        shape=shape,
+        calls=call_rules(body, tools, model),
+        reasoning_parser=model.reasoning_parser,
+        prompt="closed" if answer is None else answer.prompt,
+    )
+    params = _with_grammar(params, rules.grammar(model.tokenizer.knows, SchemaTime(cancelled)), 1)
+    return _job(body, [prompt], params, chat=True, answer=answer)
 
 
 def _job(
@@ -204,6 +221,19 @@ def _sampling_params(
         theirs = _client_name(name, body)
         raise InvalidRequest(str(error).replace(name, theirs, 1), param=theirs) from None
     return params
+
+
+def _with_grammar(params: SamplingParams, grammar: Grammar | None, num_prompts: int) -> SamplingParams:
+    """The same with a grammar, which the Submit of every choice carries. Raises InvalidRequest."""
+    if grammar is None:
+        return params
+    size, num_choices = len(grammar.text), num_prompts * params.n
+    if size * num_choices > MAX_GRAMMAR_BYTES_OF_CHOICES:
+        raise InvalidRequest(
+            f"a grammar's size times choices must be at most {MAX_GRAMMAR_BYTES_OF_CHOICES}, got {size} * {num_choices}",
+            param="n",
+        )
+    return msgspec.structs.replace(params, grammar=grammar)
 
 
 def _client_name(param: str, body: CompletionBody | ChatBody) -> str:

@@ -41,10 +41,38 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include_obfuscation: OnlyFalse | None = None
 
 
-class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The only response format without a grammar."""
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A schema with OpenAI's words around it. It is enforced whether `strict` or not."""
 
-    type: Literal["text"]
+    name: str
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The shape of an answer: OpenAI's, and vLLM's structural tags."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None  # of a structural tag
+    structures: list[dict[str, Any]] | None = None  # of an older one
+    triggers: list[str] | None = None
+
+
+class ShapeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: one of the first six."""
+
+    json: dict[str, Any] | str | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_fallback: bool | None = None  # of vLLM's choice of libraries: there is one here
+    disable_any_whitespace: OnlyFalse | None = None
+    disable_additional_properties: OnlyFalse | None = None
+    whitespace_pattern: None = None
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,7 +90,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     seed: Int64 | None = None
     max_tokens: Int64 | None = None
     stop: str | list[str] | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: OnlyFalse | None = None
     # labels
@@ -99,7 +127,11 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     return_tokens_as_token_ids: OnlyFalse | None = None
     spaces_between_special_tokens: OnlyTrue | None = None
     stream_interval: Literal[1] | None = None
-    structured_outputs: None = None
+    structured_outputs: ShapeBody | None = None
+    guided_json: dict[str, Any] | str | bool | None = None  # the four were vLLM's before structured_outputs
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     thinking_token_budget: Literal[-1] | None = None
     use_beam_search: OnlyFalse | None = None
     vllm_xargs: None = None
@@ -239,7 +271,17 @@ class LenientStreamOptions(StreamOptions, frozen=True, kw_only=True, forbid_unkn
     """With unknown fields."""
 
 
-class LenientTextFormat(TextFormat, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class LenientJsonSchema(JsonSchema, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientResponseFormat(ResponseFormat, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+    json_schema: LenientJsonSchema | None = None
+
+
+class LenientShapeBody(ShapeBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """With unknown fields."""
 
 
@@ -247,7 +289,8 @@ class LenientCompletionBody(CompletionBody, frozen=True, kw_only=True, forbid_un
     """With unknown fields."""
 
     stream_options: LenientStreamOptions | None = None
-    response_format: LenientTextFormat | None = None
+    response_format: LenientResponseFormat | None = None
+    structured_outputs: LenientShapeBody | None = None
 
 
 class LenientTextPart(TextPart, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -286,7 +329,8 @@ class LenientChatBody(ChatBody, frozen=True, kw_only=True, forbid_unknown_fields
 
     messages: Sequence[LenientMessage]
     stream_options: LenientStreamOptions | None = None
-    response_format: LenientTextFormat | None = None
+    response_format: LenientResponseFormat | None = None
+    structured_outputs: LenientShapeBody | None = None
     tool_choice: Literal["none", "auto", "required"] | LenientNamedToolChoice | None = None
 
 

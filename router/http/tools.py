@@ -1,23 +1,17 @@
-"""What a chat request says about tools and thoughts: how its answers are read."""
+"""What a chat request says about tools and thoughts: which tools answers may call, and how answers are read."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 from pdkv.errors import InvalidRequest
 from pdkv.limits import clip
 from pdkv.parsers.answer import AnswerFormat
-from pdkv.parsers.call_object import MAX_NAME
+from pdkv.parsers.answer_grammar import Calls
 from pdkv.parsers.reasoning import Thinking
 from pdkv.parsers.registry import TOOL_PARSERS
+from pdkv.parsers.tools import Tool, find_tool, read_tools
 from pdkv.router.http.prompts import Prompt
 from pdkv.router.http.protocol import ChatBody, NamedToolChoice
 from pdkv.router.http.served_model import ServedModel
-
-
-class Tool(NamedTuple):
-    """A function that the model may call."""
-
-    name: str
-    parameters: dict[str, Any] | None  # JSON schema; None: any object
 
 
 def check_tools(body: ChatBody, model: ServedModel) -> list[Tool]:
@@ -33,13 +27,9 @@ def check_tools(body: ChatBody, model: ServedModel) -> list[Tool]:
         return []
     if choice == "none":
         return []
-    tools = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
-    if isinstance(choice, NamedToolChoice) and choice.function.name not in {tool.name for tool in tools}:
-        raise InvalidRequest(
-            f"tool_choice.function.name: {clip(choice.function.name)!r} is none of the tools; "
-            f"they are {clip(', '.join(tool.name for tool in tools))}",
-            param="tool_choice.function.name",
-        )
+    tools = read_tools(body.tools)
+    if isinstance(choice, NamedToolChoice):
+        find_tool(tools, choice.function.name)
     if model.tool_parser is None:
         known = ", ".join(TOOL_PARSERS.shipped)
         raise InvalidRequest(
@@ -48,13 +38,21 @@ def check_tools(body: ChatBody, model: ServedModel) -> list[Tool]:
             "tool_choice 'none'",
             param="tools",
         )
-    if choice not in (None, "auto"):
-        raise InvalidRequest(
-            f"tool_choice {_named(choice)!r} is not supported, since no grammar makes the model call a tool; allowed: "
-            "'auto', 'none'",
-            param="tool_choice",
-        )
     return tools
+
+
+def call_rules(body: ChatBody, tools: Sequence[Tool], model: ServedModel) -> Calls | None:
+    """Which calls an answer may hold, or has to; None: there are no tools."""
+    if not tools or model.tool_parser is None:
+        return None
+    choice = body.tool_choice
+    named = find_tool(tools, choice.function.name) if isinstance(choice, NamedToolChoice) else None
+    return Calls(
+        parser=model.tool_parser,
+        tools=tools if named is None else [named],
+        required=choice == "required" or named is not None,
+        several=body.parallel_tool_calls is not False and named is None,
+    )
 
 
 def answer_format(body: ChatBody, prompt: Prompt, tools: list[Tool], model: ServedModel) -> AnswerFormat | None:
@@ -93,29 +91,6 @@ def _thinking(body: ChatBody, prompt: Prompt, model: ServedModel) -> Thinking:
     if body.add_generation_prompt is False:  # the end is a message's, whatever it says
         return "unsaid"
     return parser.thinking_of(prompt.text or "")
-
-
-def _read_tool(tool: dict[str, Any], place: str) -> Tool:
-    if tool.get("type") != "function":
-        raise InvalidRequest(
-            f"{place}.type: {clip(repr(tool.get('type')))} is not supported; allowed: 'function'", param=f"{place}.type"
-        )
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise InvalidRequest(f"{place}.function must be an object with a name", param=f"{place}.function")
-    name = function.get("name")
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-        raise InvalidRequest(
-            f"{place}.function.name must be a text of 1 to {MAX_NAME} characters, got {clip(repr(name))}",
-            param=f"{place}.function.name",
-        )
-    parameters = function.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise InvalidRequest(
-            f"{place}.function.parameters must be a JSON schema, which is an object, got {clip(repr(parameters))}",
-            param=f"{place}.function.parameters",
-        )
-    return Tool(name, parameters)
 
 
 def _named(choice: str | NamedToolChoice | None) -> str:

@@ -50,6 +50,9 @@ MAX_MESSAGES = 4096
 MAX_TOTAL_PROMPT_TOKENS = 2**24
 """Prompt tokens times n of one request: each choice's Submit carries its prompt."""
 
+MAX_GRAMMAR_BYTES_OF_CHOICES = 2**26
+"""Size of a grammar times prompts times n of one request: each choice's Submit carries it."""
+
 MAX_PROMPT_LOGPROBS = 2**20
 """Logprobs of prompt tokens in one reply: tokens times n times those per token. Each is some 30 bytes of JSON."""
 

@@ -1,5 +1,6 @@
 """A call that is written as one JSON object, such as {"name": "f", "arguments": {"x": 1}}, read while it is written."""
 
+import json
 from collections.abc import Collection
 from enum import Enum, auto
 
@@ -162,6 +163,11 @@ class CallObject:
             self.has_all_arguments = True
         self._note_begun()
         return self.has_begun
+
+
+def quoted_name(name: str) -> str:
+    """A tool's name as models write it in such an object."""
+    return json.dumps(name, ensure_ascii=False)
 
 
 def _decode_arguments(text: str) -> str | None:

@@ -1,8 +1,12 @@
 """Calls as Hermes 2 Pro, Qwen 2.5 and Qwen 3 write them: <tool_call>{"name": …, "arguments": …}</tool_call>."""
 
+from collections.abc import Sequence
+
+from pdkv.grammar.formats import either, sequence, tag
+from pdkv.parsers.call_object import quoted_name
 from pdkv.parsers.json_value import skip_spaces
 from pdkv.parsers.prose import find_marker
-from pdkv.parsers.tool_parser import ToolParser
+from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -16,6 +20,13 @@ class HermesParser(ToolParser):
     def recognises(cls, chat_template: str) -> bool:
         others = ("<function=", "<arg_key>")  # Qwen3-Coder and GLM have other things in the same tags
         return _OPEN in chat_template and "arguments" in chat_template and not any(x in chat_template for x in others)
+
+    @classmethod
+    def syntax(cls, tools: Sequence[CallFormat], knows: KnowsToken, *, several: bool) -> CallSyntax:
+        calls = [
+            sequence(f'\n{{"name": {quoted_name(tool.name)}, "arguments": ', tool.arguments, "}\n") for tool in tools
+        ]
+        return CallSyntax([tag(_OPEN, either(calls), _CLOSE)], "\n")
 
     def _read_text(self, text: str, at: int) -> int:
         place, found = find_marker(text, _OPEN, at)

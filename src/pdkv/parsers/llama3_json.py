@@ -1,10 +1,13 @@
 """Calls as Llama 3.1, 3.2 and 3.3 write them: {"name": …, "parameters": …}, with or without <|python_tag|> before."""
 
 import re
+from collections.abc import Sequence
 
+from pdkv.grammar.formats import tag
+from pdkv.parsers.call_object import quoted_name
 from pdkv.parsers.json_value import skip_spaces
 from pdkv.parsers.prose import find_marker
-from pdkv.parsers.tool_parser import ToolParser
+from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser
 
 _TAG = "<|python_tag|>"
 _LINE_BEGINS = re.compile(r"^[ \t]*\{", re.MULTILINE)
@@ -24,6 +27,12 @@ class Llama3JsonParser(ToolParser):
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
         return "<|start_header_id|>" in chat_template and "ipython" in chat_template and '"parameters"' in chat_template
+
+    @classmethod
+    def syntax(cls, tools: Sequence[CallFormat], knows: KnowsToken, *, several: bool) -> CallSyntax:
+        """In text a call is told by all of its beginning, the tool's name included: no shorter one is unmistakable."""
+        tags = [tag(f'{{"name": {quoted_name(tool.name)}, "parameters": ', tool.arguments, "}") for tool in tools]
+        return CallSyntax(tags, "; ")
 
     def _read_text(self, text: str, at: int) -> int:
         place, found = find_marker(text, _TAG, at)

@@ -7,10 +7,15 @@ Up to tokenizer v7 a list: [TOOL_CALLS] [{"name": …, "arguments": …}, …]. 
 import re
 import secrets
 import string
+from collections.abc import Sequence
 
+from pdkv.errors import InvalidRequest
+from pdkv.grammar.formats import either, separated, sequence, tag
+from pdkv.limits import clip
+from pdkv.parsers.call_object import quoted_name
 from pdkv.parsers.json_value import JsonValue, skip_spaces
 from pdkv.parsers.prose import find_marker
-from pdkv.parsers.tool_parser import ToolParser
+from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser
 
 _OPEN, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[\w.:/-]+")
@@ -30,6 +35,16 @@ class MistralParser(ToolParser):
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
         return _OPEN in chat_template and "[AVAILABLE_TOOLS]" in chat_template
+
+    @classmethod
+    def syntax(cls, tools: Sequence[CallFormat], knows: KnowsToken, *, several: bool) -> CallSyntax:
+        """By tokenizer: from v11 on there is a token for [ARGS]."""
+        if knows(_ARGS):
+            calls = [sequence(_plain(tool.name) + _ARGS, tool.arguments) for tool in tools]
+            return CallSyntax([tag(_OPEN, either(calls), "")])
+        calls = [tag(f'{{"name": {quoted_name(tool.name)}, "arguments": ', tool.arguments, "}") for tool in tools]
+        block = sequence(" [", separated(calls, ", ", several=several))
+        return CallSyntax([tag(_OPEN, block, "]")], tag_holds_all=True)
 
     @classmethod
     def new_call_id(cls) -> str:
@@ -119,6 +134,15 @@ class MistralParser(ToolParser):
             self._text(_OPEN + rest)
         else:
             self._text(rest)
+
+
+def _plain(name: str) -> str:
+    """The name of a call that is no object. Raises InvalidRequest for one that could not be read back."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"the tool's name {clip(name)!r} cannot be written by this model: letters, digits and . : / - _ can"
+        )
+    return name
 
 
 def _read_name(text: str, at: int) -> tuple[str, int]:

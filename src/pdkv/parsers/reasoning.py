@@ -2,10 +2,14 @@
 
 from typing import ClassVar, Literal, NamedTuple
 
+from pdkv.grammar.formats import ANY_TEXT, Format, optional, sequence, tag
 from pdkv.parsers.prose import Prose, find_marker
 
 Thinking = Literal["open", "closed", "unsaid"]
 """What a prompt's end says: the answer begins within thoughts, behind them, or the model chooses."""
+
+
+_BEHIND_THOUGHTS: Format = {"type": "regex", "pattern": r"\n{0,2}"}
 
 
 class Split(NamedTuple):
@@ -47,6 +51,15 @@ class ReasoningParser:
         """What the beginning of an answer says, which the answer goes on."""
         opened, closed = text.rfind(cls.opens), text.rfind(cls.closes)
         return "unsaid" if opened == closed else "open" if opened > closed else "closed"
+
+    @classmethod
+    def with_thoughts(cls, prompt: Thinking, shape: Format) -> Format:
+        """A grammar of the thoughts that the model may have, as it writes them, and of `shape` behind them."""
+        if prompt == "closed":
+            return shape
+        thinks_first = prompt == "open" or cls.begins_thinking
+        thoughts = sequence(tag("" if thinks_first else cls.opens, ANY_TEXT, cls.closes), _BEHIND_THOUGHTS)
+        return sequence(thoughts if thinks_first else optional(thoughts), shape)
 
     def push(self, text: str) -> Split:
         """What is new, and complete."""

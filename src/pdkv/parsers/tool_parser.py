@@ -2,14 +2,40 @@
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from typing import ClassVar
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar, NamedTuple
 
+from pdkv.grammar.formats import Format, separated, triggered
 from pdkv.parsers.call_object import CallObject
 from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part
 from pdkv.parsers.prose import Prose
 
 State = Callable[[str, int], int]
+KnowsToken = Callable[[str], bool]
+"""Whether the model's tokenizer has a token for a text."""
+
+
+class CallFormat(NamedTuple):
+    """A tool as a grammar lets it be called."""
+
+    name: str
+    arguments: Format  # JSON objects
+
+
+class CallSyntax(NamedTuple):
+    """How a family writes calls, for a grammar."""
+
+    tags: Sequence[Format]  # each is one call, or one list of them
+    separator: str = ""  # between two tags
+    tag_holds_all: bool = False  # else a tag is one call
+
+    def calls_alone(self, *, several: bool) -> Format:
+        """One call at least, and nothing else."""
+        return separated(self.tags, self.separator, several=several and not self.tag_holds_all)
+
+    def text_with_calls(self, *, several: bool) -> Format:
+        """Any text; what begins as a call goes on as one of these."""
+        return triggered(self.tags, several=several)
 
 
 class ToolParser(ABC):
@@ -40,6 +66,20 @@ class ToolParser(ABC):
     @abstractmethod
     def recognises(cls, chat_template: str) -> bool:
         """Whether a model with this chat template writes calls as this parser reads them."""
+
+    @classmethod
+    def syntax(cls, tools: Sequence[CallFormat], knows: KnowsToken, *, several: bool) -> CallSyntax | None:
+        """What `_read_text` and the states behind it read as calls of these tools, and as nothing else.
+
+        None: no grammar makes a model write calls as this parser reads them.
+
+        Args:
+            several: whether an answer may hold more calls than one.
+
+        Raises:
+            InvalidRequest: a tool's name cannot be written.
+        """
+        return None
 
     @classmethod
     def new_call_id(cls) -> str:

@@ -151,6 +151,10 @@ class Tokenizer:
             self._bytes_with[keep] = _TokenBytes(self, skip=self._special_ids - self._ids_of(keep))
         return self._bytes_with[keep]
 
+    def knows(self, text: str) -> bool:
+        """Whether a token of its own stands for the text, a special one or not."""
+        return self._backend.token_to_id(text) is not None
+
     def _ids_of(self, texts: frozenset[str]) -> frozenset[int]:
         """Those of the texts that are tokens."""
         return frozenset(i for text in texts if (i := self._backend.token_to_id(text)) is not None)

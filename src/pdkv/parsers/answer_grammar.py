@@ -1,0 +1,114 @@
+"""The grammar of an answer: its thoughts, calls of tools and text with a shape, composed so that the parsers read them.
+
+Thoughts are free up to their closing tag. Behind them stand calls, where they are required; else the shape that was
+asked for, or calls; else free text, in which calls that begin are well-formed.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pdkv.errors import InvalidRequest
+from pdkv.grammar.formats import Format, either, json_of, structural_tag
+from pdkv.grammar.prepare import make_format, make_grammar, naming
+from pdkv.grammar.schema import normalize
+from pdkv.grammar.schema_time import SchemaTime
+from pdkv.grammar.spec import Grammar, StructuredOutputs
+from pdkv.parsers.reasoning import ReasoningParser, Thinking
+from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser
+from pdkv.parsers.tools import Tool
+
+
+class AskedShape(NamedTuple):
+    """The shape of an answer's text."""
+
+    outputs: StructuredOutputs
+    param: str  # the field that asks for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """What a request says about calls of its tools."""
+
+    parser: type[ToolParser]
+    tools: Sequence[Tool]  # those that may be called
+    required: bool  # the answer is a call; else the model chooses
+    several: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRules:
+    """What an answer has to be."""
+
+    shape: AskedShape | None = None
+    calls: Calls | None = None
+    reasoning_parser: type[ReasoningParser] | None = None
+    prompt: Thinking = "closed"  # where it leaves the model
+
+    def grammar(self, knows: KnowsToken, time: SchemaTime) -> Grammar | None:
+        """What engines are told; None: the answer is free.
+
+        A tool's arguments are free where the model chooses to call it and the tool is not `strict`, as in vLLM.
+
+        Raises:
+            InvalidRequest: a schema cannot be enforced; names the field and the place in it.
+            RequestAborted: nobody waits for it any more.
+        """
+        calls, shape = self.calls, self.shape
+        if calls is not None and (calls.required or shape is not None or any(tool.strict for tool in calls.tools)):
+            format = self._with_calls(calls, knows, time)
+        elif shape is None:
+            return None
+        else:
+            with naming(shape.param):
+                if self.reasoning_parser is None or self.prompt == "closed":
+                    return make_grammar(shape.outputs, time)
+                format = make_format(shape.outputs, time)
+        if self.reasoning_parser is not None:
+            format = self.reasoning_parser.with_thoughts(self.prompt, format)
+        return structural_tag(format)
+
+    def _with_calls(self, calls: Calls, knows: KnowsToken, time: SchemaTime) -> Format:
+        syntax = self._syntax(calls, knows, time)
+        if calls.required:
+            return syntax.calls_alone(several=calls.several)
+        if self.shape is None:
+            return syntax.text_with_calls(several=calls.several)
+        with naming(self.shape.param):
+            shape = make_format(self.shape.outputs, time)
+        return either([syntax.calls_alone(several=calls.several), shape])
+
+    def _syntax(self, calls: Calls, knows: KnowsToken, time: SchemaTime) -> CallSyntax:
+        formats = [
+            CallFormat(tool.name, _arguments(tool, time) if calls.required or tool.strict else json_of(_ANY_OBJECT))
+            for tool in calls.tools
+        ]
+        with naming("tools"):
+            syntax = calls.parser.syntax(formats, knows, several=calls.several)
+        if syntax is None:
+            raise InvalidRequest(
+                f"calls cannot be enforced: the server's tool parser, {calls.parser.__name__}, says no syntax of calls; "
+                "send tool_choice 'auto', tools that are not strict, and no response_format",
+                param="tool_choice",
+            )
+        return syntax
+
+
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
+
+
+def _arguments(tool: Tool, time: SchemaTime) -> Format:
+    """The objects that fulfil a tool's schema: arguments are never anything else."""
+    if tool.parameters is None:
+        return json_of(_ANY_OBJECT)
+    param = f"{tool.place}.parameters"
+    given = tool.parameters.get("type", "object")
+    if given != "object" and "object" not in (given if isinstance(given, list) else ()):
+        raise InvalidRequest(f"{param}.type must be 'object', since arguments are one", param=param)
+    schema: dict[str, Any] = {**tool.parameters, "type": "object"}
+    with naming(param):
+        try:
+            return json_of(json.loads(normalize(schema, patterns_for_lengths=True, time=time)))
+        except RecursionError:
+            raise InvalidRequest("the schema is nested too deeply") from None
