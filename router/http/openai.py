@@ -230,7 +230,8 @@ def _with_grammar(params: SamplingParams, grammar: Grammar | None, num_prompts: 
     size, num_choices = len(grammar.text), num_prompts * params.n
     if size * num_choices > MAX_GRAMMAR_BYTES_OF_CHOICES:
         raise InvalidRequest(
-            f"a grammar's size times choices must be at most {MAX_GRAMMAR_BYTES_OF_CHOICES}, got {size} * {num_choices}",
+            f"the grammar's size times choices must be at most {MAX_GRAMMAR_BYTES_OF_CHOICES}, "
+            f"got {size} * {num_choices}",
             param="n",
         )
     return msgspec.structs.replace(params, grammar=grammar)

@@ -3,16 +3,16 @@
 import dataclasses
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
+from answer_parts import gather, read
 from recorded_answers import ANSWERS, THOUGHTS, TOOLS, Recorded, Thought
 
 from pdkv.parsers.answer import AnswerFormat, AnswerStream
-from pdkv.parsers.json_value import is_object
-from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
+from pdkv.parsers.parts import Part
 from pdkv.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 
@@ -25,45 +25,6 @@ def splits(text: str) -> Iterator[list[str]]:
     for _ in range(20):
         places = sorted(draw.sample(range(len(text) + 1), min(6, len(text))))
         yield [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
-
-
-def read(format: AnswerFormat, pieces: Iterable[str]) -> list[Part]:
-    stream = AnswerStream(format)
-    return [part for piece in pieces for part in stream.push(piece)] + stream.finish()
-
-
-def gather(parts: Iterable[Part]) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """(thoughts, text, calls); checks that the parts are in order."""
-    reasoning, content = "", ""
-    calls: list[list[str]] = []
-    ended: set[int] = set()
-    ids = set()
-    for part in parts:
-        match part:
-            case Content():
-                assert part.text
-                content += part.text
-            case Reasoning():
-                assert part.text
-                assert not content
-                assert not calls
-                reasoning += part.text
-            case CallBegin():
-                assert part.call == len(calls)
-                calls.append([part.name, ""])
-                ids.add(part.call_id)
-            case CallArguments():
-                assert part.call == len(calls) - 1
-                assert part.text
-                assert part.call not in ended
-                calls[-1][1] += part.text
-            case CallEnd():
-                assert part.call == len(calls) - 1
-                ended.add(part.call)
-    assert len(ids) == len(calls)
-    for index, (_, arguments) in enumerate(calls):
-        assert index in ended or not is_object(arguments)
-    return reasoning, content, tuple((name, arguments) for name, arguments in calls)
 
 
 @pytest.mark.parametrize("recorded", ANSWERS, ids=lambda r: f"{r.parser}: {r.name}")

@@ -1,0 +1,246 @@
+"""Grammars of answers, compiled: what a model can write under them is what the parsers read, and nothing else."""
+
+import dataclasses
+import functools
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import small_tokenizers
+import torch
+from answer_parts import gather, read
+from recorded_answers import ANSWERS, TOOLS
+
+from pdkv.grammar.compiled import CompiledGrammar, serialize
+from pdkv.grammar.compiling import Compiler
+from pdkv.grammar.matcher import Matcher
+from pdkv.grammar.schema_time import SchemaTime
+from pdkv.grammar.spec import Grammar, StructuredOutputs
+from pdkv.grammar.vocabulary import Vocabulary
+from pdkv.parsers.answer import AnswerFormat
+from pdkv.parsers.answer_grammar import AnswerRules, AskedShape, Calls
+from pdkv.parsers.reasoning import Thinking
+from pdkv.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from pdkv.parsers.tools import Tool, read_tools
+from pdkv.text import Tokenizer
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "properties": {"city": {"enum": ["Paris", 'a "b" </tool_call>']}, "days": {"type": "integer", "maximum": 9,
+                                                                                  "minimum": 0}},
+        "required": ["city"],
+    },
+    "search": {
+        "type": ["object", "null"],
+        "properties": {"query": {"type": "string", "pattern": "^[a-zü{]{1,3}$"}, "next": {"$ref": "#/$defs/n"}},
+        "required": ["query", "next"],
+        "$defs": {"n": {"anyOf": [{"type": "null"}, {"enum": [";", "{"]}]}},
+    },
+}  # fmt: skip
+SHAPE = {"type": "object", "properties": {"answer": {"type": "integer", "minimum": 0, "maximum": 99}},
+         "required": ["answer"]}  # fmt: skip
+MARKERS = {  # special tokens of the families' tokenizers
+    "hermes": (),
+    "llama3_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[THINK]", "[/THINK]"),
+    "mistral, from v11 on": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+}
+
+
+class Family:
+    """A parser with a tokenizer as its models have."""
+
+    def __init__(self, name: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+        self.name = name
+        self.parser = TOOL_PARSERS.load(name.partition(",")[0])
+        self.format = AnswerFormat(tool_parser=self.parser, tool_names=TOOLS)
+        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        self._compiled = functools.cache(self._compile)
+
+    def matcher(self, rules: AnswerRules) -> Matcher:
+        grammar = rules.grammar(self.tokenizer.knows, SchemaTime())
+        assert grammar is not None
+        return self._compiled(grammar).matcher()
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        data = serialize(Compiler(self.vocabulary).compile(grammar), grammar)
+        return CompiledGrammar.from_bytes(data, self.vocabulary)
+
+    def calls(self, choice: str, *, several: bool = True, strict: bool = True) -> Calls:
+        return Calls(parser=self.parser, tools=tools(strict), required=choice == "required", several=several)
+
+    def show(self, token_ids: Iterable[int]) -> str:
+        """As the router shows it to parsers."""
+        detokenizer = self.tokenizer.detokenizer(keep=frozenset(m for group in MARKERS.values() for m in group))
+        return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+
+
+def tools(strict: bool) -> list[Tool]:
+    functions = [{"name": name, "parameters": schema, "strict": strict} for name, schema in SCHEMAS.items()]
+    return read_tools([{"type": "function", "function": function} for function in functions])
+
+
+@pytest.fixture(scope="module", params=MARKERS)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    backend = small_tokenizers.byte_level_backend()
+    backend.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    backend.add_special_tokens(list(MARKERS[request.param]))
+    path: Path = tmp_path_factory.mktemp("tokenizer")
+    backend.save(str(path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_dir(path)
+    [eos] = tokenizer.encode("</s>")
+    vocabulary = Vocabulary.load(path, tokenizer.vocab_size, [eos])
+    return Family(request.param, tokenizer, vocabulary)
+
+
+def allowed(matcher: Matcher, vocabulary: Vocabulary) -> list[int]:
+    mask = torch.empty((1, vocabulary.num_words), dtype=torch.int32)
+    matcher.fill(mask, 0)
+    words = [int(word) & 0xFFFFFFFF for word in mask[0]]
+    return [token for token in range(vocabulary.size) if words[token // 32] >> (token % 32) & 1]
+
+
+def walk(matcher: Matcher, family: Family, rng: random.Random, prefix: str = "", limit: int = 3000) -> str:
+    """An answer that begins with `prefix` and goes on by random tokens up to its end."""
+    token_ids = family.tokenizer.encode(prefix)
+    assert all(map(matcher.accept, token_ids)), prefix
+    while len(token_ids) < limit:
+        token = rng.choice(allowed(matcher, family.vocabulary))
+        assert matcher.accept(token)
+        if token in family.vocabulary.stop_token_ids:
+            return family.show(token_ids)
+        token_ids.append(token)
+    raise AssertionError(f"no end: {family.show(token_ids)}")
+
+
+def accepts(matcher: Matcher, family: Family, text: str) -> bool:
+    """Whether a model may write the text and end there."""
+    [eos] = family.vocabulary.stop_token_ids
+    return all(map(matcher.accept, [*family.tokenizer.encode(text), eos]))
+
+
+def check_calls(calls: tuple[tuple[str, str], ...], text: str) -> None:
+    for name, arguments in calls:
+        value = json.loads(arguments)
+        assert isinstance(value, dict), text
+        jsonschema.validate(value, SCHEMAS[name])
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_required_calls_are_read_as_they_are_written(family: Family, several: bool) -> None:
+    rules = AnswerRules(calls=family.calls("required", several=several, strict=False))
+    names, most = set(), 0
+    for seed in range(40):
+        text = walk(family.matcher(rules), family, random.Random(seed))
+        reasoning, content, calls = gather(read(family.format, list(text)))
+        assert (reasoning, content) == ("", ""), text
+        assert calls
+        check_calls(calls, text)
+        names |= {name for name, _ in calls}
+        most = max(most, len(calls))
+    assert names == SCHEMAS.keys()
+    assert (most > 1) is several
+
+
+def beginning(family: Family) -> str:
+    """Of a call."""
+    known = {"hermes": "<tool_call>", "llama3_json": '{"name": "search", "parameters": '}
+    return known.get(family.name, "[TOOL_CALLS]")
+
+
+def test_a_call_that_the_model_begins_is_one(family: Family) -> None:
+    rules = AnswerRules(calls=family.calls("auto", several=False))
+    assert accepts(family.matcher(rules), family, 'Just text, with a { and a < and "name".')
+    for seed in range(10):
+        text = walk(family.matcher(rules), family, random.Random(seed), "Let me see.\n" + beginning(family))
+        _, content, calls = gather(read(family.format, [text]))
+        assert (content, len(calls)) == ("Let me see.", 1), text
+        check_calls(calls, text)
+    assert not accepts(family.matcher(rules), family, beginning(family) + "x")
+
+
+def test_calls_that_the_model_chooses_are_free_unless_a_tool_is_strict(family: Family) -> None:
+    rules = AnswerRules(calls=family.calls("auto", strict=False))
+    assert rules.grammar(family.tokenizer.knows, SchemaTime()) is None
+    weather, search = tools(strict=True)
+    mixed = AnswerRules(calls=dataclasses.replace(family.calls("auto"), tools=[weather, search._replace(strict=False)]))
+    required = AnswerRules(calls=family.calls("required", several=False))
+    called = set()
+    for seed in range(20):
+        text = walk(family.matcher(required), family, random.Random(seed))
+        [(name, arguments)] = gather(read(family.format, [text]))[2]
+        called.add(name)
+        assert accepts(family.matcher(mixed), family, text)
+        others = text.replace(arguments, '{"anything": [1]}')
+        assert accepts(family.matcher(mixed), family, others) is (name == "search")
+    assert called == SCHEMAS.keys()
+
+
+def test_text_has_the_shape_where_no_call_is_made(family: Family) -> None:
+    asked = AskedShape(StructuredOutputs(json=SHAPE), "response_format")
+    rules = AnswerRules(shape=asked, calls=family.calls("auto", strict=False))
+    assert accepts(family.matcher(rules), family, '{"answer": 42}')
+    assert not accepts(family.matcher(rules), family, "42")
+    text = walk(family.matcher(rules), family, random.Random(0), beginning(family))
+    assert len(gather(read(family.format, [text]))[2]) > 0
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "thoughts"),
+    [
+        ("qwen3", "open", "Let <tool_call>me { see.\n</think>\n\n"),
+        ("qwen3", "closed", ""),
+        ("qwen3", "unsaid", ""),
+        ("qwen3", "unsaid", "<think>\nHm.</think>"),
+        ("deepseek_r1", "unsaid", "Hm.\n</think>\n\n"),
+        ("deepseek_r1", "unsaid", "<think>\nHm.\n</think>\n\n"),
+        ("deepseek_r1", "closed", ""),
+        ("mistral", "unsaid", "[THINK]Hm.[/THINK]"),
+    ],
+)
+def test_the_shape_begins_behind_the_thoughts(family: Family, reasoning: str, prompt: Thinking, thoughts: str) -> None:
+    parser = REASONING_PARSERS.load(reasoning)
+    asked = AskedShape(StructuredOutputs(json=SHAPE), "response_format")
+    rules = AnswerRules(shape=asked, reasoning_parser=parser, prompt=prompt)
+    text = walk(family.matcher(rules), family, random.Random(0), thoughts)
+    format = AnswerFormat(reasoning_parser=parser, prompt=prompt)
+    thought, content, _ = gather(read(format, [text]))
+    jsonschema.validate(json.loads(content), SHAPE)
+    assert ("Hm." in thought or "see." in thought) is bool(thoughts)
+    assert not accepts(family.matcher(rules), family, thoughts + "so")
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_calls_stand_behind_the_thoughts(family: Family, choice: str) -> None:
+    parser = REASONING_PARSERS.load("qwen3")
+    rules = AnswerRules(calls=family.calls(choice, several=False), reasoning_parser=parser, prompt="unsaid")
+    format = dataclasses.replace(family.format, reasoning_parser=parser, prompt="unsaid")
+    thoughts = f"<think>Shall I write {beginning(family)}x?</think>\n\n"
+    text = walk(family.matcher(rules), family, random.Random(0), thoughts + beginning(family))
+    thought, content, calls = gather(read(format, [text]))
+    assert (thought, content, len(calls)) == (f"Shall I write {beginning(family)}x?", "", 1)
+    check_calls(calls, text)
+    assert accepts(family.matcher(rules), family, thoughts + "so") is (choice == "auto")
+
+
+WRITTEN = {
+    "hermes": {"one call, as Qwen writes it", "text in front, and two calls", "all kinds of values"},
+    "llama3_json": {"one call", "two with a semicolon between them", "two lines behind a text", "two tags",
+                    "all kinds of values"},
+    "mistral": {"a list of one", "all kinds of values"},
+    "mistral, from v11 on": {"one call of tokenizer v11"},
+}  # fmt: skip
+"""Of the recorded answers with calls those that a model may write under a grammar, too."""
+
+
+def test_answers_of_the_family_are_possible(family: Family) -> None:
+    functions = [{"type": "function", "function": {"name": name, "strict": True}} for name in sorted(TOOLS)]
+    rules = AnswerRules(calls=dataclasses.replace(family.calls("auto"), tools=read_tools(functions)))
+    own = [recorded for recorded in ANSWERS if TOOL_PARSERS.load(recorded.parser) is family.parser]
+    possible = {recorded.name for recorded in own if accepts(family.matcher(rules), family, recorded.text)}
+    assert possible >= {"text", *WRITTEN[family.name]}
