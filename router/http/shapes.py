@@ -1,6 +1,6 @@
 """Which shape a request asks of its answers' text, by one of several fields: OpenAI's, vLLM's and vLLM's older ones."""
 
-from typing import Any
+import msgspec
 
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.spec import ASKED_AS, StructuredOutputs
@@ -37,7 +37,7 @@ def read_shape(body: CompletionBody | ChatBody) -> AskedShape | None:
         assert body.structured_outputs is not None
         return _of_structured_outputs(body.structured_outputs)
     [name] = asked
-    return AskedShape(_outputs({_GUIDED[name]: getattr(body, name)}), name)
+    return AskedShape(msgspec.convert({_GUIDED[name]: getattr(body, name)}, StructuredOutputs), name)
 
 
 def _check_fields(given: ResponseFormat) -> None:
@@ -70,12 +70,8 @@ def _of_response_format(given: ResponseFormat) -> AskedShape:
 
 
 def _of_structured_outputs(given: ShapeBody) -> AskedShape:
-    outputs = _outputs({name: value for name in ASKED_AS if (value := getattr(given, name)) is not None})
+    outputs = msgspec.convert({name: getattr(given, name) for name in ASKED_AS}, StructuredOutputs)
     try:
         return AskedShape(outputs, f"structured_outputs.{outputs.asked_as}")
     except InvalidRequest as error:
         raise InvalidRequest(str(error), param="structured_outputs") from None
-
-
-def _outputs(fields: dict[str, Any]) -> StructuredOutputs:
-    return StructuredOutputs(**{k: tuple(value) if isinstance(value, list) else value for k, value in fields.items()})
