@@ -7,15 +7,15 @@ from pdkv.errors import InvalidRequest
 from pdkv.grammar.spec import Grammar
 from pdkv.grammar.vocabulary import Vocabulary, load_xgrammar
 
-_WHERE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ")
 _MAX_WORDS = 500
-_CHECK = re.compile(r"^Check failed: .*? is false: ")
+_SOURCE = re.compile(r"(\[[\d:]+\] )?\S+\.(cc|h):\d+: |Check failed: \(.*?\) is false: ")
 
 
 class Compiler:
     """Compiles one grammar after the other, without bounds on time and memory: see `compile_process.py` for those."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         self._compiler = load_xgrammar().GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
 
     def compile(self, grammar: Grammar) -> Any:
@@ -25,11 +25,21 @@ class Compiler:
             InvalidRequest: the grammar is wrong; in the library's words, which name the place where it knows it.
         """
         try:
-            return self._compile(grammar)
+            compiled = self._compile(grammar)
+            self._check_begins(compiled)
+            return compiled
         except (RuntimeError, ValueError, TypeError) as error:  # the library raises nothing more exact
             raise InvalidRequest(
                 f"the {grammar.kind} is refused: {_words(error)}", param="structured_outputs"
             ) from None
+
+    def _check_begins(self, compiled: Any) -> None:
+        """Refuse what no text fulfils, where that shows at its first token. Raises ValueError."""
+        xgr = load_xgrammar()
+        mask = xgr.allocate_token_bitmask(1, self._vocabulary.size)
+        xgr.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
+        if not (mask[0] & self._vocabulary.all).any():
+            raise ValueError("no text of the model's tokens fulfils it")
 
     def _compile(self, grammar: Grammar) -> Any:
         match grammar.kind:
@@ -44,6 +54,5 @@ class Compiler:
 
 
 def _words(error: Exception) -> str:
-    """What the library says, without the line of its source that says it."""
-    text = _WHERE_IN_SOURCE.sub("", str(error).strip())
-    return _CHECK.sub("", text)[:_MAX_WORDS]
+    """What the library says, without the lines of its source that say it."""
+    return _SOURCE.sub("", str(error)).strip()[:_MAX_WORDS]

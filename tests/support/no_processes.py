@@ -23,6 +23,8 @@ STARTERS = (
     "multiprocessing",
     "pdkv.cli.main",
     "pdkv.connector_kit",
+    "pdkv.grammar.compile_host",
+    "pdkv.grammar.store",
     "pdkv.launch.children",
     "pdkv.launch.fork_server",
     "pdkv.launch.launcher",
