@@ -9,6 +9,7 @@ from typing import Protocol
 from pdkv.connectors.base import TransferKey, TransferOutcome
 from pdkv.engine.executor import Ended, Executor
 from pdkv.engine.external import EndedSend, ExternalKV
+from pdkv.engine.grammar_wait import GrammarWait
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.intake import Prepared, root_of
 from pdkv.engine.lower_tiers import LowerTiers
@@ -127,6 +128,7 @@ class EngineCore:
         decode: DecodeHooks,
         outbox: Outbox,
         stop_rules: StopRules,
+        grammars: GrammarWait,
         shutdown: Callable[[], None],
     ) -> None:
         self.card = card
@@ -135,6 +137,7 @@ class EngineCore:
         self.workers: Workers = executor
         self.prefill = prefill
         self.decode = decode
+        self.grammars = grammars
         self.counters = Counters()
         self.watch = StepWatch()
         self.requests: dict[RequestKey, Request] = {}
@@ -168,7 +171,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step would change something now; otherwise wait for a message, `wake` or the next deadline."""
-        return self._dirty or self.scheduler.queues.needs_step or self.external.has_news
+        scheduled = self.scheduler.queues.needs_step or self.external.has_news
+        return self._dirty or scheduled or self.grammars.has_answers
 
     def wake(self) -> None:
         """The connector's notify: what has ended is settled now. A step follows only where somebody may go on.
@@ -207,11 +211,12 @@ class EngineCore:
         not finished yet.
         """
         self.expire(now)
+        self._take_grammars()
         self._dirty = False
         self._last_step = now
         self.scheduler.queues.needs_step = False
         num_preemptions = self.scheduler.num_preemptions
-        plan = self.scheduler.schedule(now)
+        plan = self.grammars.complete(self.scheduler.schedule(now))
         if self.scheduler.num_preemptions > num_preemptions:
             self._note_preemption(now)
         for new in plan.new:
@@ -269,6 +274,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Stop workers and connector. Idempotent."""
+        self.grammars.close()
         self._shutdown()
 
     # --- messages in ----------------------------------------------------------------------------------------------
@@ -395,8 +401,7 @@ class EngineCore:
         try:
             self._check(router_id, submit, older, prepared)
         except InvalidRequest as error:
-            text = str(error)[:MAX_ERROR_CHARS]
-            self._outbox(router_id, Failed(*key, error.code, text, False, error.param or ""))
+            self._refuse(router_id, key, error)
             return
         if older is not None:
             self._abort(older)
@@ -411,10 +416,28 @@ class EngineCore:
             self._outbox(router_id, Finished(*key, reason, SourceCounts(), stop_token_id))
             self._remember(key)
             return
+        try:
+            may_start = self.grammars.add(request)
+        except PdkvError as error:
+            self._refuse(router_id, key, error)
+            return
         self.requests[key] = request
         self._attempts[submit.request_id] = submit.attempt
         self._transfers[request.transfer_key] = key
-        self.scheduler.add(request)
+        if may_start:
+            self.scheduler.add(request)
+
+    def _refuse(self, router_id: str, key: RequestKey, error: PdkvError) -> None:
+        """A Submit cannot be served."""
+        self._outbox(router_id, Failed(*key, error.code, str(error)[:MAX_ERROR_CHARS], False, _param_of(error)))
+
+    def _take_grammars(self) -> None:
+        """Those whose grammar is there wait with all others from now on."""
+        for request, error in self.grammars.take_answers():
+            if error is None:
+                self.scheduler.add(request)
+            else:
+                self._fail(request, error.code, str(error), False, _param_of(error))
 
     def _check(self, router_id: str, submit: Submit, older: Request | None, prepared: Prepared | None) -> None:
         """Raises InvalidRequest for a Submit that can never work, or that would take what is another request's."""
@@ -517,9 +540,9 @@ class EngineCore:
         self.external.aborted(request.transfer_key, cancel_sending=True)
         self._forget(request)
 
-    def _fail(self, request: Request, code: str, message: str, retryable: bool) -> None:
+    def _fail(self, request: Request, code: str, message: str, retryable: bool, param: str = "") -> None:
         logger.log(_FAILURE_LEVELS.get(code, logging.WARNING), "request %s failed: %s: %s", request.name, code, message)
-        self._outbox(request.router_id, Failed(*request.key, code, message[:MAX_ERROR_CHARS], retryable))
+        self._outbox(request.router_id, Failed(*request.key, code, message[:MAX_ERROR_CHARS], retryable, param))
         self._abort(request)
 
     def _fail_rejected(self) -> None:
@@ -529,7 +552,8 @@ class EngineCore:
             self._fail(request, outcome.code, f"the KV of the prompt could not be loaded: {outcome.code}", True)
 
     def _forget(self, request: Request) -> None:
-        self.scheduler.remove(request)
+        if not self.grammars.remove(request):
+            self.scheduler.remove(request)
         del self.requests[request.key]
         del self._attempts[request.submit.request_id]
         self._transfers.pop(request.transfer_key, None)
@@ -582,7 +606,7 @@ class EngineCore:
         loads, counters = self.decode.counts(), self.counters
         scheduler = self.scheduler
         return LoadReport(
-            waiting=len(scheduler.waiting) + len(self.external.loads),
+            waiting=len(scheduler.waiting) + len(self.external.loads) + self.grammars.num_waiting,
             running=len(scheduler.running),
             blocks=scheduler.kv.pool.counts(),
             sources=SourceCounts(
@@ -607,6 +631,11 @@ class EngineCore:
             self._last_load = load
             for router_id in self._routers:
                 self._outbox(router_id, load)
+
+
+def _param_of(error: PdkvError) -> str:
+    """The parameter that an error is about, if it names one."""
+    return error.param or "" if isinstance(error, InvalidRequest) else ""
 
 
 def _parts(number: int, events: Sequence[KVEvent]) -> list[KVEvents]:

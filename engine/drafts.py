@@ -5,7 +5,7 @@ draw there anyhow: draws depend on seed and position alone. The drawn tokens are
 front of them were right, so a proposer changes how many steps an output takes, and no token of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -57,6 +57,11 @@ class DrawRows(NamedTuple):
         behind = np.arange(stops[-1]) - np.repeat(stops, counts) + 1  # -drafts … 0
         rows, known = np.repeat(last, counts) + behind, np.repeat(seq_lens, counts) + behind
         return cls(requests, stops - counts, rows, np.repeat(slots, counts), known)
+
+    def shares(self) -> Iterator[tuple[int, int, int]]:
+        """Of each request its slot, and the range [start, stop) of its rows."""
+        stops = [*self.starts[1:].tolist(), len(self.rows)]
+        return zip(self.slots[self.starts].tolist(), self.starts.tolist(), stops, strict=True)
 
     def count_right(self, tokens: IntArray, batch: PersistentBatch) -> IntArray:
         """How many of the tokens drawn (n,) belong to each request's output, (m,): one more than its right drafts.

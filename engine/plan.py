@@ -1,8 +1,11 @@
 """Plain data between scheduler and workers: what a step computes and what came out of it."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 from pdkv.connectors.base import KVConnectorMetadata, Stats, TransferKey, TransferResults
+from pdkv.grammar.compiled import CompiledGrammar
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import RequestKey, TokenLogprob
 
@@ -14,8 +17,9 @@ class NewRequest(msgspec.Struct, frozen=True):
     choice: int
     prompt_token_ids: list[int]
     output_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams  # without the grammar
     block_ids: list[list[int]]  # a block table per KV group, all equally long; -1: a block that no token sees any more
+    grammar: int | None = None  # its number: a plan up to this one has brought what was compiled
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
@@ -35,7 +39,12 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step. `scheduled` is in the order of execution; `ended` leave the batch before anything else."""
+    """One step. `scheduled` is in the order of execution; `ended` leave the batch before anything else.
+
+    What grammars were compiled to, `grammars`, comes once and by number, with or before the first request that has one.
+    It stays with the workers until its number is in `ended_grammars`; no request of theirs has it then. The first of
+    them is announced by `expects_grammars`, so that what it takes is loaded while it is compiled.
+    """
 
     step_id: int
     new: list[NewRequest]
@@ -43,6 +52,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     ended: list[RequestKey]
     kv_meta: KVConnectorMetadata | None = None
     cancels: list[TransferKey] = []
+    grammars: Mapping[int, CompiledGrammar] = {}
+    ended_grammars: list[int] = []
+    expects_grammars: bool = False
 
     @property
     def num_tokens(self) -> int:

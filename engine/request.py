@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from math import inf
 from sys import maxsize
 
+import msgspec
+
 from pdkv.connectors.base import RequestView, TransferKey
 from pdkv.engine.plan import NewRequest
 from pdkv.kernels.block_keys import keys_behind
@@ -25,6 +27,7 @@ class Request:
         "deadline",
         "due_at",
         "end_at",
+        "grammar",
         "handoff",
         "hash_keys",
         "hash_root",
@@ -77,6 +80,7 @@ class Request:
         self.handoff = submit.handoff
         self.ticket = submit.ticket
         self.ticket_number = 0
+        self.grammar: int | None = None  # under which number the workers have what its grammar was compiled to
         self.trial_tokens = submit.trial_tokens  # new tokens that it has yet to get alone
         self.kv_ready: bool | None = None
         self.hash_root = hash_root
@@ -191,9 +195,13 @@ class Request:
 
     def introduce(self) -> NewRequest:
         """Its full state, for workers that do not know it."""
-        submit = self.submit
+        submit, params = self.submit, self.submit.params
+        if params.grammar is not None:
+            params = msgspec.structs.replace(params, grammar=None)
         output_token_ids, tables = list(self.output_token_ids), [list(table) for table in self.block_tables]
-        return NewRequest(self.key, submit.choice, self.prompt_token_ids, output_token_ids, submit.params, tables)
+        return NewRequest(
+            self.key, submit.choice, self.prompt_token_ids, output_token_ids, params, tables, self.grammar
+        )
 
     def view(self) -> RequestView:
         """What a connector may see."""

@@ -14,6 +14,7 @@ from pdkv.engine.attention.select import make_backend
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.drafts import DrawRows, Proposer
 from pdkv.engine.finite_check import FiniteCheck
+from pdkv.engine.masks import GrammarMasks
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.sampling.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampling.sampler import SamplingState
@@ -27,8 +28,8 @@ _WARM_UP_REQUESTS = 6
 """Four layers' products and the logits', for each number of them and for a prompt: more than 32 kernels."""
 
 _NO_CHOICE = (
-    "no token can be chosen: the sampling parameters (min_tokens with stop_token_ids, allowed_token_ids, bad_words, "
-    "logit_bias, penalties) forbid every token, or overflow"
+    "no token can be chosen: the sampling parameters (min_tokens with stop_token_ids, structured_outputs, "
+    "allowed_token_ids, bad_words, logit_bias, penalties) forbid every token, or overflow"
 )
 
 
@@ -82,6 +83,7 @@ class ModelRunner:
         self._attention = make_backend(kv_pool, model.num_heads, layers)
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
+        self._masks = GrammarMasks(config.vocab_size, config.eos_token_ids)
 
     def warm_up(self) -> None:
         """A prompt and then decodes of 1, 2, 3 … requests, in blocks that nobody uses yet.
@@ -126,6 +128,10 @@ class ModelRunner:
         transfers = NO_TRANSFERS if worker is None else worker.get_finished()
         stats = worker.get_stats() if worker is not None and transfers else None
         sampled, prompt_logprobs, failed, digest = computed
+        if self._masks.failures:
+            failed = failed | {
+                s.key: self._masks.failures[s.key] for s in plan.scheduled if s.key in self._masks.failures
+            }
         return StepOutput(plan.step_id, sampled, prompt_logprobs, transfers, failed, stats, digest)
 
     def _update_batch(self, plan: StepPlan) -> None:
@@ -134,10 +140,13 @@ class ModelRunner:
             if slot is not None:
                 self._sampling.remove(slot)
                 self._prompt_logprobs.remove(slot)
+                self._masks.remove(slot)
+        self._masks.learn(plan.grammars, plan.ended_grammars)
         for request in plan.new:
             slot = self._batch.add(request)
             self._sampling.add(slot, request)
             self._prompt_logprobs.add(slot, request)
+            self._masks.add(slot, request)
 
     def _attend(self, meta: KVConnectorMetadata | None) -> Attend:
         """The attention of this step, between the connector's layer hooks where the step needs them."""
@@ -188,11 +197,13 @@ class ModelRunner:
     ) -> _Computed:
         """Draw behind every row of logits (n, vocab), keep what follows right guesses, and guess what comes next."""
         batch, sampling = self._batch, self._sampling
-        tokens = sampling.choose(logits, drawn.slots, batch.token_ids, drawn.num_tokens)
+        masks = self._masks.fill(drawn, batch)  # a device computes the logits meanwhile
+        tokens = sampling.choose(logits, drawn.slots, batch.token_ids, drawn.num_tokens, masks)
         counts = drawn.count_right(tokens, batch)
         kept = drawn.kept(counts)
         if check is not None:
             check.look_at_logits(logits, drawn, counts)
+        self._masks.accept(drawn, tokens, counts)
         batch.append_tokens(drawn.slots[kept], drawn.num_tokens[kept], tokens[kept])
         logprobs = sampling.logprobs(logits, drawn.slots, np.where(kept, tokens, -1)) if self._reports else {}
         token_ids, finished_prompts = tokens.tolist(), {}

@@ -7,6 +7,7 @@ import socket
 from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.executor import InProcessExecutor, RankInfo
 from pdkv.engine.ranks.channel import RankChannel
+from pdkv.engine.ranks.grammars import GrammarReader
 from pdkv.engine.ranks.messages import (
     Answer,
     Attach,
@@ -68,7 +69,9 @@ class FirstRank:
         """This rank is ready. Raises RankTimeout and RankGone."""
         self.say(Attached(info.pid, info.blob))
 
-    def follow(self, executor: InProcessExecutor, metadata_type: type[KVConnectorMetadata]) -> None:
+    def follow(
+        self, executor: InProcessExecutor, metadata_type: type[KVConnectorMetadata], reader: GrammarReader
+    ) -> None:
         """Run orders until rank 0 stops; an engine without requests is silent, so the wait for an order has no end.
 
         Raises:
@@ -77,7 +80,7 @@ class FirstRank:
         while True:
             match decode_order(self._ring.get(None)):
                 case Step() as step:
-                    output = executor.execute(plan_of(step, metadata_type))
+                    output = executor.execute(plan_of(step, metadata_type, reader))
                     self.say(step_done(output))
                 case Collect():
                     self.say(collected(*executor.ask_finished()))

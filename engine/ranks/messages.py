@@ -4,6 +4,7 @@ import msgspec
 
 from pdkv.connectors.base import KVConnectorMetadata, Stats, TransferKey, TransferOutcome, TransferResults
 from pdkv.engine.plan import StepFailure, StepOutput, StepPlan
+from pdkv.engine.ranks.grammars import GrammarReader
 from pdkv.errors import ConfigError
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import ConnectorStats, EngineCard, RequestKey
@@ -20,9 +21,10 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 class Step(msgspec.Struct, frozen=True, tag=True):
     """Run a step. Answered by StepDone."""
 
-    plan: StepPlan  # without kv_meta
+    plan: StepPlan  # without kv_meta and grammars
     kv_meta: bytes | None  # of the connector's own type, which is called
     kv_meta_type: str
+    grammars: dict[int, bytes] = {}  # serialized
 
 
 class Collect(msgspec.Struct, frozen=True, tag=True):
@@ -108,24 +110,31 @@ def decode_answer(data: bytes | bytearray) -> Answer:
 def encode_step(plan: StepPlan) -> bytes:
     """A step as the other ranks get it."""
     meta = None if plan.kv_meta is None else _encoder.encode(plan.kv_meta)
-    plain = plan if meta is None else msgspec.structs.replace(plan, kv_meta=None)
-    return _encoder.encode(Step(plain, meta, type(plan.kv_meta).__name__))
+    grammars = {number: compiled.serialized for number, compiled in plan.grammars.items()}
+    plain = msgspec.structs.replace(plan, kv_meta=None, grammars={}) if meta is not None or grammars else plan
+    return _encoder.encode(Step(plain, meta, type(plan.kv_meta).__name__, grammars))
 
 
-def plan_of(step: Step, metadata_type: type[KVConnectorMetadata]) -> StepPlan:
-    """The plan with its metadata, decoded as the connector's own type.
+def plan_of(step: Step, metadata_type: type[KVConnectorMetadata], reader: GrammarReader) -> StepPlan:
+    """The plan with its grammars, and with its metadata, decoded as the connector's own type.
 
     Raises:
+        PdkvError: what `GrammarReader.read` raises.
         ConfigError: the connector's scheduler side makes another one, whose fields would be lost.
     """
+    plan = step.plan
+    if plan.expects_grammars:
+        reader.expect()
+    if step.grammars:
+        plan = msgspec.structs.replace(plan, grammars=reader.read(step.grammars))
     if step.kv_meta is None:
-        return step.plan
+        return plan
     if step.kv_meta_type != metadata_type.__name__:
         raise ConfigError(
             f"the connector's metadata_type is {metadata_type.__name__}, its scheduler side made {step.kv_meta_type}"
         )
     meta = msgspec.msgpack.decode(step.kv_meta, type=metadata_type)
-    return msgspec.structs.replace(step.plan, kv_meta=meta)
+    return msgspec.structs.replace(plan, kv_meta=meta)
 
 
 def step_done(output: StepOutput) -> StepDone:

@@ -28,6 +28,11 @@ def check_for_vocab(params: SamplingParams, vocab_size: int, eos_token_ids: Coll
         raise InvalidRequest(
             "bad_words are texts: an engine needs their tokens, bad_words_token_ids", param="bad_words"
         )
+    if params.structured_outputs is not None:
+        raise InvalidRequest(
+            "structured_outputs is what a client asks for: an engine needs the grammar made of it",
+            param="structured_outputs",
+        )
     if params.min_tokens > 0:
         _check_choice_is_left(params, vocab_size, eos_token_ids)
     if params.seed is None and not params.greedy:

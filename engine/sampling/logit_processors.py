@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: bitmask, allowed and forbidden tokens, logit bias, penalties.
+"""What changes logits before a token is chosen: masks, allowed and forbidden tokens, logit bias, penalties.
 
 All work in place on float32 logits (n, vocab), for the rows that need them, at a cost independent of their number.
 """
@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_WORD_BITS = 32
+WORD_BITS = 32
+"""Tokens per word of a mask."""
 
 
 class PenaltyRows(NamedTuple):
@@ -25,21 +26,38 @@ class PenaltyRows(NamedTuple):
     frequency: NDArray[np.float64]  # (m,)
 
 
-def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> None:
-    """Forbid every token whose bit is 0.
+class TokenMasks(NamedTuple):
+    """Which tokens may be chosen in m of the rows of logits."""
 
-    Args:
-        bitmask: (n, ceil(vocab / 32)) int32; bit i % 32 of word i // 32 stands for token i.
-    """
-    num_rows, vocab_size = logits.shape
-    num_words = -(-vocab_size // _WORD_BITS)
-    if bitmask.shape != (num_rows, num_words) or bitmask.dtype != torch.int32:
+    rows: NDArray[np.int64]  # (m,) ascending
+    bits: torch.Tensor  # (m, ceil(vocab / 32)) int32 on the CPU; bit i % 32 of word i // 32 stands for token i
+
+
+def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
+    """Forbid every token whose bit is 0 in the rows that have a mask."""
+    num_words = -(-logits.shape[1] // WORD_BITS)
+    rows, bits = masks
+    if bits.shape != (len(rows), num_words) or bits.dtype != torch.int32:
         raise ValueError(
-            f"bitmask must be int32 of shape {(num_rows, num_words)}, got {bitmask.dtype} of {tuple(bitmask.shape)}"
+            f"bits must be int32 of shape {(len(rows), num_words)}, got {bits.dtype} of {tuple(bits.shape)}"
         )
-    bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=logits.device)
-    allowed = (bitmask.to(logits.device).unsqueeze(-1) >> bits) & 1
-    logits.masked_fill_(allowed.view(num_rows, -1)[:, :vocab_size] == 0, -torch.inf)
+    words = bits.numpy()
+    is_open = (words == -1).sum(axis=1) > num_words // 2  # fewer tokens to forbid than to keep
+    if is_open.any():
+        forbid_tokens(logits, rows[is_open], _tokens_of(~words[is_open], logits.shape[1]))
+    if not is_open.all():
+        keep_tokens(logits, rows[~is_open], _tokens_of(words[~is_open], logits.shape[1]))
+
+
+def _tokens_of(words: NDArray[np.int32], vocab_size: int) -> list[NDArray[np.int64]]:
+    """The tokens whose bits are 1 in each row of (m, words)."""
+    rows, columns = np.nonzero(words)
+    ones = np.unpackbits(words[rows, columns].view(np.uint8).reshape(-1, WORD_BITS // 8), axis=1, bitorder="little")
+    at, bit = np.nonzero(ones)
+    tokens, rows = columns[at] * WORD_BITS + bit, rows[at]
+    known = tokens < vocab_size
+    counts = np.bincount(rows[known], minlength=len(words))
+    return np.split(tokens[known], np.cumsum(counts)[:-1])
 
 
 def forbid_tokens(logits: torch.Tensor, rows: NDArray[np.int64], token_ids: Sequence[NDArray[np.int64]]) -> None:

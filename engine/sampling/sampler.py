@@ -13,8 +13,9 @@ from pdkv.engine.sampling.draw import DrawParams, argmax, draw
 from pdkv.engine.sampling.logit_processors import (
     BadWords,
     PenaltyRows,
+    TokenMasks,
     add_bias,
-    apply_bitmask,
+    apply_masks,
     apply_penalties,
     forbid_bad_words,
     forbid_tokens,
@@ -115,7 +116,7 @@ class SamplingState:
         slots: NDArray[np.integer[Any]],
         token_ids: NDArray[np.int32],
         num_tokens: NDArray[np.integer[Any]],
-        bitmask: torch.Tensor | None = None,
+        masks: TokenMasks | None = None,
     ) -> NDArray[np.int64]:
         """Choose one token per row, (n,); -1 where the row's parameters leave none. Arguments and state stay.
 
@@ -127,12 +128,12 @@ class SamplingState:
             slots: (n,) the slot of each row.
             token_ids: (max_num_seqs, max_model_len) prompt + output of each slot.
             num_tokens: (n,) tokens known of each row's request; the token drawn has this index.
-            bitmask: (n, ceil(vocab / 32)) int32 of allowed tokens, see `apply_bitmask`.
+            masks: of the rows in which not all tokens may be chosen.
         """
         if logits.shape != (len(slots), self._vocab_size):
             raise ValueError(f"logits must be {(len(slots), self._vocab_size)}, got {tuple(logits.shape)}")
         rows = self._table[slots]
-        processed = self._process(logits, rows, slots, token_ids, num_tokens, bitmask)
+        processed = self._process(logits, rows, slots, token_ids, num_tokens, masks)
         tokens = self._choose(processed, rows, num_tokens - rows["num_prompt"])
         if processed is not logits:
             tokens[_without_choice(logits, processed, tokens)] = -1
@@ -163,7 +164,7 @@ class SamplingState:
         slots: NDArray[np.integer[Any]],
         token_ids: NDArray[np.int32],
         num_tokens: NDArray[np.integer[Any]],
-        bitmask: torch.Tensor | None,
+        masks: TokenMasks | None,
     ) -> torch.Tensor:
         """The logits themselves where nothing changes them, else a float32 copy that went through the processors."""
         early = np.flatnonzero(num_tokens - rows["num_prompt"] < rows["min_tokens"])
@@ -171,13 +172,13 @@ class SamplingState:
         penalized = np.flatnonzero(rows["penalized"])
         restricted = np.flatnonzero(rows["restricted"])
         with_bad_words = np.flatnonzero(rows["has_bad_words"])
-        if bitmask is None and not (
+        if masks is None and not (
             early.size or biased.size or penalized.size or restricted.size or with_bad_words.size
         ):
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        if bitmask is not None:
-            apply_bitmask(logits, bitmask)
+        if masks is not None:
+            apply_masks(logits, masks)
         if restricted.size:
             keep_tokens(logits, restricted, [self._allowed[slot] for slot in slots[restricted].tolist()])
         if with_bad_words.size:

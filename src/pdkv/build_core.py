@@ -11,9 +11,11 @@ from pdkv.engine.block_pool import BlockPool
 from pdkv.engine.core import EngineCore, Outbox
 from pdkv.engine.executor import Executor
 from pdkv.engine.external import ExternalKV
+from pdkv.engine.grammar_wait import GrammarWait
 from pdkv.engine.kv_cache_manager import KVCacheManager
 from pdkv.engine.scheduler import Scheduler, SchedulerLimits
 from pdkv.engine.stopping import StopRules
+from pdkv.grammar.store import GrammarStore
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
 from pdkv.wire.messages import EngineCard
@@ -35,6 +37,7 @@ def build_core(
     shutdown: Callable[[], None],
     hit_tokens: int = 0,
     local_prefill_tokens: int = LOCAL_PREFILL_TOKENS,
+    grammars: GrammarStore | None = None,
 ) -> EngineCore:
     """An engine around an executor whose KV pool has card.num_blocks blocks, enough for card.max_model_len tokens.
 
@@ -43,6 +46,7 @@ def build_core(
         block_table: what the block pool writes; from the connector where there is one.
         shutdown: called once, when the core shuts down.
         hit_tokens: of the connector.
+        grammars: who compiles those of requests; None: requests that have one are refused. Stays the caller's.
     """
     layout = card.layout
     pool = BlockPool(card.num_blocks, block_table, keys_per_block=layout.block_size // card.hash_block_size)
@@ -95,5 +99,6 @@ def build_core(
         decode=decode,
         outbox=outbox,
         stop_rules=stop_rules,
+        grammars=GrammarWait(grammars),
         shutdown=shutdown,
     )

@@ -23,8 +23,12 @@ from pdkv.engine.drafts import Proposer
 from pdkv.engine.executor import Executor, InProcessExecutor, ModelExecutor, resolve_device
 from pdkv.engine.ranks.executor import MultiProcessExecutor, OtherRanks
 from pdkv.engine.ranks.follower import FirstRank
+from pdkv.engine.ranks.grammars import GrammarReader
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.errors import ConfigError, ModelError, RankError
+from pdkv.grammar.options import GrammarOptions
+from pdkv.grammar.store import GrammarStore
+from pdkv.grammar.vocabulary import Vocabulary
 from pdkv.host.memory_limits import check_host_memory
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.identity import ModelSource
@@ -85,6 +89,10 @@ class _Plan(NamedTuple):
         """The weights; their identity is taken while they are loaded. Raises ModelError."""
         return ModelSource(self.config.model, self.model)
 
+    def load_vocabulary(self) -> Vocabulary:
+        """What grammars are compiled for. Raises ConfigError where there is no tokenizer, or not the library."""
+        return Vocabulary.load(self.config.model, self.model.vocab_size, self.model.eos_token_ids)
+
 
 def build_engine(
     config: EngineConfig,
@@ -106,7 +114,7 @@ def build_engine(
         handoff: None: an engine without a connector.
         kv_shards: parts that stored KV heads are cut into, the same in all engines.
         place: where the other ranks are, for config.tp > 1.
-        notify: thread-safe; the connector wakes the engine's loop with it.
+        notify: thread-safe; the connector and whoever compiles grammars wake the engine's loop with it.
         on_progress: is told what takes time.
         on_identity: is told the model's identity once, as soon as it is known: before the load, or after it.
         proposer: guesses tokens of requests that decode; the same on every rank.
@@ -126,7 +134,7 @@ def build_engine(
     try:
         _check_pool_memory(config, executor)
         connector = _make_connector(plan, identity, executor, notify)
-        return _connect(plan, identity, role, connector, executor)
+        return _connect(plan, identity, role, connector, executor, notify)
     except BaseException:
         _shut_down(executor, connector)
         raise
@@ -171,7 +179,8 @@ def run_rank(
         (info,) = executor.attach(connector.allocate_kv_cache() if connector is not None else None, worker)
         first.attached(info)
         on_ready()
-        first.follow(executor, KVConnectorMetadata if connector is None else connector.metadata_type)
+        metadata_type = KVConnectorMetadata if connector is None else connector.metadata_type
+        first.follow(executor, metadata_type, GrammarReader(plan.load_vocabulary, config.rank_timeout_s))
     except Exception as error:
         first.give_up(error)
         raise
@@ -296,7 +305,12 @@ def _make_connector(
 
 
 def _connect(
-    plan: _Plan, identity: str, role: str, connector: KVConnector | None, executor: ModelExecutor
+    plan: _Plan,
+    identity: str,
+    role: str,
+    connector: KVConnector | None,
+    executor: ModelExecutor,
+    notify: Callable[[], None],
 ) -> EngineCore:
     """Give the executor its pool and the core its card."""
     block_table: BlockTable = LocalBlockTable(executor.num_blocks)
@@ -330,6 +344,13 @@ def _connect(
         wire_versions=connector.wire_versions(plan.handoff.connector) if connector and plan.handoff else {},
         kv_checksum=plan.handoff.kv_checksum if plan.handoff is not None else "off",
     )
+    model = plan.model
+    grammars = GrammarStore(plan.config.model, model.vocab_size, model.eos_token_ids, GrammarOptions(), notify)
+
+    def shutdown() -> None:
+        grammars.close()
+        _shut_down(executor, connector, scheduler_side)
+
     return build_core(
         card=card,
         executor=executor,
@@ -337,10 +358,11 @@ def _connect(
         block_table=block_table,
         handoff=plan.handoff or HandoffConfig(),
         limits=plan.limits,
-        eos_token_ids=plan.model.eos_token_ids,
-        vocab_size=plan.model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size,
         hit_tokens=_hit_tokens(plan),
-        shutdown=lambda: _shut_down(executor, connector, scheduler_side),
+        grammars=grammars,
+        shutdown=shutdown,
     )
 
 

@@ -95,15 +95,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         check_bad_words(self.bad_words)
         self._check_token_lists()
-        if self.structured_outputs is not None or self.grammar is not None:
-            raise InvalidRequest(
-                "structured_outputs is not enforced by engines of this version", param="structured_outputs"
-            )
+        self._check_grammar()
         for token_id, bias in self.logit_bias.items():
             if not -100.0 <= bias <= 100.0:
                 raise InvalidRequest(
                     f"logit_bias must be in [-100, 100], got {bias!r} for token {token_id}", param="logit_bias"
                 )
+
+    def _check_grammar(self) -> None:
+        if self.grammar is not None:
+            self.grammar.validate()
+        if self.ignore_eos and (self.grammar is not None or self.structured_outputs is not None):
+            raise InvalidRequest(
+                "ignore_eos must be false with structured_outputs: the answer ends where its grammar does",
+                param="ignore_eos",
+            )
 
     def _check_token_lists(self) -> None:
         if self.allowed_token_ids is not None:

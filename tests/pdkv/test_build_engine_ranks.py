@@ -21,7 +21,7 @@ from random_proposer import RandomProposer
 from rank_connector import RankConnector, RankWorker
 
 from pdkv.build_engine import RankPlace, build_engine, run_rank
-from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
 from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.core import EngineCore
 from pdkv.engine.drafts import Proposer
@@ -29,10 +29,12 @@ from pdkv.engine.ranks.follower import FirstRank
 from pdkv.engine.sampling.sampler import SamplingState
 from pdkv.engine.step_loop import Ahead
 from pdkv.engine.step_queue import StepQueue
-from pdkv.errors import ConfigError, ModelError, NonFiniteLogits, RankError, RankGone, RankTimeout
+from pdkv.errors import ConfigError, InvalidRequest, ModelError, NonFiniteLogits, RankError, RankGone, RankTimeout
+from pdkv.grammar.prepare import with_grammar
+from pdkv.grammar.spec import Grammar, StructuredOutputs
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import Abort, EngineToRouter, Failed, LoadReport, Peers, Tokens
+from pdkv.wire.messages import Abort, EngineToRouter, Failed, Finished, LoadReport, Peers, Tokens
 from tests.conftest import HFModel
 
 torch.set_num_threads(1)
@@ -255,6 +257,28 @@ def test_guesses_on_every_rank_change_nothing(hf_model: HFModel, make_engine: Ma
     one, other = proposers
     assert one.num_right == other.num_right > 20
     assert one.num_wrong == other.num_wrong > 10
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_grammars_are_the_same_on_every_rank(make_engine: MakeEngine, ahead: int) -> None:
+    """Each comes once, whether its request draws greedily or not; one that is wrong ends no rank."""
+    schema = StructuredOutputs(json={"type": "array", "items": {"enum": ["cat", "dog", 7]}, "maxItems": 5})
+    date = StructuredOutputs(regex="(19|20)[0-9]{2}-(0[1-9]|1[0-2])")
+    params = [
+        with_grammar(SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=40, structured_outputs=shape))
+        for i, shape in enumerate((schema, schema, date, None))
+    ]
+    wrong = msgspec.structs.replace(params[0], grammar=Grammar("ebnf", "root ::= "))
+    expected = run(make_engine(DEFAULT_MODEL, 1, dtype="float32").core, params)
+    reasons = {m.request_id: m.reason for m in of_type(expected, Finished) if isinstance(m, Finished)}
+    assert [reasons[f"a{i}"] for i in range(3)] == ["stop"] * 3
+    core = make_engine(DEFAULT_MODEL, 2, dtype="float32").core
+    for name in ("a", "b"):
+        core.handle("r", msgspec.structs.replace(submit([5], request_id=f"{name}-wrong"), params=wrong), 1.0)
+        messages = run(core, params, name=name, ahead=ahead)
+        assert [m.code for m in of_type(messages, Failed) if isinstance(m, Failed)] == [InvalidRequest.code]
+        for i in range(len(PROMPTS)):
+            assert output_of(messages, f"{name}{i}") == output_of(expected, f"a{i}")
 
 
 def test_a_rank_that_draws_another_token_ends_the_engine(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pdkv.errors import InvalidRequest
-from pdkv.grammar.spec import Grammar, StructuredOutputs
+from pdkv.grammar.spec import MAX_GRAMMAR_BYTES, Grammar, StructuredOutputs
 from pdkv.limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_BYTES,
@@ -56,10 +56,15 @@ def test_too_much_is_refused_by_name(fields: dict[str, Any], param: str) -> None
     [{"structured_outputs": StructuredOutputs(json_object=True)}, {"grammar": Grammar(kind="regex", text="a")}],
     ids=["asked", "made"],
 )
-def test_a_shape_that_no_engine_enforces_is_refused_and_not_ignored(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="not enforced") as raised:
-        SamplingParams(**fields).validate()
-    assert raised.value.param == "structured_outputs"
+def test_an_answer_with_a_shape_ends_where_that_does(fields: dict[str, Any]) -> None:
+    SamplingParams(**fields).validate()
+    with pytest.raises(InvalidRequest, match="ignore_eos must be false with structured_outputs"):
+        SamplingParams(**fields, ignore_eos=True).validate()
+
+
+def test_a_grammar_has_a_size_that_fits() -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_GRAMMAR_BYTES} bytes"):
+        SamplingParams(grammar=Grammar(kind="regex", text="a" * (MAX_GRAMMAR_BYTES + 1))).validate()
 
 
 def test_the_bounds_themselves_are_allowed() -> None:

@@ -13,6 +13,7 @@ from pdkv.connectors.registry import make_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.drafts import Proposer
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.grammar.store import GrammarStore
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import EngineCard, EngineToRouter, KVGroup, KVLayout, Submit
 
@@ -32,6 +33,7 @@ def make_core(
     groups: tuple[KVGroup, ...] = (),
     hit_tokens: int = 0,
     proposer: Proposer | None = None,
+    grammars: GrammarStore | None = None,
 ) -> EngineCore:
     """An engine with router "r".
 
@@ -83,6 +85,7 @@ def make_core(
         vocab_size=VOCAB_SIZE,
         shutdown=executor.shutdown,
         hit_tokens=hit_tokens,
+        grammars=grammars,
     )
     executor.pool.blocks = core.scheduler.kv.pool
     core.router_joined("r", "1")

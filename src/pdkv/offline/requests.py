@@ -9,6 +9,7 @@ import msgspec
 
 from pdkv.config import EngineConfig
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.prepare import with_grammar
 from pdkv.limits import MAX_ID_CHARS
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
@@ -68,7 +69,7 @@ class RequestMaker:
     def _complete(self, params: SamplingParams) -> SamplingParams:
         """With all that an engine needs. Raises InvalidRequest."""
         params.validate()
-        params = with_bad_word_ids(params, self.tokenizer)
+        params = with_grammar(with_bad_word_ids(params, self.tokenizer))
         return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
 
     def encode_chat(

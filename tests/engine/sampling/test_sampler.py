@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pdkv.engine.plan import NewRequest, SampledTokens
 from pdkv.engine.sampling.checks import check_for_vocab
+from pdkv.engine.sampling.logit_processors import TokenMasks, apply_masks
 from pdkv.engine.sampling.sampler import SamplingState
 from pdkv.errors import InvalidRequest
 from pdkv.kernels import host
@@ -63,7 +64,8 @@ def sample_from(
     bitmask: torch.Tensor | None = None,
 ) -> list[SampledTokens]:
     """Tokens and logprobs of one batch."""
-    tokens = state.choose(logits, np.array(slots), token_ids, np.array(num_tokens), bitmask)
+    masks = None if bitmask is None else TokenMasks(np.arange(len(slots)), bitmask)
+    tokens = state.choose(logits, np.array(slots), token_ids, np.array(num_tokens), masks)
     logprobs = state.logprobs(logits, np.array(slots), tokens)
     return [
         SampledTokens([token] if token >= 0 else [], [logprobs[i]] if i in logprobs else None)
@@ -432,6 +434,25 @@ def test_a_row_without_a_choice_gets_no_token() -> None:
     sampled = sample(logits, [request(params(logprobs=1)), *[request(GREEDY)] * 5], bitmask=bitmask)
     assert [s.token_ids for s in sampled] == [[], [], [0], [0], [0], [1]]
     assert sampled[0].logprobs is None
+
+
+@pytest.mark.parametrize("vocab_size", [64, 1000])
+def test_masks_touch_only_their_rows_and_forbid_only_their_tokens(vocab_size: int) -> None:
+    """Rows that allow nearly all, nearly nothing, one of two, all, and none."""
+    rng = np.random.default_rng(vocab_size)
+    logits = torch.from_numpy(rng.normal(size=(12, vocab_size)).astype(np.float32))
+    chances = np.repeat([0.98, 0.02, 0.5, 1.0, 0.0], 2)
+    allowed = rng.random((10, vocab_size)) < chances[:, None]
+    padded = np.pad(allowed, ((0, 0), (0, -vocab_size % 32)), constant_values=True)
+    bits = torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
+    rows = np.array([0, 1, 2, 4, 5, 6, 7, 8, 10, 11])
+    masked = logits.clone()
+    apply_masks(masked, TokenMasks(rows, bits))
+    expected = logits.clone()
+    expected[torch.from_numpy(rows)] = expected[torch.from_numpy(rows)].masked_fill(
+        ~torch.from_numpy(allowed), -torch.inf
+    )
+    assert torch.equal(masked, expected)
 
 
 def test_bitmask_allows_only_its_bits() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from held_grammars import HeldStore, Sized
 
 from pdkv.block_keys import root_key
 from pdkv.build_core import build_core
@@ -24,6 +25,7 @@ from pdkv.engine.kv_groups import num_held_at_once
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.step_loop import Ahead
 from pdkv.engine.step_queue import StepQueue
+from pdkv.grammar.spec import Grammar
 from pdkv.kernels.block_keys import keys_behind
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
@@ -50,6 +52,7 @@ from state_machine.standin_store import STAND_IN_STORE, BlockStore, ReadStore, S
 
 STAND_IN = StandIn()
 MAX_ATTEMPTS = 3
+NUM_GRAMMARS = 2
 MAX_DRAIN_ROUNDS = 1000
 
 
@@ -84,6 +87,7 @@ class Engine:
     woken: list[bool]  # one flag: the connector has called notify
     steps: Ahead | None  # None: strictly in turn
     orders: StepQueue
+    grammars: HeldStore
     inbox: deque[RouterToEngine] = field(default_factory=deque)
     outbox: deque[EngineToRouter] = field(default_factory=deque)
     ended: set[RequestKey] = field(default_factory=set)
@@ -214,6 +218,7 @@ class World:
             worker=worker,
             proposer=self.forward.proposer(self.num_drafts, seed=self.chooser.below(256)),
         )
+        grammars = HeldStore()
         core = build_core(
             card=card,
             executor=executor,
@@ -226,12 +231,13 @@ class World:
             shutdown=executor.shutdown,
             hit_tokens=self.hit_tokens,
             local_prefill_tokens=2 * self.block_size,
+            grammars=grammars.as_store(),
         )
         if self.num_blocks < 16:
             core.scheduler.kv.max_committed_blocks = 1  # as for prompts of thousands of blocks
         orders = StepQueue(executor, lambda: None)
         steps = Ahead(core, orders, self.max_lag) if self.max_lag else None
-        self.engines[name] = Engine(name, core, worker, woken, steps, orders)
+        self.engines[name] = Engine(name, core, worker, woken, steps, orders, grammars)
         self.forward.watch(executor, core.scheduler.kv.pool)
         core.router_joined("router", "1")
 
@@ -367,7 +373,7 @@ class World:
         stop = next((i + 1 for i, t in enumerate(expected) if t in self.forward.eos), len(expected))
         request = GenerateRequest(
             prompt_token_ids=prompt,
-            params=SamplingParams(temperature=0.0, max_tokens=num_output, seed=1),
+            params=SamplingParams(temperature=0.0, max_tokens=num_output, seed=1, grammar=self.grammar()),
             timeout_s=60.0,
             priority=(0, 0, -1, 1)[chooser.below(4)],
         )
@@ -375,6 +381,17 @@ class World:
         flow = RequestFlow(request, self.route(), request_id=name, transfer_id=f"t{name}", now=self.now)
         self.clients.append(Client(flow, prompt, expected[:stop]))
         self.send(flow.start(self.now))
+
+    def grammar(self) -> Grammar | None:
+        """Of a new request: one that it waits for, and that allows what is drawn."""
+        number = self.chooser.below(8)
+        return Grammar("regex", f"{number}") if number < NUM_GRAMMARS else None
+
+    def compile(self, engine: Engine) -> None:
+        """A grammar that an engine's requests wait for is there."""
+        held = engine.grammars.held
+        if held:
+            engine.grammars.settle(held[self.chooser.below(len(held))], Sized())
 
     def route(self) -> Route:
         """Two engines, any two; now and then one for both parts."""
@@ -451,6 +468,8 @@ class World:
             self.lose()
         elif choice == 59 and self.fabric.under_way:
             self.duplicate()
+        elif choice in (62, 63) and engine.grammars.held:
+            self.compile(engine)
         elif choice in (61, 66) and "store" in self.mode:
             self.make_hole()
         else:
@@ -548,6 +567,7 @@ class World:
             core = engine.core
             while engine.inbox:
                 core.handle("router", engine.inbox.popleft(), self.now)
+            self.compile(engine)
             self.wake(engine)
             deadline = core.next_deadline()
             is_due = core.has_work or (deadline is not None and deadline <= self.now)
@@ -580,6 +600,7 @@ class World:
             assert counts.free + counts.cached == counts.total, f"{engine.name}: {counts}"
             assert core.external.is_idle, f"{engine.name}: loads, holds or quarantine left"
             assert not core.requests
+            assert all(ticket.is_closed for ticket in engine.grammars.tickets)
             assert not len(self.leases(engine.name))
             self.check_published(engine)
 

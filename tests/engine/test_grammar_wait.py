@@ -1,0 +1,185 @@
+"""Requests that wait for their grammar hold nobody up and end as any other; workers know the grammars they need."""
+
+import msgspec
+import pytest
+from engines import at_rest, make_core, of_type, output_of, run, submit
+from held_grammars import HeldStore, Sized
+from state_machine.standin import expected_tokens
+
+from pdkv.config import HandoffConfig
+from pdkv.engine.core import EngineCore
+from pdkv.engine.grammar_wait import GrammarWait
+from pdkv.engine.plan import StepPlan
+from pdkv.engine.request import Request
+from pdkv.errors import ConfigError, InvalidRequest
+from pdkv.grammar.spec import Grammar
+from pdkv.sampling_params import SamplingParams
+from pdkv.wire.messages import Abort, Continue, Failed, Finished, KVHandoff, KVReady, KVTicket, LoadReport, Submit
+
+PROMPT = list(range(100, 110))
+A, B = Grammar("regex", "a+"), Grammar("regex", "b+")
+
+
+def with_grammar(grammar: Grammar = A, **fields: object) -> Submit:
+    params = SamplingParams(temperature=0.0, max_tokens=4, seed=0, grammar=grammar)
+    return msgspec.structs.replace(submit(PROMPT, **fields), params=params)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store() -> HeldStore:
+    return HeldStore()
+
+
+@pytest.fixture
+def core(store: HeldStore) -> EngineCore:
+    return make_core(grammars=store.as_store())
+
+
+def waiting(core: EngineCore) -> int:
+    reports = [m for m in of_type(run(core), LoadReport) if isinstance(m, LoadReport)]
+    return reports[-1].waiting if reports else 0
+
+
+def test_others_pass_and_it_goes_on_when_its_grammar_is_there(core: EngineCore, store: HeldStore) -> None:
+    core.handle("r", with_grammar(), 0.0)
+    core.handle("r", submit(PROMPT, request_id="b"), 0.0)
+    assert output_of(run(core), "b") == expected_tokens(PROMPT, 4)
+    assert not core.has_work
+    assert core.next_deadline() is not None
+    store.settle(A, Sized())
+    assert core.has_work
+    assert output_of(run(core), "a") == expected_tokens(PROMPT, 4)
+    assert at_rest(core)
+    assert all(ticket.is_closed for ticket in store.tickets)
+
+
+def test_a_known_grammar_costs_no_step(core: EngineCore, store: HeldStore) -> None:
+    store.settle(A, Sized())
+    core.handle("r", with_grammar(), 0.0)
+    plan = core.plan_step(1.0)
+    assert [new.key for new in plan.new] == [("a", 0)]
+    assert list(plan.grammars) == [plan.new[0].grammar]
+    assert plan.new[0].params.grammar is None  # its text is of no use there
+
+
+def test_a_wrong_grammar_fails_its_request_alone(core: EngineCore, store: HeldStore) -> None:
+    error = InvalidRequest("a ( is not closed", param="structured_outputs")
+    core.handle("r", with_grammar(), 0.0)
+    core.handle("r", submit(PROMPT, request_id="b"), 0.0)
+    store.settle(A, error)
+    messages = run(core)
+    assert of_type(messages, Failed) == [Failed("a", 0, error.code, "a ( is not closed", False, "structured_outputs")]
+    assert output_of(messages, "b") == expected_tokens(PROMPT, 4)
+    core.handle("r", with_grammar(request_id="c"), 2.0)  # known to be wrong by now
+    assert of_type(run(core), Failed) == [Failed("c", 0, error.code, "a ( is not closed", False, "structured_outputs")]
+    assert at_rest(core)
+
+
+@pytest.mark.parametrize("missing", ["store", "library"])
+def test_an_engine_that_cannot_match_grammars_says_so(missing: str, store: HeldStore) -> None:
+    store.settle(A, ConfigError("structured outputs need xgrammar"))
+    core = make_core(grammars=store.as_store() if missing == "library" else None)
+    core.handle("r", with_grammar(), 0.0)
+    (failed,) = of_type(run(core), Failed)
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.param) == (InvalidRequest.code, "structured_outputs")
+    assert "xgrammar" in failed.message
+
+
+@pytest.mark.parametrize("end", ["abort", "deadline", "router", "newer", "shutdown"])
+def test_a_wait_ends_with_its_request(end: str, core: EngineCore, store: HeldStore) -> None:
+    core.handle("r", with_grammar(timeout_s=5.0, trial_tokens=2), 0.0)
+    assert waiting(core) == 1
+    match end:
+        case "abort":
+            core.handle("r", Abort("a", 0), 1.0)
+        case "deadline":
+            assert core.next_deadline() == 5.0
+            core.step(5.0)
+        case "router":
+            core.router_left("r")
+        case "newer":
+            core.handle("r", with_grammar(attempt=1), 1.0)
+            core.handle("r", Abort("a", 1), 1.0)
+        case "shutdown":
+            core.shutdown()
+    assert all(ticket.is_closed for ticket in store.tickets)
+    if end == "shutdown":
+        return
+    store.settle(A, Sized())
+    assert [m.code for m in of_type(run(core, 6.0), Failed) if isinstance(m, Failed)] == ["timeout"] * (
+        end == "deadline"
+    )
+    assert at_rest(core)
+    assert not core.scheduler.trials.active
+    core.handle("r", submit(PROMPT, request_id="b"), 7.0)
+    assert output_of(run(core, 7.0), "b") == expected_tokens(PROMPT, 4)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_hand_off_messages_find_a_request_that_waits(ok: bool, store: HeldStore) -> None:
+    """Decode hears of the KV, and of the first token, before it has the grammar."""
+    core = make_core(grammars=store.as_store(), options={"mode": "push"}, handoff=HandoffConfig(connector="memory"))
+    core.handle("r", with_grammar(kv="await_peer"), 0.0)
+    first = expected_tokens(PROMPT, 4)[0]
+    core.handle("r", KVHandoff("a", 0, "t-a", "e1", "1", len(PROMPT), b""), 0.0)
+    core.handle("r", KVReady("a", 0, ok, "" if ok else "kv_not_found"), 0.0)
+    core.handle("r", Continue("a", 0, [first]), 0.0)
+    assert not of_type(run(core), Failed)
+    request = core.requests["a", 0]
+    assert (request.output_token_ids, request.kv_ready) == ([first], ok)
+    assert request.handoff is not None
+    store.settle(A, Sized())
+    if ok:
+        core.handle("r", Abort("a", 0), 1.0)
+        run(core)
+    else:
+        assert [first, *output_of(run(core), "a")] == expected_tokens(PROMPT, 4)
+    assert at_rest(core)
+
+
+def test_a_hand_off_waits_with_its_ticket(store: HeldStore) -> None:
+    core = make_core(grammars=store.as_store(), options={"mode": "push"}, handoff=HandoffConfig(connector="memory"))
+    core.handle("r", with_grammar(kv="handoff", until="first_token"), 0.0)
+    core.handle("r", KVTicket("a", 0, b"ticket", 1), 0.0)
+    run(core)
+    assert core.requests["a", 0].ticket == b"ticket"
+    core.handle("r", Abort("a", 0), 1.0)
+    run(core)
+    assert at_rest(core)
+
+
+def test_workers_keep_what_requests_have_and_the_last_idle_ones(store: HeldStore) -> None:
+    """Each grammar comes once, and goes when too much of what is kept has no request."""
+    wait = GrammarWait(store.as_store(), max_idle_bytes=150)
+    for grammar in (A, B):
+        store.settle(grammar, Sized(100))
+
+    def begin(name: str, grammar: Grammar) -> Request:
+        request = Request(with_grammar(grammar, request_id=name), "r", b"", 0.0)
+        assert wait.add(request)
+        return request
+
+    def news() -> tuple[list[int], list[int]]:
+        plan = wait.complete(StepPlan(0, [], [], []))
+        return list(plan.grammars), plan.ended_grammars
+
+    first, second = begin("1", A), begin("2", A)
+    assert first.grammar == second.grammar == 0
+    assert wait.complete(StepPlan(0, [], [], [])).expects_grammars
+    other = begin("3", B)
+    assert news() == ([1], [])
+    for request in (first, second, other):
+        assert not wait.remove(request)
+    assert news() == ([], [0])  # 200 bytes were idle
+    again = begin("4", B)
+    assert (again.grammar, news()) == (1, ([], []))
+    wait.remove(again)
+    assert begin("5", A).grammar == 2
+    assert news() == ([2], [])
+
+
+def test_an_answer_that_is_complete_needs_no_grammar(core: EngineCore) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2, seed=0, grammar=A)
+    core.handle("r", msgspec.structs.replace(submit(PROMPT, output_token_ids=[7, 8]), params=params), 0.0)
+    assert [m.reason for m in of_type(run(core), Finished) if isinstance(m, Finished)] == ["length"]
