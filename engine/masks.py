@@ -11,9 +11,10 @@ import torch
 from pdkv.engine.batch import IntArray, PersistentBatch
 from pdkv.engine.drafts import DrawRows
 from pdkv.engine.plan import NewRequest, StepFailure
-from pdkv.engine.sampling.logit_processors import WORD_BITS, TokenMasks
+from pdkv.engine.sampling.logit_processors import TokenMasks
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.compiled import CompiledGrammar
+from pdkv.grammar.vocabulary import WORD_BITS
 from pdkv.wire.messages import RequestKey
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-WORD_BITS = 32
-"""Tokens per word of a mask."""
+from pdkv.grammar.vocabulary import WORD_BITS
 
 
 class PenaltyRows(NamedTuple):

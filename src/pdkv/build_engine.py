@@ -2,6 +2,7 @@
 
 import os
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -351,7 +352,7 @@ def _connect(
         grammars.close()
         _shut_down(executor, connector, scheduler_side)
 
-    return build_core(
+    core = build_core(
         card=card,
         executor=executor,
         connector=scheduler_side,
@@ -364,6 +365,8 @@ def _connect(
         grammars=grammars,
         shutdown=shutdown,
     )
+    weakref.finalize(core, grammars.close)  # its thread would keep its memory
+    return core
 
 
 def _shut_down(

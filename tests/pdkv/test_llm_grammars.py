@@ -55,7 +55,7 @@ def generate(ahead: int, proposer: RandomProposer | None = None, **fields: Any) 
         options = {"dtype": "float32", "device": "cpu", "threads": 1, "in_turn_below_s": 0.0, **fields}
         with LLM(max_steps_ahead=ahead, **options) as llm:
             outputs = llm.generate(*asked(), progress=False)
-            assert (llm._core.scheduler.num_preemptions > 0) == ("kv_cache_memory" in fields)
+            assert (llm._engine.core.scheduler.num_preemptions > 0) == ("kv_cache_memory" in fields)
     return outputs
 
 
