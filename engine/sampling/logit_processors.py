@@ -61,15 +61,15 @@ def _tokens_of(words: NDArray[np.int32], vocab_size: int) -> list[NDArray[np.int
 
 def forbid_tokens(logits: torch.Tensor, rows: NDArray[np.int64], token_ids: Sequence[NDArray[np.int64]]) -> None:
     """Set the logits of token_ids[i] to -inf in row rows[i]."""
-    logits.view(-1)[_flat_indices(logits, rows, token_ids)] = -torch.inf
+    logits.view(-1).index_fill_(0, _flat_indices(logits, rows, token_ids), -torch.inf)
 
 
 def keep_tokens(logits: torch.Tensor, rows: NDArray[np.int64], token_ids: Sequence[NDArray[np.int64]]) -> None:
     """Set the logits of row rows[i] to -inf, except those of token_ids[i]."""
     flat, kept = logits.view(-1), _flat_indices(logits, rows, token_ids)
-    values = flat[kept]
+    values = flat.index_select(0, kept)
     logits.index_fill_(0, torch.from_numpy(rows).to(logits.device), -torch.inf)
-    flat[kept] = values
+    flat.scatter_(0, kept, values)
 
 
 class BadWords:
@@ -111,7 +111,7 @@ def forbid_bad_words(
     if matches.any():
         last = np.concatenate([words.last for words in bad_words])[matches]
         flat = rows[of_word[matches]] * logits.shape[1] + last
-        logits.view(-1)[torch.from_numpy(flat).to(logits.device)] = -torch.inf
+        logits.view(-1).index_fill_(0, torch.from_numpy(flat).to(logits.device), -torch.inf)
 
 
 def add_bias(
@@ -122,37 +122,53 @@ def add_bias(
 ) -> None:
     """Add biases[i] to the (distinct) tokens token_ids[i] of row rows[i]."""
     values = torch.from_numpy(np.concatenate(biases)).to(logits.device)
-    logits.view(-1)[_flat_indices(logits, rows, token_ids)] += values
+    logits.view(-1).index_add_(0, _flat_indices(logits, rows, token_ids), values)
 
 
 def apply_penalties(logits: torch.Tensor, penalties: PenaltyRows) -> None:
     """Repetition over prompt and output, then presence and frequency over the output, as vLLM defines them.
 
     Repetition divides a positive logit and multiplies another one; frequency is subtracted once per occurrence,
-    presence once. Only the tokens seen are touched: each occurrence writes the same new value of its token.
+    presence once. Only the tokens seen are touched, and nothing as large as the vocabulary is made.
     """
-    device = logits.device
     columns = np.arange(penalties.token_ids.shape[1])
     known = columns < penalties.num_tokens[:, None]
-    # Padding repeats the row's first token, so that it writes what that token's own occurrence writes.
-    tokens = np.where(known, penalties.token_ids, penalties.token_ids[:, :1])
-    in_output = known & (columns >= penalties.num_prompt[:, None])
-    seen = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    settings = np.stack([penalties.repetition, penalties.presence, penalties.frequency]).astype(np.float32)
-    repetition, presence, frequency = torch.from_numpy(settings).to(device).unsqueeze(-1)  # each (m, 1)
+    flat = penalties.token_ids + (penalties.rows * logits.shape[1])[:, None]  # (m, longest) int64
+    repeating = penalties.repetition != 1.0
+    if repeating.any():
+        seen = known & repeating[:, None]
+        repetition = np.repeat(penalties.repetition, seen.sum(1))
+        _repeat(logits.view(-1), flat[seen], repetition)
+    counting = (penalties.presence != 0.0) | (penalties.frequency != 0.0)
+    if counting.any():
+        counted = known & (columns >= penalties.num_prompt[:, None]) & counting[:, None]
+        tokens, counts = np.unique(flat[counted], return_counts=True)
+        of_row = np.zeros(logits.shape[0], np.int64)
+        of_row[penalties.rows] = np.arange(len(penalties.rows))
+        own = of_row[tokens // logits.shape[1]]
+        _subtract(logits.view(-1), tokens, counts, penalties.frequency[own], penalties.presence[own])
 
-    everything = len(penalties.rows) == logits.shape[0]
-    rows = torch.from_numpy(penalties.rows).to(device)
-    affected = logits if everything else logits.index_select(0, rows)
-    values = affected.gather(1, seen)
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    if settings[1:].any():
-        occurrences = torch.from_numpy(in_output.astype(np.float32)).to(device)
-        counts = torch.zeros_like(affected).scatter_add_(1, seen, occurrences).gather(1, seen)
-        values.sub_(frequency * counts).sub_(presence * (counts > 0))
-    affected.scatter_(1, seen, values)
-    if not everything:
-        logits.index_copy_(0, rows, affected)
+
+def _repeat(flat: torch.Tensor, tokens: NDArray[np.int64], repetition: NDArray[np.float64]) -> None:
+    """Each occurrence of a token writes the same new value."""
+    index = torch.from_numpy(tokens).to(flat.device)
+    penalty = torch.from_numpy(repetition.astype(np.float32)).to(flat.device)
+    values = flat.index_select(0, index)
+    flat.scatter_(0, index, torch.where(values > 0, values / penalty, values * penalty))
+
+
+def _subtract(
+    flat: torch.Tensor,
+    tokens: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    frequency: NDArray[np.float64],
+    presence: NDArray[np.float64],
+) -> None:
+    """`tokens` are distinct."""
+    index = torch.from_numpy(tokens).to(flat.device)
+    table = torch.from_numpy(np.stack([counts, frequency, presence]).astype(np.float32)).to(flat.device)
+    values = flat.index_select(0, index)
+    flat.scatter_(0, index, values.sub_(table[1] * table[0]).sub_(table[2]))
 
 
 def _flat_indices(

@@ -63,7 +63,7 @@ def test_llms_of_one_process_share_what_two_groups_hold(hf_model: Callable[..., 
         LLM(tmp_path, kv_cache_memory=4 << 20, threads=1, connector="memory", connector_config=options) as first,
         LLM(tmp_path, kv_cache_memory=4 << 20, threads=1, connector="memory", connector_config=options) as second,
     ):
-        assert [group.window for group in first._core.card.layout.groups] == [0, WINDOW, WINDOW]
+        assert [group.window for group in first.card.layout.groups] == [0, WINDOW, WINDOW]
         right = [one.output for one in expected]
         assert tokens_of(first) == (right, [0, 0])
         assert tokens_of(second) == (right, [256, 256])
