@@ -17,8 +17,10 @@ FRAMES ?= 100000
 CELL ?= 100
 RATE ?= 0
 STOP ?= 10
+PARTS ?=
+GPU_CARRY ?= .bench/gpu-carry.tar.xz
 
-.PHONY: install lint check test matrix soak faults operations bench demo serve clean
+.PHONY: install lint check test matrix soak faults operations bench gpu gpu-carry demo serve clean
 
 install: $(STAMP)
 
@@ -89,6 +91,18 @@ operations: install
 
 bench: install
 	$(BIN)/python -m benchmarks.run
+
+# What is to be seen on a GPU, in at most eight minutes: PARTS="smoke tokens" runs those (docs/gpu.md). PYTHON is one
+# that has torch, Triton and setuptools; no package index is asked. What else it lacks `make gpu-carry` has packed.
+GPU_SITE := $(abspath .bench/gpu)
+gpu:
+	mkdir -p $(GPU_SITE)
+	if [ -e $(GPU_CARRY) ]; then tar -xf $(GPU_CARRY) -C $(GPU_SITE); fi
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --upgrade --target $(GPU_SITE) .
+	PYTHONPATH=$(GPU_SITE) $(PYTHON) -m benchmarks.gpu $(PARTS)
+
+gpu-carry: install
+	$(BIN)/python -m benchmarks.gpu.carry $(GPU_CARRY)
 
 demo: install
 	$(BIN)/python examples/demo.py

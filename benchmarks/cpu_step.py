@@ -15,11 +15,9 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.models import find_model
+from benchmarks.repeated_step import RepeatedStep
 from benchmarks.report import Claim, Context, show
 from benchmarks.turns import in_turns
-from pdkv.engine.kv_cache import allocate_pool, make_layout
-from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
-from pdkv.engine.runner import ModelRunner
 from pdkv.kernels.linear import LEVELS, level
 from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder, DecoderLayer
@@ -27,11 +25,9 @@ from pdkv.models.heads import CompiledRotation, TorchRotation
 from pdkv.models.linear import Linear, linear_kind
 from pdkv.models.loader import load_decoder
 from pdkv.models.passes import RMSNorm, RowPass
-from pdkv.sampling_params import SamplingParams
 
 SEQUENCES = (1, 8, 32)
 CONTEXT = 128
-BLOCK_SIZE = 16
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")
 
@@ -83,25 +79,6 @@ def unfused(model: Decoder) -> Decoder:
     )  # fmt: skip
 
 
-class Steps:
-    """A runner whose requests take the same decode step again and again."""
-
-    def __init__(self, model: Decoder, dtype: torch.dtype, sequences: int) -> None:
-        layout = make_layout(model.config, block_size=BLOCK_SIZE, dtype=str(dtype).removeprefix("torch."))
-        blocks = CONTEXT // BLOCK_SIZE
-        pool = allocate_pool(layout, sequences * blocks, CPU)
-        self._runner = ModelRunner(model, pool, layout, max_num_seqs=sequences, max_model_len=CONTEXT)
-        params = SamplingParams(temperature=0.0, ignore_eos=True)
-        tables = [[list(range(i * blocks, (i + 1) * blocks))] * layout.num_groups for i in range(sequences)]
-        prompt, output = [7] * (CONTEXT - 4), [5, 6]
-        new = [NewRequest(("step", i), 0, prompt, output, params, tables[i]) for i in range(sequences)]
-        self._decodes = [ScheduledRequest(request.key, CONTEXT - 2, 1, [], True) for request in new]
-        self._runner.execute(StepPlan(0, new, self._decodes, []))
-
-    def __call__(self) -> None:
-        self._runner.execute(StepPlan(1, [], self._decodes, []))
-
-
 def linears_of(model: Decoder, dtype: torch.dtype, sequences: int) -> Callable[[], None]:
     """All linear layers of a step, with nothing between them."""
     config = model.config
@@ -148,8 +125,8 @@ def _claims(path: Path, dtype: torch.dtype, clock: Clock) -> list[Claim]:
     apart, claims = unfused(fused), []
     for sequences in SEQUENCES:
         work = {
-            "fused": Steps(fused, dtype, sequences),
-            "unfused": Steps(apart, dtype, sequences),
+            "fused": RepeatedStep(fused, dtype, sequences, CONTEXT),
+            "unfused": RepeatedStep(apart, dtype, sequences, CONTEXT),
             "linears alone": linears_of(fused, dtype, sequences),
         }
         times = in_turns(work, clock.rounds, clock.now)

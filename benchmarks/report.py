@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from pdkv.connector_kit.bench.spread import Spread
+from pdkv.host.cuda_devices import count_cuda_devices
 from pdkv.host.processor import instruction_set
 
 RESULTS = Path(__file__).parent / "results"
@@ -74,7 +75,17 @@ def hardware() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "pdkv": version("pdkv"),
+        **_gpu(),
     }
+
+
+def _gpu() -> dict[str, str]:
+    """The card, if there is one."""
+    if count_cuda_devices() == 0:
+        return {}
+    import torch
+
+    return {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "triton": version("triton")}
 
 
 def load_average() -> float:
@@ -82,15 +93,18 @@ def load_average() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def save(outcomes: dict[str, Outcome], folder: Path = RESULTS) -> Path:
+def save(outcomes: dict[str, Outcome], folder: Path = RESULTS, *, prefix: str = "") -> Path:
     """Merge outcomes into today's files: a benchmark that ran again replaces what it said before.
+
+    Args:
+        prefix: of the files' names, in front of the date.
 
     Returns:
         The markdown file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    path = folder / f"{day}.json"
+    path = folder / f"{prefix}{day}.json"
     document: dict[str, Any] = {"date": day, "hardware": hardware(), "benchmarks": {}}
     if path.exists():
         document["benchmarks"] = json.loads(path.read_text())["benchmarks"]
@@ -104,10 +118,11 @@ def save(outcomes: dict[str, Outcome], folder: Path = RESULTS) -> Path:
 def markdown(document: dict[str, Any]) -> str:
     """The document as a table."""
     machine = document["hardware"]
+    card = f"{machine['gpu']}, CUDA {machine['cuda']}, Triton {machine['triton']}; " if "gpu" in machine else ""
     lines = [
         f"# Benchmarks of {document['date']}",
         "",
-        f"{machine['cpu']}, {machine['isa']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
+        f"{card}{machine['cpu']}, {machine['isa']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
         f"Python {machine['python']}, torch {machine['torch']}, pdkv {machine['pdkv']}. "
         "Every figure is a ratio within one run; in brackets the quartiles of its rounds.",
         "",

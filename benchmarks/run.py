@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 
 from benchmarks import (
     connectors,
@@ -36,6 +35,7 @@ from benchmarks import (
     ttft,
 )
 from benchmarks.report import Claim, Context, Outcome, load_average, save, show
+from benchmarks.servers import end_by_signal
 
 WORK = Path(__file__).parent.parent / ".bench"
 """Models and peers that are made once."""
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = sorted(set(options.names) - set(BENCHMARKS))
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    signal.signal(signal.SIGTERM, _stop)  # so that servers are ended
+    signal.signal(signal.SIGTERM, end_by_signal)  # so that servers are ended
     names = options.names or list(BENCHMARKS)
     context = Context(options.models, _find_peer(options.vllm, names), options.quick, options.before)
     failed = False
@@ -131,10 +131,6 @@ def _find_peer(folder: Path, names: Sequence[str]) -> Path | None:
     except FileNotFoundError:
         return None
     return folder
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

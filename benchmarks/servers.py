@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any, NamedTuple
 
 START_TIMEOUT_S = 300.0
@@ -42,6 +43,13 @@ def get(url: str, timeout_s: float = 5.0) -> bytes:
     with urllib.request.urlopen(url, timeout=timeout_s) as response:
         data: bytes = response.read()
         return data
+
+
+def post(url: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
+    """What a POST of JSON is answered. Raises OSError."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        return json.load(response)
 
 
 def wait_healthy(url: str, process: "subprocess.Popen[bytes]", timeout_s: float = START_TIMEOUT_S) -> None:
@@ -109,6 +117,11 @@ def end_process(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError):  # what it started and did not end
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def end_by_signal(number: int, frame: FrameType | None) -> None:
+    """A signal handler by which whoever has started servers ends them."""
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Build a Decoder from a model directory: Hugging Face names, fused and sharded weights, dtype conversion."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -53,9 +53,33 @@ def load_decoder(
                 linears=linears,
             )
     with Checkpoint(weights) as checkpoint:
-        decoder = _Loader(checkpoint, config, dtype, device, parallel, linears).decoder(max_model_len)
+        decoder = build_decoder(
+            checkpoint, config, dtype=dtype, device=device, max_model_len=max_model_len, parallel=parallel,
+            linears=linears,
+        )  # fmt: skip
     weights.check_unchanged()
     return decoder
+
+
+class TensorSource(Protocol):
+    """Where weights come from by their Hugging Face names."""
+
+    def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """A tensor of that shape, or a part of it. Raises ModelError."""
+
+
+def build_decoder(
+    source: TensorSource,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    parallel: TensorParallel = ALONE,
+    linears: Literal["auto", "torch"] = "auto",
+) -> Decoder:
+    """One rank's decoder of what `source` has. Arguments and errors as those of `load_decoder`."""
+    return _Loader(source, config, dtype, device, parallel, linears).decoder(max_model_len)
 
 
 class _Loader:
@@ -66,14 +90,14 @@ class _Loader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        source: TensorSource,
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
         parallel: TensorParallel,
         linears: Literal["auto", "torch"],
     ) -> None:
-        self.checkpoint = checkpoint
+        self.source = source
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -176,7 +200,7 @@ class _Loader:
         self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = (), *, keep: bool = False
     ) -> torch.Tensor:
         """With `keep` memory of its own; without, it may lie in the file, and is to be copied before the load ends."""
-        return self.checkpoint.get(name, shape, part).to(self.device, self.dtype, copy=keep)
+        return self.source.get(name, shape, part).to(self.device, self.dtype, copy=keep)
 
     def _fused(self, fused_name: str, parts: list[tuple[str, int, slice]], *, bias: bool) -> Linear:
         """Projections with a common input as one; each part is (name, all its rows, this rank's rows).

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py runs, in Triton's interpreter and with tiny shapes, and what it times is right."""
+"""benchmarks/gpu/kernels.py runs, in Triton's interpreter and with tiny shapes, and what it times is right."""
 
 import json
 import math
@@ -15,7 +15,10 @@ WORK = [  # name, shape, unit, and what is done in a call: bytes read and writte
     ("copy", "65536 bytes", "GB/s", 2 * 65536),
     ("matmul", "64^3", "TFLOP/s", 2 * 64 * 64 * 64),
     ("paged_attention", "decode, 2 x 40", "GB/s", 2 * 40 * (2 * 2 * 32 * 4) + 2 * (2 * 4 * 32 * 4)),
-    ("paged_attention", "prefill, 20", "TFLOP/s", sum(range(1, 21)) * 4 * (2 * 32 + 2 * 32)),  # causal; 4 heads
+    ("torch_attention", "prefill, 20 of 20", "TFLOP/s", sum(range(1, 21)) * 4 * (2 * 32 + 2 * 32)),  # causal; 4 heads
+    ("paged_attention", "prefill, 20 of 20", "TFLOP/s", sum(range(1, 21)) * 4 * (2 * 32 + 2 * 32)),
+    ("torch_attention", "prefill, 8 of 40", "TFLOP/s", sum(range(33, 41)) * 4 * (2 * 32 + 2 * 32)),
+    ("paged_attention", "prefill, 8 of 40", "TFLOP/s", sum(range(33, 41)) * 4 * (2 * 32 + 2 * 32)),
     ("write_kv", "8 tokens", "GB/s", 2 * 8 * (2 * 2 * 32 * 4)),
     ("gather_blocks", "3 blocks x 2 layers", "GB/s", 2 * 2 * _LAYER),
     ("scatter_blocks", "3 blocks x 2 layers", "GB/s", 2 * 2 * _LAYER),
@@ -27,7 +30,7 @@ WORK = [  # name, shape, unit, and what is done in a call: bytes read and writte
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *arguments],
+        [sys.executable, "-m", "benchmarks.gpu.kernels", *arguments],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -42,7 +45,7 @@ def test_smoke_run_reports_every_kernel() -> None:
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)["results"]
     kernels = {"paged_attention", "write_kv", "gather_blocks", "scatter_blocks"}
-    assert {result["name"] for result in results} == kernels | {"copy", "matmul"}
+    assert {result["name"] for result in results} == kernels | {"copy", "matmul", "torch_attention"}
     assert [(result["name"], result["shape"]) for result in results] == [(name, shape) for name, shape, _, _ in WORK]
     for result, (name, _, unit, work) in zip(results, WORK, strict=True):
         assert result["unit"] == unit

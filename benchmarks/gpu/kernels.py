@@ -1,5 +1,6 @@
-"""Kernels on a GPU: achieved GB/s or TFLOP/s beside the device's own copy and matmul, and the error against the
-reference in float64. Prints one JSON document. `--device cpu` runs the same through Triton's interpreter (slow).
+"""Kernels on a GPU: achieved GB/s or TFLOP/s beside the device's own copy, matmul and torch's attention, and the error
+against the reference in float64. `python -m benchmarks.gpu.kernels` prints one JSON document; `--device cpu` runs the
+same through Triton's interpreter (slow).
 """
 
 import argparse
@@ -8,10 +9,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+
+from benchmarks.report import Claim
 
 
 class Result(NamedTuple):
@@ -36,13 +40,20 @@ class Sizes(NamedTuple):
     head_size: int
     block_size: int
     decode: tuple[tuple[int, int], ...]  # (sequences, context)
-    prefill: tuple[int, ...]  # tokens of a prompt, from nothing
+    prefill: tuple[tuple[int, int], ...]  # new tokens of a prompt, and all
     write_tokens: int
     copy_blocks: int
 
 
-FULL = Sizes(1 << 30, 8192, 8, 32, 8, 128, 16, ((1, 8192), (32, 2048), (256, 2048)), (512, 4096), 8192, 2048)
-SMOKE = Sizes(1 << 16, 64, 2, 4, 2, 32, 16, ((2, 40),), (20,), 8, 3)
+FULL = Sizes(1 << 30, 8192, 8, 32, 8, 128, 16, ((64, 4096), (1, 131_072)), ((8192, 8192), (2048, 32_768)), 8192, 2048)
+SMOKE = Sizes(1 << 16, 64, 2, 4, 2, 32, 16, ((2, 40),), ((20, 20), (8, 40)), 8, 3)
+
+
+_CHECKED_QUERIES = 128
+
+
+def _prefill(new: int, num_tokens: int) -> str:
+    return f"prefill, {new} of {num_tokens}"
 
 
 class Bench:
@@ -79,8 +90,9 @@ class Bench:
         yield self.matmul_yardstick()
         for num_seqs, context in self.sizes.decode:
             yield self.attention([(1, context)] * num_seqs, f"decode, {num_seqs} x {context}", "GB/s")
-        for num_tokens in self.sizes.prefill:
-            yield self.attention([(num_tokens, num_tokens)], f"prefill, {num_tokens}", "TFLOP/s")
+        for new, num_tokens in self.sizes.prefill:
+            yield self.torch_attention(new, num_tokens)
+            yield self.attention([(new, num_tokens)], _prefill(new, num_tokens), "TFLOP/s")
         yield self.write()
         yield from self.block_copies()
 
@@ -100,7 +112,6 @@ class Bench:
 
     def attention(self, lengths: list[tuple[int, int]], shape: str, unit: str) -> Result:
         """Sequences of (queries, tokens) over a shuffled pool."""
-        from pdkv.kernels.paged_attention import paged_attention_reference
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
         s = self.sizes
@@ -116,15 +127,44 @@ class Bench:
         )
         scale = s.head_size**-0.5
         seconds = self.seconds(lambda: paged_attention_triton(q, pool, 0, *index, scale))
-        result = paged_attention_triton(q, pool, 0, *index, scale).double()
-        error = (result - paged_attention_reference(q.double(), pool.double(), 0, *index, scale)).abs().max().item()
+        error = self._attention_error(paged_attention_triton(q, pool, 0, *index, scale), q, pool, index, scale)
         if unit == "GB/s":
             kv_bytes = sum(tokens for _, tokens in lengths) * 2 * s.kv_heads * s.head_size * pool.element_size()
             rate = (kv_bytes + 2 * q.nbytes) / seconds / 1e9
         else:
-            pairs = sum(n * tokens - n * (n - 1) // 2 for n, tokens in lengths)
-            rate = 4 * pairs * s.heads * s.head_size / seconds / 1e12
+            rate = sum(self._attention_flops(*each) for each in lengths) / seconds / 1e12
         return Result("paged_attention", shape, seconds * 1e3, rate, unit, error)
+
+    def _attention_flops(self, new: int, num_tokens: int) -> int:
+        pairs = new * num_tokens - new * (new - 1) // 2
+        return 4 * pairs * self.sizes.heads * self.sizes.head_size
+
+    def _attention_error(
+        self, found: torch.Tensor, q: torch.Tensor, pool: torch.Tensor, index: tuple[torch.Tensor, ...], scale: float
+    ) -> float:
+        """Of the last queries of each sequence: the reference takes memory by queries x tokens."""
+        from pdkv.kernels.paged_attention import paged_attention_reference
+
+        tables, seq_lens, cu_seqlens = index
+        ends = cu_seqlens.tolist()
+        kept = [range(max(start, stop - _CHECKED_QUERIES), stop) for start, stop in pairwise(ends)]
+        rows = torch.tensor([row for each in kept for row in each], device=self.device)
+        cu_kept = torch.tensor([0, *(len(each) for each in kept)], device=self.device).cumsum(0).int()
+        expected = paged_attention_reference(q[rows].double(), pool.double(), 0, tables, seq_lens, cu_kept, scale)
+        return _difference(found[rows], expected)
+
+    def torch_attention(self, new: int, num_tokens: int) -> Result:
+        """The yardstick of prompts: torch's own attention over contiguous KV, causal to the end of the tokens."""
+        from torch.nn.attention.bias import causal_lower_right
+
+        s = self.sizes
+        q = torch.randn(1, s.heads, new, s.head_size, device=self.device).to(self.dtype)
+        k, v = torch.randn(2, 1, s.kv_heads, num_tokens, s.head_size, device=self.device).to(self.dtype)
+        mask = causal_lower_right(new, num_tokens)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        seconds = self.seconds(lambda: attend(q, k, v, attn_mask=mask, enable_gqa=True))
+        rate = self._attention_flops(new, num_tokens) / seconds / 1e12
+        return Result("torch_attention", _prefill(new, num_tokens), seconds * 1e3, rate, "TFLOP/s", None)
 
     def write(self) -> Result:
         """One layer's K and V of a step into random slots."""
@@ -185,6 +225,38 @@ class Bench:
             num_blocks, layers, 2, s.kv_heads, s.block_size, s.head_size, dtype=self.dtype, device=self.device
         )
         return pool.normal_()
+
+
+_YARDSTICKS = {"gather_blocks": 0.9, "scatter_blocks": 0.9, "write_kv": 0.8}
+"""Kernels that copy: the least share of the device's own copy."""
+
+_MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+def run(device: str, smoke: bool) -> Iterator[Claim]:
+    """A claim on each kernel's speed, and one on its error."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16  # Triton's interpreter has no bfloat16
+    bench = Bench(torch.device(device), dtype, SMOKE if smoke else FULL, 1 if smoke else 20)
+    yardsticks: dict[str, Result] = {}
+    for result in bench.run():
+        if result.max_error is None:
+            yardsticks[result.name] = result
+            continue
+        name = f"{result.name}, {result.shape}"
+        yard, limit = _wanted(result, yardsticks)
+        figures = {result.unit: result.rate, f"{yard.name} {yard.unit}": yard.rate, "ms": result.milliseconds}
+        yield Claim(f"{name}: of {yard.name}", result.rate / yard.rate, limit, "higher", figures)
+        bound = _MAX_ERROR[dtype]
+        yield Claim(f"{name}: error over bound", result.max_error / bound, 1.0, "lower", {"error": result.max_error})
+
+
+def _wanted(result: Result, yardsticks: Mapping[str, Result]) -> tuple[Result, float]:
+    """What a result is compared with, and the least share of it."""
+    if result.name in _YARDSTICKS:
+        return yardsticks["copy"], _YARDSTICKS[result.name]
+    if result.shape.startswith("prefill"):
+        return yardsticks["torch_attention"], 0.75
+    return yardsticks["copy"], 0.7 if result.shape.startswith("decode, 1 x") else 0.85
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -1,0 +1,85 @@
+"""A decode step of a model of Llama 3.1 8B's shape, random, in bfloat16: of the time in which its bytes can be read."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.gpu.kernels import FULL, SMOKE, Bench
+from benchmarks.repeated_step import RepeatedStep
+from benchmarks.report import Claim
+from benchmarks.turns import in_turns
+from pdkv.models.config import ModelConfig, load_model_config
+from pdkv.models.decoder import Decoder
+from pdkv.models.loader import build_decoder
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "eos_token_id": 128_001, "bos_token_id": 128_000,
+}  # fmt: skip
+TINY = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "eos_token_id": 1, "bos_token_id": 0,
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A step."""
+
+    sequences: int
+    context: int  # tokens of each
+    limit: float  # least share of a copy's bandwidth
+
+
+CASES = (Case(1, 1024, 0.85), Case(64, 1024, 0.75))
+
+
+class RandomWeights:
+    """Tensors of any name, made where they are used."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self.num_bytes = 0
+
+    def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Numbers that keep activations at their size."""
+        tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
+        tensor = tensor.normal_(std=0.02) if len(shape) > 1 else tensor.fill_(1.0)
+        self.num_bytes += tensor.nbytes
+        return tensor[part]
+
+
+def run(device: str, smoke: bool) -> Iterator[Claim]:
+    """One claim for each number of sequences."""
+    where, dtype = torch.device(device), torch.float32 if device == "cpu" else torch.bfloat16
+    copied = Bench(where, dtype, SMOKE if smoke else FULL, 1 if smoke else 10).copy_yardstick()
+    config = _config(SHAPE | TINY if smoke else SHAPE)
+    weights = RandomWeights(where, dtype)
+    model = build_decoder(weights, config, dtype=dtype, device=where, max_model_len=2048)
+    embedding = config.vocab_size * config.hidden_size * dtype.itemsize  # of which a step reads a row per token
+    num_bytes = weights.num_bytes - embedding
+    for case in CASES:
+        yield _claim(case._replace(context=64) if smoke else case, model, dtype, num_bytes, copied.rate)
+
+
+def _claim(case: Case, model: Decoder, dtype: torch.dtype, num_bytes: int, rate: float) -> Claim:
+    """`num_bytes` of weights; `rate`: GB/s that a copy reads and writes."""
+    step = RepeatedStep(model, dtype, case.sequences, case.context)
+    kv_bytes = case.sequences * case.context * step.bytes_per_token
+    took = in_turns({"step": step}, 20)["step"]
+    bound_ms = (num_bytes + kv_bytes) / (rate * 1e6)
+    figures = took.figures("step") | {"bound ms": bound_ms, "weights GB": num_bytes / 1e9, "KV GB": kv_bytes / 1e9}
+    name = f"8B shape, {case.sequences} x {case.context}: bandwidth / a copy's"
+    return Claim(name, bound_ms / took.median, case.limit, "higher", figures)
+
+
+def _config(fields: dict[str, object]) -> ModelConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
+        return load_model_config(Path(folder))

@@ -1,0 +1,45 @@
+"""Greedy tokens in float32 on the GPU: those of the CPU, wherever the choice is not a matter of rounding."""
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.report import Claim
+from pdkv import LLM, SamplingParams
+from pdkv.llm import RequestOutput
+
+MARGIN = 1e-4
+"""Between the two best logprobs: where they are closer, either token is right."""
+
+NUM_TOKENS = 48
+_TEXT = "In a serving system the first token waits for the prompt, and every further one for its turn in the batch. "
+
+
+def run(device: str, smoke: bool) -> Iterator[Claim]:
+    """One claim: the share of prompts whose tokens differ where they must not."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    prompts = [(_TEXT * 12)[: 17 * (i + 1)] for i in range(4 if smoke else 32)]
+    expected, found = (_generate(where, prompts) for where in ("cpu", device))
+    places = [_first_difference(one, other) for one, other in zip(expected, found, strict=True)]
+    wrong = sum(place is not None and place > MARGIN for place in places)
+    figures = {"prompts": len(prompts), "differ": sum(p is not None for p in places), "differ above the margin": wrong}
+    yield Claim(
+        f"float32, {device} against cpu: prompts with another token", wrong / len(prompts), 0.0, "lower", figures
+    )
+
+
+def _generate(device: str, prompts: list[str]) -> list[RequestOutput]:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+    with LLM(device=device, dtype="float32", kv_cache_memory=64 << 20) as llm:
+        return list(llm.generate(prompts, params))
+
+
+def _first_difference(one: RequestOutput, other: RequestOutput) -> float | None:
+    """How far the two best tokens of `one` lie apart where `other` goes its own way; None: it never does."""
+    first, second = one.outputs[0], other.outputs[0]
+    for i, (token, another) in enumerate(zip(first.token_ids, second.token_ids, strict=True)):
+        if token != another:
+            assert first.logprobs is not None
+            best, next_best = (logprob for _, logprob in first.logprobs[i].top[:2])
+            return best - next_best
+    return None

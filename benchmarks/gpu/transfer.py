@@ -1,0 +1,67 @@
+"""1P1D on one card: its tokens a second beside one engine that does both, and the share of TTFT in which KV travels."""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.load import Workload, measure
+from benchmarks.models import find_model
+from benchmarks.report import Claim
+from benchmarks.servers import Server, get, pdkv
+
+INPUT_LEN, OUTPUT_LEN = 2048, 128
+ROUNDS = 3
+CONNECTORS = ("nixl",)
+
+
+def run(device: str, smoke: bool) -> Iterator[Claim]:
+    """Two claims for each connector that reaches KV on the device."""
+    num_tokens, num_requests = (64, 8), 4
+    if not smoke:
+        num_tokens, num_requests = (INPUT_LEN, OUTPUT_LEN), 64
+    with tempfile.TemporaryDirectory() as folder:
+        model = find_model(Path(folder), "tiny" if smoke else "large")
+        options = ["--device", device, *_shares(device, 3), *(["--kv-cache-memory", "64MiB"] if smoke else [])]
+        for connector in CONNECTORS:
+            with (
+                pdkv(model, prefill=1, decode=1, options=[*options, "--connector", connector]) as pd,
+                pdkv(model, prefill=0, decode=1, options=options) as aggregated,
+            ):
+                yield from _compare(connector, pd, aggregated, num_tokens, num_requests)
+
+
+def _shares(device: str, num_engines: int) -> list[str]:
+    """Of one card's memory, which the engines of two launches have to share."""
+    return ["--gpu-memory-utilization", f"{0.9 / num_engines:.2f}"] if device == "cuda" else []
+
+
+def _compare(
+    connector: str, pd: Server, aggregated: Server, num_tokens: tuple[int, int], num_requests: int
+) -> Iterator[Claim]:
+    rates: dict[str, list[float]] = {"1P1D": [], "aggregated": []}
+    ttfts: list[float] = []
+    before = _transfer_seconds(pd)
+    for number in range(ROUNDS):
+        for name, server in (("1P1D", pd), ("aggregated", aggregated)):
+            load = Workload(num_requests, num_tokens[0], (num_tokens[1],) * 2, concurrency=8, seed=number + 1)
+            report = measure(server.url, server.model, load)
+            rates[name].append(float(report["output_tok_s"]))
+            if server is pd:
+                ttfts.append(float(report["ttft_ms"]["p50"]) / 1e3)
+    spent = (_transfer_seconds(pd) - before) / (ROUNDS * num_requests)
+    medians = {name: sorted(each)[ROUNDS // 2] for name, each in rates.items()}
+    ttft = sorted(ttfts)[ROUNDS // 2]
+    figures = {"transfer ms": spent * 1e3, "ttft ms": ttft * 1e3}
+    yield Claim(f"{connector}: transfer / time to first token", spent / ttft, 0.05, "lower", figures)
+    ratio = medians["1P1D"] / medians["aggregated"]
+    figures = {f"{name} tok/s": rate for name, rate in medians.items()}
+    yield Claim(f"{connector}: tokens/s of 1P1D / one aggregated engine", ratio, 0.9, "higher", figures)
+
+
+def _transfer_seconds(server: Server) -> float:
+    """Of all loads from a peer."""
+    text = get(server.url + "/metrics").decode()
+    values = re.findall(r"^pdkv_kv_transfer_duration_seconds_sum(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
+    assert values, "the router tells of no transfers"
+    return sum(map(float, values))

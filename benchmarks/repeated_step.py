@@ -1,0 +1,31 @@
+"""One decode step of a runner, taken again and again."""
+
+import torch
+
+from pdkv.engine.kv_cache import allocate_pool, make_layout
+from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
+from pdkv.engine.runner import ModelRunner
+from pdkv.models.decoder import Decoder
+from pdkv.sampling_params import SamplingParams
+
+BLOCK_SIZE = 16
+
+
+class RepeatedStep:
+    """A runner whose `sequences` requests of `context` tokens each draw the same token whenever it is called."""
+
+    def __init__(self, model: Decoder, dtype: torch.dtype, sequences: int, context: int) -> None:
+        layout = make_layout(model.config, block_size=BLOCK_SIZE, dtype=str(dtype).removeprefix("torch."))
+        self.bytes_per_token = layout.block_bytes * layout.num_groups // BLOCK_SIZE
+        blocks = -(-context // BLOCK_SIZE)
+        pool = allocate_pool(layout, sequences * blocks, model.device)
+        self._runner = ModelRunner(model, pool, layout, max_num_seqs=sequences, max_model_len=context)
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        tables = [[list(range(i * blocks, (i + 1) * blocks))] * layout.num_groups for i in range(sequences)]
+        prompt, output = [7] * (context - 4), [5, 6]
+        new = [NewRequest(("step", i), 0, prompt, output, params, tables[i]) for i in range(sequences)]
+        self._decodes = [ScheduledRequest(request.key, context - 2, 1, [], True) for request in new]
+        self._runner.execute(StepPlan(0, new, self._decodes, []))
+
+    def __call__(self) -> None:
+        self._runner.execute(StepPlan(1, [], self._decodes, []))

@@ -1,0 +1,85 @@
+"""`make gpu` without a GPU: its parts run, each in a process of its own, and what one does leaves the others alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.gpu import __main__ as gpu
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(out: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--smoke", "--out", str(out), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def claims_of(out: Path) -> dict[str, list[Any]]:
+    (path,) = out.glob("gpu-on-cpu-*.json")
+    return {part: outcome["claims"] for part, outcome in json.loads(path.read_text())["benchmarks"].items()}
+
+
+def is_marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("GPU_TEST") == mark
+    except psutil.Error:  # it has ended, or is not ours
+        return False
+
+
+def test_parts_write_one_table(tmp_path: Path) -> None:
+    done = run(tmp_path, "tokens", "engine")
+    claims = claims_of(tmp_path)
+    assert set(claims) == {"tokens", "engine"}, done.stderr
+    assert [claim["ratio"] for claim in claims["tokens"]] == [0.0]
+    assert [claim["name"].split(":")[0] for claim in claims["engine"]] == ["8B shape, 1 x 64", "8B shape, 64 x 64"]
+    (table,) = tmp_path.glob("gpu-on-cpu-*.md")
+    assert "| tokens | float32" in table.read_text()
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.slow
+def test_the_kernels_are_right(tmp_path: Path) -> None:
+    run(tmp_path, "kernels")
+    errors = [claim for claim in claims_of(tmp_path)["kernels"] if claim["name"].endswith("error over bound")]
+    assert len(errors) == 8
+    assert all(claim["met"] for claim in errors)
+
+
+@pytest.mark.slow
+def test_the_parts_that_do(tmp_path: Path) -> None:
+    done = run(tmp_path, "smoke", "transfer")
+    claims = claims_of(tmp_path)
+    assert [claim["ratio"] for claim in claims["smoke"]] == [0.0], done.stderr
+    assert [claim["name"].split(":")[0] for claim in claims["transfer"]] == ["nixl", "nixl"]
+
+
+def test_a_part_that_is_not_done_in_time_ends_with_its_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has no time left is not begun."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(gpu, "_LEAST_S", 1.0)
+    monkeypatch.setenv("GPU_TEST", str(tmp_path))
+    assert gpu.main(["smoke", "engine", "--device", "cpu", "--smoke", "--out", str(tmp_path), "--seconds", "6"]) == 1
+    assert not [p.pid for p in psutil.process_iter() if p.pid != os.getpid() and is_marked(p, str(tmp_path))]
+    said = capsys.readouterr().out
+    assert "smoke: FAILED: not done in 6 s" in said
+    assert "engine: not begun" in said
+
+
+@pytest.mark.parametrize("arguments", [["kernel"], ["--seconds", "x"]])
+def test_what_it_does_not_know_it_refuses(arguments: list[str], tmp_path: Path) -> None:
+    assert run(tmp_path, *arguments).returncode == 2
