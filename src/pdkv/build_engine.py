@@ -27,7 +27,6 @@ from pdkv.engine.ranks.follower import FirstRank
 from pdkv.engine.ranks.grammars import GrammarReader
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.errors import ConfigError, ModelError, RankError
-from pdkv.grammar.options import GrammarOptions
 from pdkv.grammar.store import GrammarStore
 from pdkv.grammar.vocabulary import Vocabulary
 from pdkv.host.memory_limits import check_host_memory
@@ -346,7 +345,7 @@ def _connect(
         kv_checksum=plan.handoff.kv_checksum if plan.handoff is not None else "off",
     )
     model = plan.model
-    grammars = GrammarStore(plan.config.model, model.vocab_size, model.eos_token_ids, GrammarOptions(), notify)
+    grammars = GrammarStore(plan.config.model, model.vocab_size, model.eos_token_ids, plan.config.grammars, notify)
 
     def shutdown() -> None:
         grammars.close()

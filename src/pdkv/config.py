@@ -87,7 +87,7 @@ class EngineConfig:
         10.0,
         "how long one grammar (JSON schema, regex, EBNF) may take to compile; a request whose grammar does gets 400",
     )
-    grammar_cache_memory: int = option(512 << 20, "compiled grammars that one rank keeps", size=True, ge=1)
+    grammar_cache_memory: int = option(512 << 20, "compiled grammars that an engine keeps", size=True, ge=1)
     cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
 
     @property

@@ -146,3 +146,11 @@ def test_what_contradicts_the_shape_ends_the_request_with_the_reason(llm: LLM, f
     params = SamplingParams(max_tokens=60, structured_outputs=StructuredOutputs(choice=("yes", "no")), **fields)
     with pytest.raises(InvalidRequest, match=r"no token can be chosen: .*structured_outputs"):
         llm.generate("x", params, progress=False)
+
+
+def test_the_engine_gives_a_grammar_the_time_that_its_options_say() -> None:
+    with (
+        LLM(grammar_compile_timeout_s=0.001, **POOL) as llm,
+        pytest.raises(InvalidRequest, match=r"more than 0\.001 s to compile \(--grammar-compile-timeout-s\)"),
+    ):
+        llm.generate("a", SamplingParams(structured_outputs=JSON))
