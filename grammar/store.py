@@ -79,7 +79,7 @@ class GrammarStore:
         notify: Callable[[], None],
     ) -> None:
         """`notify` is called from another thread whenever tickets became done."""
-        self._load = lambda: Vocabulary.load(model_dir, vocab_size, stop_token_ids)
+        self._load: Callable[[], Vocabulary] = lambda: Vocabulary.load(model_dir, vocab_size, stop_token_ids)
         self._vocabulary: Future[Vocabulary] = Future()
         self._host = CompileHost(model_dir, vocab_size, stop_token_ids, options.compile_memory_bytes)
         self._options = options
