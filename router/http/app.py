@@ -43,6 +43,8 @@ from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
 from pdkv.router.http.openapi import encoded_openapi, openapi
 from pdkv.router.http.replies import ReplyForms
 from pdkv.router.http.responses import describe_error, error_body
+from pdkv.router.http.responses_api.prepare import RESPONSES, prepare_responses
+from pdkv.router.http.responses_api.replies import ResponseEvents, WholeResponse
 from pdkv.router.http.served_model import Cancelled, ServedModel, unknown_model
 from pdkv.router.http.sse import ChunkEncoder
 from pdkv.router.http.text_pool import TextPool
@@ -183,10 +185,15 @@ def create_app(
     def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
         return prepare_chat(CHAT.decode(body, ignore_unknown=api.ignores_unknown), model, cancelled)
 
+    def respond(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+        return prepare_responses(RESPONSES.decode(body, ignore_unknown=api.ignores_unknown), model, cancelled)
+
     completions = ReplyForms(ChunkEncoder, WholeCompletion)
+    responses = ReplyForms(ResponseEvents, WholeResponse)
     routes = [
         generate("/v1/completions", GenerateEndpoint("completions", completion, completions, **common)),
         generate("/v1/chat/completions", GenerateEndpoint("chat_completions", chat, completions, **common)),
+        generate("/v1/responses", GenerateEndpoint("responses", respond, responses, **common)),
         Route("/tokenize", TextEndpoint(tokenize, **of_texts), methods=["POST"]),
         Route("/detokenize", TextEndpoint(detokenize, **of_texts), methods=["POST"]),
         Route("/v1/models", list_models),

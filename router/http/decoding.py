@@ -68,14 +68,15 @@ class BodyDecoder(Generic[T]):
             raise InvalidRequest(f"the body is not valid JSON: {error}") from None
         except RecursionError:
             raise InvalidRequest("the body is not valid JSON: it is nested too deeply") from None
-        for path, only in self._only:
+        for path, only, why in self._only:
             given: Any = value
             for name in path:
                 given = None if given is None else getattr(given, name)
             if given is not None and given != only:
                 name = ".".join(path)
+                reason = why and f", since {why}"
                 raise InvalidRequest(
-                    f"{name}: {_listed([given])} is not supported; allowed: {_listed([only])}", param=name
+                    f"{name}: {_listed([given])} is not supported{reason}; allowed: {_listed([only])}", param=name
                 )
         return value
 
@@ -89,11 +90,11 @@ def has_field(body: bytes | bytearray, name: str) -> bool:
         return False
 
 
-def _only_values(type_: inspect.Type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """The fields of which one value alone is accepted, in objects within objects, too."""
+def _only_values(type_: inspect.Type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object, str]]:
+    """The fields of which one value alone is accepted, and why, in objects within objects, too."""
     for option in _options(type_):
         if isinstance(option, inspect.Metadata) and option.extra is not None and "only" in option.extra:
-            yield path, option.extra["only"]
+            yield path, option.extra["only"], option.extra["why"]
         elif isinstance(option, inspect.StructType):
             for field in option.fields:
                 yield from _only_values(field.type, (*path, field.encode_name))
@@ -120,12 +121,23 @@ def _invalid_field(text: str, type_: inspect.Type) -> InvalidRequest:
     if path in TRANSFER_FIELDS:
         return _unknown_field("", path)
     if what.startswith("Expected `null`"):
-        return InvalidRequest(f"{path} is not supported: leave it out, or send null", param=path)
+        why = _why_absent(type_, path)
+        reason = why and f", since {why}"
+        return InvalidRequest(f"{path} is not supported{reason}: leave it out, or send null", param=path)
     if (wrong := _WRONG_VALUE.match(what)) is not None:
         what = f"{clip(wrong['value'])} is not supported"
     allowed = _allowed(type_, [part for part in _INDEX.sub(".[]", path).split(".") if part])
     choices = f"; allowed: {_listed(allowed)}" if allowed else ""
     return InvalidRequest(f"{path}: {what}{choices}", param=path)
+
+
+def _why_absent(type_: inspect.Type, path: str) -> str:
+    """Why a field of the body may be null only; nothing where there is no more to say."""
+    assert isinstance(type_, inspect.StructType)
+    for field in type_.fields:
+        if field.encode_name == path and isinstance(field.type, inspect.Metadata) and field.type.extra is not None:
+            return str(field.type.extra["why"])
+    return ""
 
 
 def _unknown_field(path: str, field: str) -> InvalidRequest:

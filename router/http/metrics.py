@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pdkv.router.admission.admission_queue import Admission
     from pdkv.router.generations.dispatch import Dispatcher
 
-Endpoint = Literal["completions", "chat_completions"]
+Endpoint = Literal["completions", "chat_completions", "responses"]
 
 MAX_OUTCOMES = 64
 """Different ends of requests that are counted apart: an engine may name any error."""

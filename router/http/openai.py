@@ -68,6 +68,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     affinity: str = ""  # requests that share it like to run where the others ran
     answer: AnswerFormat | None = None  # how its calls and thoughts are told from its text; None: it is all text
+    repeated: bytes = b""  # of /v1/responses: what its reply says again of the request, a JSON object in ASCII
 
 
 def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Cancelled = lambda: False) -> Job:

@@ -9,6 +9,8 @@ import msgspec
 from pdkv import __version__
 from pdkv.router.http import reply_types as reply
 from pdkv.router.http.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from pdkv.router.http.responses_api import reply_types as responses_reply
+from pdkv.router.http.responses_api.protocol import ResponsesBody
 from pdkv.router.http.tokenize import DetokenizeReply, TokenizeReply
 
 Struct = type[msgspec.Struct]
@@ -36,7 +38,7 @@ class Operation(NamedTuple):
     summary: str
     bodies: Sequence[Struct] = ()  # of one of these types
     reply: Struct | None = None  # None: a text
-    event: Struct | None = None  # of a stream
+    events: Sequence[Struct] = ()  # of a stream, each of one of these types
     errors: Sequence[str] = ()
     tag: str = "server"
 
@@ -49,7 +51,7 @@ OPERATIONS = (
         "Complete prompts",
         [CompletionBody],
         reply.Completion,
-        reply.Completion,
+        [reply.Completion],
         tuple(_ERRORS),
         "generation",
     ),
@@ -59,7 +61,17 @@ OPERATIONS = (
         "Answer a conversation",
         [ChatBody],
         reply.ChatCompletion,
-        reply.ChatCompletionChunk,
+        [reply.ChatCompletionChunk],
+        tuple(_ERRORS),
+        "generation",
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Answer a conversation of items; nothing is kept",
+        [ResponsesBody],
+        responses_reply.Response,
+        responses_reply.EVENTS,
         tuple(_ERRORS),
         "generation",
     ),
@@ -120,8 +132,13 @@ def encoded_openapi() -> bytes:
 
 
 def _types(operation: Operation) -> list[Struct]:
-    replies = [kind for kind in (operation.reply, operation.event) if kind is not None]
-    return [*operation.bodies, *replies]
+    replies = [] if operation.reply is None else [operation.reply]
+    return [*operation.bodies, *replies, *operation.events]
+
+
+def _one_of(kinds: Sequence[Struct], refs: dict[Struct, dict[str, Any]]) -> dict[str, Any]:
+    schemas = [refs[kind] for kind in kinds]
+    return schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
 
 
 def _describe(operation: Operation, refs: dict[Struct, dict[str, Any]]) -> dict[str, Any]:
@@ -130,8 +147,8 @@ def _describe(operation: Operation, refs: dict[Struct, dict[str, Any]]) -> dict[
         content = {_JSON: {"schema": refs[operation.reply]}}
     elif operation.path == "/topology":
         content = {_JSON: {"schema": {"type": "object"}}}
-    if operation.event is not None:
-        content["text/event-stream"] = {"schema": refs[operation.event]}
+    if operation.events:
+        content["text/event-stream"] = {"schema": _one_of(operation.events, refs)}
     failed = {_JSON: {"schema": refs[reply.ErrorReply]}}
     described: dict[str, Any] = {
         "operationId": operation.method + operation.path.replace("/", "_").replace("{", "").replace("}", ""),
@@ -145,8 +162,7 @@ def _describe(operation: Operation, refs: dict[Struct, dict[str, Any]]) -> dict[
     if "401" in operation.errors:
         described["security"] = [{"key": []}, {}]  # a server without keys asks for none
     if operation.bodies:
-        schemas = [refs[kind] for kind in operation.bodies]
-        schema = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+        schema = _one_of(operation.bodies, refs)
         described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
     if "{name}" in operation.path:
         described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]

@@ -1,7 +1,7 @@
 """The request bodies that the router takes, as typed structs: OpenAI's API with vLLM's extras. Null is absent.
 
 Every field is known by name. What cannot be done has a type that leaves its neutral value only: `None` alone, one
-literal, an empty list, or a `_Neutral` bool. Labels are accepted for the client's sake and have no effect here.
+literal, an empty list, or a `neutral` bool. Labels are accepted for the client's sake and have no effect here.
 The `Lenient…` types are the same for `--unknown-fields ignore`.
 """
 
@@ -14,13 +14,18 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What the wire to the engines can carry."""
 
 
-def _neutral(value: float) -> msgspec.Meta:
-    """For a bool or a number of which this value alone changes nothing; `decoding` refuses the others."""
-    return msgspec.Meta(extra={"only": value}, extra_json_schema={"enum": [value]})
+def neutral(value: float, why: str = "") -> msgspec.Meta:
+    """For a bool or a number of which this value alone changes nothing; `decoding` refuses the others, and says why."""
+    return msgspec.Meta(extra={"only": value, "why": why}, extra_json_schema={"enum": [value]})
 
 
-OnlyFalse = Annotated[bool, _neutral(False)]
-OnlyTrue = Annotated[bool, _neutral(True)]
+def absent(why: str) -> msgspec.Meta:
+    """For null as a field's only value; `decoding` says why."""
+    return msgspec.Meta(extra={"why": why})
+
+
+OnlyFalse = Annotated[bool, neutral(False)]
+OnlyTrue = Annotated[bool, neutral(True)]
 Empty = Annotated[list[Any], msgspec.Meta(max_length=0)]
 
 TRANSFER_FIELDS = frozenset(
@@ -75,22 +80,18 @@ class ShapeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     whitespace_pattern: None = None
 
 
-class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat completions share."""
+class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all requests that generate share."""
 
     model: str | None = None  # absent: the one that is served
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Int64 | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: Int64 | None = None
-    max_tokens: Int64 | None = None
     stop: str | list[str] | None = None
-    response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: OnlyFalse | None = None
     # labels
@@ -109,8 +110,6 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: Int64 | None = None
-    return_token_ids: bool | None = None
     cache_salt: str | None = None
     priority: Int64 | None = None
     allowed_token_ids: list[int] | None = None
@@ -121,7 +120,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ec_transfer_params: None = None
     include_stop_str_in_output: OnlyFalse | None = None
     kv_transfer_params: None = None
-    length_penalty: Annotated[float, _neutral(1.0)] | None = None
+    length_penalty: Annotated[float, neutral(1.0)] | None = None
     logprob_token_ids: None = None
     repetition_detection: None = None
     return_tokens_as_token_ids: OnlyFalse | None = None
@@ -136,6 +135,17 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     use_beam_search: OnlyFalse | None = None
     vllm_xargs: None = None
     watermarking: OnlyFalse | None = None
+
+
+class _Body(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: Int64 | None = None
+    max_tokens: Int64 | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: Int64 | None = None  # vLLM's
+    return_token_ids: bool | None = None  # vLLM's
 
 
 class CompletionBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from small_app import MODEL, eos, ids, make_app
 from starlette.types import ASGIApp
 
+from pdkv.config import HttpApi
 from pdkv.errors import EngineDied, EngineUnavailable
 
 
@@ -34,9 +35,9 @@ async def serve(app: ASGIApp) -> AsyncIterator[AsyncOpenAI]:
         await server.shutdown()
 
 
-def run(dispatcher: FakeDispatcher, use: Callable[[AsyncOpenAI], Awaitable[Any]]) -> Any:
+def run(dispatcher: FakeDispatcher, use: Callable[[AsyncOpenAI], Awaitable[Any]], **options: Any) -> Any:
     async def main() -> Any:
-        async with serve(make_app(dispatcher)) as client:
+        async with serve(make_app(dispatcher, **options)) as client:
             return await use(client)
 
     return asgi_client.run(main())
@@ -85,6 +86,48 @@ def test_chat_streaming_and_not() -> None:
     run(FakeDispatcher(say([*ids("hé"), eos()])), use)
 
 
+def test_responses_streaming_and_not() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        whole = await client.responses.create(model=MODEL, input="hi", instructions="Be brief.", store=False)
+        assert (whole.output_text, whole.status, whole.usage and whole.usage.output_tokens) == ("hé", "completed", 4)
+        history: list[Any] = [{"role": "user", "content": "hi"}, *whole.output, {"role": "user", "content": "again"}]
+        text = ""
+        async for event in await client.responses.create(model=MODEL, input=history, stream=True):
+            text += event.delta if event.type == "response.output_text.delta" else ""
+        assert text == "hé"
+        async with client.responses.stream(model=MODEL, input=history) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        assert (kinds[0], kinds[-1], final.output_text) == ("response.created", "response.completed", "hé")
+        with pytest.raises(openai.BadRequestError) as stateful:
+            await client.responses.create(model=MODEL, input="x", previous_response_id=whole.id)
+        assert stateful.value.param == "previous_response_id"
+
+    run(FakeDispatcher(say([*ids("hé"), eos()])), use)
+
+
+def test_calls_of_functions_and_thoughts_by_responses() -> None:
+    text = '<think>hm</think>I see.<tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>'
+    tools: list[Any] = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}]
+
+    async def use(client: AsyncOpenAI) -> None:
+        whole = await client.responses.create(model=MODEL, input="hi", tools=tools)
+        async with client.responses.stream(model=MODEL, input="hi", tools=tools) as stream:
+            arguments = [e.snapshot async for e in stream if e.type == "response.function_call_arguments.delta"]
+            final: Any = await stream.get_final_response()
+        assert arguments[-1] == '{"x": "é"}'
+        assert final.output[-1].parsed_arguments == {"x": "é"}
+        for output in (whole.output, final.output):
+            thoughts, message, called = output
+            assert (thoughts.content[0].text, message.content[0].text) == ("hm", "I see.")  # type: ignore[union-attr]
+            result = {"type": "function_call_output", "call_id": called.call_id, "output": "1"}  # type: ignore[union-attr]
+            again: list[Any] = [{"role": "user", "content": "hi"}, *output, result]
+            assert (await client.responses.create(model=MODEL, input=again, tools=tools)).status == "completed"
+
+    api = HttpApi(tool_parser="hermes", reasoning_parser="qwen3")
+    run(FakeDispatcher(say([*ids(text), eos()])), use, api=api, max_model_len=2000)
+
+
 def test_models_and_headers() -> None:
     async def use(client: AsyncOpenAI) -> None:
         assert [model.id async for model in client.models.list()] == [MODEL]
@@ -121,6 +164,10 @@ def test_a_broken_stream_is_an_error_for_the_client() -> None:
         assert (await anext(stream)).choices[0].text == "a"
         with pytest.raises(openai.APIError, match="decode-1 died"):
             await anext(stream)
+        response = await client.responses.create(model=MODEL, input="x", stream=True)
+        with pytest.raises(openai.APIError, match="decode-1 died") as raised:
+            [event async for event in response]
+        assert raised.value.code == "engine_died"
 
     died = EngineDied("engine decode-1 died", request_id="r")
     run(FakeDispatcher(lambda _: [tokens(*ids("a")), died]), use)

@@ -17,6 +17,8 @@ from starlette.routing import Route
 from pdkv.router.http import reply_types as reply
 from pdkv.router.http.openapi import OPERATIONS, openapi
 from pdkv.router.http.protocol import ChatBody, CompletionBody
+from pdkv.router.http.responses_api import reply_types as responses_reply
+from pdkv.router.http.responses_api.protocol import ResponsesBody
 from pdkv.router.http.tokenize import DetokenizeReply, TokenizeReply
 
 USER = [{"role": "user", "content": "x"}]
@@ -50,7 +52,7 @@ def test_every_route_is_described() -> None:
 
 def test_every_field_of_a_body_is_in_the_schema() -> None:
     schemas = openapi()["components"]["schemas"]
-    for body in (CompletionBody, ChatBody):
+    for body in (CompletionBody, ChatBody, ResponsesBody):
         assert set(schemas[body.__name__]["properties"]) == set(body.__struct_fields__)
         assert schemas[body.__name__]["additionalProperties"] is False
     assert schemas["ChatBody"]["properties"]["store"]["anyOf"][0]["enum"] == [False]
@@ -85,6 +87,8 @@ def test_whole_replies_have_their_types(extras: dict[str, Any], logprobs: bool) 
     asked = {"logprobs": True, "top_logprobs": 2} if logprobs else {}
     body = {"messages": USER, **asked, **extras}
     check(run(call(app, "POST", "/v1/chat/completions", body)).json(), reply.ChatCompletion)
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2} if logprobs else {}
+    check(run(call(app, "POST", "/v1/responses", {"input": "x", **asked})).json(), responses_reply.Response)
 
 
 @pytest.mark.parametrize("continuous", [False, True])
@@ -195,7 +199,9 @@ def check_no_server_error(path: str, send: Callable[[Any], Any], body: Any) -> N
         assert exchange.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+)
 def test_no_request_of_the_schema_is_a_server_error(path: str) -> None:
     app = make_app(answering())
 

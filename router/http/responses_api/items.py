@@ -1,0 +1,202 @@
+"""What a response puts out, item by item, and the events that tell of it while it comes."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
+from pdkv.router.http.ascii_json import ascii_json
+from pdkv.router.http.choice import ShownLogprob
+from pdkv.router.http.responses_api.token_entries import TokenEntries
+from pdkv.text import Tokenizer
+
+Event = dict[str, Any]
+"""A typed event, as yet without its number."""
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class _Item:
+    """An item that is not complete: `begin`, `add` as often as there is more, `end`."""
+
+    kind = ""
+    prefix = ""
+
+    def __init__(self, serial: str, index: int) -> None:
+        self.id = f"{self.prefix}_{serial}{index:02x}"
+        self._index = index
+        self._texts: list[str] = []
+
+    @property
+    def _text(self) -> msgspec.Raw:
+        return msgspec.Raw(ascii_json("".join(self._texts)))
+
+    def begin(self) -> list[Event]:
+        return [self._about_item("added", "in_progress")]
+
+    def end(self, status: Status) -> list[Event]:
+        return [self._about_item("done", status)]
+
+    def body(self, status: Status) -> dict[str, Any]:
+        return {"id": self.id, "type": self.kind, "status": status}
+
+    def _about_item(self, what: str, status: Status) -> Event:
+        return {"type": f"response.output_item.{what}", "output_index": self._index, "item": self.body(status)}
+
+    def _event(self, what: str, **fields: Any) -> Event:
+        return {"type": f"response.{what}", "item_id": self.id, "output_index": self._index, **fields}
+
+
+class _TextItem(_Item):
+    """An item whose content is one text."""
+
+    part_kind = ""
+
+    def begin(self) -> list[Event]:
+        return [*super().begin(), self._event("content_part.added", content_index=0, part=self._part())]
+
+    def add(self, text: str) -> Event:
+        self._texts.append(text)
+        return self._event(f"{self.part_kind}.delta", content_index=0, delta=text)
+
+    def end(self, status: Status) -> list[Event]:
+        return [
+            self._event(f"{self.part_kind}.done", content_index=0, text=self._text),
+            self._event("content_part.done", content_index=0, part=self._part()),
+            *super().end(status),
+        ]
+
+    def body(self, status: Status) -> dict[str, Any]:
+        content = [self._part()] if self._texts or status != "in_progress" else []
+        return {**super().body(status), "content": content}
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": self.part_kind, "text": self._text}
+
+
+class _Thoughts(_TextItem):
+    kind, prefix, part_kind = "reasoning", "rs", "reasoning_text"
+
+    def body(self, status: Status) -> dict[str, Any]:
+        return {**super().body(status), "summary": []}
+
+
+class _Message(_TextItem):
+    kind, prefix, part_kind = "message", "msg", "output_text"
+
+    def __init__(self, serial: str, index: int) -> None:
+        super().__init__(serial, index)
+        self._logprobs: list[bytes] = []  # entries as JSON: three events and the response repeat them
+
+    def add_with_logprobs(self, text: str, entries: Sequence[bytes]) -> Event:
+        self._logprobs += entries
+        return {**self.add(text), "logprobs": _listed(entries)}
+
+    def end(self, status: Status) -> list[Event]:
+        done, *others = super().end(status)
+        return [{**done, "logprobs": _listed(self._logprobs)}, *others]
+
+    def body(self, status: Status) -> dict[str, Any]:
+        return {**super().body(status), "role": "assistant"}
+
+    def _part(self) -> dict[str, Any]:
+        return {**super()._part(), "annotations": [], "logprobs": _listed(self._logprobs)}
+
+
+class _Call(_Item):
+    kind, prefix = "function_call", "fc"
+
+    def __init__(self, serial: str, index: int, part: CallBegin) -> None:
+        super().__init__(serial, index)
+        self._named = {"call_id": part.call_id, "name": part.name}
+
+    def add(self, text: str) -> Event:
+        self._texts.append(text)
+        return self._event("function_call_arguments.delta", delta=text)
+
+    def end(self, status: Status) -> list[Event]:
+        name, arguments = self._named["name"], self._text
+        done = self._event("function_call_arguments.done", name=name, arguments=arguments)
+        return [done, *super().end(status)]
+
+    def body(self, status: Status) -> dict[str, Any]:
+        return {**super().body(status), **self._named, "arguments": self._text}
+
+
+T = TypeVar("T", _Message, _Thoughts)
+
+
+class OutputItems:
+    """The items of one response. What is not complete when it ends, or fails, is incomplete."""
+
+    def __init__(self, serial: str, tokenizer: Tokenizer) -> None:
+        self._serial = serial
+        self._tokens = TokenEntries(tokenizer)
+        self._done: list[dict[str, Any]] = []
+        self._open: _Thoughts | _Message | _Call | None = None
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        """All items so far."""
+        return self._done if self._open is None else [*self._done, self._open.body("incomplete")]
+
+    def push(self, parts: Sequence[Part], logprobs: Sequence[ShownLogprob] | None = None) -> list[Event]:
+        """The events of what is new, and of the tokens that say it."""
+        if logprobs:
+            self._tokens.add(logprobs)
+        events: list[Event] = []
+        for part in parts:
+            events += self._push(part)
+        if parts and not isinstance(parts[-1], Content):
+            self._tokens.drop()
+        return events
+
+    def _push(self, part: Part) -> list[Event]:
+        match part:
+            case Content(text):
+                message, begun = self._opened(_Message)
+                return [*begun, message.add_with_logprobs(text, self._tokens.take(text))]
+            case Reasoning(text):
+                thoughts, begun = self._opened(_Thoughts)
+                return [*begun, thoughts.add(text)]
+            case CallBegin():
+                return self._begin(_Call(*self._next, part))
+            case CallArguments(_, text):
+                assert isinstance(self._open, _Call)
+                return [self._open.add(text)]
+            case CallEnd():
+                return self._end("completed")
+
+    def _opened(self, kind: type[T]) -> tuple[T, list[Event]]:
+        """The open item if it is of that kind, else a new one, and the events of its beginning."""
+        if isinstance(self._open, kind):
+            return self._open, []
+        item = kind(*self._next)
+        return item, self._begin(item)
+
+    def finish(self, *, complete: bool) -> list[Event]:
+        """The answer ends. One that says nothing is an empty message; a call that is still open was cut off."""
+        begun = self._begin(_Message(*self._next)) if self._open is None and not self._done else []
+        return begun + self._end("completed" if complete and isinstance(self._open, _TextItem) else "incomplete")
+
+    @property
+    def _next(self) -> tuple[str, int]:
+        return self._serial, len(self._done) + (self._open is not None)
+
+    def _begin(self, item: _Thoughts | _Message | _Call) -> list[Event]:
+        """Text that was open is complete."""
+        ended = self._end("completed" if isinstance(self._open, _TextItem) else "incomplete")
+        self._open = item
+        return ended + item.begin()
+
+    def _end(self, status: Status) -> list[Event]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        self._done.append(item.body(status))
+        return item.end(status)
+
+
+def _listed(entries: Sequence[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + b",".join(entries) + b"]")

@@ -1,0 +1,144 @@
+"""From the body of POST /v1/responses to a checked request: it is put as a chat, and errors name its own fields."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from pdkv.errors import InvalidRequest
+from pdkv.parsers.answer import AnswerFormat
+from pdkv.router.http.ascii_json import ascii_json
+from pdkv.router.http.decoding import BodyDecoder
+from pdkv.router.http.openai import Job, prepare_chat
+from pdkv.router.http.protocol import (
+    ChatBody,
+    GenerationBody,
+    JsonSchema,
+    NamedToolChoice,
+    ResponseFormat,
+    StreamOptions,
+    ToolName,
+)
+from pdkv.router.http.responses_api.conversation import messages_of
+from pdkv.router.http.responses_api.protocol import (
+    LOGPROBS,
+    LenientResponsesBody,
+    ResponsesBody,
+    TextFormat,
+    ToolChoiceFunction,
+)
+from pdkv.router.http.served_model import Cancelled, ServedModel
+from pdkv.sampling_params import SamplingParams
+
+RESPONSES = BodyDecoder[ResponsesBody](ResponsesBody, LenientResponsesBody)
+
+_OWN_NAMES = (
+    (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
+    (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
+    (re.compile(r"\bresponse_format(\.json_schema)?\b"), "text.format"),
+    (re.compile(r"\b(tools\[\d+]|tool_choice)\.function\b"), r"\1"),
+)
+"""What chat calls its fields, and what they are called here."""
+
+_INPUT = (re.compile(r"\bmessages\b"), "input")
+"""In errors about them alone: elsewhere it is a word."""
+
+
+def prepare_responses(body: ResponsesBody, model: ServedModel, cancelled: Cancelled = lambda: False) -> Job:
+    """Check, render and tokenize a request.
+
+    Raises:
+        InvalidRequest: names the field and what was expected of it.
+        RequestAborted: it was cancelled meanwhile.
+    """
+    if body.top_logprobs and LOGPROBS not in (body.include or ()):
+        raise InvalidRequest(f"top_logprobs needs include to hold {LOGPROBS!r}", param="top_logprobs")
+    chat = _as_chat(body)
+    try:
+        job = prepare_chat(chat, model, cancelled)
+    except InvalidRequest as error:
+        raise _renamed(error) from None
+    repeated = ascii_json(_repeated(body, job.params))
+    return msgspec.structs.replace(job, answer=job.answer or AnswerFormat(), repeated=repeated)
+
+
+def _as_chat(body: ResponsesBody) -> ChatBody:
+    shared = {name: getattr(body, name) for name in GenerationBody.__struct_fields__}
+    shows_logprobs = LOGPROBS in (body.include or ())
+    choice = body.tool_choice
+    return ChatBody(
+        **shared,
+        messages=messages_of(body.instructions, body.input),
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=shows_logprobs,
+        top_logprobs=body.top_logprobs if shows_logprobs else None,
+        stream_options=None if body.stream_options is None else StreamOptions(),
+        tools=None if body.tools is None else [_chat_tool(tool) for tool in body.tools],
+        tool_choice=NamedToolChoice(type="function", function=ToolName(name=choice.name))
+        if isinstance(choice, ToolChoiceFunction)
+        else choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=None if body.text is None else _response_format(body.text.format),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _response_format(given: TextFormat | None) -> ResponseFormat | None:
+    """A shape as chat has it: what is said of a schema in an object of its own. Raises InvalidRequest."""
+    if given is None:
+        return None
+    about = {name: getattr(given, name) for name in ("schema", "description", "strict")}
+    if given.type == "json_schema":
+        for name in ("name", "schema"):
+            if getattr(given, name) is None:
+                param = f"text.format.{name}"
+                raise InvalidRequest(f"{param} is required with text.format.type 'json_schema'", param=param)
+        return ResponseFormat(type=given.type, json_schema=JsonSchema(name=given.name or "", **about))
+    for name, value in {"name": given.name, **about}.items():
+        if value is not None:
+            param = f"text.format.{name}"
+            raise InvalidRequest(f"{param} needs text.format.type 'json_schema', got {given.type!r}", param=param)
+    return ResponseFormat(type=given.type)
+
+
+def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function as chat has it: what is said of it in an object of its own."""
+    return {"type": tool.get("type"), "function": {name: tool[name] for name in tool if name != "type"}}
+
+
+def _renamed(error: InvalidRequest) -> InvalidRequest:
+    """The same in the words of this API."""
+    message, param = str(error), error.param or ""
+    for pattern, name in (*_OWN_NAMES, _INPUT) if param.startswith("messages") else _OWN_NAMES:
+        message, param = pattern.sub(name, message, count=1), pattern.sub(name, param)
+    renamed = InvalidRequest(message, param=param or None, status=error.status)
+    renamed.code = error.code
+    return renamed
+
+
+def _repeated(body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:
+    """The fields of a response that say what was asked for, defaults filled in."""
+    text, reasoning = body.text, body.reasoning
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": {"type": "text"} if text is None or text.format is None else text.format},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

@@ -1,0 +1,192 @@
+"""The body of POST /v1/responses as typed structs, by the rules of `pdkv.router.http.protocol`. Null is absent."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from pdkv.router.http.protocol import (
+    Empty,
+    GenerationBody,
+    Int64,
+    LenientShapeBody,
+    OnlyFalse,
+    absent,
+    neutral,
+)
+
+_STATELESS = "no responses are kept (send the whole conversation as input)"
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Text of an item: a user's, the model's, or its thoughts."""
+
+    type: Literal["input_text", "output_text", "reasoning_text"]
+    text: str
+    # notes on a reply that is sent back
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class SummaryPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of what is told of thoughts."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+class InputItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One item of the history; `conversation.py` has what belongs to which type.
+
+    One struct for all, since no field says which it is that is always there: a message may leave its type out.
+    """
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    id: str | None = None
+    status: Status | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+    content: str | Sequence[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Sequence[InputPart] | None = None
+    summary: Sequence[SummaryPart] | None = None
+    encrypted_content: str | None = None  # of another server: nobody here can read it
+
+
+class ToolChoiceFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The shape of the text. The fields behind the first are those of a schema, enforced whether `strict` or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the answer's text is written."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the model thinks. Thoughts are shown as they are, never in summary."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How events are sent."""
+
+    include_obfuscation: OnlyFalse | None = None
+
+
+LOGPROBS = "message.output_text.logprobs"
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",  # thoughts are in plain text, which can be sent back as well
+    # of what never is in an answer here
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
+class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses."""
+
+    input: str | Sequence[InputItem]
+    instructions: str | None = None
+    max_output_tokens: Int64 | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[Includable] | None = None
+    top_logprobs: Int64 | None = None
+    stream_options: ResponseStreamOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    max_tool_calls: Int64 | None = None  # of tools that the server runs: it has none
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+    # what would need a server that keeps responses
+    background: Annotated[bool, neutral(False, _STATELESS)] | None = None
+    conversation: Annotated[None, absent(_STATELESS)] = None
+    previous_response_id: Annotated[None, absent(_STATELESS)] = None
+    prompt: Annotated[None, absent("no prompts are kept (send it as instructions and input)")] = None
+    store: Annotated[bool, neutral(False, _STATELESS)] | None = None
+    # what else is not supported
+    access_programs: None = None
+    context_management: Empty | None = None
+    image: None = None
+    moderation: None = None
+    prompt_cache_options: None = None
+
+
+class LenientInputPart(InputPart, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientSummaryPart(SummaryPart, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientInputItem(InputItem, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+    content: str | Sequence[LenientInputPart] | None = None
+    output: str | Sequence[LenientInputPart] | None = None
+    summary: Sequence[LenientSummaryPart] | None = None
+
+
+class LenientToolChoiceFunction(ToolChoiceFunction, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientTextFormat(TextFormat, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientTextOptions(TextOptions, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+    format: LenientTextFormat | None = None
+
+
+class LenientReasoningOptions(ReasoningOptions, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientResponseStreamOptions(ResponseStreamOptions, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+
+class LenientResponsesBody(ResponsesBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """With unknown fields."""
+
+    input: str | Sequence[LenientInputItem]
+    tool_choice: Literal["none", "auto", "required"] | LenientToolChoiceFunction | None = None
+    text: LenientTextOptions | None = None
+    reasoning: LenientReasoningOptions | None = None
+    stream_options: LenientResponseStreamOptions | None = None
+    structured_outputs: LenientShapeBody | None = None

@@ -1,0 +1,140 @@
+"""Replies of POST /v1/responses: the typed events of a stream, or the response whole."""
+
+import functools
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from pdkv.errors import PdkvError, TooManyRequests
+from pdkv.parsers.parts import Part, joined
+from pdkv.router.http.ascii_json import ascii_json
+from pdkv.router.http.choice import ChoiceDelta, TokenCounts
+from pdkv.router.http.replies import Asked, Work
+from pdkv.router.http.responses import describe_error
+from pdkv.router.http.responses_api.items import Event, OutputItems
+
+
+class ResponseEvents:
+    """Encodes the events of one response, and numbers them."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._items = OutputItems(asked.serial, asked.model.tokenizer)
+        self._finish_reason: str | None = None
+        self._num_events = 0
+
+    def begin(self) -> bytes:
+        """The response without its output."""
+        response = _response(self._asked, "in_progress", ())
+        return self._encoded(
+            [{"type": f"response.{what}", "response": response} for what in ("created", "in_progress")]
+        )
+
+    def encode(self, delta: ChoiceDelta) -> bytes:
+        """An event per part, and those of items that begin and end."""
+        assert delta.parts is not None
+        events = self._items.push(delta.parts, delta.logprobs)
+        if delta.finish_reason is not None:
+            self._finish_reason = delta.finish_reason
+            events += self._items.finish(complete=delta.finish_reason != "length")
+        return self._encoded(events)
+
+    def end(self, counts: TokenCounts) -> bytes:
+        """The response with all that was put out."""
+        response = _ended(self._asked, self._items, self._finish_reason, counts)
+        status = "incomplete" if self._finish_reason == "length" else "completed"
+        return self._encoded([{"type": f"response.{status}", "response": response}])
+
+    def fail(self, error: PdkvError) -> bytes:
+        """What went wrong as an event of its own, which OpenAI's clients raise, and as the response's end."""
+        _, body = describe_error(error)
+        said = body["error"]
+        flat = {name: said[name] for name in ("code", "message", "param")}
+        code = "rate_limit_exceeded" if isinstance(error, TooManyRequests) else "server_error"  # OpenAI's only
+        failure = {"code": code, "message": said["message"]}
+        response = _response(self._asked, "failed", self._items.output, error=failure)
+        return self._encoded(
+            [{"type": "error", **flat, "error": said}, {"type": "response.failed", "response": response}]
+        )
+
+    def _encoded(self, events: Iterable[Event]) -> bytes:
+        data = []
+        for event in events:
+            numbered = ascii_json({**event, "sequence_number": self._num_events})
+            data.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), numbered))
+            self._num_events += 1
+        return b"".join(data)
+
+
+class WholeResponse:
+    """Gathers a response."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._deltas: list[ChoiceDelta] = []
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """The next delta."""
+        self._deltas.append(delta)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Tokens whose logprobs are shown, or might be."""
+        return sum(len(delta.logprobs) for delta in self._deltas if delta.logprobs is not None)
+
+    async def body(self, counts: TokenCounts, work: Work) -> object:
+        """The response."""
+        return await work(functools.partial(self._body, counts))
+
+    def _body(self, counts: TokenCounts) -> msgspec.Raw:
+        items = OutputItems(self._asked.serial, self._asked.model.tokenizer)
+        if self._asked.job.params.logprobs is None:
+            parts: list[Part] = []
+            for delta in self._deltas:
+                parts += delta.parts or ()
+            items.push(joined(parts))
+        else:
+            for delta in self._deltas:
+                items.push(delta.parts or (), delta.logprobs)
+        reason = self._deltas[-1].finish_reason
+        items.finish(complete=reason != "length")
+        return _ended(self._asked, items, reason, counts)
+
+
+def _ended(asked: Asked, items: OutputItems, finish_reason: str | None, counts: TokenCounts) -> msgspec.Raw:
+    fields: dict[str, Any] = {"usage": _usage(counts)}
+    if finish_reason == "length":
+        return _response(
+            asked, "incomplete", items.output, incomplete_details={"reason": "max_output_tokens"}, **fields
+        )
+    return _response(asked, "completed", items.output, completed_at=int(time.time()), **fields)
+
+
+def _response(asked: Asked, status: str, output: Iterable[dict[str, Any]], **fields: Any) -> msgspec.Raw:
+    """A response object; what repeats the request was encoded with it."""
+    body = {
+        "id": f"resp_{asked.serial}",
+        "object": "response",
+        "created_at": asked.created,
+        "status": status,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "model": asked.model.name,
+        "output": output,
+        "usage": None,
+        **fields,
+    }
+    return msgspec.Raw(ascii_json(body)[:-1] + b"," + asked.job.repeated[1:])
+
+
+def _usage(counts: TokenCounts) -> dict[str, Any]:
+    return {
+        "input_tokens": counts.prompt,
+        "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+        "output_tokens": counts.completion,
+        "output_tokens_details": {"reasoning_tokens": counts.reasoning or 0},
+        "total_tokens": counts.prompt + counts.completion,
+    }

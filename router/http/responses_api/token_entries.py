@@ -1,0 +1,53 @@
+"""Which tokens' logprobs belong to a message: those that its text is made of, not those of tags, calls and thoughts."""
+
+from collections.abc import Sequence
+
+from pdkv.router.http.ascii_json import ascii_json
+from pdkv.router.http.choice import ShownLogprob
+from pdkv.router.http.responses import chat_logprobs
+from pdkv.text import Tokenizer
+
+
+class TokenEntries:
+    """Tokens whose text has not come yet, each with its entry of `logprobs` as JSON."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._waiting: list[tuple[bytes, bytes]] = []  # (what the token stands for, its entry)
+
+    def add(self, logprobs: Sequence[ShownLogprob]) -> None:
+        """The next tokens."""
+        entries = chat_logprobs(logprobs, self._tokenizer)["content"]
+        for shown, entry in zip(logprobs, entries, strict=True):
+            self._waiting.append((self._tokenizer.token_bytes(shown.token_id), ascii_json(entry)))
+
+    def drop(self) -> None:
+        """The text so far is none of a message."""
+        self._waiting.clear()
+
+    def take(self, text: str) -> list[bytes]:
+        """The entries of the tokens that a message's text is made of; the ones before them are left out for good.
+
+        Parsers hold spaces back, so those at its ends may be of tokens that were taken, or are still to be. Where the
+        text is not found, since it stands for what is no UTF-8, it is all of them.
+        """
+        if not self._waiting:
+            return []
+        data = b"".join([piece for piece, _ in self._waiting])
+        wanted = text.encode()
+        begin = data.rfind(wanted)
+        if begin < 0:
+            wanted = wanted.strip()
+            begin = data.rfind(wanted) if wanted else -1
+        end = begin + len(wanted) if begin >= 0 else len(data)
+        taken: list[bytes] = []
+        at = 0
+        for number, (piece, entry) in enumerate(self._waiting):
+            if at >= end:
+                del self._waiting[:number]
+                return taken
+            at += len(piece)
+            if at > begin:
+                taken.append(entry)
+        self._waiting.clear()
+        return taken
