@@ -1,0 +1,224 @@
+"""Calls of tools and answers with a shape through the official client, over real deployments in each hand-off order."""
+
+import json
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from deployments import Launch, Running
+from openai import OpenAI, pydantic_function_tool
+from openai.lib.streaming.chat import ContentDeltaEvent
+from pydantic import BaseModel, Field
+
+USER: Any = [{"role": "user", "content": "Where is it warm?"}]
+
+
+END = "</s>"
+Bias = Callable[..., dict[str, int]]
+
+
+class Unit(Enum):
+    CELSIUS = "celsius"
+    KELVIN = "kelvin"
+
+
+class Weather(BaseModel):
+    """Look up the weather."""
+
+    city: str = Field(pattern="^[A-Z][a-zé]{0,8}$")
+    unit: Unit
+    days: int = Field(ge=1, le=14)
+
+
+class Step(BaseModel):
+    kind: Literal["walk", "ride"]
+    minutes: int = Field(ge=0, le=90)
+
+
+class Route(BaseModel):
+    """Find a way."""
+
+    steps: list[Step] = Field(max_length=3)
+    note: str | None = Field(max_length=5)
+
+
+MODELS: dict[str, type[BaseModel]] = {"Weather": Weather, "Route": Route}
+TOOLS: Any = [pydantic_function_tool(model) for model in MODELS.values()]
+FREE: Any = [
+    {"type": "function", "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+    for tool in TOOLS
+]
+
+
+ORDERS = {
+    "prefill_first": ("--prefill", "2", "--decode", "4"),
+    "decode_first": ("--prefill", "1", "--decode", "1"),
+    "needs_peer_first": ("--prefill", "1", "--decode", "1", "--connector", "p2p"),
+    "concurrent": ("--prefill", "1", "--decode", "1", "--connector", "p2p"),
+}
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def deployment(module_launch: Launch, request: pytest.FixtureRequest) -> Running:
+    return module_launch(*ORDERS[request.param], "--order", request.param, "--tool-parser", "hermes")
+
+
+@pytest.fixture(scope="module")
+def client(deployment: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=deployment.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def bias(client: OpenAI) -> Bias:
+    """A logit_bias by which the model takes one of some characters where it may."""
+
+    def bias(*chars: str) -> dict[str, int]:
+        found = {}
+        for char in chars:
+            fields: Any = {"prompt": char, "max_tokens": 1, "extra_body": {"return_token_ids": True}}
+            choice = client.completions.create(model="served", **fields).choices[0].model_dump()
+            found[str(choice["prompt_token_ids"][0])] = 100
+        return found
+
+    return bias
+
+
+def ask(client: OpenAI, **fields: Any) -> list[dict[str, Any]]:
+    """The choices, asked for whole and streamed; both have to be the same but for ids."""
+    fields = {"model": "served", "messages": USER, "temperature": 1, "seed": 3, "max_tokens": 600, **fields}
+    whole = [choice.model_dump() for choice in client.chat.completions.create(**fields).choices]
+    stream = client.chat.completions.create(**fields, stream=True)
+    streamed: dict[int, dict[str, Any]] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            _extend(streamed.setdefault(choice.index, {"content": None, "calls": []}), choice)
+    assert [streamed[index] for index in sorted(streamed)] == [_summary(choice) for choice in whole]
+    return whole
+
+
+def _extend(whole: dict[str, Any], choice: Any) -> None:
+    whole["finish_reason"] = choice.finish_reason
+    if choice.delta.content:
+        whole["content"] = (whole["content"] or "") + choice.delta.content
+    for call in choice.delta.tool_calls or ():
+        if call.id:
+            assert call.index == len(whole["calls"])
+            whole["calls"].append((call.function.name, ""))
+        else:
+            name, arguments = whole["calls"][call.index]
+            whole["calls"][call.index] = (name, arguments + call.function.arguments)
+
+
+def _summary(choice: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "content": choice["message"]["content"],
+        "calls": calls_of(choice),
+        "finish_reason": choice["finish_reason"],
+    }
+
+
+def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
+    calls = choice["message"]["tool_calls"] or ()
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+def check_calls(choice: dict[str, Any]) -> list[tuple[str, str]]:
+    """The calls of an answer that has nothing else."""
+    assert choice["message"]["content"] is None
+    check_arguments(calls_of(choice))
+    return calls_of(choice)
+
+
+def check_arguments(calls: list[tuple[str, str]]) -> None:
+    for name, arguments in calls:
+        MODELS[name].model_validate_json(arguments)
+
+
+@pytest.mark.parametrize("tools", [TOOLS, FREE], ids=["strict", "free"])
+def test_required_calls(client: OpenAI, tools: Any, bias: Bias) -> None:
+    choices = ask(client, tools=tools, tool_choice="required", n=8, logit_bias=bias(END))
+    for choice in choices:
+        assert (len(check_calls(choice)), choice["finish_reason"]) == (1, "tool_calls")
+    assert {name for choice in choices for name, _ in calls_of(choice)} == MODELS.keys()
+
+
+def test_several_required_calls_or_one(client: OpenAI, bias: Bias) -> None:
+    fields = {"tools": FREE, "tool_choice": "required", "n": 4, "logit_bias": bias("\n")}  # a call is followed by one
+    for choice in ask(client, **fields, max_tokens=400):
+        assert (choice["finish_reason"], len(calls_of(choice)) > 1) == ("length", True)
+        *whole, _ = calls_of(choice)
+        check_arguments(whole)
+    for choice in ask(client, **fields, parallel_tool_calls=False):
+        assert (len(check_calls(choice)), choice["finish_reason"]) == (1, "tool_calls")
+
+
+def test_a_named_tool(client: OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "Route"}}
+    for answer in ask(client, tools=FREE, tool_choice=choice, n=4, temperature=0):
+        [(name, _)] = check_calls(answer)
+        assert (name, answer["finish_reason"]) == ("Route", "stop")
+
+
+def test_the_model_chooses_between_text_and_calls(client: OpenAI, bias: Bias) -> None:
+    [answer] = ask(client, tools=TOOLS, max_tokens=60)
+    assert answer["message"]["content"]
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["warm", "cold"]}}}
+    [called] = ask(client, tools=TOOLS, response_format=shape, logit_bias=bias("<", END))
+    assert len(check_calls(called)) == 1
+    [answered] = ask(client, tools=TOOLS, response_format=shape, logit_bias=bias('"'))
+    assert answered["message"]["content"] in ('"warm"', '"cold"')
+    assert answered["finish_reason"] == "stop"
+
+
+def test_models_of_pydantic_are_parsed(client: OpenAI, bias: Bias) -> None:
+    fields: Any = {"model": "served", "messages": USER, "seed": 5, "max_tokens": 600}
+    reply = client.chat.completions.parse(**fields, response_format=Route)
+    assert isinstance(reply.choices[0].message.parsed, Route)
+    reply = client.chat.completions.parse(**fields, tools=TOOLS, tool_choice="required", logit_bias=bias(END))
+    [call, *_] = reply.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Weather | Route)
+    text = ""
+    with client.chat.completions.stream(**fields, response_format=Weather) as stream:
+        for event in stream:
+            if isinstance(event, ContentDeltaEvent):
+                text += event.delta
+        final = stream.get_final_completion().choices[0].message
+    assert final.content == text
+    assert isinstance(final.parsed, Weather)
+
+
+@pytest.mark.parametrize(
+    ("shape", "judge"),
+    [
+        ({"regex": "[ab]{3}-[0-9]{2}"}, {"pattern": "^[ab]{3}-[0-9]{2}$"}),
+        ({"choice": ["red", "green"]}, {"enum": ["red", "green"]}),
+        ({"grammar": 'root ::= [a-c] ("-" [a-c]){2}'}, {"pattern": "^[a-c](-[a-c]){2}$"}),
+    ],
+)
+def test_shapes_of_completions(client: OpenAI, shape: dict[str, Any], judge: dict[str, Any]) -> None:
+    for body in ({"structured_outputs": shape}, {f"guided_{name}": value for name, value in shape.items()}):
+        reply = client.completions.create(
+            model="served", prompt=["It is", "Then"], n=3, max_tokens=20, seed=1, extra_body=body
+        )
+        assert len(reply.choices) == 6
+        for choice in reply.choices:
+            jsonschema.validate(choice.text, judge)
+            assert choice.finish_reason == "stop"
+
+
+def test_what_no_grammar_enforces_is_refused(client: OpenAI) -> None:
+    bad: Any = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, tools=bad, tool_choice="required")
+    assert refused.value.param == "tools[0].function.parameters"
+    with pytest.raises(openai.BadRequestError, match="ebnf"):
+        client.completions.create(model="served", prompt="a", extra_body={"guided_grammar": "root ::= ("})
+
+
+def test_json_objects(client: OpenAI, bias: Bias) -> None:
+    for answer in ask(client, response_format={"type": "json_object"}, n=4, logit_bias=bias("}", '"', "]")):
+        assert isinstance(json.loads(answer["message"]["content"]), dict)
