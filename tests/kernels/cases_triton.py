@@ -2,13 +2,19 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from attention_case import MIXES, Case, Shape, layers_of
+from oracle import oracle
+from serving_checks import serve_directory
+from small_models import FEATURES
 
+from pdkv import LLM, SamplingParams
 from pdkv.connectors.transfer.planning import first_seen_block
+from pdkv.engine import runner
 from pdkv.engine.attention import cuda as attention_cuda
 from pdkv.engine.attention.cuda import CudaAttention
 from pdkv.kernels.digest import hash_rows, seeds_of
@@ -204,6 +210,29 @@ def test_the_backend_reads_only_what_a_request_owns(poison: float, device: torch
         case.run(CudaAttention(case.pool, case.shape.heads, case.layers), 0)[others] for case in (clean, poisoned)
     ]
     assert torch.equal(*results)
+
+
+@pytest.mark.usefixtures("in_triton")
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_an_engine_over_the_kernels_says_what_transformers_says(
+    family: str,
+    device: torch.device,
+    hf_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts in chunks beside decodes, one of them found in the cache in part; windows for mistral."""
+    monkeypatch.setattr(runner, "make_backend", CudaAttention)
+    directory = hf_model(family, initializer_range=0.2, **FEATURES.get(family, {}))
+    prompts = [list(range(3, 3 + length)) for length in (5, 21, 37)]
+    prompts.append([*prompts[-1], 7, 9])
+    expected = [oracle(directory).generate(prompt, 6) for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    options = {"kv_cache_memory": 4 << 20, "max_num_batched_tokens": 24, "dtype": "float32", "threads": 1}
+    with LLM(serve_directory(directory, tmp_path), device=device.type, **options) as llm:
+        outputs = llm.generate(prompts[:3], params, progress=False) + llm.generate(prompts[3:], params, progress=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert outputs[-1].num_cached_tokens > 0
 
 
 def test_paged_attention_takes_strided_queries(device: torch.device) -> None:
