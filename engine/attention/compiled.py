@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,16 +13,19 @@ from pdkv.engine.batch import IntArray
 from pdkv.kernels import host, prompts
 from pdkv.kernels.linear import level
 
+Work = TypeVar("Work", Singles, Prompts)
+Args = TypeVar("Args", host.AttentionArgs, prompts.PromptArgs)
+
 
 class _Taken(NamedTuple):
     """What a kernel reads of a step's work, by its names; the vectors are kept alive for it."""
 
-    work: Singles | Prompts
+    work: object
     vectors: Sequence[IntArray]
     fields: Sequence[tuple[str, int]]
 
 
-class _Queries(ABC):
+class _Queries(ABC, Generic[Work, Args]):
     """Over one pool. `prepare` once per step, then `attend` per layer."""
 
     def __init__(self, kv_pool: torch.Tensor, num_heads: int) -> None:
@@ -33,7 +36,7 @@ class _Queries(ABC):
         self._side_bytes = side * kv_pool.element_size()
         self._block_tables: IntArray = np.empty((0, 0), dtype=np.int64)
         self._taken: dict[int, _Taken] = {}  # of this step, by the identity of its work
-        self._args = self._make_args(
+        self._args: Args = self._make_args(
             heads=num_heads,
             kv_heads=kv_heads,
             head_size=head_size,
@@ -45,12 +48,16 @@ class _Queries(ABC):
         self._args.scale = head_size**-0.5
 
     @abstractmethod
-    def _make_args(self, **fields: int) -> host.AttentionArgs | prompts.PromptArgs:
+    def _make_args(self, **fields: int) -> Args:
         """The kernel's, with these fields."""
 
     @abstractmethod
-    def _vectors(self, work: Singles | Prompts, tables: IntArray) -> Mapping[str, IntArray]:
+    def _vectors(self, work: Work, tables: IntArray) -> Mapping[str, IntArray]:
         """What the kernel reads of `work`, by its names; `tables` (slots of all groups, max_blocks)."""
+
+    def _scalars(self, work: Work) -> Sequence[tuple[str, int]]:
+        """Numbers that the kernel reads of `work`, by its names."""
+        return ()
 
     @abstractmethod
     def _run(self) -> None:
@@ -62,7 +69,7 @@ class _Queries(ABC):
         self._taken.clear()
         self._args.num_threads = torch.get_num_threads()
 
-    def attend(self, layer: int, qkv: torch.Tensor, work: Singles | Prompts, out: torch.Tensor) -> None:
+    def attend(self, layer: int, qkv: torch.Tensor, work: Work, out: torch.Tensor) -> None:
         """Write each query's attention into its row of `out` (rows, heads * head_size).
 
         Args:
@@ -79,17 +86,16 @@ class _Queries(ABC):
         args.n = len(work.slots)
         self._run()
 
-    def _take(self, work: Singles | Prompts) -> _Taken:
+    def _take(self, work: Work) -> _Taken:
         named = self._vectors(work, self._block_tables)
         vectors = [np.ascontiguousarray(vector, dtype=np.int64) for vector in named.values()]
         fields = [(name, vector.ctypes.data) for name, vector in zip(named, vectors, strict=True)]
-        if isinstance(work, Prompts):
-            fields.append(("window", work.window))
+        fields += self._scalars(work)
         taken = self._taken[id(work)] = _Taken(work, vectors, fields)
         return taken
 
 
-class SingleQueries(_Queries):
+class SingleQueries(_Queries[Singles, host.AttentionArgs]):
     """Tokens of outputs."""
 
     @classmethod
@@ -104,8 +110,7 @@ class SingleQueries(_Queries):
     def _make_args(self, **fields: int) -> host.AttentionArgs:
         return host.AttentionArgs(**fields)
 
-    def _vectors(self, work: Singles | Prompts, tables: IntArray) -> Mapping[str, IntArray]:
-        assert isinstance(work, Singles)
+    def _vectors(self, work: Singles, tables: IntArray) -> Mapping[str, IntArray]:
         return {
             "q_rows": work.qkv_rows,
             "out_rows": work.out_rows,
@@ -116,11 +121,10 @@ class SingleQueries(_Queries):
         }
 
     def _run(self) -> None:
-        assert isinstance(self._args, host.AttentionArgs)
         host.attend(self._args)
 
 
-class PromptQueries(_Queries):
+class PromptQueries(_Queries[Prompts, prompts.PromptArgs]):
     """Tokens of prompts."""
 
     @classmethod
@@ -132,8 +136,7 @@ class PromptQueries(_Queries):
     def _make_args(self, **fields: int) -> prompts.PromptArgs:
         return prompts.PromptArgs(level=level(), **fields)
 
-    def _vectors(self, work: Singles | Prompts, tables: IntArray) -> Mapping[str, IntArray]:
-        assert isinstance(work, Prompts)
+    def _vectors(self, work: Prompts, tables: IntArray) -> Mapping[str, IntArray]:
         return {
             "q_rows": work.qkv_rows,
             "out_rows": work.out_rows,
@@ -143,8 +146,10 @@ class PromptQueries(_Queries):
             "block_tables": tables,
         }
 
+    def _scalars(self, work: Prompts) -> Sequence[tuple[str, int]]:
+        return [("window", work.window)]
+
     def _run(self) -> None:
-        assert isinstance(self._args, prompts.PromptArgs)
         prompts.attend_prompts(self._args)
 
 
