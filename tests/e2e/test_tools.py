@@ -1,5 +1,6 @@
 """Calls of tools and answers with a shape through the official client, over real deployments in each hand-off order."""
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -8,6 +9,7 @@ from typing import Any, Literal
 import jsonschema
 import openai
 import pytest
+from client_programs import python_with, run_program
 from deployments import Launch, Running
 from openai import OpenAI, pydantic_function_tool
 from openai.lib.streaming.chat import ContentDeltaEvent
@@ -222,3 +224,37 @@ def test_what_no_grammar_enforces_is_refused(client: OpenAI) -> None:
 def test_json_objects(client: OpenAI, bias: Bias) -> None:
     for answer in ask(client, response_format={"type": "json_object"}, n=4, logit_bias=bias("}", '"', "]")):
         assert isinstance(json.loads(answer["message"]["content"]), dict)
+
+
+LANGCHAIN = """
+import sys
+from typing import Literal
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+class Step(BaseModel):
+    "A step."
+    kind: Literal["walk", "ride"]
+    minutes: int = Field(ge=0, le=90)
+
+at = {"model": "served", "base_url": sys.argv[1], "api_key": "x", "max_tokens": 300, "seed": 1, "max_retries": 0}
+chat = ChatOpenAI(**at, extra_body={"logit_bias": {i: 100 for i in sys.argv[2].split(",")}})
+for strict in (None, True):
+    for choice in ("any", "Step"):
+        bound = chat.bind_tools([Step], tool_choice=choice, strict=strict)
+        first, *rest = bound.stream("hi")
+        for message in (bound.invoke("hi"), sum(rest, first)):
+            [call] = message.tool_calls
+            assert call["name"] == "Step", call
+            Step(**call["args"])
+for method in ("json_schema", "function_calling"):
+    assert isinstance(chat.with_structured_output(Step, method=method).invoke("hi"), Step)
+assert isinstance(chat.with_structured_output(None, method="json_mode").invoke("hi"), dict)
+"""
+
+
+@pytest.mark.clients
+def test_langchain(deployment: Running, bias: Bias) -> None:
+    ids = ",".join([*bias(END), *bias("}"), *bias('"')])
+    python = python_with("langchain_openai")
+    asyncio.run(run_program(python, "-c", LANGCHAIN, deployment.url + "/v1", ids))
