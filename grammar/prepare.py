@@ -9,8 +9,8 @@ import msgspec
 
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.formats import Format, json_of, structural_tag
+from pdkv.grammar.normal_forms import normalize
 from pdkv.grammar.patterns import check_pattern
-from pdkv.grammar.schema import normalize
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.grammar.spec import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar, StructuredOutputs
 from pdkv.grammar.tags import normalize_tag

@@ -7,8 +7,8 @@ from typing import Any
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.formats import Format
 from pdkv.grammar.keywords import pointer
+from pdkv.grammar.normal_forms import normalize
 from pdkv.grammar.patterns import check_pattern
-from pdkv.grammar.schema import normalize
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import clip
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.formats import Format, either, json_of, structural_tag
+from pdkv.grammar.normal_forms import normalize
 from pdkv.grammar.prepare import make_format, make_grammar, naming
-from pdkv.grammar.schema import normalize
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.grammar.spec import Grammar, StructuredOutputs
 from pdkv.parsers.reasoning import ReasoningParser, Thinking

@@ -1,0 +1,56 @@
+"""Normal forms of schemas, kept: a schema that comes again costs ten microseconds, and not one per property or more."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pdkv.grammar import schema as schemas
+from pdkv.grammar.schema_time import SchemaTime
+
+MAX_KEPT_BYTES = 8 << 20
+"""Of schemas and their normal forms together."""
+
+_Key = tuple[bytes, bool]
+
+
+class NormalForms:
+    """Those asked for last, by the schema's text. Thread-safe."""
+
+    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[_Key, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def normalize(
+        self, schema: Mapping[str, Any] | bool, *, patterns_for_lengths: bool = False, time: SchemaTime | None = None
+    ) -> str:
+        """As `schema.normalize`."""
+        key = (msgspec.json.encode(schema), patterns_for_lengths)
+        with self._lock:
+            if (kept := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return kept
+        made = schemas.normalize(schema, patterns_for_lengths=patterns_for_lengths, time=time)
+        with self._lock:
+            self._keep(key, made)
+        return made
+
+    def _keep(self, key: _Key, made: str) -> None:
+        if key in self._kept:  # another thread was first
+            return
+        self._kept[key] = made
+        self.num_bytes += _size(key, made)
+        while self.num_bytes > self._max_bytes:
+            self.num_bytes -= _size(*self._kept.popitem(last=False))
+
+
+def _size(key: _Key, made: str) -> int:
+    return len(key[0]) + 4 * len(made)
+
+
+normalize = NormalForms().normalize
+"""The process's."""
