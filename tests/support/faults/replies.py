@@ -52,7 +52,8 @@ class Reply:
         for choice in body["choices"]:
             index, delta = choice["index"], choice.get("delta", {})
             self.roles += "role" in delta
-            text = choice.get("text", delta.get("content")) or ""
+            calls = "".join(call["function"]["arguments"] for call in delta.get("tool_calls", ()))
+            text = choice.get("text", delta.get("content")) or calls
             self.texts[index] = self.texts.get(index, "") + text
             if choice["finish_reason"] is not None:
                 assert index not in self.reasons

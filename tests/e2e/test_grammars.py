@@ -1,0 +1,89 @@
+"""Answers with a shape over real engines: killed in the middle of one, they are valid and what they are undisturbed."""
+
+import asyncio
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from deployments import Launch, Running
+from faults.replies import STREAM, Reply, ask_all, compare
+from kills import num_migrations
+from traffic import wait_for_rest, wait_until_true
+
+WORD = {"type": "string", "pattern": "^[a-d]{4,9}$"}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "words": {"type": "array", "items": WORD, "minItems": 12, "maxItems": 20},
+        "kind": {"enum": ["cat", "dog", 7]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["words", "kind", "age"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+MESSAGES = [{"role": "user", "content": "Which words begin with a letter?"}]
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "words", "schema": SCHEMA, "strict": True}}
+
+PLAIN: dict[str, Any] = {"ignore_eos": False, "allowed_token_ids": None, "max_tokens": 500}
+GREEDY, SEEDED = {"temperature": 0}, {"temperature": 1.0, "seed": 3}
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {**PLAIN, "messages": MESSAGES, "response_format": JSON_SCHEMA, **GREEDY, **STREAM},
+    "seeded": {**PLAIN, "prompt": "Words:", "structured_outputs": {"json": SCHEMA}, **SEEDED, **STREAM},
+    "n=2": {**PLAIN, "prompt": "Words:", "structured_outputs": {"json": SCHEMA}, "n": 2, "logprobs": 1, **SEEDED},
+    "pattern": {**PLAIN, "prompt": "Hex:", "structured_outputs": {"regex": "([0-9a-f]{8}-){20}z"}, **SEEDED, **STREAM},
+    "tool": {
+        **PLAIN, "messages": MESSAGES, "tools": [TOOL], **SEEDED, **STREAM,
+        "tool_choice": {"type": "function", "function": {"name": "look_up"}},
+    },
+    "no shape": {"prompt": "Words:", **SEEDED, **STREAM, "max_tokens": 300},
+}  # fmt: skip
+
+
+def check_shapes(replies: dict[str, Reply]) -> None:
+    for name in ("greedy", "seeded", "n=2", "tool"):
+        for text in replies[name].texts.values():
+            jsonschema.validate(json.loads(text), SCHEMA)
+    assert replies["pattern"].texts[0].endswith("-z")
+    assert {reason for name in CASES for reason in replies[name].reasons.values()} == {"stop", "length"}
+    assert replies["no shape"].reasons == {0: "length"}
+
+
+def kill_all_decodes(deployment: Running, expected: dict[str, Reply], kill_at: int) -> None:
+    """With that event of all streams together; the answers are what they are undisturbed."""
+    victims = [pid for engine, pid in deployment.pids().items() if engine.startswith("decode")]
+    before = num_migrations(deployment)
+    compare(asyncio.run(ask_all(deployment, CASES, f"kill at {kill_at}", kill_at, victims)), expected)
+    assert num_migrations(deployment) > before
+    wait_until_true(lambda: all(deployment.pids().values()), "all engines are back")
+    wait_for_rest(deployment)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--prefill", "1", "--decode", "2", "--in-turn-below-s", "0"),
+        pytest.param(("--prefill", "1", "--decode", "1", "--max-steps-ahead", "0"), marks=pytest.mark.slow),
+        pytest.param(("--prefill", "2", "--decode", "2", "--connector", "nixl"), marks=pytest.mark.slow),
+        ("--prefill", "1", "--decode", "1", "--tp", "2"),
+    ],
+    ids=["1P2D ahead", "1P1D in turn", "2P2D nixl", "1P1D of two ranks"],
+)
+def test_a_kill_in_the_middle_of_an_object_changes_no_byte(launch: Launch, flags: tuple[str, ...]) -> None:
+    deployment = launch(*flags, "--tool-parser", "hermes")
+    expected = asyncio.run(ask_all(deployment, CASES, "undisturbed"))
+    check_shapes(expected)
+    wait_for_rest(deployment)
+    for kill_at in (5, 60 * len(CASES)):
+        kill_all_decodes(deployment, expected, kill_at)
+
+
+def test_a_wrong_grammar_is_a_400_and_harms_nobody(launch: Launch) -> None:
+    deployment = launch("--prefill", "1", "--decode", "1")
+    reply = deployment.complete("x", structured_outputs={"grammar": 'root ::= "a'})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "structured_outputs"
+    assert (
+        deployment.complete("x", max_tokens=3, structured_outputs={"regex": "ab"}).json()["choices"][0]["text"] == "ab"
+    )
