@@ -43,6 +43,15 @@ class DrawArgs(ctypes.Structure):
     )
 
 
+class MaskArgs(ctypes.Structure):
+    """sampler.c's `masks`: what its comments say."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "rows", "words")),
+        *((name, ctypes.c_int64) for name in ("n", "vocab_size", "row_stride", "num_threads")),
+    )
+
+
 class Rows(NamedTuple):
     """What one piece of a copy is, on both sides: `outer` x `inner` rows; strides and sizes in bytes."""
 
@@ -75,6 +84,9 @@ def _sampler() -> ctypes.CDLL | None:
     if library is not None:
         library.pdkv_draw.argtypes = [ctypes.POINTER(DrawArgs)]
         library.pdkv_draw.restype = ctypes.c_int
+        if hasattr(library, "pdkv_mask"):
+            library.pdkv_mask.argtypes = [ctypes.POINTER(MaskArgs)]
+            library.pdkv_mask.restype = None
     return library
 
 
@@ -86,6 +98,18 @@ def available() -> bool:
 def can_draw() -> bool:
     """Whether the draw is there. Import torch first: it shares its OpenMP threads."""
     return _sampler() is not None
+
+
+def can_mask() -> bool:
+    """Whether the masks are there. Import torch first, as for the draw."""
+    return hasattr(_sampler(), "pdkv_mask")
+
+
+def mask(args: MaskArgs) -> None:
+    """Forbid tokens in rows of float32 logits, as `apply_masks` does; pointers must stay valid meanwhile."""
+    library = _sampler()
+    assert library is not None, "ask can_mask() first"
+    library.pdkv_mask(ctypes.byref(args))
 
 
 def draw(args: DrawArgs) -> None:

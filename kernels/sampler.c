@@ -239,3 +239,29 @@ int pdkv_draw(const draws *a) {
     }
     return failed;
 }
+
+/* Which tokens may be chosen in some rows of float32 logits. */
+typedef struct {
+    float *logits;          /* (.., row_stride), of which vocab_size are a row's */
+    const int64_t *rows;    /* (n,) */
+    const uint32_t *words;  /* (n, vocab_size / 32, rounded up): bit i % 32 of word i / 32 stands for token i */
+    int64_t n, vocab_size, row_stride, num_threads;
+} masks;
+
+static void mask_word(float *logits, uint32_t word, int64_t count) {
+    for (int64_t i = 0; i < count; i++) logits[i] = word >> i & 1 ? logits[i] : -INFINITY;
+}
+
+/* Forbids the tokens whose bits are 0. */
+void pdkv_mask(const masks *a) {
+    const int64_t num_words = (a->vocab_size + 31) / 32;
+    const int num_threads = (int)(a->num_threads < a->n ? a->num_threads : a->n);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+    for (int64_t i = 0; i < a->n; i++) {
+        float *logits = a->logits + a->rows[i] * a->row_stride;
+        const uint32_t *words = a->words + i * num_words;
+        for (int64_t w = 0; w < a->vocab_size / 32; w++, logits += 32)
+            if (words[w] != UINT32_MAX) mask_word(logits, words[w], 32);
+        if (a->vocab_size % 32) mask_word(logits, words[num_words - 1], a->vocab_size % 32);
+    }
+}

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdkv.grammar.vocabulary import WORD_BITS
+from pdkv.kernels import host
 
 
 class PenaltyRows(NamedTuple):
@@ -41,6 +42,12 @@ def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
             f"bits must be int32 of shape {(len(rows), num_words)}, got {bits.dtype} of {tuple(bits.shape)}"
         )
     words = bits.numpy()
+    if logits.is_cpu and host.can_mask():
+        assert logits.is_contiguous()
+        assert bits.is_contiguous()
+        pointers = logits.data_ptr(), rows.ctypes.data, bits.data_ptr()
+        host.mask(host.MaskArgs(*pointers, len(rows), *logits.shape[1:], logits.stride(0), torch.get_num_threads()))
+        return
     is_open = (words == -1).sum(axis=1) > num_words // 2  # fewer tokens to forbid than to keep
     if is_open.any():
         forbid_tokens(logits, rows[is_open], _tokens_of(~words[is_open], logits.shape[1]))

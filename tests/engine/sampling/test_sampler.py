@@ -436,9 +436,14 @@ def test_a_row_without_a_choice_gets_no_token() -> None:
     assert sampled[0].logprobs is None
 
 
-@pytest.mark.parametrize("vocab_size", [64, 1000])
-def test_masks_touch_only_their_rows_and_forbid_only_their_tokens(vocab_size: int) -> None:
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
+@pytest.mark.parametrize("vocab_size", [20, 64, 1000])
+def test_masks_touch_only_their_rows_and_forbid_only_their_tokens(
+    vocab_size: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows that allow nearly all, nearly nothing, one of two, all, and none."""
+    if not compiled:
+        monkeypatch.setattr(host, "can_mask", lambda: False)
     rng = np.random.default_rng(vocab_size)
     logits = torch.from_numpy(rng.normal(size=(12, vocab_size)).astype(np.float32))
     chances = np.repeat([0.98, 0.02, 0.5, 1.0, 0.0], 2)
