@@ -17,7 +17,7 @@ from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.request import Request, name_of
 from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
-from pdkv.errors import InvalidRequest, NonFiniteLogits, PdkvError, RankError, RequestTimeout
+from pdkv.errors import InvalidRequest, NonFiniteLogits, PdkvError, RankError, RequestTimeout, ServerBusy
 from pdkv.log_fields import RequestName
 from pdkv.log_limit import LogLimit
 from pdkv.wire.frames import key_of
@@ -429,7 +429,7 @@ class EngineCore:
 
     def _refuse(self, router_id: str, key: RequestKey, error: PdkvError) -> None:
         """A Submit cannot be served."""
-        self._outbox(router_id, Failed(*key, error.code, str(error)[:MAX_ERROR_CHARS], False, _param_of(error)))
+        self._outbox(router_id, _failed(key, error))
 
     def _take_grammars(self) -> None:
         """Those whose grammar is there wait with all others from now on."""
@@ -437,7 +437,9 @@ class EngineCore:
             if error is None:
                 self.scheduler.add(request)
             else:
-                self._fail(request, error.code, str(error), False, _param_of(error))
+                logger.info("request %s failed: %s: %s", request.name, error.code, error)
+                self._outbox(request.router_id, _failed(request.key, error))
+                self._abort(request)
 
     def _check(self, router_id: str, submit: Submit, older: Request | None, prepared: Prepared | None) -> None:
         """Raises InvalidRequest for a Submit that can never work, or that would take what is another request's."""
@@ -540,9 +542,9 @@ class EngineCore:
         self.external.aborted(request.transfer_key, cancel_sending=True)
         self._forget(request)
 
-    def _fail(self, request: Request, code: str, message: str, retryable: bool, param: str = "") -> None:
+    def _fail(self, request: Request, code: str, message: str, retryable: bool) -> None:
         logger.log(_FAILURE_LEVELS.get(code, logging.WARNING), "request %s failed: %s: %s", request.name, code, message)
-        self._outbox(request.router_id, Failed(*request.key, code, message[:MAX_ERROR_CHARS], retryable, param))
+        self._outbox(request.router_id, Failed(*request.key, code, message[:MAX_ERROR_CHARS], retryable))
         self._abort(request)
 
     def _fail_rejected(self) -> None:
@@ -633,9 +635,10 @@ class EngineCore:
                 self._outbox(router_id, load)
 
 
-def _param_of(error: PdkvError) -> str:
-    """The parameter that an error is about, if it names one."""
-    return error.param or "" if isinstance(error, InvalidRequest) else ""
+def _failed(key: RequestKey, error: PdkvError) -> Failed:
+    """Why a request cannot be served here. Another engine may have less to do."""
+    param = error.param or "" if isinstance(error, InvalidRequest) else ""
+    return Failed(*key, error.code, str(error)[:MAX_ERROR_CHARS], isinstance(error, ServerBusy), param)
 
 
 def _parts(number: int, events: Sequence[KVEvent]) -> list[KVEvents]:

@@ -5,7 +5,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pdkv.errors import EngineGivenUp, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout, UnsendableMessage
+from pdkv.errors import (
+    EngineGivenUp,
+    InvalidRequest,
+    RequestAborted,
+    RequestFailed,
+    RequestTimeout,
+    ServerBusy,
+    UnsendableMessage,
+)
 from pdkv.log_limit import LogLimit
 from pdkv.router.admission.capacity import Capacity
 from pdkv.router.engines.backend import Backend
@@ -235,7 +243,7 @@ class Driver:
             if flow.awaits_kv and not evident:  # which of the two was too slow?
                 self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
                 return
-        elif not flow.retryable or isinstance(flow.failure, EngineGivenUp):
+        elif not flow.retryable or isinstance(flow.failure, EngineGivenUp | ServerBusy):
             return
         engine.breaker.failed(now)
 

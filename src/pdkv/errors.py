@@ -16,7 +16,7 @@ PdkvError
 ├── UnsendableMessage        a message to a peer that no frame can carry
 ├── EngineUnavailable        no engine can take the request now: HTTP 503
 │   └── NoEngine             none of a role is ready; one may come back
-├── ServerBusy               the router is at one of its limits: HTTP 503
+├── ServerBusy               the router or an engine is at one of its limits: HTTP 503
 │   └── Draining             it takes no new requests: it is about to stop
 ├── TooManyRequests          the queue is full, or a key's limit is reached: HTTP 429
 ├── Unauthorized             no API key, or an unknown one: HTTP 401; one that may not do this: 403
@@ -149,7 +149,7 @@ class NoEngine(EngineUnavailable):
 
 
 class ServerBusy(PdkvError):
-    """The router is at one of its limits; the same request can work `retry_after_s` later."""
+    """The router, or an engine, is at one of its limits; the same request can work `retry_after_s` later."""
 
     code = "server_busy"
 

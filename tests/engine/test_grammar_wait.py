@@ -11,7 +11,7 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.grammar_wait import GrammarWait
 from pdkv.engine.plan import StepPlan
 from pdkv.engine.request import Request
-from pdkv.errors import ConfigError, InvalidRequest
+from pdkv.errors import ConfigError, InvalidRequest, ServerBusy
 from pdkv.grammar.spec import Grammar
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import Abort, Continue, Failed, Finished, KVHandoff, KVReady, KVTicket, LoadReport, Submit
@@ -72,6 +72,13 @@ def test_a_wrong_grammar_fails_its_request_alone(core: EngineCore, store: HeldSt
     assert output_of(messages, "b") == expected_tokens(PROMPT, 4)
     core.handle("r", with_grammar(request_id="c"), 2.0)  # known to be wrong by now
     assert of_type(run(core), Failed) == [Failed("c", 0, error.code, "a ( is not closed", False, "structured_outputs")]
+    assert at_rest(core)
+
+
+def test_another_engine_may_try_what_this_one_has_no_time_for(core: EngineCore, store: HeldStore) -> None:
+    core.handle("r", with_grammar(), 0.0)
+    store.settle(A, ServerBusy("too many grammars wait"))
+    assert of_type(run(core), Failed) == [Failed("a", 0, "server_busy", "too many grammars wait", True)]
     assert at_rest(core)
 
 

@@ -8,6 +8,7 @@ from pdkv.errors import (
     RequestAborted,
     RequestFailed,
     RequestTimeout,
+    ServerBusy,
 )
 from pdkv.wire.messages import Failed
 
@@ -16,9 +17,11 @@ _BY_CODE: dict[str, type[RequestFailed]] = {kind.code: kind for kind in _KINDS}
 
 
 def error_of(message: Failed) -> PdkvError:
-    """InvalidRequest, or the RequestFailed that its code names."""
+    """InvalidRequest, ServerBusy, or the RequestFailed that its code names."""
     if message.code == InvalidRequest.code:
         return InvalidRequest(message.message, param=message.param or None)
+    if message.code == ServerBusy.code:
+        return ServerBusy(message.message)
     kind = _BY_CODE.get(message.code, RequestFailed)
     error = kind(message.message, request_id=message.request_id, retryable=message.retryable)
     error.code = message.code

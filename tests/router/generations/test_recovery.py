@@ -10,7 +10,15 @@ from dispatch_rig import PoisonedBackend, System, check_right, collect, run
 from scripted_engine import ORDERS_OF, STOP, Task, expected_output, make_request
 
 from pdkv.config import RecoveryConfig
-from pdkv.errors import ConfigError, EngineDied, EngineUnavailable, KillsEngines, RequestFailed, RequestTimeout
+from pdkv.errors import (
+    ConfigError,
+    EngineDied,
+    EngineUnavailable,
+    KillsEngines,
+    RequestFailed,
+    RequestTimeout,
+    ServerBusy,
+)
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.request import GenerateRequest
 from pdkv.wire.messages import Abort, Beat, Failed, Loaded, Order, Release, SourceCounts, Submit
@@ -86,6 +94,22 @@ def test_a_request_is_tried_on_each_engine_once() -> None:
         assert system.dispatcher.counters.retried == 3  # the last of them found no engine
 
     run(System(3, 1), body)
+
+
+def test_engines_that_have_too_much_to_do_are_not_blamed_and_the_client_may_come_again() -> None:
+    async def body(system: System) -> None:
+        for backend in system.backends.values():
+            backend.held = True
+        generation = system.dispatcher.start(make_request())
+        for attempt in range(2):
+            backend = system.backends[generation.flow.route.prefill]
+            backend.engine.tasks.clear()
+            backend.say(Failed(generation.request_id, attempt, "server_busy", "too many grammars wait", True))
+        with pytest.raises(ServerBusy, match="too many grammars wait"):
+            await collect(generation)
+        assert [num_failures(system, name) for name in ("prefill-0", "prefill-1")] == [0, 0]
+
+    run(System(2, 1), body)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
