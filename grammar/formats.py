@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from pdkv.errors import InvalidRequest
 from pdkv.grammar.spec import Grammar
 
 Format = dict[str, Any]
@@ -73,9 +74,13 @@ def structural_tag(format: Format) -> Grammar:
     """What engines are told of it.
 
     Raises:
-        InvalidRequest: it is too large.
+        InvalidRequest: it is too large, or nested too deeply.
     """
     made = {"type": "structural_tag", "format": format}
-    grammar = Grammar("structural_tag", json.dumps(made, ensure_ascii=False, separators=(",", ":")))
+    try:
+        text = json.dumps(made, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise InvalidRequest("the schemas of the answer are nested too deeply") from None
+    grammar = Grammar("structural_tag", text)
     grammar.validate()
     return grammar

@@ -58,7 +58,10 @@ def prepare_responses(body: ResponsesBody, model: ServedModel, cancelled: Cancel
         job = prepare_chat(chat, model, cancelled)
     except InvalidRequest as error:
         raise _renamed(error) from None
-    repeated = ascii_json(_repeated(body, job.params))
+    try:
+        repeated = ascii_json(_repeated(body, job.params))
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply to be repeated in a response") from None
     return msgspec.structs.replace(job, answer=job.answer or AnswerFormat(), repeated=repeated)
 
 

@@ -538,6 +538,26 @@ def test_hostile_bodies_are_refused(body: bytes) -> None:
     assert dispatcher.generations == []
 
 
+DEEP = {
+    "a label": b'"metadata":{"a":%b}',
+    "a tool": b'"tool_choice":"required","tools":[{"type":"function","name":"f","parameters":{"properties":'
+    b'{"x":{"enum":[%b]}}}}]',
+    "a schema": b'"text":{"format":{"type":"json_schema","name":"a","schema":{"enum":[%b]}}}',
+}
+
+
+@pytest.mark.parametrize("place", DEEP)
+def test_no_depth_is_too_much_for_one_step_and_not_for_those_before(place: str) -> None:
+    app = make_app(
+        FakeDispatcher(say([eos()])), api=HttpApi(tool_parser="hermes", reasoning_parser="qwen3"), max_model_len=2000
+    )
+    statuses = set()
+    for depth in range(880, 1000):
+        nested = DEEP[place] % (b"[" * depth + b"]" * depth)
+        statuses.add(run(call(app, "POST", PATH, b'{"input":"x",%b}' % nested)).status)
+    assert statuses == {200, 400}
+
+
 def test_unknown_fields_can_be_dropped() -> None:
     dispatcher = FakeDispatcher(say([*ids("ab"), eos()]))
     app = make_app(dispatcher, api=HttpApi(unknown_fields="ignore"))
