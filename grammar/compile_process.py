@@ -100,11 +100,15 @@ def _leave_out_transformers() -> None:
 
 
 def _serve(control: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
-    """Fork a worker for each socket that comes, and tell that socket how its worker ended."""
+    """Fork a worker for each socket that comes, and tell that socket how its worker ended. Warm up meanwhile."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
+    is_cold = True
     while True:
-        for key, _ in selector.select():
+        ready = selector.select(0 if is_cold else None)
+        if not ready:
+            is_cold = compiler.warm_up()
+        for key, _ in ready:
             if key.fileobj is not control:
                 selector.unregister(key.fileobj)
                 _tell_status(key.fd, *key.data)

@@ -1,22 +1,54 @@
 """From a grammar's text to the library's compiled form."""
 
+import json
 import re
 from typing import Any
 
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.patterns import CHARACTER
 from pdkv.grammar.spec import Grammar
 from pdkv.grammar.vocabulary import Vocabulary, load_xgrammar
 
 _MAX_WORDS = 500
 _SOURCE = re.compile(r"(\[[\d:]+\] )?\S+\.(cc|h):\d+: |Check failed: \(.*?\) is false: ")
 
+_CHARACTER_IN_JSON = json.dumps(CHARACTER)[1:-1]
+
+_CLASS = r"[^\"\\\0-\x1f]"
+"""`CHARACTER` in EBNF as the library prints it."""
+
+_LENGTH = re.compile(
+    r'^(?P<name>\S+) ::= Regex\("\^\(?' + re.escape(_CHARACTER_IN_JSON) + r"\{(?P<counts>\d+(,\d*)?)\}\)?"
+    r'\$", json_string=true\)$',
+    re.MULTILINE,
+)
+"""A rule for strings of some length, as the library prints it."""
+
+_MAX_WARM = 128
+"""Longest string whose masks are made ahead. The library writes out no longer repetitions."""
+
 
 class Compiler:
-    """Compiles one grammar after the other, without bounds on time and memory: see `compile_process.py` for those."""
+    """Compiles one grammar after the other, without bounds on time and memory: see `compile_process.py` for those.
+
+    Strings with a length take a mask for each character that they may have, 25 ms each with 128k tokens. As EBNF they
+    are a chain of rules, and the shorter one is the end of the longer: its masks are made once, by `warm_up`.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        xgr = load_xgrammar()
         self._vocabulary = vocabulary
-        self._compiler = load_xgrammar().GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
+        self._compiler = xgr.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
+        self._of_lengths = xgr.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=True)
+        self._num_warm = 0
+
+    def warm_up(self) -> bool:
+        """Make one more mask of strings with a length ahead. Returns whether there is more to do."""
+        self._num_warm += 1
+        self._of_lengths.compile_grammar(
+            f'root ::= "\\"" character{{0, {self._num_warm}}} "\\""\ncharacter ::= {_CLASS}'
+        )
+        return self._num_warm < _MAX_WARM
 
     def compile(self, grammar: Grammar) -> Any:
         """An `xgrammar.CompiledGrammar`.
@@ -42,6 +74,8 @@ class Compiler:
             raise ValueError("no text of the model's tokens fulfils it")
 
     def _compile(self, grammar: Grammar) -> Any:
+        if _CHARACTER_IN_JSON in grammar.text and (ebnf := _with_lengths(grammar)) is not None:
+            return self._of_lengths.compile_grammar(ebnf)
         match grammar.kind:
             case "json_schema":
                 return self._compiler.compile_json_schema(grammar.text, any_whitespace=False)
@@ -51,6 +85,20 @@ class Compiler:
                 return self._compiler.compile_grammar(grammar.text)
             case "structural_tag":
                 return self._compiler.compile_structural_tag(grammar.text)
+
+
+def _with_lengths(grammar: Grammar) -> str | None:
+    """EBNF in which strings with a length are repeated characters; None: the library would read it in another way."""
+    of = load_xgrammar().Grammar
+    if grammar.kind == "json_schema":
+        text = str(of.from_json_schema(grammar.text, any_whitespace=False))
+    elif grammar.kind == "structural_tag" and '"token' not in grammar.text and "_token" not in grammar.text:
+        text = str(of.from_structural_tag(grammar.text))
+    else:
+        return None
+    if not _LENGTH.search(text) or str(of.from_ebnf(text)) != text:
+        return None
+    return _LENGTH.sub(r"\g<name> ::= length_character{\g<counts>}", text) + f"\nlength_character ::= {_CLASS}\n"
 
 
 def _words(error: Exception) -> str:

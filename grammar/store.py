@@ -19,7 +19,7 @@ from pdkv.grammar.spec import Grammar
 from pdkv.grammar.vocabulary import Vocabulary
 from pdkv.grammar.waiting import Lane, WaitingGrammars, Wanted
 
-FIRST_SLICE_S = 0.5
+FIRST_SLICE_S = 1.0
 """Time of a processor that each grammar is given in the fast lane."""
 
 _REMEMBER_S = 60.0
