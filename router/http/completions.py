@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pdkv.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pdkv.parsers.parts import Content, Part, Reasoning, whole_calls
 from pdkv.router.http.choice import Choice, ChoiceDelta, ShownLogprob, TokenCounts
 from pdkv.router.http.openai import Job
 from pdkv.router.http.replies import Asked, Work
@@ -101,21 +101,13 @@ def message_of(parts: Sequence[Part]) -> dict[str, Any]:
     """A whole message's content, thoughts and calls; the latter two where there are any."""
     content = "".join([part.text for part in parts if isinstance(part, Content)])
     reasoning = "".join([part.text for part in parts if isinstance(part, Reasoning)])
-    calls = [part for part in parts if isinstance(part, CallBegin)]
-    arguments: list[list[str]] = [[] for _ in calls]
-    for part in parts:
-        if isinstance(part, CallArguments):
-            arguments[part.call].append(part.text)
+    calls = whole_calls(parts)
     message: dict[str, Any] = {"content": content if content or not (reasoning or calls) else None}
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": "".join(arguments[call.call])},
-            }
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in calls
         ]
     return message

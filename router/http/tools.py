@@ -46,12 +46,12 @@ def call_rules(body: ChatBody, tools: Sequence[Tool], model: ServedModel) -> Cal
     if not tools or model.tool_parser is None:
         return None
     choice = body.tool_choice
-    named = find_tool(tools, choice.function.name) if isinstance(choice, NamedToolChoice) else None
-    return Calls(
-        parser=model.tool_parser,
-        tools=tools if named is None else [named],
-        required=choice == "required" or named is not None,
-        several=body.parallel_tool_calls is not False and named is None,
+    return Calls.chosen(
+        model.tool_parser,
+        tools,
+        required=choice == "required",
+        named=choice.function.name if isinstance(choice, NamedToolChoice) else None,
+        parallel=body.parallel_tool_calls is not False,
     )
 
 

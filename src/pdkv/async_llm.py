@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pdkv.config import DEFAULT_MODEL
+from pdkv.offline.chat_tools import ChatOptions, ToolChoice
 from pdkv.offline.engine import read_config
 from pdkv.offline.engine_thread import EngineThread
 from pdkv.offline.generation import Generation
@@ -103,22 +104,28 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        tool_parser: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer one conversation: `generate` of the prompt that `LLM.chat` would make of it."""
+        """Answer one conversation; arguments as those of `LLM.chat`."""
+
+        options = ChatOptions(
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            tool_parser=tool_parser,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
         def make() -> Generation:
             [conversation] = as_conversations([messages])
-            prompt = self._requests.encode_chat(
-                conversation,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            return self._requests.make(prompt, sampling_params, request_id)
+            return self._requests.make_chat(conversation, sampling_params, request_id, options=options)
 
         return self._stream(make)
 

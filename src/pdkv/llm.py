@@ -1,14 +1,16 @@
 """The offline API: `LLM(model).generate(prompts, params)`, one engine in this process and no server."""
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
+from pdkv.offline.chat_tools import ChatOptions, ToolChoice
 from pdkv.offline.engine import LocalEngine, read_config
 from pdkv.offline.generation import Generation, InFlight
 from pdkv.offline.outputs import RequestOutput
@@ -16,6 +18,8 @@ from pdkv.offline.requests import Conversation, Prompt, RequestMaker, as_convers
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import Tokenizer
 from pdkv.wire.messages import EngineCard, Peers
+
+T = TypeVar("T")
 
 
 class LLM:
@@ -103,11 +107,19 @@ class LLM:
             InvalidRequest: a parameter out of its range, or a prompt that can never work.
             RequestFailed: the engine failed on one of them; the others are given up.
         """
-        prompt_list = as_prompts(prompts)
-        params_list = as_params(params, len(prompt_list))
+        return self._answer(self._requests.make, as_prompts(prompts), params, progress)
+
+    def _answer(
+        self,
+        make: Callable[[T, SamplingParams | None, str], Generation],
+        prompts: Sequence[T],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        """What comes of prompts that `make` makes generations of."""
         generations = [
-            self._requests.make(prompt, p, str(next(self._request_ids)))
-            for prompt, p in zip(prompt_list, params_list, strict=True)
+            make(prompt, p, str(next(self._request_ids)))
+            for prompt, p in zip(prompts, as_params(params, len(prompts)), strict=True)
         ]
         self._run(generations, progress)
         self._engine.settle()
@@ -137,6 +149,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        tool_parser: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -147,7 +162,11 @@ class LLM:
         Args:
             messages: one conversation, a list of {"role": …, "content": text}, or a list of conversations.
             params: as `generate` takes them.
-            tools: functions that the template describes to the model; its calls are part of the text.
+            tools: functions that the template describes to the model; its calls are part of the text, and where a
+                parser knows how the model writes them, `tool_calls` of the choices that have ended.
+            tool_choice: as in OpenAI's API; "required" and a named tool are enforced, and so are `strict` tools.
+            parallel_tool_calls: whether an answer may hold several calls.
+            tool_parser: "auto" (the one that the chat template tells), "hermes", "llama3_json" or "mistral".
             add_generation_prompt: whether a prompt ends with the beginning of an answer.
             continue_final_message: whether it ends within the last message; not with add_generation_prompt.
             chat_template_kwargs: more of the template's variables, such as enable_thinking.
@@ -155,14 +174,14 @@ class LLM:
         Raises:
             InvalidRequest: the model has no chat template, or it refuses the messages; and as `generate`.
         """
-        prompts = [
-            self._requests.encode_chat(
-                conversation,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation in as_conversations(messages)
-        ]
-        return self.generate(prompts, params, progress=progress)
+        options = ChatOptions(
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            tool_parser=tool_parser,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        make = functools.partial(self._requests.make_chat, options=options)
+        return self._answer(make, as_conversations(messages), params, progress)

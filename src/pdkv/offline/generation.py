@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdkv.errors import PdkvError
+from pdkv.offline.chat_tools import calls_in
 from pdkv.offline.outputs import CompletionOutput, RequestOutput
+from pdkv.parsers.answer import AnswerFormat
 from pdkv.sampling_params import RequestOutputKind
 from pdkv.text import TextStream
 from pdkv.wire.failures import error_of
@@ -17,6 +19,7 @@ class Choice:
 
     submit: Submit
     stream: TextStream
+    answer: AnswerFormat | None = None  # how calls are found in the text
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -61,6 +64,7 @@ class Choice:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=self.logprobs[first_token:] if self.submit.params.logprobs is not None else None,
+            tool_calls=calls_in(self.text, self.answer) if self.answer is not None and self.finish_reason else None,
         )
 
     def take(self) -> CompletionOutput:

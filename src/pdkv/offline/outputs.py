@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from pdkv.parsers.parts import WholeCall
 from pdkv.wire.messages import TokenLogprob
 
 
@@ -16,6 +17,7 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None  # "stop", "length", "abort"; None: it goes on
     stop_reason: str | int | None  # the stop string, or the stop token id, that ended it
     logprobs: list[TokenLogprob] | None  # one per token where asked for
+    tool_calls: list[WholeCall] | None = None  # in the text of a `chat` with tools; None: it goes on, or none are read
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):

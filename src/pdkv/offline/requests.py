@@ -10,10 +10,13 @@ import msgspec
 from pdkv.config import EngineConfig
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.prepare import with_grammar
+from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import MAX_ID_CHARS
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
+from pdkv.offline.chat_tools import ChatOptions, format_of, read_calls
 from pdkv.offline.generation import Choice, Generation
+from pdkv.parsers.answer_grammar import AnswerRules, AskedShape, Calls
 from pdkv.sampling_params import SamplingParams
 from pdkv.text import StopAutomaton, TextStream, Tokenizer, with_bad_word_ids
 from pdkv.wire.messages import Submit
@@ -50,55 +53,72 @@ class RequestMaker:
         Raises:
             InvalidRequest: a parameter out of its range, or a prompt that can never work.
         """
-        _check_prompt(prompt)
-        if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= MAX_ID_CHARS):
-            expected = f"a text of 1 to {MAX_ID_CHARS} characters"
-            raise InvalidRequest(f"request_id must be {expected}, got {request_id!r:.80}", param="request_id")
-        params = self._complete(self.default_params() if params is None else params)
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        stops = StopAutomaton(params.stop) if params.stop else ()
-        stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
-        choices = []
-        for submit in _submits(token_ids, params, request_id or ""):
-            detokenizer = self.tokenizer.detokenizer()
-            stream = TextStream(detokenizer, stop=stops, min_tokens=params.min_tokens, stop_token_ids=stop_token_ids)
-            choices.append(Choice(submit, stream))
-        text = prompt if isinstance(prompt, str) else None
-        return Generation(request_id or choices[0].submit.request_id, text, choices, params.output_kind)
+        return self._make(prompt, params, request_id, None)
 
-    def _complete(self, params: SamplingParams) -> SamplingParams:
-        """With all that an engine needs. Raises InvalidRequest."""
-        params.validate()
-        params = with_grammar(with_bad_word_ids(params, self.tokenizer))
-        return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
-
-    def encode_chat(
+    def make_chat(
         self,
         messages: Conversation,
+        params: SamplingParams | None,
+        request_id: str | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> Prompt:
-        """The prompt that the model's chat template makes of a conversation; arguments as those of `LLM.chat`.
+        options: ChatOptions,
+    ) -> Generation:
+        """The answer to a conversation, as the model's chat template puts it.
 
         Raises:
-            InvalidRequest: the model has no chat template, or it refuses the messages.
+            InvalidRequest: the model has no chat template, or it refuses the messages; options that are wrong; and as
+                `make`.
         """
-        if continue_final_message and add_generation_prompt:
+        if options.continue_final_message and options.add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message needs add_generation_prompt=False: a prompt ends with one or the other",
                 param="continue_final_message",
             )
+        calls = read_calls(options, self.tokenizer)
         text = self.tokenizer.render_chat(
             messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=chat_template_kwargs,
+            tools=options.tools,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            variables=options.chat_template_kwargs,
         )
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._make(self.tokenizer.encode(text, add_special_tokens=False), params, request_id, calls)
+
+    def _make(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, calls: Calls | None
+    ) -> Generation:
+        _check_prompt(prompt)
+        if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= MAX_ID_CHARS):
+            expected = f"a text of 1 to {MAX_ID_CHARS} characters"
+            raise InvalidRequest(f"request_id must be {expected}, got {request_id!r:.80}", param="request_id")
+        params = self._complete(self.default_params() if params is None else params, calls)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        stops = StopAutomaton(params.stop) if params.stop else ()
+        stop_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        answer = None if calls is None else format_of(calls)
+        markers = frozenset[str]() if answer is None else answer.markers
+        choices = []
+        for submit in _submits(token_ids, params, request_id or ""):
+            detokenizer = self.tokenizer.detokenizer(keep=markers)
+            stream = TextStream(detokenizer, stop=stops, min_tokens=params.min_tokens, stop_token_ids=stop_token_ids)
+            choices.append(Choice(submit, stream, answer))
+        text = prompt if isinstance(prompt, str) else None
+        return Generation(request_id or choices[0].submit.request_id, text, choices, params.output_kind)
+
+    def _complete(self, params: SamplingParams, calls: Calls | None) -> SamplingParams:
+        """With all that an engine needs. Raises InvalidRequest."""
+        params.validate()
+        params = self._with_grammar(with_bad_word_ids(params, self.tokenizer), calls)
+        return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
+
+    def _with_grammar(self, params: SamplingParams, calls: Calls | None) -> SamplingParams:
+        """With a grammar of the shape that is asked for, and of the calls."""
+        if calls is None:
+            return with_grammar(params)
+        asked = params.structured_outputs
+        rules = AnswerRules(shape=None if asked is None else AskedShape(asked, "structured_outputs"), calls=calls)
+        grammar = rules.grammar(self.tokenizer.knows, SchemaTime())
+        return msgspec.structs.replace(params, structured_outputs=None, grammar=grammar or params.grammar)
 
 
 def _submits(token_ids: list[int], params: SamplingParams, label: str) -> list[Submit]:

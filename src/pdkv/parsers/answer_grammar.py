@@ -17,7 +17,7 @@ from pdkv.grammar.schema_time import SchemaTime
 from pdkv.grammar.spec import Grammar, StructuredOutputs
 from pdkv.parsers.reasoning import ReasoningParser, Thinking
 from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolParser
-from pdkv.parsers.tools import Tool
+from pdkv.parsers.tools import Tool, find_tool
 
 
 class AskedShape(NamedTuple):
@@ -35,6 +35,19 @@ class Calls:
     tools: Sequence[Tool]  # those that may be called
     required: bool  # the answer is a call; else the model chooses
     several: bool
+
+    @classmethod
+    def chosen(
+        cls, parser: type[ToolParser], tools: Sequence[Tool], *, required: bool, named: str | None, parallel: bool
+    ) -> "Calls":
+        """By the choice of a request, "required" or the name of a tool.
+
+        Raises:
+            InvalidRequest: no tool has that name.
+        """
+        if named is not None:
+            return cls(parser=parser, tools=[find_tool(tools, named)], required=True, several=False)
+        return cls(parser=parser, tools=tools, required=required, several=parallel)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """The parts of an answer, in the order in which they are written."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -36,6 +38,14 @@ class CallEnd(msgspec.Struct, frozen=True):
     call: int
 
 
+class WholeCall(msgspec.Struct, frozen=True):
+    """A call of a tool with all of its arguments."""
+
+    id: str
+    name: str
+    arguments: str  # JSON text, as the model wrote it
+
+
 Part = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 
@@ -53,3 +63,13 @@ def joined(parts: list[Part]) -> list[Part]:
         else:
             result.append(part)
     return result
+
+
+def whole_calls(parts: Sequence[Part]) -> list[WholeCall]:
+    """The calls in all parts of an answer."""
+    begun = [part for part in parts if isinstance(part, CallBegin)]
+    arguments: list[list[str]] = [[] for _ in begun]
+    for part in parts:
+        if isinstance(part, CallArguments):
+            arguments[part.call].append(part.text)
+    return [WholeCall(call.call_id, call.name, "".join(arguments[call.call])) for call in begun]

@@ -1,0 +1,83 @@
+"""Tools in `chat`: which calls answers may hold or have to, and how they are found in an answer's text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pdkv.errors import InvalidRequest
+from pdkv.parsers.answer import AnswerFormat, AnswerStream
+from pdkv.parsers.answer_grammar import Calls
+from pdkv.parsers.parts import WholeCall, whole_calls
+from pdkv.parsers.registry import TOOL_PARSERS, find_tool_parser
+from pdkv.parsers.tools import read_tools
+from pdkv.text import Tokenizer
+
+ToolChoice = str | Mapping[str, Any]
+"""OpenAI's: "none", "auto", "required", or {"type": "function", "function": {"name": …}}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """What `chat` takes beside messages and sampling parameters; `LLM.chat` says what each is."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    tool_parser: str = "auto"
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+
+def read_calls(options: ChatOptions, tokenizer: Tokenizer) -> Calls | None:
+    """Which calls answers may hold; None: calls are text, since there are no tools, or no parser for the model's.
+
+    Raises:
+        InvalidRequest: a tool or a choice that is none, or a choice that needs a parser where there is none.
+        ConfigError: no such parser.
+    """
+    choice = options.tool_choice
+    if not options.tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest(f"tool_choice {choice!r:.80} needs tools", param="tool_choice")
+        return None
+    name = _named(choice)
+    parser = find_tool_parser(options.tool_parser, tokenizer.chat_template_source)
+    tools = read_tools(options.tools)
+    if choice == "none" or (parser is None and choice is None):
+        return None
+    if parser is None:
+        known = ", ".join(TOOL_PARSERS.shipped)
+        raise InvalidRequest(
+            f"tool_choice {choice!r:.80} needs tool_parser, one of {known}: the chat template is of no family that is "
+            "known",
+            param="tool_parser",
+        )
+    return Calls.chosen(parser, tools, required=choice == "required", named=name, parallel=options.parallel_tool_calls)
+
+
+def format_of(calls: Calls) -> AnswerFormat:
+    """How answers with these calls are read."""
+    names = frozenset(tool.name for tool in calls.tools)
+    return AnswerFormat(tool_parser=calls.parser, tool_names=names, several_calls=calls.several)
+
+
+def calls_in(text: str, format: AnswerFormat) -> list[WholeCall]:
+    """The calls in an answer that has ended."""
+    stream = AnswerStream(format)
+    return whole_calls([*stream.push(text), *stream.finish()])
+
+
+def _named(choice: object) -> str | None:
+    """The tool that a choice names. Raises InvalidRequest for what is no choice."""
+    if choice in (None, "none", "auto", "required"):
+        return None
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise InvalidRequest(
+            "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}, "
+            f"got {choice!r:.80}",
+            param="tool_choice",
+        )
+    return name
