@@ -25,6 +25,7 @@ from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.runner import ModelRunner
 from pdkv.engine.threads import StepThreads
 from pdkv.errors import ConfigError
+from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.models.config import ModelConfig, resolve_max_model_len
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
@@ -135,6 +136,7 @@ class InProcessExecutor(ModelExecutor):
         grouped: bool = True,
         hit_tokens: int = 0,
         proposer: Proposer | None = None,
+        processors: ProcessorSet = NO_PROCESSORS,
     ) -> None:
         """Load the weights; on CUDA also run `max_num_batched_tokens` tokens to measure the memory that a step takes.
 
@@ -142,7 +144,7 @@ class InProcessExecutor(ModelExecutor):
             weights: the model's files, already open; None: they are opened here.
             grouped: as in `make_layout`.
             hit_tokens: as in `kept_from`.
-            proposer: as in `ModelRunner`.
+            proposer, processors: as in `ModelRunner`.
 
         Raises:
             ModelError: the weights are missing, broken, or changed while they were read.
@@ -164,6 +166,7 @@ class InProcessExecutor(ModelExecutor):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._hit_tokens = hit_tokens
         self._proposer = proposer
+        self._processors = processors
         size_bytes = pool_bytes(config, self.device)
         if size_bytes is not None:
             self._size_pool(config, size_bytes)  # before the weights, which may take minutes
@@ -214,6 +217,7 @@ class InProcessExecutor(ModelExecutor):
             reports=self.shard.rank == 0,
             check_finite=self._check_finite,
             proposer=self._proposer,
+            processors=self._processors,
         )
         self._runner.warm_up()
         if self.device.type == "cpu":

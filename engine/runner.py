@@ -19,6 +19,7 @@ from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFa
 from pdkv.engine.sampling.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampling.sampler import SamplingState
 from pdkv.errors import InvalidRequest
+from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.models.heads import Heads
 from pdkv.sampling_params import SamplingParams
@@ -27,9 +28,10 @@ from pdkv.wire.messages import KVLayout, RequestKey, TokenLogprob
 _WARM_UP_REQUESTS = 6
 """Four layers' products and the logits', for each number of them and for a prompt: more than 32 kernels."""
 
-_NO_CHOICE = (
+_NO_CHOICE = StepFailure(
+    InvalidRequest.code,
     "no token can be chosen: the sampling parameters (min_tokens with stop_token_ids, structured_outputs, "
-    "allowed_token_ids, bad_words, logit_bias, penalties) forbid every token, or overflow"
+    "allowed_token_ids, bad_words, logit_bias, logits_processors, penalties) forbid every token, or overflow",
 )
 
 
@@ -60,11 +62,13 @@ class ModelRunner:
         reports: bool = True,
         check_finite: bool = False,
         proposer: Proposer | None = None,
+        processors: ProcessorSet = NO_PROCESSORS,
     ) -> None:
         """`reports` False: another rank tells the tokens, and their logprobs; this one draws the same for itself.
 
         `check_finite`: requests for which a step computes NaN or infinity are in `StepOutput.failed`.
         `proposer`: guesses tokens, which later steps try where their plans leave room for drafts.
+        `processors`: those that requests may name.
         """
         self._check_finite = check_finite
         self._reports = reports
@@ -81,7 +85,7 @@ class ModelRunner:
         windows = config.windows or [None] * config.num_layers
         layers = [Layer(*place, window) for place, window in zip(layout.places, windows, strict=True)]
         self._attention = make_backend(kv_pool, model.num_heads, layers)
-        self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids)
+        self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids, processors)
         self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
         self._masks = GrammarMasks(config.vocab_size, config.eos_token_ids)
 
@@ -213,7 +217,7 @@ class ModelRunner:
             own = [logprobs[row] for row in range(start, start + count)] if start in logprobs else None
             sampled[key] = SampledTokens(token_ids[start : start + count], own)
             if not count:
-                stuck[key] = StepFailure(InvalidRequest.code, _NO_CHOICE)
+                stuck[key] = sampling.failures.get(start, _NO_CHOICE)
             if slot in self._prompt_logprobs:
                 finished_prompts[key] = self._prompt_logprobs.take(slot)
         digest = zlib.crc32(tokens[kept].data)

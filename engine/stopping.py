@@ -6,6 +6,7 @@ from pdkv.engine.request import Request
 from pdkv.engine.sampling.checks import check_for_vocab
 from pdkv.errors import InvalidRequest
 from pdkv.limits import MAX_ADAPTER_BYTES, check_cache_salt, clip, utf8_bytes
+from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.wire.messages import FinishReason, Submit
 
 
@@ -14,12 +15,21 @@ class StopRules:
 
     Args:
         max_model_len: most tokens of prompt + output, as the engine's card says. The KV pool holds as many.
+        processors: those that requests may name.
     """
 
-    def __init__(self, *, eos_token_ids: Sequence[int], max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        vocab_size: int,
+        processors: ProcessorSet = NO_PROCESSORS,
+    ) -> None:
         self._eos = frozenset(eos_token_ids)
         self.max_len = max_model_len
         self._vocab_size = vocab_size
+        self._processors = processors
 
     def check(self, submit: Submit, *, has_connector: bool, bounds: tuple[int, int] | None = None) -> None:
         """Refuse what can never work.
@@ -48,6 +58,7 @@ class StopRules:
         if not 0 <= lowest <= highest < self._vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="prompt")
         check_for_vocab(submit.params, self._vocab_size, self._eos)
+        self._processors.check(submit.params.logits_processors)
         if submit.adapter:
             raise InvalidRequest(f"adapter {clip(submit.adapter)!r} cannot be served: adapters are not supported")
         if (submit.kv == "handoff") != (submit.until == "first_token"):

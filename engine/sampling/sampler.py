@@ -1,14 +1,15 @@
 """Batched sampling with vLLM's semantics. What is drawn is a pure function of token ids, parameters and logits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdkv.engine.plan import NewRequest
+from pdkv.engine.plan import NewRequest, StepFailure
 from pdkv.engine.sampling.checks import check_for_vocab
+from pdkv.engine.sampling.custom import CustomProcessors
 from pdkv.engine.sampling.draw import DrawParams, argmax, draw
 from pdkv.engine.sampling.logit_processors import (
     BadWords,
@@ -24,6 +25,7 @@ from pdkv.engine.sampling.logit_processors import (
 from pdkv.engine.sampling.logprobs import token_logprobs
 from pdkv.engine.sampling.randomness import uniforms
 from pdkv.kernels import host
+from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.wire.messages import TokenLogprob
 
 _SEED_MASK = (1 << 64) - 1
@@ -41,6 +43,7 @@ _ROW = np.dtype(
         ("biased", np.bool_),
         ("restricted", np.bool_),
         ("has_bad_words", np.bool_),
+        ("custom", np.bool_),
         ("penalized", np.bool_),
         ("repetition", np.float64),
         ("presence", np.float64),
@@ -54,7 +57,16 @@ _ROW = np.dtype(
 class SamplingState:
     """The sampling parameters of the running batch, in per-slot arrays."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        processors: ProcessorSet = NO_PROCESSORS,
+    ) -> None:
+        self.failures: Mapping[int, StepFailure] = {}
+        """Of the last `choose`, by row: whose logits processor failed. No token is chosen there."""
+        self._custom = CustomProcessors(processors)
         self._vocab_size = vocab_size
         host.can_draw()  # now: a step must not need a file, which an engine without descriptors cannot open
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
@@ -86,6 +98,7 @@ class SamplingState:
         row["biased"] = bool(params.logit_bias)
         row["restricted"] = params.allowed_token_ids is not None
         row["has_bad_words"] = bool(params.bad_words_token_ids)
+        row["custom"] = bool(params.logits_processors) and self._custom.add(slot, request)
         row["penalized"] = params.needs_penalties
         row["repetition"] = params.repetition_penalty
         row["presence"] = params.presence_penalty
@@ -109,6 +122,7 @@ class SamplingState:
         self._bias.pop(slot, None)
         self._allowed.pop(slot, None)
         self._bad_words.pop(slot, None)
+        self._custom.remove(slot)
 
     def choose(
         self,
@@ -133,10 +147,12 @@ class SamplingState:
         if logits.shape != (len(slots), self._vocab_size):
             raise ValueError(f"logits must be {(len(slots), self._vocab_size)}, got {tuple(logits.shape)}")
         rows = self._table[slots]
+        self.failures = {}
         processed = self._process(logits, rows, slots, token_ids, num_tokens, masks)
         tokens = self._choose(processed, rows, num_tokens - rows["num_prompt"])
         if processed is not logits:
             tokens[_without_choice(logits, processed, tokens)] = -1
+            tokens[list(self.failures)] = -1
         return tokens
 
     def logprobs(
@@ -172,9 +188,9 @@ class SamplingState:
         penalized = np.flatnonzero(rows["penalized"])
         restricted = np.flatnonzero(rows["restricted"])
         with_bad_words = np.flatnonzero(rows["has_bad_words"])
-        if masks is None and not (
-            early.size or biased.size or penalized.size or restricted.size or with_bad_words.size
-        ):
+        custom = np.flatnonzero(rows["custom"])
+        changed = early, biased, penalized, restricted, with_bad_words, custom
+        if masks is None and not any(some.size for some in changed):
             return logits
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if masks is not None:
@@ -191,6 +207,9 @@ class SamplingState:
         if biased.size:
             ids, biases = zip(*(self._bias[slot] for slot in slots[biased].tolist()), strict=True)
             add_bias(logits, biased, ids, biases)
+        if custom.size:
+            num_prompt = rows["num_prompt"][custom]
+            self.failures = self._custom.apply(logits, custom, slots[custom], token_ids, num_prompt, num_tokens[custom])
         if penalized.size:
             lengths = num_tokens[penalized].astype(np.int64)
             own = rows[penalized]

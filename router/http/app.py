@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -71,6 +71,7 @@ def create_app(
     keys: KeyRing | None = None,
     access: AccessConfig | None = None,
     sampling_defaults: Mapping[str, Any] | None = None,
+    logits_processors: Sequence[str] = (),
     drain: Drain | None = None,
     operations: Operations | None = None,
     instruments: Instruments = NO_INSTRUMENTS,
@@ -82,6 +83,7 @@ def create_app(
         limits: bounds of bodies and of waits (default: the options').
         api: how requests are read (default: the options').
         sampling_defaults: fields of SamplingParams that requests get where they say nothing (`read_sampling_defaults`).
+        logits_processors: names of those that engines have.
         instruments: what else looks on; started and closed by the caller.
         bodies: the budget of bodies' bytes, where others take of it, too.
         admission: the queue in front of the dispatcher (default: one with the options' defaults).
@@ -107,6 +109,7 @@ def create_app(
         sampling_defaults=sampling_defaults or {},
         tool_parser=find_tool_parser(api.tool_parser, tokenizer.chat_template_source),
         reasoning_parser=find_reasoning_parser(api.reasoning_parser),
+        logits_processors=tuple(logits_processors),
     )
     model = _model_provider(dispatcher, served)
     created = int(time.time())

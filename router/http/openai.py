@@ -20,6 +20,7 @@ from pdkv.limits import (
     check_cache_salt,
     utf8_bytes,
 )
+from pdkv.logits_processors import check_known
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.parsers.answer_grammar import AnswerRules
 from pdkv.router.http.chat import read_conversation
@@ -45,6 +46,7 @@ _SAMPLING_FIELDS = (
     "n",
     "min_tokens",
     "ignore_eos",
+    "logits_processors",
 )
 
 
@@ -263,6 +265,7 @@ def _check_params(params: SamplingParams, body: CompletionBody | ChatBody, model
     model.check_token_ids(params.stop_token_ids, "stop_token_ids")
     model.check_token_ids(tuple(params.logit_bias), "logit_bias")
     model.check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
+    check_known(params.logits_processors, model.logits_processors)
     if params.min_tokens > model.max_model_len:
         raise InvalidRequest(
             f"min_tokens must be at most the model's length ({model.max_model_len}), got {params.min_tokens}",

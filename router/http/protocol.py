@@ -114,6 +114,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     priority: Int64 | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    logits_processors: dict[str, dict[str, Any]] | None = None  # pdkv's: arguments by name
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int64 | None = None
     truncation_side: Literal["left", "right"] | None = None

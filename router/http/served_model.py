@@ -28,6 +28,7 @@ class ServedModel:
     )  # of SamplingParams, where a request says nothing
     tool_parser: type[ToolParser] | None = None
     reasoning_parser: type[ReasoningParser] | None = None
+    logits_processors: tuple[str, ...] = ()  # names that requests may say
 
     @property
     def max_prompt_chars(self) -> int:

@@ -16,6 +16,7 @@ from pdkv.engine.kv_cache_manager import KVCacheManager
 from pdkv.engine.scheduler import Scheduler, SchedulerLimits
 from pdkv.engine.stopping import StopRules
 from pdkv.grammar.store import GrammarStore
+from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
 from pdkv.wire.messages import EngineCard
@@ -38,6 +39,7 @@ def build_core(
     hit_tokens: int = 0,
     local_prefill_tokens: int = LOCAL_PREFILL_TOKENS,
     grammars: GrammarStore | None = None,
+    processors: ProcessorSet = NO_PROCESSORS,
 ) -> EngineCore:
     """An engine around an executor whose KV pool has card.num_blocks blocks, enough for card.max_model_len tokens.
 
@@ -46,6 +48,7 @@ def build_core(
         block_table: what the block pool writes; from the connector where there is one.
         shutdown: called once, when the core shuts down.
         hit_tokens: of the connector.
+        processors: logits processors that requests may name.
         grammars: who compiles those of requests; None: requests that have one are refused. Stays the caller's.
     """
     layout = card.layout
@@ -89,6 +92,7 @@ def build_core(
         eos_token_ids=eos_token_ids,
         max_model_len=card.max_model_len,
         vocab_size=vocab_size,
+        processors=processors,
     )
     scheduler = Scheduler(kv, external, prefill, decode, limits, stop_rules)
     return EngineCore(

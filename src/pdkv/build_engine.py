@@ -30,6 +30,7 @@ from pdkv.errors import ConfigError, ModelError, RankError
 from pdkv.grammar.store import GrammarStore
 from pdkv.grammar.vocabulary import Vocabulary
 from pdkv.host.memory_limits import check_host_memory
+from pdkv.logits_processors import ModelInfo, ProcessorSet
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.identity import ModelSource
 from pdkv.models.parallel import ALONE, TensorParallel, join_ranks
@@ -69,6 +70,7 @@ class _Plan(NamedTuple):
     model: ModelConfig
     limits: SchedulerLimits
     proposer: Proposer | None
+    processors: ProcessorSet
 
     @classmethod
     def read(
@@ -80,10 +82,12 @@ class _Plan(NamedTuple):
         kv_shards: int,
         proposer: Proposer | None,
     ) -> "_Plan":
-        """Raises ModelError for a model directory that is missing, broken or not supported."""
+        """Raises ConfigError: a model directory that is missing, broken or not supported, an unknown processor."""
         model = load_model_config(config.model, config.max_model_len)
         limits = _limits(config, handoff or HandoffConfig(), proposer)
-        return cls(config, handoff, name, epoch, kv_shards, model, limits, proposer)
+        info = ModelInfo(model.vocab_size, tuple(model.eos_token_ids), config.model)
+        processors = ProcessorSet.load(config.processor_names, info)
+        return cls(config, handoff, name, epoch, kv_shards, model, limits, proposer, processors)
 
     def open_model(self) -> ModelSource:
         """The weights; their identity is taken while they are loaded. Raises ModelError."""
@@ -266,6 +270,7 @@ def _load_rank(plan: _Plan, source: ModelSource, parallel: TensorParallel) -> In
         grouped=_knows_groups(plan.handoff),
         hit_tokens=_hit_tokens(plan),
         proposer=plan.proposer,
+        processors=plan.processors,
     )
 
 
@@ -362,6 +367,7 @@ def _connect(
         vocab_size=model.vocab_size,
         hit_tokens=_hit_tokens(plan),
         grammars=grammars,
+        processors=plan.processors,
         shutdown=shutdown,
     )
     weakref.finalize(core, grammars.close)  # its thread would keep its memory

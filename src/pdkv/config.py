@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pdkv.errors import ConfigError
 from pdkv.grammar.options import GrammarOptions
 from pdkv.host.cuda_devices import count_cuda_devices
+from pdkv.logits_processors import split_names
 from pdkv.options import MAX_SECONDS, check_bounds, option, parse_numbers, seconds
 from pdkv.secret_options import without_secrets
 
@@ -88,7 +89,18 @@ class EngineConfig:
         "how long one grammar (JSON schema, regex, EBNF) may take to compile; a request whose grammar does gets 400",
     )
     grammar_cache_memory: int = option(512 << 20, "compiled grammars that an engine keeps", size=True, ge=1)
+    logits_processors: str | None = option(
+        None,
+        "logits processors that requests may ask for, separated by commas: names of entry points "
+        'in the group "pdkv.logits_processors", or "module:Class"',
+        metavar="NAMES",
+    )
     cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
+
+    @property
+    def processor_names(self) -> tuple[str, ...]:
+        """Of the logits processors. Raises ConfigError."""
+        return split_names(self.logits_processors)
 
     @property
     def grammars(self) -> GrammarOptions:

@@ -24,6 +24,7 @@ PdkvError
 │   ├── RequestTimeout       its deadline passed
 │   ├── RequestAborted       its client or its router gave it up
 │   ├── NonFiniteLogits      its model computed NaN or infinity for it
+│   ├── LogitsProcessorFailed  a logits processor that it asked for raised, or returned what are no logits
 │   ├── EngineDied           the engine that ran it went away
 │   ├── EngineGivenUp        the engine that ran it was left for another one
 │   └── KillsEngines         every engine that ran it alone went away
@@ -211,6 +212,12 @@ class NonFiniteLogits(RequestFailed):
     """The model computed NaN or infinity for the request; another engine would, too."""
 
     code = "non_finite_logits"
+
+
+class LogitsProcessorFailed(RequestFailed):
+    """A logits processor raised, or returned what are no logits; on another engine it would, too."""
+
+    code = "logits_processor_failed"
 
 
 class EngineDied(RequestFailed):

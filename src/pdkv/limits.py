@@ -4,7 +4,10 @@ They are constants, not options: both sides of the wire must agree on them. The 
 options, are in `HttpLimits` (`src/pdkv/config.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from pdkv.errors import InvalidRequest
 
@@ -28,6 +31,12 @@ MAX_LOGIT_BIAS = 1024
 
 MAX_ALLOWED_TOKEN_IDS = 8192
 """Entries of one request's `allowed_token_ids`: every choice's Submit carries them."""
+
+MAX_LOGITS_PROCESSORS = 8
+"""Logits processors of one request."""
+
+MAX_PROCESSOR_BYTES = 16 * 1024
+"""Their names and arguments, as msgpack."""
 
 MAX_BAD_WORDS = 128
 """Token sequences that one request may forbid; a bad word may be two, see `pdkv.text.bad_words` (vLLM: 128)."""
@@ -111,6 +120,27 @@ def check_bad_words(words: Sequence[str]) -> None:
         )
     if not all(word.strip() for word in words):
         raise InvalidRequest("bad_words must not hold an empty string, nor one of spaces alone", param="bad_words")
+
+
+def check_processor_arguments(asked: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for too many logits processors, or arguments that are too long or no JSON object."""
+    if not asked:
+        return
+    check_count("logits_processors", len(asked), MAX_LOGITS_PROCESSORS)
+    if not all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in asked.items()):
+        raise InvalidRequest(
+            'logits_processors must be an object of objects, such as {"name": {"argument": 1}}',
+            param="logits_processors",
+        )
+    try:
+        size = len(msgspec.msgpack.encode(asked))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        text = f"logits_processors must be JSON, with integers of 64 bits: {type(error).__name__}: {clip(str(error))}"
+        raise InvalidRequest(text, param="logits_processors") from None
+    if size > MAX_PROCESSOR_BYTES:
+        raise InvalidRequest(
+            f"logits_processors must have at most {MAX_PROCESSOR_BYTES} bytes, got {size}", param="logits_processors"
+        )
 
 
 def check_count(name: str, count: int, limit: int) -> None:

@@ -3,6 +3,7 @@
 import enum
 import math
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,7 @@ from pdkv.limits import (
     MAX_STOP_TOKEN_IDS,
     check_bad_words,
     check_count,
+    check_processor_arguments,
     check_stops,
 )
 
@@ -59,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] | None = None  # no other token is drawn; None = all may be
     bad_words: tuple[str, ...] = ()  # texts that the output may not hold; whoever has the tokenizer makes them:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the last token of each never follows its others
+    logits_processors: dict[str, dict[str, Any]] = {}  # arguments by name: JSON objects, as the processor takes them
     logprobs: int | None = None  # number of alternatives per output token; 0 = the sampled token only
     prompt_logprobs: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of `AsyncLLM`; LLM and the router look at none
@@ -94,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         check_bad_words(self.bad_words)
+        check_processor_arguments(self.logits_processors)
         self._check_token_lists()
         self._check_grammar()
         for token_id, bias in self.logit_bias.items():

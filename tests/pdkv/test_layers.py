@@ -18,6 +18,7 @@ BASE = (
     "sampling_params",
     "options",
     "registry",
+    "logits_processors",
     "secret_options",
     "version",
     "trace_context",

@@ -21,6 +21,7 @@ from pdkv.launch.plan import check_pools, plan_fleet
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.supervisor import Fleet, Supervisor
+from pdkv.logits_processors import LOGITS_PROCESSORS
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import read_sampling_defaults
 from pdkv.parsers.registry import check_parser_names
@@ -87,6 +88,7 @@ def check_deployment(deployment: Deployment) -> None:
     if deployment.router.observability.otlp_endpoint is not None:
         check_tracing()
     check_models(deployment)
+    check_processors(deployment)
     check_pools(deployment.prefill, deployment.launch.prefill, deployment.decode, deployment.launch.decode)
     if deployment.router.access.api_key_file is not None:
         read_key_file(deployment.router.access.api_key_file)
@@ -110,6 +112,21 @@ def check_models(deployment: Deployment) -> None:
             f"{decode.model}: the RoPE frequencies of this model ({rope.kind} scaling) depend on --max-model-len, and "
             f"prefill engines ({prefill.max_model_len or 'the default'}) would have others than decode engines "
             f"({decode.max_model_len or 'the default'}): give both the same length"
+        )
+
+
+def check_processors(deployment: Deployment) -> None:
+    """Refuse an unknown logits processor, and other ones for prefill than for decode. Raises ConfigError.
+
+    Prefill draws a request's first token, decode the others.
+    """
+    prefill, decode = deployment.prefill.processor_names, deployment.decode.processor_names
+    for name in {**dict.fromkeys(prefill), **dict.fromkeys(decode)}:
+        LOGITS_PROCESSORS.target(name)
+    if deployment.launch.prefill and {*prefill} != {*decode}:
+        raise ConfigError(
+            f"prefill engines would have the logits processors {list(prefill)}, and decode engines {list(decode)}: "
+            "both draw tokens of every request, so give both the same (--logits-processors)"
         )
 
 

@@ -53,6 +53,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         or (_DEFAULT_NAME if model == DEFAULT_MODEL else model.resolve().name),
         policy=launch.policy,
         generation_config=deployment.prefill.generation_config,
+        logits_processors=list(deployment.decode.processor_names),
         run_dir=run_dir.path,
         orders=launch.orders,
         log_level=launch.log_level,

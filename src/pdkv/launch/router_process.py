@@ -40,6 +40,7 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
             await_all=spec.await_all,
             config=spec.config,
             generation_config=spec.generation_config,
+            logits_processors=spec.logits_processors,
             identity=spec.identity,
             lifeline_fd=lifeline_fd,
             admin_socket=spec.run_dir / ADMIN_SOCKET if spec.run_dir is not None else None,

@@ -54,6 +54,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     config: RouterConfig = RouterConfig()
     generation_config: Literal["auto", "none"] = "auto"
+    logits_processors: list[str] = []  # names of those that engines have
     drain_s: float = 0.0  # how long requests may go on after SIGTERM
     cluster_key_file: Path | None = None  # of engines at tcp:// endpoints
 

@@ -98,7 +98,11 @@ def read_config(
     Raises:
         ConfigError: a wrong field, or a connector that cannot serve one engine alone.
     """
-    config = from_fields(EngineConfig, {"model": Path(model), **fields}, owner=owner)
+    given = {"model": Path(model), **fields}
+    names = given.get("logits_processors")
+    if isinstance(names, list | tuple):  # of Python's callers; flags are texts
+        given["logits_processors"] = ",".join(map(str, names)) or None
+    config = from_fields(EngineConfig, given, owner=owner)
     return config, _handoff_config(connector, connector_config)
 
 

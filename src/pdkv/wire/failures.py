@@ -3,6 +3,7 @@
 from pdkv.errors import (
     EngineDied,
     InvalidRequest,
+    LogitsProcessorFailed,
     NonFiniteLogits,
     PdkvError,
     RequestAborted,
@@ -12,7 +13,7 @@ from pdkv.errors import (
 )
 from pdkv.wire.messages import Failed
 
-_KINDS = (RequestTimeout, RequestAborted, NonFiniteLogits, EngineDied)
+_KINDS = (RequestTimeout, RequestAborted, NonFiniteLogits, LogitsProcessorFailed, EngineDied)
 _BY_CODE: dict[str, type[RequestFailed]] = {kind.code: kind for kind in _KINDS}
 
 

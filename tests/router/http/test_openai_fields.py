@@ -43,6 +43,25 @@ def test_a_missing_model_is_the_served_one() -> None:
         assert (reply.status, reply.json()["model"]) == (200, MODEL)
 
 
+def test_a_logits_processor_is_one_that_the_engines_have() -> None:
+    dispatcher, have = answering(), {"logits_processors": ["theirs", "m:Other"]}
+    body = {"model": MODEL, "prompt": "Hello", "logits_processors": {"m:Other": {"a": [1, None]}, "theirs": {}}}
+    assert send(dispatcher, COMPLETIONS, body, **have).status == 200
+    params = dispatcher.requests[0].params
+    assert list(params.logits_processors.items()) == [("m:Other", {"a": [1, None]}), ("theirs", {})]
+    for asked, options, text in (
+        ({"their": {}}, have, "'their' is unknown; this server has theirs, m:Other"),
+        ({"theirs": {}}, {}, "'theirs' is unknown; this server has none (--logits-processors)"),
+        ({"theirs": 1}, have, "object"),
+        ({"theirs": {"x": 2**64}}, have, "integers of 64 bits"),
+        ({"theirs": {"x": "x" * 17_000}}, have, "at most 16384 bytes"),
+    ):
+        reply = send(answering(), COMPLETIONS, body | {"logits_processors": asked}, **options)
+        assert reply.status == 400
+        assert text in reply.json()["error"]["message"]
+        assert reply.json()["error"]["param"].startswith("logits_processors")
+
+
 def test_allowed_tokens_and_bad_words_reach_the_engine_as_tokens() -> None:
     dispatcher = answering()
     assert complete(dispatcher, allowed_token_ids=[5, 6], bad_words=["zq", "a"]).status == 200

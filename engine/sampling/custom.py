@@ -1,0 +1,116 @@
+"""Logits processors of third parties in the running batch: one object per request and processor."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdkv.engine.plan import NewRequest, StepFailure
+from pdkv.errors import InvalidRequest, LogitsProcessorFailed
+from pdkv.log_limit import LogLimit
+from pdkv.logits_processors import NO_PROCESSORS, LogitsProcessor, ProcessorSet, refused
+
+logger = logging.getLogger(__name__)
+
+
+class CustomProcessors:
+    """Those of each slot. What one of them does wrong fails the rows of its own request."""
+
+    def __init__(self, processors: ProcessorSet = NO_PROCESSORS) -> None:
+        self._processors = processors
+        self._slots: dict[int, dict[str, LogitsProcessor] | StepFailure] = {}
+        self._log_limit = LogLimit()
+
+    def add(self, slot: int, request: NewRequest) -> bool:
+        """Make the objects of a request that joins. Returns whether its logits need them."""
+        params = request.params
+        made: dict[str, LogitsProcessor] = {}
+        for name, arguments in params.logits_processors.items():
+            try:
+                processor = self._processors.make(name, arguments)
+                if not (params.greedy and processor.is_argmax_invariant()):
+                    made[name] = processor
+            except ValueError as error:
+                self._slots[slot] = StepFailure(InvalidRequest.code, str(refused(name, error)))
+                return True
+            except Exception as error:
+                self._slots[slot] = self._failure(name, error)
+                return True
+        if made:
+            self._slots[slot] = made
+        return bool(made)
+
+    def remove(self, slot: int) -> None:
+        """Forget what `slot` holds. Idempotent."""
+        self._slots.pop(slot, None)
+
+    def apply(
+        self,
+        logits: torch.Tensor,
+        rows: NDArray[np.int64],
+        slots: NDArray[np.integer[Any]],
+        token_ids: NDArray[np.int32],
+        num_prompt: NDArray[np.int64],
+        num_tokens: NDArray[np.integer[Any]],
+    ) -> Mapping[int, StepFailure]:
+        """Change these rows of float32 logits (n, vocab) in place; tokens that are forbidden stay so.
+
+        Args:
+            rows: (m,) rows of the logits; the other arguments are theirs: (m,), `token_ids` (max_num_seqs, length).
+
+        Returns:
+            By row, why it failed: all tokens are forbidden there.
+        """
+        index = torch.from_numpy(rows).to(logits.device)
+        before = logits.index_select(0, index)
+        after = before.clone()
+        failures: dict[int, StepFailure] = {}
+        shares = zip(rows.tolist(), slots.tolist(), num_prompt.tolist(), num_tokens.tolist(), strict=True)
+        for i, (row, slot, first, stop) in enumerate(shares):
+            made = self._slots[slot]
+            if isinstance(made, StepFailure):
+                failures[row] = made
+                continue
+            prompt, output = _read_only(token_ids[slot, :first]), _read_only(token_ids[slot, first:stop])
+            for name, processor in made.items():
+                try:
+                    after[i] = _checked(processor.apply(after[i], prompt, output), after[i])
+                except Exception as error:
+                    failures[row] = self._failure(name, error)
+                    break
+        is_sound = (after < torch.inf).all(dim=1).tolist()  # NaN is not
+        for i, row in enumerate(rows.tolist()):
+            if not is_sound[i] and row not in failures:
+                names = ", ".join(self._slots[int(slots[i])])  # type: ignore[arg-type]
+                failures[row] = self._failure(names, ValueError("it made logits NaN or +inf"))
+        after.masked_fill_(before == -torch.inf, -torch.inf)
+        logits.index_copy_(0, index, after)
+        if failures:
+            logits[list(failures)] = -torch.inf
+        return failures
+
+    def _failure(self, name: str, error: Exception) -> StepFailure:
+        if self._log_limit.passes():
+            logger.warning("logits processor %s failed", name, exc_info=error)
+        text = f"logits processor {name} failed: {type(error).__name__}: {error}"
+        return StepFailure(LogitsProcessorFailed.code, text)
+
+
+def _checked(result: object, expected: torch.Tensor) -> torch.Tensor:
+    """What a processor returned. Raises TypeError or ValueError for what are no logits."""
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(f"it returned {type(result).__name__} instead of a tensor")
+    if result.shape != expected.shape or not result.is_floating_point():
+        raise ValueError(
+            f"it returned {result.dtype} of {tuple(result.shape)} instead of floats of {tuple(expected.shape)}"
+        )
+    return result
+
+
+def _read_only(token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    view = token_ids[:]
+    view.flags.writeable = False
+    return view
