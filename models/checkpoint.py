@@ -50,12 +50,19 @@ class Checkpoint:
         Raises:
             ModelError: it is missing, or has another shape than config.json implies.
         """
-        if name not in self._holders:
-            raise ModelError(f"{self.path}: tensor {name!r} is missing")
-        handle = self._mapped[self._holders[name]]
-        stored = handle.get_slice(name)
+        stored = self._handle(name).get_slice(name)
         got = tuple(stored.get_shape())
         if got != shape:
             raise ModelError(f"{self.path}: tensor {name!r} has shape {got}, config.json implies {shape}")
-        tensor: torch.Tensor = stored[part] if part else handle.get_tensor(name)
+        tensor: torch.Tensor = stored[part] if part else self.stored(name)
         return tensor
+
+    def stored(self, name: str) -> torch.Tensor:
+        """The whole tensor `name` of whatever shape, as `get` gives it. Raises ModelError if it is missing."""
+        tensor: torch.Tensor = self._handle(name).get_tensor(name)
+        return tensor
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._holders:
+            raise ModelError(f"{self.path}: tensor {name!r} is missing")
+        return self._mapped[self._holders[name]]

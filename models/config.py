@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, cast
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config_fields import check_fields
 from pdkv.models.json_fields import Fields, read_json
+from pdkv.models.quantization import Quantization, read_quantization
 from pdkv.models.rope_config import RopeScaling, read_rope
 from pdkv.models.window_config import read_windows
 
@@ -41,6 +42,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: Dtype
+    quantization: Quantization | None = None  # None: the checkpoint has dense weights
     windows: tuple[int | None, ...]  # by layer, how many tokens a query sees, its own included; None: all up to its own
 
     @property
@@ -118,7 +120,7 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
         raise ModelError(f"{file}: the head size must be even, got {head_size}")
     rope = read_rope(fields, architecture, head_size)
     bias = _flag_of_family(fields, "attention_bias", family.attention_bias)
-    bos = fields.token_ids("bos_token_id")
+    bos, quantized = fields.token_ids("bos_token_id"), fields.values.get("quantization_config")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -142,6 +144,7 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
         eos_token_ids=_eos_token_ids(path, fields),
         bos_token_id=bos[0] if bos else None,
         dtype=_dtype(fields),
+        quantization=None if quantized is None else read_quantization(file, quantized),
         windows=read_windows(fields, architecture, num_layers),
     )
     return config.for_length(max_model_len)
@@ -158,8 +161,6 @@ def _architecture(fields: Fields) -> tuple[str, _Family]:
     activation = fields.values.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{fields.path}: hidden_act {activation!r} is not supported, only 'silu'")
-    if fields.values.get("quantization_config") is not None:
-        raise ModelError(f"{fields.path}: quantized weights (quantization_config) are not supported")
     check_fields(fields.path, known, fields.values, reads_window=_FAMILIES[known].reads_window)
     return known, _FAMILIES[known]
 

@@ -9,6 +9,7 @@ from pdkv.host.malloc import give_back_freed
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Decoder, DecoderLayer
+from pdkv.models.dequantize import DequantizedCheckpoint
 from pdkv.models.heads import make_rotation
 from pdkv.models.linear import Linear, linear_kind, make_linear, make_norm
 from pdkv.models.parallel import ALONE, TensorParallel
@@ -53,10 +54,12 @@ def load_decoder(
                 linears=linears,
             )
     with Checkpoint(weights) as checkpoint:
+        source: TensorSource = checkpoint
+        if config.quantization is not None:
+            source = DequantizedCheckpoint(checkpoint, config.quantization)
         decoder = build_decoder(
-            checkpoint, config, dtype=dtype, device=device, max_model_len=max_model_len, parallel=parallel,
-            linears=linears,
-        )  # fmt: skip
+            source, config, dtype=dtype, device=device, max_model_len=max_model_len, parallel=parallel, linears=linears
+        )
     weights.check_unchanged()
     return decoder
 

@@ -73,7 +73,6 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "3 key-value heads"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"torch_dtype": "float8"}, "float8"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "mrope"),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, "yarn"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "alpha": 8.0}}, "alpha"),

@@ -1,0 +1,109 @@
+"""How a checkpoint's weights are quantized, by its `quantization_config`. No torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pdkv.errors import ModelError
+from pdkv.limits import clip
+
+Method = Literal["scaled", "packed", "gptq", "awq"]
+
+
+class Quantization(NamedTuple):
+    """What tells quantized numbers from weights; which layers have them is told by their tensors' names.
+
+    Methods, by the tensors of a layer `X` with a weight (out, in):
+        scaled: X.weight in 8 bits (FP8 e4m3 or int8), X.weight_scale or X.weight_scale_inv that broadcasts, or has one
+            number for each block of (rows, columns).
+        packed: X.weight_packed (out, in * bits / 32) int32, X.weight_scale (out, groups): compressed-tensors.
+        gptq: X.qweight (in * bits / 32, out) int32, X.qzeros (groups, out * bits / 32), X.scales (groups, out), and
+            X.g_idx (in,) where the groups are no equal parts.
+        awq: X.qweight (in, out * bits / 32) int32 and the others as of gptq, words in an order of their own.
+    """
+
+    method: Method
+    bits: int = 8
+    block: tuple[int, int] | None = None  # of "scaled"
+    zero_offset: int = 0  # of "gptq": what a stored zero point lacks
+
+
+def read_quantization(path: Path, config: object) -> Quantization:
+    """From the field `quantization_config` of the config.json at `path`.
+
+    Raises:
+        ModelError: a method, or a way of it, that is not computed; names the field and its value.
+    """
+    if not isinstance(config, Mapping):
+        raise ModelError(f"{path}: quantization_config must be an object, got {clip(repr(config))}")
+    method = config.get("quant_method")
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise _unsupported(path, "quant_method", method, ", ".join(sorted(_READERS)))
+    return reader(path, config)
+
+
+def _unsupported(path: Path, field: str, value: object, known: str) -> ModelError:
+    return ModelError(f"{path}: quantization_config.{field} {clip(repr(value))} is not supported; known: {known}")
+
+
+def _read_fp8(path: Path, config: Mapping[str, Any]) -> Quantization:
+    block = config.get("weight_block_size")
+    if block is None:
+        return Quantization("scaled")
+    is_pair = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+    if not is_pair:
+        raise _unsupported(path, "weight_block_size", block, "two positive numbers, of rows and columns")
+    return Quantization("scaled", block=(block[0], block[1]))
+
+
+def _read_gptq(path: Path, config: Mapping[str, Any]) -> Quantization:
+    bits = _one_of(path, config, "bits", (2, 4, 8))
+    version = _one_of(path, config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    return Quantization("gptq", bits=bits, zero_offset=version == "gptq")
+
+
+def _read_awq(path: Path, config: Mapping[str, Any]) -> Quantization:
+    _one_of(path, config, "version", ("gemm", "GEMM"), "gemm")
+    return Quantization("awq", bits=_one_of(path, config, "bits", (4,)))
+
+
+def _read_compressed(path: Path, config: Mapping[str, Any]) -> Quantization:
+    """The formats of compressed-tensors; all of its groups have to be alike."""
+    found = {_read_group(path, name, group) for name, group in dict(config.get("config_groups") or {}).items()}
+    if len(found) != 1:
+        raise _unsupported(path, "config_groups", config.get("config_groups"), "groups that are all alike")
+    (kind, bits, symmetric, block), is_packed = found.pop(), config.get("format") == "pack-quantized"
+    if is_packed and kind == "int" and bits in (4, 8) and symmetric:
+        return Quantization("packed", bits=bits)
+    if not is_packed and bits == 8 and symmetric and kind in ("float", "int"):
+        _one_of(path, config, "format", ("float-quantized", "int-quantized", "naive-quantized"))
+        return Quantization("scaled", block=block)
+    known = "symmetric weights: 4 or 8 bits in the format pack-quantized, else 8"
+    raise _unsupported(path, "config_groups", config.get("config_groups"), known)
+
+
+def _read_group(path: Path, name: str, group: Any) -> tuple[object, object, bool, tuple[int, int] | None]:
+    """(type, bits, whether symmetric, block) of a group's weights."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise _unsupported(path, f"config_groups.{name}", group, "an object with weights")
+    rows = weights.get("block_structure")
+    block = (int(rows[0]), int(rows[1])) if isinstance(rows, list) and len(rows) == 2 else None
+    return weights.get("type", "int"), weights.get("num_bits"), weights.get("symmetric", True) is True, block
+
+
+def _one_of(path: Path, config: Mapping[str, Any], field: str, known: tuple[Any, ...], default: Any = None) -> Any:
+    value = config.get(field, default)
+    if value not in known:
+        raise _unsupported(path, field, value, ", ".join(map(str, known)))
+    return value
+
+
+_READERS = {
+    "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fp8,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "compressed-tensors": _read_compressed,
+}
