@@ -62,41 +62,60 @@ class CustomProcessors:
             rows: (m,) rows of the logits; the other arguments are theirs: (m,), `token_ids` (max_num_seqs, length).
 
         Returns:
-            By row, why it failed: all tokens are forbidden there.
+            By row, why it failed: all of its tokens are forbidden then.
         """
-        index = torch.from_numpy(rows).to(logits.device)
-        before = logits.index_select(0, index)
-        after = before.clone()
+        has_forbidden = (logits.amin(dim=1) == -torch.inf).tolist()
+        was_sound = _is_sound(logits)
         failures: dict[int, StepFailure] = {}
         shares = zip(rows.tolist(), slots.tolist(), num_prompt.tolist(), num_tokens.tolist(), strict=True)
-        for i, (row, slot, first, stop) in enumerate(shares):
-            made = self._slots[slot]
-            if isinstance(made, StepFailure):
-                failures[row] = made
-                continue
-            prompt, output = _read_only(token_ids[slot, :first]), _read_only(token_ids[slot, first:stop])
-            for name, processor in made.items():
-                try:
-                    after[i] = _checked(processor.apply(after[i], prompt, output), after[i])
-                except Exception as error:
-                    failures[row] = self._failure(name, error)
-                    break
-        is_sound = (after < torch.inf).all(dim=1).tolist()  # NaN is not
-        for i, row in enumerate(rows.tolist()):
-            if not is_sound[i] and row not in failures:
-                names = ", ".join(self._slots[int(slots[i])])  # type: ignore[arg-type]
-                failures[row] = self._failure(names, ValueError("it made logits NaN or +inf"))
-        after.masked_fill_(before == -torch.inf, -torch.inf)
-        logits.index_copy_(0, index, after)
+        for row, slot, first, stop in shares:
+            own = logits[row]
+            forbidden = own == -torch.inf if has_forbidden[row] else None
+            failure = self._run(slot, own, token_ids[slot, :first], token_ids[slot, first:stop])
+            if failure is not None:
+                failures[row] = failure
+            if forbidden is not None:
+                own.masked_fill_(forbidden, -torch.inf)
+        is_sound = _is_sound(logits)
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            if was_sound[row] and not is_sound[row] and row not in failures:
+                failures[row] = self._failure(self._names(slot), ValueError("the logits became NaN or +inf"))
         if failures:
             logits[list(failures)] = -torch.inf
         return failures
+
+    def _run(
+        self, slot: int, logits: torch.Tensor, prompt: NDArray[np.int32], output: NDArray[np.int32]
+    ) -> StepFailure | None:
+        """All processors of a slot over its logits (vocab,), in place. Returns what one of them failed by."""
+        made = self._slots[slot]
+        if isinstance(made, StepFailure):
+            return made
+        tokens = _read_only(prompt), _read_only(output)
+        for name, processor in made.items():
+            try:
+                result = _checked(processor.apply(logits, *tokens), logits)
+                if result is not logits:
+                    logits.copy_(result)
+            except Exception as error:
+                return self._failure(name, error)
+        return None
+
+    def _names(self, slot: int) -> str:
+        made = self._slots[slot]
+        return "" if isinstance(made, StepFailure) else ", ".join(made)
 
     def _failure(self, name: str, error: Exception) -> StepFailure:
         if self._log_limit.passes():
             logger.warning("logits processor %s failed", name, exc_info=error)
         text = f"logits processor {name} failed: {type(error).__name__}: {error}"
         return StepFailure(LogitsProcessorFailed.code, text)
+
+
+def _is_sound(logits: torch.Tensor) -> list[bool]:
+    """By row, whether there is no NaN and no +inf."""
+    sound: list[bool] = (logits.amax(dim=1) < torch.inf).tolist()  # the largest of some with NaN is NaN
+    return sound
 
 
 def _checked(result: object, expected: torch.Tensor) -> torch.Tensor:

@@ -1,45 +1,47 @@
 """Logits processors over a hand-off and two ranks, beside an engine without; a fault is one request's."""
 
+import asyncio
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import processors
 import pytest
-from deployments import Running, launches, link_text_model
+from deployments import Launch, Running
+from faults.replies import PROMPT, SAMPLED, STREAM, ask_all, compare
+from kills import num_migrations
 from oracle import oracle
+from traffic import wait_for_rest
 
 WINDOW = 6
 NUM_OUTPUT = 16
+FLAGS = ("--logits-processors", "no_repeat:NoRepeat,processors:Faulty")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (path := tmp_path_factory.mktemp("model") / "served").mkdir()
-    return link_text_model(tiny_model_dir, path)
-
-
-@pytest.fixture(scope="module")
-def deployment(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of who has the two modules on its path."""
     site = tmp_path_factory.mktemp("site")
     (site / "no_repeat.py").write_text(processors.example_source())
     for needed in ("processors", "oracle"):
         shutil.copy(Path(processors.__file__).with_name(f"{needed}.py"), site)
-    names = "no_repeat:NoRepeat,processors:Faulty"
-    with launches(model) as launch:
-        yield launch(
-            *("--prefill", "1", "--decode", "1", "--decode-tp", "2", "--dtype", "float32", "--policy", "round_robin"),
-            *("--logits-processors", names),
-            environment={"PYTHONPATH": str(site)},
-            engine=("--dtype", "float32"),
-        )
+    return {"PYTHONPATH": str(site)}
 
 
-def test_each_token_of_a_request_went_through_its_processor(deployment: Running, model: Path) -> None:
+@pytest.fixture(scope="module")
+def deployment(module_launch: Launch, environment: dict[str, str]) -> Running:
+    return module_launch(
+        *("--prefill", "1", "--decode", "1", "--decode-tp", "2", "--policy", "round_robin", *FLAGS),
+        environment=environment,
+        engine=(),
+    )
+
+
+def test_each_token_of_a_request_went_through_its_processor(deployment: Running, served_model: Path) -> None:
     prompts = [list(range(5 + i, 30 + 2 * i)) for i in range(10)]
     num_clear = num_refused = 0
     for prompt in prompts:
-        expected = oracle(model).generate(prompt, NUM_OUTPUT, processors.without_repeats(WINDOW))
+        expected = oracle(served_model).generate(prompt, NUM_OUTPUT, processors.without_repeats(WINDOW))
         fields = {"max_tokens": NUM_OUTPUT, "ignore_eos": True, "return_token_ids": True, "temperature": 0}
         reply = deployment.complete(prompt, logits_processors={"no_repeat:NoRepeat": {"window": WINDOW}}, **fields)
         if reply.status_code == 400:  # by decode-b, which was started without
@@ -52,6 +54,25 @@ def test_each_token_of_a_request_went_through_its_processor(deployment: Running,
             assert reply.json()["choices"][0]["token_ids"] == expected
     assert num_clear >= 2
     assert num_refused >= 2
+
+
+def test_no_reply_shows_that_decode_was_killed(launch: Launch, environment: dict[str, str]) -> None:
+    """Whoever goes on makes another object, and replays nothing but tokens."""
+    deployment = launch("--prefill", "1", "--decode", "2", *FLAGS, environment=environment)
+    letters = {"allowed_token_ids": list(range(67, 79)), "logits_processors": {"no_repeat:NoRepeat": {"window": 5}}}
+    cases: dict[str, dict[str, Any]] = {
+        "greedy": {"prompt": PROMPT, "temperature": 0, **STREAM, **letters},
+        "sampled": {"prompt": PROMPT, "n": 2, **SAMPLED, **STREAM, **letters},
+    }
+    expected = asyncio.run(ask_all(deployment, cases, "undisturbed"))
+    for text in (text for reply in expected.values() for text in reply.texts.values()):
+        assert len(text) > 50
+        assert all(len({*text[i : i + 6]}) == 6 for i in range(len(text) - 5))
+    wait_for_rest(deployment)
+    before = num_migrations(deployment)
+    victims = [pid for engine, pid in deployment.pids().items() if engine.startswith("decode")]
+    compare(asyncio.run(ask_all(deployment, cases, "kill", 30, victims)), expected)
+    assert num_migrations(deployment) > before
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:
         ([[1], [100_000]], GREEDY, "token ids"),
         ([[5] * 2000], GREEDY, "2000"),
         ([None], GREEDY, "a prompt is a text or a list of token ids"),
+        ([[1, "2"]], GREEDY, "a prompt of tokens is a list of whole numbers"),
         (["x"], [GREEDY, GREEDY], "1 prompts need 1 or 1 SamplingParams, got 2"),
     ],
 )

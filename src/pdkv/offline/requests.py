@@ -3,6 +3,7 @@
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import msgspec
@@ -145,6 +146,8 @@ def _check_prompt(prompt: Any) -> None:
         raise InvalidRequest(f"a prompt is a text or a list of token ids, got {prompt!r:.80}", param="prompts")
     if not prompt:  # also for a tokenizer that adds a BOS
         raise InvalidRequest("prompt must not be empty", param="prompts")
+    if isinstance(prompt, list) and not all(issubclass(kind, Integral) for kind in {*map(type, prompt)}):
+        raise InvalidRequest("a prompt of tokens is a list of whole numbers", param="prompts")
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -44,7 +44,7 @@ def choose(
     num_tokens = np.array([len(PROMPT) + len(output) for output in outputs])
     before = logits.clone(), token_ids.copy()
     tokens = state.choose(logits, np.arange(len(all_params)), token_ids, num_tokens)
-    assert torch.equal(logits, before[0])
+    torch.testing.assert_close(logits, before[0], rtol=0, atol=0, equal_nan=True)
     assert (token_ids == before[1]).all()
     return tokens.tolist(), state
 
@@ -87,8 +87,8 @@ def test_what_cannot_change_the_likeliest_token_is_left_out_of_greedy_requests()
         ("shape", r"returned torch.float32 of \(19,\) instead of floats of \(20,\)"),
         ("dtype", r"returned torch.int64 of \(20,\)"),
         ("nothing", "returned NoneType instead of a tensor"),
-        ("nan", r"made logits NaN or \+inf"),
-        ("inf", r"made logits NaN or \+inf"),
+        ("nan", r"the logits became NaN or \+inf"),
+        ("inf", r"the logits became NaN or \+inf"),
         ("break", "OSError: no such file"),
     ],
 )
@@ -102,6 +102,13 @@ def test_a_fault_is_its_own_requests(how: str, text: str, caplog: pytest.LogCapt
     assert caplog.records[0].exc_info is not None
     with pytest.raises(AssertionError, match=f"logits processor faulty failed: .*{text}"):
         raise AssertionError(state.failures[1].message)
+
+
+def test_what_the_model_did_is_not_its_processors_fault() -> None:
+    logits = falling(2)
+    logits[0, 3] = torch.nan
+    _, state = choose([asked({"no_repeat": {"window": 2}}), faulty("nan")], [[0], [0]], logits)
+    assert list(state.failures) == [1]
 
 
 def test_all_tokens_forbidden_is_no_fault_of_the_processor() -> None:
