@@ -131,7 +131,7 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _in_awq_order(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.unflatten(1, (-1, len(_AWQ_ORDER)))[:, :, list(_AWQ_ORDER)].flatten(1)
+    return numbers.view(len(numbers), -1, len(_AWQ_ORDER))[:, :, list(_AWQ_ORDER)].flatten(1)
 
 
 _READERS: Mapping[Method, Callable[[_Layer, Quantization, tuple[int, ...]], torch.Tensor]] = {
