@@ -248,20 +248,23 @@ typedef struct {
     int64_t n, vocab_size, row_stride, num_threads;
 } masks;
 
-static void mask_word(float *logits, uint32_t word, int64_t count) {
-    for (int64_t i = 0; i < count; i++) logits[i] = word >> i & 1 ? logits[i] : -INFINITY;
+FOR_EACH_CPU static void mask_row(float *logits, const uint32_t *words, int64_t num_words) {
+    for (int64_t w = 0; w < num_words; w++, logits += 32) {
+        if (words[w] == UINT32_MAX) continue;
+        for (uint32_t i = 0; i < 32; i++) logits[i] = words[w] >> i & 1 ? logits[i] : -INFINITY;
+    }
 }
 
 /* Forbids the tokens whose bits are 0. */
 void pdkv_mask(const masks *a) {
-    const int64_t num_words = (a->vocab_size + 31) / 32;
+    const int64_t num_full = a->vocab_size / 32, num_words = (a->vocab_size + 31) / 32;
     const int num_threads = (int)(a->num_threads < a->n ? a->num_threads : a->n);
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
     for (int64_t i = 0; i < a->n; i++) {
         float *logits = a->logits + a->rows[i] * a->row_stride;
         const uint32_t *words = a->words + i * num_words;
-        for (int64_t w = 0; w < a->vocab_size / 32; w++, logits += 32)
-            if (words[w] != UINT32_MAX) mask_word(logits, words[w], 32);
-        if (a->vocab_size % 32) mask_word(logits, words[num_words - 1], a->vocab_size % 32);
+        mask_row(logits, words, num_full);
+        for (int64_t t = 32 * num_full; t < a->vocab_size; t++)
+            if (!(words[num_full] >> t % 32 & 1)) logits[t] = -INFINITY;
     }
 }
