@@ -68,6 +68,9 @@ MAX_PROMPT_LOGPROBS = 2**20
 MAX_SHOWN_PROMPT_TOKENS = 2**21
 """Prompt tokens times n in one reply, as ids or as text: encoding them takes some 10 ms, and 15 MB."""
 
+MAX_REPEATED_BYTES = 2**20
+"""JSON of what a response repeats of its request: a stream says it three times."""
+
 MAX_ADAPTER_BYTES = 256
 """UTF-8 of an adapter's name."""
 

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from pdkv.errors import InvalidRequest
+from pdkv.limits import MAX_REPEATED_BYTES
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.router.http.ascii_json import ascii_json
 from pdkv.router.http.decoding import BodyDecoder
@@ -58,10 +59,7 @@ def prepare_responses(body: ResponsesBody, model: ServedModel, cancelled: Cancel
         job = prepare_chat(chat, model, cancelled)
     except InvalidRequest as error:
         raise _renamed(error) from None
-    try:
-        repeated = ascii_json(_repeated(body, job.params))
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply to be repeated in a response") from None
+    repeated = _encoded(_repeated(body, job.params))
     return msgspec.structs.replace(job, answer=job.answer or AnswerFormat(), repeated=repeated)
 
 
@@ -118,6 +116,21 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
     renamed = InvalidRequest(message, param=param or None, status=error.status)
     renamed.code = error.code
     return renamed
+
+
+def _encoded(repeated: dict[str, Any]) -> bytes:
+    try:
+        data = ascii_json(repeated)
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply to be repeated in a response") from None
+    if len(data) > MAX_REPEATED_BYTES:
+        largest = max(repeated, key=lambda name: len(ascii_json(repeated[name])))
+        raise InvalidRequest(
+            f"{largest} is too large: what a response repeats of its request must have at most {MAX_REPEATED_BYTES} "
+            f"bytes, got {len(data)}",
+            param=largest,
+        )
+    return data
 
 
 def _repeated(body: ResponsesBody, params: SamplingParams) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import msgspec
 from pdkv.errors import PdkvError, TooManyRequests
 from pdkv.parsers.parts import Part, joined
 from pdkv.router.http.ascii_json import ascii_json
-from pdkv.router.http.choice import ChoiceDelta, TokenCounts
+from pdkv.router.http.choice import ChoiceDelta, ShownLogprob, TokenCounts
 from pdkv.router.http.replies import Asked, Work
 from pdkv.router.http.responses import describe_error
 from pdkv.router.http.responses_api.items import Event, OutputItems
@@ -73,16 +73,21 @@ class WholeResponse:
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._deltas: list[ChoiceDelta] = []
+        self._parts: list[Part] = []
+        self._logprobs: list[tuple[int, list[ShownLogprob]]] = []  # behind how many parts they stand
+        self._finish_reason: str | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         """The next delta."""
-        self._deltas.append(delta)
+        self._parts += delta.parts or ()
+        if delta.logprobs:
+            self._logprobs.append((len(self._parts), delta.logprobs))
+        self._finish_reason = delta.finish_reason
 
     @property
     def num_logprobs(self) -> int:
         """Tokens whose logprobs are shown, or might be."""
-        return sum(len(delta.logprobs) for delta in self._deltas if delta.logprobs is not None)
+        return sum(len(logprobs) for _, logprobs in self._logprobs)
 
     async def body(self, counts: TokenCounts, work: Work) -> object:
         """The response."""
@@ -90,17 +95,13 @@ class WholeResponse:
 
     def _body(self, counts: TokenCounts) -> msgspec.Raw:
         items = OutputItems(self._asked.serial, self._asked.model.tokenizer)
-        if self._asked.job.params.logprobs is None:
-            parts: list[Part] = []
-            for delta in self._deltas:
-                parts += delta.parts or ()
-            items.push(joined(parts))
-        else:
-            for delta in self._deltas:
-                items.push(delta.parts or (), delta.logprobs)
-        reason = self._deltas[-1].finish_reason
-        items.finish(complete=reason != "length")
-        return _ended(self._asked, items, reason, counts)
+        begin = 0
+        for end, logprobs in self._logprobs:
+            items.push(self._parts[begin:end], logprobs)
+            begin = end
+        items.push(joined(self._parts[begin:]))
+        items.finish(complete=self._finish_reason != "length")
+        return _ended(self._asked, items, self._finish_reason, counts)
 
 
 def _ended(asked: Asked, items: OutputItems, finish_reason: str | None, counts: TokenCounts) -> msgspec.Raw:

@@ -1,5 +1,6 @@
 """The parts of an answer, in the order in which they are written."""
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -51,18 +52,23 @@ Part = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 def joined(parts: list[Part]) -> list[Part]:
     """The same with neighbours of one kind made one."""
+    if len(parts) < 2:
+        return parts
     result: list[Part] = []
-    for part in parts:
-        last = result[-1] if result else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            result[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            result[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.call == last.call:
-            result[-1] = CallArguments(part.call, last.text + part.text)
+    for (kind, call), group in itertools.groupby(parts, _kind):
+        if kind in (CallBegin, CallEnd):
+            result += group
+            continue
+        text = "".join([part.text for part in group])  # type: ignore[union-attr]
+        if kind is CallArguments:
+            result.append(CallArguments(call, text))
         else:
-            result.append(part)
+            result.append(Content(text) if kind is Content else Reasoning(text))
     return result
+
+
+def _kind(part: Part) -> tuple[type[Part], int]:
+    return type(part), part.call if isinstance(part, CallBegin | CallArguments | CallEnd) else 0
 
 
 def whole_calls(parts: Sequence[Part]) -> list[WholeCall]:

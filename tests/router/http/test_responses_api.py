@@ -178,6 +178,12 @@ def test_logprobs_are_those_of_a_messages_own_tokens(monkeypatch: pytest.MonkeyP
     assert unnamed(threaded) == unnamed(body)
 
 
+def test_what_is_no_character_has_logprobs_too() -> None:
+    [item] = both(say([*ids("aé")[:2], eos()]), **WITH_LOGPROBS)["output"]
+    assert item["content"][0]["text"] == "a\ufffd"
+    assert [entry["bytes"] for entry in item["content"][0]["logprobs"]][:2] == [[97], [0xC3]]
+
+
 def test_tokens_that_come_at_once_keep_their_logprobs() -> None:
     def answer(_: object) -> Sequence[Any]:
         given = [*ids(f"<think>hm</think>ab {CALL}"), eos()]
@@ -503,6 +509,8 @@ REFUSED = {"type": "object", "properties": {"a": {"not": {}}}}
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "they are f"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name", "required"),
         ({"tools": [TOOL], "tool_choice": {"type": "mcp", "name": "x"}}, "tool_choice.type", "'mcp'"),
+        ({"metadata": {"a": "x" * 2**20}, "user": "u"}, "metadata", "at most 1048576 bytes"),
+        ({"user": "é" * 2**18}, "user", "at most 1048576 bytes"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not hold messages"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

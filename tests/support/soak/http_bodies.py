@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 MODEL = "served"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 _MIB = 1 << 20
 MAX_CHARS = 5 * _MIB
 """Of one body: a little more than the router takes."""
@@ -46,6 +46,36 @@ def _chat(rng: random.Random) -> dict[str, Any]:
         **dict(rng.sample(_optional(rng), rng.randint(0, 5))),
         **dict(rng.sample([("logprobs", True), ("response_format", {"type": "text"}), ("tools", None)], 1)),
     }
+
+
+def _response(rng: random.Random) -> dict[str, Any]:
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi!"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "42"},
+    ]
+    own: list[tuple[str, Any]] = [
+        ("instructions", "Be brief."),
+        ("reasoning", {"effort": "low"}),
+        ("text", {"format": {"type": "json_schema", "name": "a", "schema": {"enum": ["x", {"a": [1]}]}}}),
+        ("tools", [{"type": "function", "name": "f", "parameters": {"type": "object"}}]),
+        ("tool_choice", rng.choice(["none", {"type": "function", "name": "f"}])),
+        ("include", ["message.output_text.logprobs"]),
+        ("previous_response_id", None),
+    ]
+    shared = [(name, value) for name, value in _optional(rng) if name not in _NOT_OF_RESPONSES]
+    return {
+        "model": MODEL,
+        "input": rng.choice(["Hello", items[: rng.randint(1, 5)]]),
+        "max_output_tokens": rng.randint(1, 3),
+        **dict(rng.sample(own, rng.randint(0, 3))),
+        **dict(rng.sample(shared, rng.randint(0, 3))),
+    }
+
+
+_NOT_OF_RESPONSES = {"n", "prompt_logprobs", "return_token_ids"}
 
 
 def _optional(rng: random.Random) -> list[tuple[str, Any]]:
@@ -146,7 +176,7 @@ def _encode(text: str) -> bytes:
 
 def mutated(rng: random.Random) -> Body:
     """A request with some of its values, keys or bytes changed; one in ten is left whole."""
-    path, tree = rng.choice([(COMPLETIONS, _completion(rng)), (CHAT, _chat(rng))])
+    path, tree = rng.choice([(COMPLETIONS, _completion(rng)), (CHAT, _chat(rng)), (RESPONSES, _response(rng))])
     kind = rng.random()
     if kind < 0.1:
         return Body(path, _encode(_dump(tree)), "whole")
@@ -160,7 +190,8 @@ def mutated(rng: random.Random) -> Body:
 def _mutate_tree(rng: random.Random, tree: dict[str, Any]) -> None:
     place = _random_place(rng, tree)
     if place is None or rng.random() < 0.1:
-        tree[rng.choice(["zzz", "kv_transfer_params", "model", "prompt", "messages", "stop", "n"])] = _value(rng)
+        names = ["zzz", "kv_transfer_params", "model", "prompt", "messages", "input", "stop", "n"]
+        tree[rng.choice(names)] = _value(rng)
         return
     container, key = place
     if rng.random() < 0.15:
@@ -250,6 +281,14 @@ def attacks(size: int = 4 * _MIB - 4096) -> list[Body]:
             CHAT,
             {**chat, "messages": [], "chat_template_kwargs": {"x": _list_of("[5]", size - 300)}},
         ),
+        ("items", RESPONSES, {"input": _list_of('{"role":"user","content":"x"}', size - 200)}),
+        (
+            "items' parts",
+            RESPONSES,
+            {"input": [{"role": "user", "content": _list_of('{"type":"input_text","text":""}', size - 300)}]},
+        ),
+        ("repeated tools", RESPONSES, {"input": "x", "tool_choice": "none", "tools": _list_of("{}", size - 300)}),
+        ("instructions", RESPONSES, {"input": "x", "instructions": big}),
         ("allowed ids", COMPLETIONS, {**text, "n": 128, "allowed_token_ids": _list_of("5", size - 200)}),
         ("bad words", COMPLETIONS, {**text, "n": 128, "bad_words": _list_of('"ab"', size - 200)}),
         ("one bad word", COMPLETIONS, {**text, "bad_words": [big]}),
