@@ -82,6 +82,9 @@ class GrammarMasks:
         if refused is not None:
             text = f"the output's token {refused}, behind {answer.num_tokens} others, is none that its grammar allows"
             self.failures[answer.key] = StepFailure(InvalidRequest.code, text)
+        elif answer.is_too_slow:
+            text = f"the grammar takes too long to match: {answer.spent_s:.1f} s for {answer.num_tokens} tokens"
+            self.failures[answer.key] = StepFailure(InvalidRequest.code, text)
 
 
 class _Answer:
@@ -95,6 +98,16 @@ class _Answer:
         self._eos = _Tokens(eos_token_ids)
         self._own_stops = _Tokens(request.params.stop_token_ids)
         self._stops = {*eos_token_ids, *request.params.stop_token_ids}
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether others wait too long for it."""
+        return self._matcher.is_too_slow
+
+    @property
+    def spent_s(self) -> float:
+        """Time that matching took so far."""
+        return self._matcher.spent_s
 
     def fill(self, bits: torch.Tensor, row: int, drafts: Sequence[int]) -> int:
         """Fill the rows of `bits` (n, words) from `row` on: behind the output, and then behind one draft after another.

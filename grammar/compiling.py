@@ -1,13 +1,19 @@
 """From a grammar's text to the library's compiled form."""
 
 import json
+import random
 import re
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.matcher import Matcher
 from pdkv.grammar.patterns import CHARACTER
 from pdkv.grammar.spec import Grammar
-from pdkv.grammar.vocabulary import Vocabulary, load_xgrammar
+from pdkv.grammar.vocabulary import WORD_BITS, Vocabulary, load_xgrammar
 
 _MAX_WORDS = 500
 _SOURCE = re.compile(r"(\[[\d:]+\] )?\S+\.(cc|h):\d+: |Check failed: \(.*?\) is false: ")
@@ -23,6 +29,9 @@ _LENGTH = re.compile(
     re.MULTILINE,
 )
 """A rule for strings of some length, as the library prints it."""
+
+_TRIAL_TOKENS, _TRIAL_S = 64, 0.3
+"""Tokens of an answer that a grammar is tried out with, and what they may take together: the engine waits for it."""
 
 _MAX_WARM = 128
 """Longest string whose masks are made ahead. The library writes out no longer repetitions."""
@@ -58,20 +67,31 @@ class Compiler:
         """
         try:
             compiled = self._compile(grammar)
-            self._check_begins(compiled)
+            self._try_out(compiled)
             return compiled
         except (RuntimeError, ValueError, TypeError) as error:  # the library raises nothing more exact
             raise InvalidRequest(
                 f"the {grammar.kind} is refused: {_words(error)}", param="structured_outputs"
             ) from None
 
-    def _check_begins(self, compiled: Any) -> None:
-        """Refuse what no text fulfils, where that shows at its first token. Raises ValueError."""
-        xgr = load_xgrammar()
-        mask = xgr.allocate_token_bitmask(1, self._vocabulary.size)
-        xgr.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
-        if not (mask[0] & self._vocabulary.all).any():
-            raise ValueError("no text of the model's tokens fulfils it")
+    def _try_out(self, compiled: Any) -> None:
+        """Refuse what no text fulfils, and what takes too long to match, as far as one short answer shows it.
+
+        Raises:
+            ValueError: it is to be refused.
+        """
+        matcher = Matcher(load_xgrammar().GrammarMatcher(compiled), self._vocabulary, allows_special=True)
+        mask = torch.empty((1, self._vocabulary.num_words), dtype=torch.int32)
+        rng = random.Random(0)
+        for i in range(_TRIAL_TOKENS):
+            matcher.fill(mask, 0)
+            token = _any_token(mask[0].numpy(), rng)
+            if token is None and i == 0:
+                raise ValueError("no text of the model's tokens fulfils it")
+            if token is None or not matcher.accept(token) or matcher.has_ended:
+                return
+            if matcher.spent_s > _TRIAL_S:
+                raise ValueError(f"matching it takes {matcher.spent_s / (i + 1) * 1e3:.0f} ms a token")
 
     def _compile(self, grammar: Grammar) -> Any:
         if _CHARACTER_IN_JSON in grammar.text and (ebnf := _with_lengths(grammar)) is not None:
@@ -85,6 +105,15 @@ class Compiler:
                 return self._compiler.compile_grammar(grammar.text)
             case "structural_tag":
                 return self._compiler.compile_structural_tag(grammar.text)
+
+
+def _any_token(mask: NDArray[np.int32], rng: random.Random) -> int | None:
+    """One of the tokens that a mask (num_words,) allows; None: it allows none."""
+    [words] = mask.nonzero()
+    if not len(words):
+        return None
+    index = int(rng.choice(words))
+    return index * WORD_BITS + rng.choice([bit for bit in range(WORD_BITS) if int(mask[index]) >> bit & 1])
 
 
 def _with_lengths(grammar: Grammar) -> str | None:

@@ -1,10 +1,14 @@
 """Where one answer stands in its grammar: a function of the answer's tokens, and of nothing else."""
 
+import time
 from typing import Any
 
 import torch
 
 from pdkv.grammar.vocabulary import WORD_BITS, Vocabulary
+
+_SPARE_S = 1.0
+_S_PER_TOKEN = 0.005
 
 
 class Matcher:
@@ -23,6 +27,16 @@ class Matcher:
         self._known = vocabulary.all if allows_special else vocabulary.not_special
         self._never = vocabulary.padding if allows_special else vocabulary.padding | vocabulary.special
         self._num_behind = 0  # tokens behind the first stop token
+        self._num_accepted = 0  # tokens, those that were taken back included
+        self.spent_s = 0.0  # time of this thread
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether it took more time than an answer of this length may: each step of the engine waits for it.
+
+        A grammar's work may grow with the answer, as that of `root ::= root root | "a"` does.
+        """
+        return self.spent_s > _SPARE_S + _S_PER_TOKEN * self._num_accepted
 
     def accept(self, token_id: int) -> bool:
         """Go on by one token; False, and nothing changes, where the grammar does not allow it."""
@@ -31,7 +45,11 @@ class Matcher:
             return token_id in self._vocabulary.stop_token_ids
         if token_id in self._never or not 0 <= token_id < self._vocabulary.size:
             return False
-        return bool(self._matcher.accept_token(token_id))
+        began = time.thread_time()
+        is_accepted = bool(self._matcher.accept_token(token_id))
+        self.spent_s += time.thread_time() - began
+        self._num_accepted += is_accepted
+        return is_accepted
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` tokens, no more than were accepted."""
@@ -51,7 +69,9 @@ class Matcher:
         if self._matcher.is_terminated():
             words.copy_(self._vocabulary.stop)
             return
+        began = time.thread_time()
         self._matcher.fill_next_token_bitmask(bitmask, row)
+        self.spent_s += time.thread_time() - began
         words &= self._known
 
     def forced(self, limit: int) -> list[int]:

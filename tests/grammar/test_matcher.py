@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from pdkv.config import DEFAULT_MODEL
+from pdkv.errors import InvalidRequest
 from pdkv.grammar.compiled import CompiledGrammar, serialize
 from pdkv.grammar.compiling import Compiler
 from pdkv.grammar.matcher import Matcher
+from pdkv.grammar.patterns import CHARACTER
 from pdkv.grammar.prepare import make_grammar
 from pdkv.grammar.spec import Grammar, StructuredOutputs
 from pdkv.grammar.vocabulary import Vocabulary
@@ -211,3 +213,61 @@ def test_what_is_no_token_is_never_accepted(vocabulary: Vocabulary, token: int) 
     matcher = compiled(vocabulary, Grammar("regex", ".*")).matcher()
     assert token not in mask_of(matcher)
     assert not matcher.accept(token)
+
+
+def test_a_grammar_whose_work_grows_with_the_answer_is_told_to_be_too_slow(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    [a] = tokenizer.encode("a", add_special_tokens=False)
+    slow, fast = (
+        compiled(vocabulary, Grammar("ebnf", text)).matcher()
+        for text in ('root ::= root root root | "a" | ""', 'root ::= "a"*')
+    )
+    num_tokens = 0
+    while not slow.is_too_slow:
+        assert slow.accept(a)
+        assert fast.accept(a)
+        num_tokens += 1
+        assert num_tokens < 2000
+    assert not fast.is_too_slow
+
+
+def test_a_grammar_that_is_slow_from_the_beginning_is_refused(vocabulary: Vocabulary) -> None:
+    names = [f"x{i}" for i in range(20)]
+    rules = "\n".join([f"root ::= {' | '.join(names)}", *(f"{x} ::= root root | root {x} | [a-z]" for x in names)])
+    with pytest.raises(InvalidRequest, match=r"matching it takes [0-9]+ ms a token"):
+        Compiler(vocabulary).compile(Grammar("ebnf", rules))
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 4), (2, 3), (7, None), (1, 128), (120, 140), (129, 129)])
+def test_a_string_has_as_many_characters_as_its_lengths_say(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, least: int, most: int | None
+) -> None:
+    """Of characters that are written as themselves; the library's own lengths let control characters pass."""
+    compiler = Compiler(vocabulary)
+    compiler.warm_up()
+    counts = f"{{{least},{'' if most is None else most}}}"
+    grammar = Grammar("json_schema", json.dumps({"type": "string", "pattern": f"^{CHARACTER}{counts}$"}))
+    made = CompiledGrammar.from_bytes(serialize(compiler.compile(grammar), grammar), vocabulary)
+    rng = random.Random(5)
+    lengths = set()
+    [quote] = tokenizer.encode('"', add_special_tokens=False)
+    for _ in range(20):
+        matcher, text = made.matcher(), ""
+        wanted = rng.randint(least, most if most is not None else least + 20)
+        assert mask_of(matcher) == [quote]
+        assert matcher.accept(quote)
+        while True:
+            texts = {token: tokenizer.decode([token]) for token in mask_of(matcher)}
+            may_end = least <= len(text) and (most is None or len(text) <= most)
+            assert (quote in texts) == may_end
+            if may_end and len(text) >= wanted:
+                break
+            token = rng.choice([token for token in texts if texts[token].isascii() and '"' not in texts[token]])
+            assert matcher.accept(token)
+            text += texts[token]
+        assert matcher.accept(quote)
+        assert matcher.has_ended
+        json.loads(f'"{text}"')
+        lengths.add(len(text))
+    assert least == most or len(lengths) > 1
