@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import random
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 import small_tokenizers
+import tokenizers
 import torch
 from answer_parts import gather, read
 from recorded_answers import ANSWERS, TOOLS
@@ -47,8 +49,13 @@ MARKERS = {  # special tokens of the families' tokenizers
     "hermes": (),
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[THINK]", "[/THINK]"),
+    "mistral, before Tekken": ("[TOOL_CALLS]", "[THINK]", "[/THINK]"),
     "mistral, from v11 on": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
 }
+
+
+TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+ADDED = (*TAGS, *dict.fromkeys(marker for group in MARKERS.values() for marker in group))
 
 
 class Family:
@@ -71,12 +78,25 @@ class Family:
         data = serialize(Compiler(self.vocabulary).compile(grammar), grammar)
         return CompiledGrammar.from_bytes(data, self.vocabulary)
 
+    @functools.cached_property
+    def _bytes(self) -> dict[bytes, int]:
+        """Ids of the tokens that are one byte, or an added text."""
+        known = {self.tokenizer.token_bytes(i): i for i in range(self.tokenizer.vocab_size)}
+        return {data: i for data, i in known.items() if len(data) == 1 or data.decode(errors="replace") in ADDED}
+
+    def encode(self, text: str) -> list[int]:
+        """As a model writes a text within an answer: added tokens, else bytes."""
+        pieces = re.split("(" + "|".join(map(re.escape, ADDED)) + ")", text)
+        parts = [[piece.encode()] if piece.encode() in self._bytes else [bytes([b]) for b in piece.encode()]
+                 for piece in pieces if piece]  # fmt: skip
+        return [self._bytes[data] for part in parts for data in part]
+
     def calls(self, choice: str, *, several: bool = True, strict: bool = True) -> Calls:
         return Calls(parser=self.parser, tools=tools(strict), required=choice == "required", several=several)
 
     def show(self, token_ids: Iterable[int]) -> str:
         """As the router shows it to parsers."""
-        detokenizer = self.tokenizer.detokenizer(keep=frozenset(m for group in MARKERS.values() for m in group))
+        detokenizer = self.tokenizer.detokenizer(keep=frozenset(ADDED))
         return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
 
@@ -87,14 +107,14 @@ def tools(strict: bool) -> list[Tool]:
 
 @pytest.fixture(scope="module", params=MARKERS)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    backend = small_tokenizers.byte_level_backend()
-    backend.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    old = request.param == "mistral, before Tekken"
+    backend = small_tokenizers.byte_fallback_backend() if old else small_tokenizers.byte_level_backend()
+    backend.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAGS])
     backend.add_special_tokens(list(MARKERS[request.param]))
     path: Path = tmp_path_factory.mktemp("tokenizer")
     backend.save(str(path / "tokenizer.json"))
     tokenizer = Tokenizer.from_dir(path)
-    [eos] = tokenizer.encode("</s>")
-    vocabulary = Vocabulary.load(path, tokenizer.vocab_size, [eos])
+    vocabulary = Vocabulary.load(path, tokenizer.vocab_size, [backend.token_to_id("</s>")])
     return Family(request.param, tokenizer, vocabulary)
 
 
@@ -107,7 +127,7 @@ def allowed(matcher: Matcher, vocabulary: Vocabulary) -> list[int]:
 
 def walk(matcher: Matcher, family: Family, rng: random.Random, prefix: str = "", limit: int = 3000) -> str:
     """An answer that begins with `prefix` and goes on by random tokens up to its end."""
-    token_ids = family.tokenizer.encode(prefix)
+    token_ids = family.encode(prefix)
     assert all(map(matcher.accept, token_ids)), prefix
     while len(token_ids) < limit:
         token = rng.choice(allowed(matcher, family.vocabulary))
@@ -121,7 +141,7 @@ def walk(matcher: Matcher, family: Family, rng: random.Random, prefix: str = "",
 def accepts(matcher: Matcher, family: Family, text: str) -> bool:
     """Whether a model may write the text and end there."""
     [eos] = family.vocabulary.stop_token_ids
-    return all(map(matcher.accept, [*family.tokenizer.encode(text), eos]))
+    return all(map(matcher.accept, [*family.encode(text), eos]))
 
 
 def check_calls(calls: tuple[tuple[str, str], ...], text: str) -> None:
@@ -233,6 +253,7 @@ WRITTEN = {
     "llama3_json": {"one call", "two with a semicolon between them", "two lines behind a text", "two tags",
                     "all kinds of values"},
     "mistral": {"a list of one", "all kinds of values"},
+    "mistral, before Tekken": {"a list of one", "all kinds of values"},
     "mistral, from v11 on": {"one call of tokenizer v11"},
 }  # fmt: skip
 """Of the recorded answers with calls those that a model may write under a grammar, too."""
