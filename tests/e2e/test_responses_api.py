@@ -88,3 +88,21 @@ def test_what_is_refused_names_its_field(client: OpenAI) -> None:
             with pytest.raises(openai.BadRequestError) as refused:
                 client.responses.create(**FIELDS, **fields, stream=stream)  # type: ignore[call-overload]
             assert refused.value.param == param
+
+
+def test_thoughts_are_an_item_that_can_be_sent_back(launch: Launch) -> None:
+    """The model's thoughts, which DeepSeek's parser takes its answers to begin with, never end."""
+    deployment = launch("--prefill", "1", "--decode", "1", "--reasoning-parser", "deepseek_r1")
+    with OpenAI(base_url=deployment.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        fields: Any = {**FIELDS, "max_output_tokens": 12}
+        whole = client.responses.create(**fields)
+        events = client.responses.create(**fields, stream=True)
+        streamed = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+        [thoughts] = whole.output
+        assert thoughts.type == "reasoning"
+        assert thoughts.content is not None
+        assert thoughts.content[0].text == streamed != ""
+        assert whole.usage is not None
+        assert whole.usage.output_tokens_details.reasoning_tokens == 12
+        history: Any = [{"role": "user", "content": FIELDS["input"]}, thoughts, {"role": "user", "content": "So?"}]
+        assert client.responses.create(**{**fields, "input": history}).usage
