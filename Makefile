@@ -31,6 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --only-binary :all: lmcache \
 		|| echo "no wheel of lmcache for this platform: the tests with its server are skipped"
+	$(BIN)/python tests/support/schema_suite.py || echo "no JSON Schema Test Suite: the tests with it are skipped"
 	touch $(STAMP)
 
 lint: install

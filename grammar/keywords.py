@@ -88,7 +88,7 @@ def check_keywords(schema: dict[str, Any], at: str) -> dict[str, Any]:
     for keyword, value in schema.items():
         if keyword in ENFORCED:
             check_value(keyword, value, at)
-            enforced[keyword] = value
+            enforced[keyword] = int(value) if keyword in _COUNTS else value
         elif keyword == "$id" and not at:
             continue
         elif keyword not in ANNOTATIONS and not keyword.startswith("x-"):

@@ -6,7 +6,9 @@ from typing import Any
 from pdkv.grammar.disjoint import type_of
 from pdkv.grammar.keywords import Contradiction, is_integer, pointer, refuse
 from pdkv.grammar.merge import identity, type_names
-from pdkv.grammar.patterns import CHARACTER, FORMATS, FREE_FORMATS, check_pattern, other_names
+from pdkv.grammar.patterns import FORMATS, FREE_FORMATS, other_names, pattern_of, pattern_of_length
+from pdkv.grammar.regex import MAX_POSITIONS
+from pdkv.grammar.regex_writer import literal
 from pdkv.limits import clip
 
 Schema = dict[str, Any]
@@ -54,12 +56,8 @@ def _check_numbers(value: object, keyword: str, at: str) -> None:
         raise refuse(keyword, at, f"has a number of more than 64 bits: {clip(str(value))}")
 
 
-def string(schema: Schema, at: str, *, as_pattern: bool) -> Schema:
-    """A string with a pattern, a format or a length, one of them.
-
-    Args:
-        as_pattern: write a length as a pattern, too, see `compiling.py`.
-    """
+def string(schema: Schema, at: str) -> Schema:
+    """A string with a pattern, which a format and a length become: the library's own let control characters pass."""
     own = {name: value for name, value in schema.items() if name != "format" or value not in FREE_FORMATS}
     least, most = own.get("minLength", 0), own.get("maxLength")
     if least == 0 and most is None:
@@ -68,20 +66,20 @@ def string(schema: Schema, at: str, *, as_pattern: bool) -> Schema:
     if given in (["minLength", "maxLength"], ["minLength"], ["maxLength"]):
         if most is not None and least > most:
             raise Contradiction(f"minLength at {pointer(at, 'minLength')} is more than maxLength: {least} > {most}")
-        counts = f"{{{least},{'' if most is None else most}}}"
-        if as_pattern:
-            return {"type": "string", "pattern": f"^{CHARACTER}{counts}$"}
-        return {"type": "string", "minLength": least, **({} if most is None else {"maxLength": most})}
+        for name in given:
+            if own[name] > MAX_POSITIONS:
+                raise refuse(name, at, f"can be enforced up to {MAX_POSITIONS}, got {own[name]}")
+        return {"type": "string", "pattern": pattern_of_length(least, most)}
     if len(given) > 1:
         raise refuse(given[-1], at, f"cannot be enforced beside {given[0]}: say it in one pattern")
     if given == ["format"]:
         if own["format"] not in FORMATS:
             known = ", ".join(sorted(FORMATS))
             raise refuse("format", at, f"is {clip(own['format'])!r}, which cannot be enforced; what can: {known}")
-        return {"type": "string", "pattern": f"^({FORMATS[own['format']]})$"}
+        return {"type": "string", "pattern": pattern_of(FORMATS[own["format"]], at)}
     if given:
-        check_pattern(own["pattern"], f"the keyword 'pattern' at {pointer(at, 'pattern')}")
-        return {"type": "string", "pattern": own["pattern"]}
+        made = pattern_of(own["pattern"], f"the keyword 'pattern' at {pointer(at, 'pattern')}")
+        return {"type": "string", "pattern": made}
     return {"type": "string"}
 
 
@@ -150,9 +148,9 @@ def array(schema: Schema, at: str, make: Make) -> Schema:
         made["prefixItems"] = [make(item, pointer(at, "prefixItems", i)) for i, item in enumerate(prefix)]
     made["items"] = items if isinstance(items, bool) else make(items, pointer(at, "items"))
     if least:
-        made["minItems"] = int(least)
+        made["minItems"] = least
     if most is not None and items is not False:
-        made["maxItems"] = int(most)
+        made["maxItems"] = most
     return made
 
 
@@ -192,7 +190,7 @@ def objects(schema: Schema, at: str, make: Make) -> Schema:
                 "additionalProperties", at, f"cannot be enforced beside names of {_MAX_NAMES_CHARS} characters"
             )
         if properties:
-            made["patternProperties"] = {f"^{other_names(properties)}$": rest}
+            made["patternProperties"] = {other_names(properties): rest}
         else:
             made["additionalProperties"] = rest if rest else True
     return _counted(made, schema, required, others is False, at)
@@ -217,34 +215,28 @@ def _by_pattern(
         if len(patterns) > 1 or "propertyNames" in schema:
             raise refuse(keyword, at, "can be enforced with one pattern, and alone: a name may fulfil several")
         [(pattern, part)] = patterns.items()
-        check_pattern(pattern, f"the pattern at {pointer(at, keyword, pattern)}")
         if part is False:
             raise refuse(keyword, at, "forbids names, which a grammar cannot")
-        made[keyword] = {pattern: make(part, pointer(at, keyword, pattern))}
+        names_pattern = pattern_of(pattern, f"the pattern at {pointer(at, keyword, pattern)}")
+        made[keyword] = {names_pattern: make(part, pointer(at, keyword, pattern))}
     else:
         names = make(schema[keyword], pointer(at, keyword))
         of_names = schema[keyword].get("type", "string") if isinstance(schema[keyword], dict) else "string"
-        names_pattern = _name_pattern(names)
-        if of_names != "string" or names_pattern is None:
+        pattern_of_names = _name_pattern(names, pointer(at, keyword))
+        if of_names != "string" or pattern_of_names is None:
             raise refuse(keyword, at, "can be enforced where it has a pattern, an enum, a format or a length")
         rest = {} if others in (None, True) else make(others, pointer(at, "additionalProperties"))
-        made["patternProperties"] = {names_pattern: rest}
+        made["patternProperties"] = {pattern_of_names: rest}
     return _counted(made, schema, required, False, at)
 
 
-def _name_pattern(names: Schema) -> str | None:
+def _name_pattern(names: Schema, at: str) -> str | None:
     """The pattern of strings of this schema, in the normal form."""
     if "pattern" in names:
         return str(names["pattern"])
     if "enum" in names and all(isinstance(name, str) for name in names["enum"]):
-        return "^(" + "|".join(map(_escape, names["enum"])) + ")$"
-    if "minLength" in names:
-        return f"^{CHARACTER}{{{names['minLength']},{names.get('maxLength', '')}}}$"
+        return pattern_of("|".join("".join(map(literal, name)) for name in names["enum"]), f"the enum at {at}")
     return None
-
-
-def _escape(text: str) -> str:
-    return "".join(f"\\{char}" if char in r".^$*+?{}[]\|()/" else char for char in text)
 
 
 def _counted(made: Schema, schema: Schema, required: list[str], closed: bool, at: str) -> Schema:
@@ -258,7 +250,7 @@ def _counted(made: Schema, schema: Schema, required: list[str], closed: bool, at
             raise Contradiction(f"minProperties at {pointer(at, 'minProperties')} is more than there may be: {listed}")
         if not closed and least > 1:
             raise refuse("minProperties", at, "can be enforced up to 1, or for the properties listed alone")
-        made["minProperties"] = int(least)
+        made["minProperties"] = least
     if most is not None:
-        made["maxProperties"] = int(most)
+        made["maxProperties"] = most
     return made

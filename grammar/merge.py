@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from pdkv.grammar.keywords import TYPES, Contradiction, check_value, pointer, refuse
+from pdkv.grammar.keywords import COMBINING, TYPES, Contradiction, check_value, pointer, refuse
 
 Schema = dict[str, Any]
 
@@ -12,6 +12,24 @@ _OF_OTHERS = (
     ("items", ("prefixItems",)),
 )
 """Keywords that are about what others beside them leave over."""
+
+_UNEVALUATED = (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items"))
+
+
+def part(schema: Schema, at: str) -> Schema:
+    """A schema within another one, before they are merged: its `unevaluated…` knows nothing of what stands beside it.
+
+    Raises:
+        InvalidRequest: it knows what stands in schemas within it, which cannot be enforced once they are merged.
+    """
+    made = {**schema}
+    for keyword, alone in _UNEVALUATED:
+        if (value := made.pop(keyword, True)) in (True, {}):
+            continue
+        if any(name in made for name in COMBINING):
+            raise refuse(keyword, at, f"cannot be enforced with schemas within and beside it: use {alone}")
+        made.setdefault(alone, value)
+    return made
 
 
 def merge(first: Schema, second: Schema, at: str) -> Schema:

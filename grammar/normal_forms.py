@@ -13,8 +13,6 @@ from pdkv.grammar.schema_time import SchemaTime
 MAX_KEPT_BYTES = 8 << 20
 """Of schemas and their normal forms together."""
 
-_Key = tuple[bytes, bool]
-
 
 class NormalForms:
     """Those asked for last, by the schema's text. Thread-safe."""
@@ -22,24 +20,22 @@ class NormalForms:
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[_Key, str] = OrderedDict()
+        self._kept: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
 
-    def normalize(
-        self, schema: Mapping[str, Any] | bool, *, patterns_for_lengths: bool = False, time: SchemaTime | None = None
-    ) -> str:
+    def normalize(self, schema: Mapping[str, Any] | bool, *, time: SchemaTime | None = None) -> str:
         """As `schema.normalize`."""
-        key = (msgspec.json.encode(schema), patterns_for_lengths)
+        key = msgspec.json.encode(schema)
         with self._lock:
             if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return kept
-        made = schemas.normalize(schema, patterns_for_lengths=patterns_for_lengths, time=time)
+        made = schemas.normalize(schema, time=time)
         with self._lock:
             self._keep(key, made)
         return made
 
-    def _keep(self, key: _Key, made: str) -> None:
+    def _keep(self, key: bytes, made: str) -> None:
         if key in self._kept:  # another thread was first
             return
         self._kept[key] = made
@@ -48,8 +44,8 @@ class NormalForms:
             self.num_bytes -= _size(*self._kept.popitem(last=False))
 
 
-def _size(key: _Key, made: str) -> int:
-    return len(key[0]) + 4 * len(made)
+def _size(key: bytes, made: str) -> int:
+    return len(key) + 4 * len(made)
 
 
 normalize = NormalForms().normalize

@@ -10,7 +10,7 @@ import msgspec
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.formats import Format, json_of, structural_tag
 from pdkv.grammar.normal_forms import normalize
-from pdkv.grammar.patterns import check_pattern
+from pdkv.grammar.patterns import text_pattern_of
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.grammar.spec import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar, StructuredOutputs
 from pdkv.grammar.tags import normalize_tag
@@ -65,7 +65,7 @@ def make_format(asked: StructuredOutputs, time: SchemaTime | None = None) -> For
     asked_as = asked.asked_as
     with _refusing_depth(asked_as):
         if asked_as in _JSON:
-            return json_of(json.loads(normalize(_schema_of(asked), patterns_for_lengths=True, time=time)))
+            return json_of(json.loads(normalize(_schema_of(asked), time=time)))
         return _format_of(getattr(asked, asked_as), asked_as, time)
 
 
@@ -75,8 +75,7 @@ def _format_of(value: Any, asked_as: str, time: SchemaTime | None) -> Format:
         _check_text(value, asked_as)
     match asked_as:
         case "regex":
-            check_pattern(value, "regex")
-            return {"type": "regex", "pattern": value}
+            return {"type": "regex", "pattern": text_pattern_of(value, "regex")}
         case "choice":
             return {"type": "grammar", "grammar": _one_of(value)}
         case "grammar":

@@ -24,7 +24,7 @@ from pdkv.grammar.keywords import (
     refuse,
 )
 from pdkv.grammar.leaves import array, number, objects, string, values
-from pdkv.grammar.merge import merge
+from pdkv.grammar.merge import merge, part
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import clip
 
@@ -37,29 +37,25 @@ MAX_DEPTH = 64
 Schema = dict[str, Any]
 
 
-def normalize(
-    schema: Mapping[str, Any] | bool, *, patterns_for_lengths: bool = False, time: SchemaTime | None = None
-) -> str:
+def normalize(schema: Mapping[str, Any] | bool, *, time: SchemaTime | None = None) -> str:
     """The JSON text of a schema that a grammar enforces as it stands.
 
     Args:
-        patterns_for_lengths: see `leaves.string`.
         time: what it may take; None: as much as all schemas of one request.
 
     Raises:
         InvalidRequest: a keyword cannot be enforced, is wrong, or contradicts another; its place is a JSON pointer.
         RequestAborted: nobody waits for it any more.
     """
-    made = _Normalizer(schema, patterns_for_lengths, time or SchemaTime()).run()
+    made = _Normalizer(schema, time or SchemaTime()).run()
     return json.dumps(made, ensure_ascii=False, separators=(",", ":"))
 
 
 class _Normalizer:
     """One schema. What `$ref` points to becomes an entry of `$defs` that is made once."""
 
-    def __init__(self, root: Mapping[str, Any] | bool, patterns_for_lengths: bool, time: SchemaTime) -> None:
+    def __init__(self, root: Mapping[str, Any] | bool, time: SchemaTime) -> None:
         self._root = root
-        self._patterns_for_lengths = patterns_for_lengths
         self._time = time
         self._definitions: dict[str, Schema] = {}  # by the name that they get
         self._names: dict[str, str] = {}  # by the pointer as the client wrote it
@@ -67,7 +63,7 @@ class _Normalizer:
         self._count = 0
         self._depth = 0
         self._leaves: dict[str, Callable[[Schema, str], Schema]] = {
-            "string": lambda schema, at: string(schema, at, as_pattern=self._patterns_for_lengths),
+            "string": string,
             "array": lambda schema, at: array(schema, at, self.schema),
             "object": lambda schema, at: objects(schema, at, self.schema),
         }
@@ -105,10 +101,11 @@ class _Normalizer:
         if keyword == "$ref":
             if not rest:
                 return self._reference(schema["$ref"], at)
-            return self.schema(merge(self._target(schema["$ref"], at), rest, at), at)
+            return self.schema(merge(part(self._target(schema["$ref"], at), at), rest, at), at)
         if keyword == "allOf":
-            for i, part in enumerate(schema["allOf"]):
-                rest = merge(rest, self._without_reference(part, pointer(at, "allOf", i)), pointer(at, "allOf", i))
+            for i, each in enumerate(schema["allOf"]):
+                place = pointer(at, "allOf", i)
+                rest = merge(rest, part(self._without_reference(each, place), place), place)
             return self.schema(rest, at)
         if keyword == "oneOf":
             self._check_disjoint(schema["oneOf"], at)
@@ -125,7 +122,7 @@ class _Normalizer:
                 made.append(self.schema(branch, place))
                 continue
             try:
-                merged = merge(self._without_reference(branch, place), rest, place)
+                merged = merge(part(self._without_reference(branch, place), place), rest, place)
             except Contradiction as error:
                 errors.append(error)
                 continue
@@ -173,12 +170,12 @@ class _Normalizer:
         if uri != "#" and not uri.startswith("#/"):
             raise refuse("$ref", at, f"must be '#' or begin with '#/', other documents are not read: got {clip(uri)!r}")
         target: Any = self._root
-        for part in unquote(uri).split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, Mapping) and part in target:
-                target = target[part]
-            elif isinstance(target, list) and part.isdecimal() and len(part) < 7 and int(part) < len(target):
-                target = target[int(part)]
+        for name in unquote(uri).split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, Mapping) and name in target:
+                target = target[name]
+            elif isinstance(target, list) and name.isdecimal() and len(name) < 7 and int(name) < len(target):
+                target = target[int(name)]
             else:
                 raise refuse("$ref", at, f"points to nothing: {clip(uri)!r}")
         if not isinstance(target, Mapping | bool):
@@ -194,7 +191,7 @@ class _Normalizer:
                 return merged
             target = self._target(merged["$ref"], at)
             rest = {name: value for name, value in merged.items() if name != "$ref"}
-            merged = merge(check_keywords(target, at), rest, at)
+            merged = merge(part(check_keywords(target, at), at), rest, at)
         raise refuse("$ref", at, "is a loop that comes to no schema")
 
     def _check_disjoint(self, branches: list[Any], at: str) -> None:

@@ -8,7 +8,7 @@ from pdkv.errors import InvalidRequest
 from pdkv.grammar.formats import Format
 from pdkv.grammar.keywords import pointer
 from pdkv.grammar.normal_forms import normalize
-from pdkv.grammar.patterns import check_pattern
+from pdkv.grammar.patterns import text_pattern_of
 from pdkv.grammar.schema_time import SchemaTime
 from pdkv.limits import clip
 
@@ -92,7 +92,7 @@ def _format(format_: object, at: str, depth: int, time: SchemaTime) -> Format:
     elif kind == "regex":
         if not isinstance(format_.get("pattern"), str):
             raise InvalidRequest(f"the format at {at} must have a pattern, a string")
-        check_pattern(format_["pattern"], f"the pattern at {pointer(at, 'pattern')}")
+        made["pattern"] = text_pattern_of(format_["pattern"], f"the pattern at {pointer(at, 'pattern')}")
     elif kind in _PARTS:
         for field in _PARTS[kind]:
             part = format_.get(field)
@@ -110,6 +110,6 @@ def _format(format_: object, at: str, depth: int, time: SchemaTime) -> Format:
 
 def _schema(schema: Mapping[str, Any] | bool, at: str, time: SchemaTime) -> Any:
     try:
-        return json.loads(normalize(schema, patterns_for_lengths=True, time=time))
+        return json.loads(normalize(schema, time=time))
     except InvalidRequest as error:
         raise InvalidRequest(f"in the schema at {at}: {error}") from None

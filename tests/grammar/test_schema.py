@@ -47,6 +47,9 @@ def normal(schema: Any) -> Any:
         ({"maxItems": -1}, "/maxItems", "must be an integer"),
         ({"properties": {"a": {"$id": "b"}}}, "/properties/a/$id", "remove it"),
         ({"allOf": [{"additionalProperties": False}, {"properties": {"a": {}}}]}, "additionalProperties", "together"),
+        ({"allOf": [{"unevaluatedItems": False}, {"prefixItems": [{}]}]}, "/items", "together"),
+        ({"properties": {"a": {}}, "allOf": [{"allOf": [{}], "unevaluatedProperties": False}]}, "/allOf/0", "beside"),
+        ({"minLength": 3000}, "/minLength", "up to 1024"),
     ],
 )
 def test_what_a_grammar_cannot_enforce_is_refused_by_name_and_place(schema: Any, place: str, words: str) -> None:
@@ -83,7 +86,7 @@ def test_a_schema_that_nothing_fulfils_is_refused(schema: Any) -> None:
     [
         (True, {}),
         ({"title": "A", "x-mine": 1, "type": "boolean"}, {"type": "boolean"}),
-        ({"minLength": 2}, {"type": "string", "minLength": 2}),
+        ({"maxLength": 2.0}, {"type": "string", "pattern": r'^([^"\\\x00-\x1f]{0,2})$'}),
         ({"type": ["string", "null"], "enum": ["a", None, 3]}, {"enum": ["a", None]}),
         ({"type": "integer", "exclusiveMinimum": 3, "maximum": 4.5}, {"type": "integer", "minimum": 4, "maximum": 4}),
         ({"oneOf": [{"type": "null"}, {"const": 1}]}, {"anyOf": [{"type": "null"}, {"enum": [1]}]}),

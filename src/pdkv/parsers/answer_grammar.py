@@ -122,6 +122,6 @@ def _arguments(tool: Tool, time: SchemaTime) -> Format:
     schema: dict[str, Any] = {**tool.parameters, "type": "object"}
     with naming(param):
         try:
-            return json_of(json.loads(normalize(schema, patterns_for_lengths=True, time=time)))
+            return json_of(json.loads(normalize(schema, time=time)))
         except RecursionError:
             raise InvalidRequest("the schema is nested too deeply") from None

@@ -1,0 +1,98 @@
+"""Patterns as grammars enforce them: no text passes that `re` would not let pass, in plain text and within JSON."""
+
+import contextlib
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from grammar_walks import ByteGrammars
+
+from pdkv.errors import InvalidRequest
+from pdkv.grammar.prepare import make_grammar
+from pdkv.grammar.spec import StructuredOutputs
+
+ATOMS = (
+    *"ab-'/}é😀.", "\\.", "\\/", "\\{", "\\d", "\\w", "\\s", "\\S", "\\D", "\\W", "\\x41", "\\u00e9", "[ab]", "[^a]",
+    "[b-d]", "[^\\d]", "[à-ü]", '[^"]', "[\\w-]", "[.-]", "[^\\x00-\\x1f]", "[^\\W_]", "[a\\]]", '[\\s"]',
+)  # fmt: skip
+REPEATS = ("*", "+", "?", "{2}", "{0,2}", "{1,3}", "{1,}", "{2,}", "*?", "??", "+?", "{0}")
+CHARACTERS = 'ab"\\1 _-./é😀\n\tAcd]{}\u00a0\u2028\u0661x'
+
+
+def drawn(rng: random.Random, depth: int) -> str:
+    """A pattern."""
+    kind = rng.random()
+    if depth == 0 or kind < 0.35:
+        return rng.choice(ATOMS)
+    parts = [drawn(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+    if kind < 0.6:
+        return "".join(parts)
+    if kind < 0.75:
+        return f"({'|'.join(parts)}{rng.choice(('', '|'))})"
+    return f"({rng.choice(('', '?:'))}{parts[0]}){rng.choice(REPEATS)}"
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> ByteGrammars:
+    return ByteGrammars(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.mark.parametrize("in_json", [True, False])
+def test_random_patterns_let_no_other_text_pass(in_json: bool, grammars: ByteGrammars, thoroughness: float) -> None:
+    rng, walks = random.Random(int(in_json)), np.random.default_rng(0)
+    num_matched = 0
+    for _ in range(round(300 * thoroughness)):
+        pattern = drawn(rng, 3)
+        asked = StructuredOutputs(json={"type": "string", "pattern": f"^{pattern}$"}) if in_json else None
+        with contextlib.suppress(InvalidRequest):  # characters that JSON escapes
+            compiled = grammars.compile(make_grammar(asked or StructuredOutputs(regex=pattern)))
+            texts = {"".join(rng.choices(CHARACTERS, k=rng.randint(0, 5))) for _ in range(10)}
+            accepted = {text for text in texts if grammars.accepts(compiled, _written(text, in_json))}
+            drawn_texts = (grammars.walk(compiled, walks, 40) for _ in range(3))
+            accepted |= {_read(text, in_json) for text in drawn_texts if text is not None}
+            wrong = [text for text in accepted if not re.fullmatch(pattern, text)]
+            assert not wrong, (pattern, wrong)
+            num_matched += len(accepted)
+    assert num_matched > 300 * thoroughness
+
+
+def _written(text: str, in_json: bool) -> str:
+    return json.dumps(text, ensure_ascii=False) if in_json else text
+
+
+def _read(text: str, in_json: bool) -> str:
+    return str(json.loads(text)) if in_json else text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("a**", "is repeated"), ("(?=a)", "of groups only"), ("(a", "do not match"), ("a)", "do not match"),
+        ("[a", "is not closed"), ("[]a]", "is empty"), ("[b-a]", "does not go"), ("[a-\\d]", "does not go"),
+        ("*a", "nothing to repeat"), ("a{,2}", "at least"), ("a{3,2}", "more at least"), ("a{10001}", "than 10000"),
+        ("(a{100}){100}", "at most 1024"), ("\\x4", "hexadecimal"), ("\\", "ends in an escape"), ("\\1", "back-ref"),
+        ("\\ud83d", "surrogate"), ("(" * 65 + ")" * 65, "64 deep"), ("((a?b?){9}){0,3}" * 50, "at most 1024"),
+        ("(" + "a?" * 17 + "|b)", "none has to be there"), ("x" * 16_385, "at most 16384"),
+    ],
+)  # fmt: skip
+def test_patterns_that_are_wrong_or_too_large_are_refused(pattern: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        make_grammar(StructuredOutputs(regex=pattern))
+
+
+@pytest.mark.parametrize("pattern", ['"', "\\\\", "\\n", "[\\x00-\\x1f]+", "a\\tb"])
+def test_characters_that_json_escapes_are_refused_in_a_schema(pattern: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"/pattern: .* cannot be enforced"):
+        make_grammar(StructuredOutputs(json={"type": "string", "pattern": pattern}))
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 3), (2, 2), (1, None), (0, 200), (130, 131), (5, 300)])
+def test_lengths_are_kept(least: int, most: int | None, grammars: ByteGrammars) -> None:
+    lengths = {"minLength": least, **({} if most is None else {"maxLength": most})}
+    compiled = grammars.compile(make_grammar(StructuredOutputs(json=lengths)))
+    for length in {least - 1, least, least + 1, (most or 5) - 1, most or 5, (most or 5) + 1} - {-1}:
+        fits = length >= least and (most is None or length <= most)
+        assert grammars.accepts(compiled, json.dumps("é" * length, ensure_ascii=False)) == fits, length
+    assert not grammars.accepts(compiled, '"\n' + "a" * least + '"')
