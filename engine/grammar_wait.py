@@ -9,7 +9,7 @@ import msgspec
 
 from pdkv.engine.plan import StepPlan
 from pdkv.engine.request import Request
-from pdkv.errors import ConfigError, InvalidRequest, PdkvError
+from pdkv.errors import InvalidRequest, PdkvError
 from pdkv.grammar.compiled import CompiledGrammar
 from pdkv.grammar.spec import Grammar
 from pdkv.grammar.store import GrammarStore, GrammarTicket
@@ -18,10 +18,7 @@ from pdkv.wire.messages import RequestKey
 MAX_IDLE_BYTES = 64 << 20
 """Of compiled grammars that workers keep though no request has them now."""
 
-_NO_STORE = (
-    "structured_outputs cannot be enforced by this engine: it needs the package xgrammar, and a model that comes with "
-    "its tokenizer"
-)
+_NO_STORE = "this engine cannot enforce structured_outputs"
 
 
 class Answered(NamedTuple):
@@ -116,8 +113,6 @@ class GrammarWait:
     def _take(self, request: Request, grammar: Grammar, ticket: GrammarTicket) -> None:
         try:
             request.grammar = self._workers.take(grammar, ticket.result())
-        except ConfigError as error:  # the library or the tokenizer is missing
-            raise InvalidRequest(str(error), param="structured_outputs") from None
         finally:
             ticket.close()
 

@@ -12,6 +12,8 @@ from pdkv.grammar.store import GrammarStore
 class Anything:
     """A matcher of a grammar that allows all tokens."""
 
+    is_too_slow, spent_s = False, 0.0
+
     def __init__(self) -> None:
         self._num_tokens = 0
 
