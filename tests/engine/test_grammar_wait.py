@@ -14,7 +14,18 @@ from pdkv.engine.request import Request
 from pdkv.errors import InvalidRequest, ServerBusy
 from pdkv.grammar.spec import Grammar
 from pdkv.sampling_params import SamplingParams
-from pdkv.wire.messages import Abort, Continue, Failed, Finished, KVHandoff, KVReady, KVTicket, LoadReport, Submit
+from pdkv.wire.messages import (
+    Abort,
+    Continue,
+    Failed,
+    Finished,
+    KVHandoff,
+    KVReady,
+    KVTicket,
+    LoadReport,
+    Submit,
+    Trial,
+)
 
 PROMPT = list(range(100, 110))
 A, B = Grammar("regex", "a+"), Grammar("regex", "b+")
@@ -118,6 +129,8 @@ def test_a_wait_ends_with_its_request(end: str, core: EngineCore, store: HeldSto
     assert not core.scheduler.trials.active
     core.handle("r", submit(PROMPT, request_id="b"), 7.0)
     assert output_of(run(core, 7.0), "b") == expected_tokens(PROMPT, 4)
+    core.handle("r", submit(PROMPT, request_id="c", trial_tokens=1), 7.0)  # suspects are counted right
+    assert of_type(run(core, 7.0), Trial) == [Trial("c", 0, begins=True)]
 
 
 @pytest.mark.parametrize("ok", [True, False])
