@@ -135,6 +135,7 @@ class GenerateEndpoint:
         except PdkvError as error:
             if fanout.aborted:
                 raise Disconnected from error
+            _check_grammar_error(error, job)
             raise
         finally:
             gone.cancel()
@@ -196,6 +197,12 @@ def _context_of(span: "Span") -> TraceContext:
     """What goes to the engines as the span above their work."""
     context = span.get_span_context()
     return TraceContext(f"{context.trace_id:032x}", f"{context.span_id:016x}", bool(context.trace_flags.sampled))
+
+
+def _check_grammar_error(error: PdkvError, job: Job) -> None:
+    """Raises InvalidRequest for an engine's refusal of a grammar, by the field that asked for it."""
+    if isinstance(error, InvalidRequest) and error.param == "structured_outputs" and job.grammar_param:
+        raise InvalidRequest(f"{job.grammar_param}: {error}", param=job.grammar_param) from None
 
 
 def _client_timeout(headers: Headers) -> float:

@@ -56,6 +56,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool
     prompts: list[Prompt]
     params: SamplingParams  # of every choice; where the client gave no seed, one is drawn per prompt
+    grammar_param: str = ""  # the field that asks for params.grammar
     stops: StopAutomaton | None = None  # of params.stop
     n: int
     stream: bool
@@ -114,10 +115,9 @@ def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Canc
     _check_prompt_logprobs(num_tokens, body.logprobs if echo else None, params.n, "logprobs")
     _check_shown(num_tokens, params.n, body.return_token_ids or False, "return_token_ids")
     _check_shown(num_tokens, params.n, echo, "echo")
-    grammar = AnswerRules(shape=shape).grammar(model.tokenizer.knows, SchemaTime(cancelled))
-    if not prompt_only:
-        params = _with_grammar(params, grammar, len(prompts))
-    return _job(body, prompts, params, chat=False, echo=echo, prompt_only=prompt_only)
+    rules = AnswerRules(shape=shape)
+    grammar = _grammar(rules, model, len(prompts) * params.n, cancelled)
+    return _job(body, prompts, params, rules, None if prompt_only else grammar, echo=echo, prompt_only=prompt_only)
 
 
 def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lambda: False) -> Job:
@@ -153,16 +153,16 @@ def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lamb
         reasoning_parser=model.reasoning_parser,
         prompt="closed" if answer is None else answer.prompt,
     )
-    params = _with_grammar(params, rules.grammar(model.tokenizer.knows, SchemaTime(cancelled)), 1)
-    return _job(body, [prompt], params, chat=True, answer=answer)
+    return _job(body, [prompt], params, rules, _grammar(rules, model, params.n, cancelled), answer=answer)
 
 
 def _job(
     body: CompletionBody | ChatBody,
     prompts: list[Prompt],
     params: SamplingParams,
+    rules: AnswerRules,
+    grammar: Grammar | None,
     *,
-    chat: bool,
     echo: bool = False,
     prompt_only: bool = False,
     answer: AnswerFormat | None = None,
@@ -173,9 +173,10 @@ def _job(
     if stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     return Job(
-        chat=chat,
+        chat=isinstance(body, ChatBody),
         prompts=prompts,
-        params=msgspec.structs.replace(params, n=1),
+        params=msgspec.structs.replace(params, n=1, grammar=grammar),
+        grammar_param=rules.param,
         stops=StopAutomaton(params.stop) if params.stop else None,
         n=params.n,
         stream=stream,
@@ -226,18 +227,17 @@ def _sampling_params(
     return params
 
 
-def _with_grammar(params: SamplingParams, grammar: Grammar | None, num_prompts: int) -> SamplingParams:
-    """The same with a grammar, which the Submit of every choice carries. Raises InvalidRequest."""
-    if grammar is None:
-        return params
-    size, num_choices = len(grammar.text), num_prompts * params.n
+def _grammar(rules: AnswerRules, model: ServedModel, num_choices: int, cancelled: Cancelled) -> Grammar | None:
+    """What engines are told of an answer's shape, in the Submit of every choice."""
+    grammar = rules.grammar(model.tokenizer.knows, SchemaTime(cancelled))
+    size = 0 if grammar is None else len(grammar.text)
     if size * num_choices > MAX_GRAMMAR_BYTES_OF_CHOICES:
         raise InvalidRequest(
             f"the grammar's size times choices must be at most {MAX_GRAMMAR_BYTES_OF_CHOICES}, "
             f"got {size} * {num_choices}",
             param="n",
         )
-    return msgspec.structs.replace(params, grammar=grammar)
+    return grammar
 
 
 def _client_name(param: str, body: CompletionBody | ChatBody) -> str:

@@ -217,8 +217,14 @@ def test_what_no_grammar_enforces_is_refused(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, tools=bad, tool_choice="required")
     assert refused.value.param == "tools[0].function.parameters"
-    with pytest.raises(openai.BadRequestError, match="ebnf"):
+    with pytest.raises(openai.BadRequestError, match="ebnf") as refused:
         client.completions.create(model="served", prompt="a", extra_body={"guided_grammar": "root ::= ("})
+    assert refused.value.param == "guided_grammar"
+    tag: Any = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [""], "tags": []}}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="served", messages=USER, response_format=tag, stream=stream)
+        assert refused.value.param == "response_format"
 
 
 def test_json_objects(client: OpenAI, bias: Bias) -> None:

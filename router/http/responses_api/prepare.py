@@ -1,6 +1,7 @@
 """From the body of POST /v1/responses to a checked request: it is put as a chat, and errors name its own fields."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -60,7 +61,12 @@ def prepare_responses(body: ResponsesBody, model: ServedModel, cancelled: Cancel
     except InvalidRequest as error:
         raise _renamed(error) from None
     repeated = _encoded(_repeated(body, job.params))
-    return msgspec.structs.replace(job, answer=job.answer or AnswerFormat(), repeated=repeated)
+    return msgspec.structs.replace(
+        job,
+        answer=job.answer or AnswerFormat(),
+        grammar_param=_own_name(job.grammar_param, _OWN_NAMES),
+        repeated=repeated,
+    )
 
 
 def _as_chat(body: ResponsesBody) -> ChatBody:
@@ -111,11 +117,17 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
 def _renamed(error: InvalidRequest) -> InvalidRequest:
     """The same in the words of this API."""
     message, param = str(error), error.param or ""
-    for pattern, name in (*_OWN_NAMES, _INPUT) if param.startswith("messages") else _OWN_NAMES:
-        message, param = pattern.sub(name, message, count=1), pattern.sub(name, param)
-    renamed = InvalidRequest(message, param=param or None, status=error.status)
+    names = (*_OWN_NAMES, _INPUT) if param.startswith("messages") else _OWN_NAMES
+    renamed = InvalidRequest(_own_name(message, names), param=_own_name(param, names) or None, status=error.status)
     renamed.code = error.code
     return renamed
+
+
+def _own_name(text: str, names: Sequence[tuple[re.Pattern[str], str]]) -> str:
+    """A field's name, or a message that has it once."""
+    for pattern, name in names:
+        text = pattern.sub(name, text, count=1)
+    return text
 
 
 def _encoded(repeated: dict[str, Any]) -> bytes:

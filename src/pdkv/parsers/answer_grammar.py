@@ -59,6 +59,13 @@ class AnswerRules:
     reasoning_parser: type[ReasoningParser] | None = None
     prompt: Thinking = "closed"  # where it leaves the model
 
+    @property
+    def param(self) -> str:
+        """The field that asks for the grammar: what a compiler refuses of it is its fault."""
+        if self.calls is not None and (self.calls.required or self.shape is None):
+            return "tool_choice" if self.calls.required else "tools"
+        return "" if self.shape is None else self.shape.param
+
     def grammar(self, knows: KnowsToken, time: SchemaTime) -> Grammar | None:
         """What engines are told; None: the answer is free.
 
