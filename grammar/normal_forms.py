@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from pdkv.errors import InvalidRequest
 from pdkv.grammar import schema as schemas
 from pdkv.grammar.schema_time import SchemaTime
 
@@ -24,8 +25,11 @@ class NormalForms:
         self._lock = threading.Lock()
 
     def normalize(self, schema: Mapping[str, Any] | bool, *, time: SchemaTime | None = None) -> str:
-        """As `schema.normalize`."""
-        key = msgspec.json.encode(schema)
+        """As `schema.normalize`; raises InvalidRequest also for what is no JSON."""
+        try:
+            key = msgspec.json.encode(schema)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequest(f"the schema is no JSON: {error}") from None
         with self._lock:
             if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)

@@ -9,6 +9,7 @@ import msgspec
 
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.formats import Format, json_of, structural_tag
+from pdkv.grammar.json_text import read_json
 from pdkv.grammar.normal_forms import normalize
 from pdkv.grammar.patterns import text_pattern_of
 from pdkv.grammar.schema_time import SchemaTime
@@ -116,10 +117,7 @@ def _check_text(text: str, name: str) -> None:
 def _parsed(schema: Any) -> Any:
     if not isinstance(schema, str):
         return schema
-    try:
-        schema = json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"json is no JSON: {error}") from None
+    schema = read_json(schema, "json")
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("json must be a schema, an object")
     return schema

@@ -6,6 +6,7 @@ from typing import Any
 
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.formats import Format
+from pdkv.grammar.json_text import read_json
 from pdkv.grammar.keywords import pointer
 from pdkv.grammar.normal_forms import normalize
 from pdkv.grammar.patterns import text_pattern_of
@@ -44,10 +45,7 @@ def normalize_tag(tag: Mapping[str, Any] | str, time: SchemaTime | None = None) 
         RequestAborted: nobody waits for it any more.
     """
     if isinstance(tag, str):
-        try:
-            tag = json.loads(tag)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"the structural tag is no JSON: {error}") from None
+        tag = read_json(tag, "the structural tag")
     if not isinstance(tag, Mapping):
         raise InvalidRequest("a structural tag must be an object with a format")
     if "structures" in tag:
@@ -67,10 +65,7 @@ def _from_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidRequest(f"the structure at /structures/{i} must have begin, schema and end")
         schema = part["schema"]
         if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError) as error:
-                raise InvalidRequest(f"the schema at /structures/{i}/schema is no JSON: {error}") from None
+            schema = read_json(schema, f"the schema at /structures/{i}/schema")
         content = {"type": "json_schema", "json_schema": schema}
         tags.append({"type": "tag", "begin": part["begin"], "content": content, "end": part["end"]})
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}

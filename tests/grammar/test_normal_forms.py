@@ -41,3 +41,9 @@ def test_a_refusal_is_the_same_each_time() -> None:
         with pytest.raises(InvalidRequest, match="/not"):
             forms.normalize({"not": {}})
     assert forms.num_bytes == 0
+
+
+@pytest.mark.parametrize("schema", [{"const": "\ud800"}, {"const": object()}])
+def test_what_is_no_json_is_refused(schema: Any) -> None:
+    with pytest.raises(InvalidRequest, match="no JSON"):
+        NormalForms().normalize(schema)

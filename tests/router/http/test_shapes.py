@@ -117,6 +117,13 @@ def test_what_asks_for_no_shape_has_no_grammar() -> None:
         ({"response_format": {"type": "structural_tag"}}, "response_format", ("must have a format",)),
         ({"structured_outputs": {"json": REFUSED}}, "structured_outputs.json", ("/properties/a/not",)),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", ("no JSON",)),
+        ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs.json", ("no JSON",)),
+        ({"structured_outputs": {"json": '{"enum": [1e400]}'}}, "structured_outputs.json", ("no JSON",)),
+        (
+            {"structured_outputs": {"structural_tag": '{"format": {"type": "const_string", "value": "\\ud800"}}'}},
+            "structured_outputs.structural_tag",
+            ("no JSON",),
+        ),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", ("cannot be enforced",)),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", ("at least one",)),
         ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice", ("array",)),
