@@ -129,6 +129,7 @@ def _tell_status(pidfd: int, pid: int, job: socket.socket) -> None:
     job.settimeout(1.0)  # four bytes have room, unless nobody reads
     with job, contextlib.suppress(OSError):
         job.sendall(STATUS.pack(status))
+        job.shutdown(socket.SHUT_RDWR)  # workers that began meanwhile have it, too: to close it ends nothing
 
 
 def _work(job: socket.socket, compiler: Compiler, memory_bytes: int) -> NoReturn:
