@@ -46,6 +46,13 @@ class _Layer:
     def stored(self, suffix: str) -> torch.Tensor:
         return self._checkpoint.stored(self._name + suffix)
 
+    def words(self, suffix: str, shape: tuple[int, int] | None = None) -> torch.Tensor:
+        """Numbers packed into int32 (n, m); `shape` None: whatever it is."""
+        words = self.stored(suffix) if shape is None else self.get(suffix, shape)
+        if words.dtype != torch.int32 or words.ndim != 2:
+            raise self.error(f"{suffix[1:]} must be int32 (n, m), got {words.dtype} of {tuple(words.shape)}")
+        return words
+
     def error(self, text: str) -> ModelError:
         return ModelError(f"{self._checkpoint.path}: {self._name}: {text}")
 
@@ -77,7 +84,7 @@ def _read_packed(layer: _Layer, quantization: Quantization, shape: tuple[int, ..
     """Symmetric: stored with half of the range added."""
     rows, columns = shape
     bits = quantization.bits
-    words = layer.get(".weight_packed", (rows, -(-columns * bits // 32)))
+    words = layer.words(".weight_packed", (rows, -(-columns * bits // 32)))
     numbers = _unpacked(words, bits)[:, :columns] - (1 << (bits - 1))
     scales = layer.stored(_SCALE).float()
     if scales.ndim != 2 or len(scales) != rows:
@@ -89,16 +96,16 @@ def _read_packed(layer: _Layer, quantization: Quantization, shape: tuple[int, ..
 def _read_gptq(layer: _Layer, quantization: Quantization, shape: tuple[int, ...]) -> torch.Tensor:
     rows, columns = shape
     bits = quantization.bits
-    words = layer.get(".qweight", (columns * bits // 32, rows))
+    words = layer.words(".qweight", (columns * bits // 32, rows))
     numbers = _unpacked(words.T.contiguous(), bits)  # (out, in)
-    zeros = _unpacked(layer.stored(".qzeros"), bits) + quantization.zero_offset  # (groups, out)
+    zeros = _unpacked(layer.words(".qzeros"), bits) + quantization.zero_offset  # (groups, out)
     return _grouped(layer, numbers, zeros, shape)
 
 
 def _read_awq(layer: _Layer, quantization: Quantization, shape: tuple[int, ...]) -> torch.Tensor:
     rows, columns = shape
-    words = layer.get(".qweight", (columns, rows * quantization.bits // 32))
-    numbers, zeros = (_in_awq_order(_unpacked(each, quantization.bits)) for each in (words, layer.stored(".qzeros")))
+    words = layer.words(".qweight", (columns, rows * quantization.bits // 32))
+    numbers, zeros = (_in_awq_order(_unpacked(each, quantization.bits)) for each in (words, layer.words(".qzeros")))
     return _grouped(layer, numbers.T, zeros, shape)
 
 
@@ -115,7 +122,7 @@ def _grouped(layer: _Layer, numbers: torch.Tensor, zeros: torch.Tensor, shape: t
 def _groups(layer: _Layer, suffix: str, columns: int, num_groups: int) -> torch.Tensor:
     """The group of each input: equal parts, unless the checkpoint says otherwise."""
     if not layer.has(suffix):
-        if columns % num_groups:
+        if not num_groups or columns % num_groups:
             raise layer.error(f"{num_groups} groups of scales do not divide {columns} inputs")
         return torch.arange(columns) // (columns // num_groups)
     groups = layer.get(suffix, (columns,)).long()

@@ -48,13 +48,7 @@ def _unsupported(path: Path, field: str, value: object, known: str) -> ModelErro
 
 
 def _read_fp8(path: Path, config: Mapping[str, Any]) -> Quantization:
-    block = config.get("weight_block_size")
-    if block is None:
-        return Quantization("scaled")
-    is_pair = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
-    if not is_pair:
-        raise _unsupported(path, "weight_block_size", block, "two positive numbers, of rows and columns")
-    return Quantization("scaled", block=(block[0], block[1]))
+    return Quantization("scaled", block=_block(path, "weight_block_size", config.get("weight_block_size")))
 
 
 def _read_gptq(path: Path, config: Mapping[str, Any]) -> Quantization:
@@ -70,27 +64,37 @@ def _read_awq(path: Path, config: Mapping[str, Any]) -> Quantization:
 
 def _read_compressed(path: Path, config: Mapping[str, Any]) -> Quantization:
     """The formats of compressed-tensors; all of its groups have to be alike."""
-    found = {_read_group(path, name, group) for name, group in dict(config.get("config_groups") or {}).items()}
-    if len(found) != 1:
-        raise _unsupported(path, "config_groups", config.get("config_groups"), "groups that are all alike")
-    (kind, bits, symmetric, block), is_packed = found.pop(), config.get("format") == "pack-quantized"
+    groups = config.get("config_groups")
+    named = groups.items() if isinstance(groups, Mapping) else ()
+    found = [_read_group(path, f"config_groups.{name}", group) for name, group in named]
+    if not found or any(group != found[0] for group in found):
+        raise _unsupported(path, "config_groups", groups, "groups that are all alike")
+    (kind, bits, symmetric, block), is_packed = found[0], config.get("format") == "pack-quantized"
     if is_packed and kind == "int" and bits in (4, 8) and symmetric:
         return Quantization("packed", bits=bits)
     if not is_packed and bits == 8 and symmetric and kind in ("float", "int"):
         _one_of(path, config, "format", ("float-quantized", "int-quantized", "naive-quantized"))
         return Quantization("scaled", block=block)
     known = "symmetric weights: 4 or 8 bits in the format pack-quantized, else 8"
-    raise _unsupported(path, "config_groups", config.get("config_groups"), known)
+    raise _unsupported(path, "config_groups", groups, known)
 
 
-def _read_group(path: Path, name: str, group: Any) -> tuple[object, object, bool, tuple[int, int] | None]:
+def _read_group(path: Path, field: str, group: object) -> tuple[object, object, bool, tuple[int, int] | None]:
     """(type, bits, whether symmetric, block) of a group's weights."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        raise _unsupported(path, f"config_groups.{name}", group, "an object with weights")
-    rows = weights.get("block_structure")
-    block = (int(rows[0]), int(rows[1])) if isinstance(rows, list) and len(rows) == 2 else None
+        raise _unsupported(path, field, group, "an object with weights")
+    block = _block(path, f"{field}.weights.block_structure", weights.get("block_structure"))
     return weights.get("type", "int"), weights.get("num_bits"), weights.get("symmetric", True) is True, block
+
+
+def _block(path: Path, field: str, value: object) -> tuple[int, int] | None:
+    """(rows, columns) that a scale is for; None: it is for more."""
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
+        return value[0], value[1]
+    raise _unsupported(path, field, value, "two positive numbers, of rows and columns")
 
 
 def _one_of(path: Path, config: Mapping[str, Any], field: str, known: tuple[Any, ...], default: Any = None) -> Any:

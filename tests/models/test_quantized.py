@@ -205,6 +205,8 @@ def test_the_weights_are_those_that_the_numbers_stand_for(pair: tuple[Path, Path
         ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version 'marlin'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "config_groups"),
+        (compressed("float", 8, "float-quantized", block_structure=["a", 0]), "weights.block_structure"),
         (compressed("int", 4, "pack-quantized", symmetric=False), "symmetric weights"),
         (compressed("float", 4, "nvfp4-pack-quantized"), "symmetric weights"),
         ("fp8", "must be an object"),
@@ -222,6 +224,7 @@ def test_what_is_not_computed_is_refused_by_name(config: Any, words: str, tiny_m
     ("suffix", "tensor", "words"),
     [
         ("scales", torch.ones(3, 5), "scales and zero points of shapes"),
+        ("qzeros", torch.ones(3, 5), "qzeros must be int32 .n, m., got torch.float32"),
         ("qweight", torch.ones(2, 2, dtype=torch.int32), "has shape"),
         ("g_idx", torch.full((64,), 99, dtype=torch.int32), "names a group that is none of"),
     ],
