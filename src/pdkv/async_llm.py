@@ -152,7 +152,8 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         streams = self._streams.get(loop)
         if streams is None:
-            for other in [other for other in self._streams if other.is_closed()]:
-                del self._streams[other]
+            for other in list(self._streams):  # another thread's loop may come meanwhile
+                if other.is_closed():
+                    self._streams.pop(other, None)
             streams = self._streams[loop] = Streams(self._engine, loop)
         return streams

@@ -318,6 +318,23 @@ def test_a_shutdown_ends_requests_in_flight(model: Path) -> None:
     run(test())
 
 
+def test_all_choices_of_a_request_are_given_up_though_the_engine_has_ended(model: Path) -> None:
+    llm = AsyncLLM(model, **OPTIONS)
+
+    async def test() -> None:
+        stream = llm.generate(list(range(5, 30)), msgspec.structs.replace(ENDLESS, n=3), "mine")
+        while not all(choice.token_ids for choice in (await anext(stream)).outputs):
+            pass
+        llm.shutdown()
+        await llm.abort("mine")
+        last = await last_of(stream)
+        assert [choice.finish_reason for choice in last.outputs] == ["abort"] * 3
+        [streams] = llm._streams.values()
+        assert not streams._in_flight
+
+    run(test())
+
+
 def test_a_step_that_does_not_end_does_not_hold_a_shutdown_for_ever(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -188,9 +188,10 @@ class InFlight:
     def give_up(self, generation: Generation) -> None:
         """End those of its choices that have not ended: they stay as they are."""
         generation.waiting = []
-        for choice in generation.choices:
-            if self._choices.pop(choice.submit.request_id, None) is not None:
-                self._send(Abort(choice.submit.request_id, choice.submit.attempt))
+        submits = [choice.submit for choice in generation.choices]
+        live = [submit for submit in submits if self._choices.pop(submit.request_id, None) is not None]
+        for submit in live:
+            self._send(Abort(submit.request_id, submit.attempt))
 
     def give_up_all(self) -> None:
         """The same with every generation."""
