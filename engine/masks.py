@@ -97,6 +97,7 @@ class _Answer:
         self._matcher = grammar.matcher()
         self._eos = _Tokens(eos_token_ids)
         self._own_stops = _Tokens(request.params.stop_token_ids)
+        self._has_own_stops = bool(request.params.stop_token_ids)
         self._stops = {*eos_token_ids, *request.params.stop_token_ids}
 
     @property
@@ -122,7 +123,8 @@ class _Answer:
                 break
             count += 1
             self._fill_row(bits, row + count)
-        self._matcher.rollback(count)
+        if count:
+            self._matcher.rollback(count)
         return count + 1
 
     def accept(self, token_ids: Sequence[int]) -> int | None:
@@ -141,8 +143,10 @@ class _Answer:
     def _fill_row(self, bits: torch.Tensor, row: int) -> None:
         """Where the model may end the answer, the request's own stop tokens may, too."""
         self._matcher.fill(bits, row)
+        if not self._has_own_stops:
+            return
         words = bits[row].numpy()
-        if len(self._own_stops.words) and (words[self._eos.words] & self._eos.bits).any():
+        if (words[self._eos.words] & self._eos.bits).any():
             np.bitwise_or.at(words, self._own_stops.words, self._own_stops.bits)
 
 

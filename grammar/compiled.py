@@ -1,5 +1,6 @@
 """A grammar that is ready to match, and its bytes for other processes with the same vocabulary."""
 
+import time
 from typing import Any
 
 from pdkv.grammar.matcher import Matcher
@@ -25,7 +26,8 @@ class CompiledGrammar:
     def matcher(self) -> Matcher:
         """One at the beginning of an answer."""
         matcher = load_xgrammar().GrammarMatcher(self._compiled)
-        return Matcher(matcher, self._vocabulary, allows_special=self.serialized[:1] == _WITH_SPECIAL)
+        allows_special = self.serialized[:1] == _WITH_SPECIAL
+        return Matcher(matcher, self._vocabulary, allows_special=allows_special, clock=time.perf_counter)
 
     @property
     def num_bytes(self) -> int:

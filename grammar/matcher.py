@@ -1,6 +1,7 @@
 """Where one answer stands in its grammar: a function of the answer's tokens, and of nothing else."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +18,19 @@ class Matcher:
     Behind a stop token, stop tokens alone are allowed.
     """
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, *, allows_special: bool) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        vocabulary: Vocabulary,
+        *,
+        allows_special: bool,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         """Args:
         matcher: an `xgrammar.GrammarMatcher` at the beginning.
         allows_special: whether tokens that are left out of answers may match the text that they stand for.
+        clock: what its time is taken by. Another one than `time.thread_time`, whose system call may take longer than
+            a mask, only raises a suspicion: from then on it is that one.
         """
         self._matcher = matcher
         self._vocabulary = vocabulary
@@ -28,7 +38,8 @@ class Matcher:
         self._never = vocabulary.padding if allows_special else vocabulary.padding | vocabulary.special
         self._num_behind = 0  # tokens behind the first stop token
         self._num_accepted = 0  # tokens, those that were taken back included
-        self.spent_s = 0.0  # time of this thread
+        self._clock = clock
+        self.spent_s = 0.0  # by that clock
 
     @property
     def is_too_slow(self) -> bool:
@@ -36,7 +47,16 @@ class Matcher:
 
         A grammar's work may grow with the answer, as that of `root ::= root root | "a"` does.
         """
+        return self._clock is time.thread_time and self._is_over_budget
+
+    @property
+    def _is_over_budget(self) -> bool:
         return self.spent_s > _SPARE_S + _S_PER_TOKEN * self._num_accepted
+
+    def _spend_since(self, began: float) -> None:
+        self.spent_s += self._clock() - began
+        if self._is_over_budget and self._clock is not time.thread_time:  # or the process stood still meanwhile
+            self._clock, self.spent_s, self._num_accepted = time.thread_time, 0.0, 0
 
     def accept(self, token_id: int) -> bool:
         """Go on by one token; False, and nothing changes, where the grammar does not allow it."""
@@ -45,9 +65,9 @@ class Matcher:
             return token_id in self._vocabulary.stop_token_ids
         if token_id in self._never or not 0 <= token_id < self._vocabulary.size:
             return False
-        began = time.thread_time()
+        began = self._clock()
         is_accepted = bool(self._matcher.accept_token(token_id))
-        self.spent_s += time.thread_time() - began
+        self._spend_since(began)
         self._num_accepted += is_accepted
         return is_accepted
 
@@ -69,9 +89,9 @@ class Matcher:
         if self._matcher.is_terminated():
             words.copy_(self._vocabulary.stop)
             return
-        began = time.thread_time()
+        began = self._clock()
         self._matcher.fill_next_token_bitmask(bitmask, row)
-        self.spent_s += time.thread_time() - began
+        self._spend_since(began)
         words &= self._known
 
     def forced(self, limit: int) -> list[int]:
