@@ -25,7 +25,7 @@ def text(value: str) -> Format:
 
 
 def json_of(schema: Any) -> Format:
-    """JSON of a schema, which is in the normal form with patterns for lengths."""
+    """JSON of a schema, which is in its normal form."""
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_SPACES}
 
 

@@ -16,4 +16,4 @@ def read_json(text: str, what: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{what} is no JSON: {error}") from None
+        raise InvalidRequest(f"{what} is not valid JSON: {error}") from None

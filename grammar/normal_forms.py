@@ -29,7 +29,7 @@ class NormalForms:
         try:
             key = msgspec.json.encode(schema)
         except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequest(f"the schema is no JSON: {error}") from None
+            raise InvalidRequest(f"the schema is not valid JSON: {error}") from None
         with self._lock:
             if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
