@@ -81,6 +81,7 @@ async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, poo
     encode = encoder.encode
     begin = b""
     begun = False
+    num_shown = 0  # logprobs so far
     while not fanout.finished:
         batch = fanout.take()
         if not batch:
@@ -90,7 +91,10 @@ async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, poo
             begun = True
             begin = encoder.begin()
             await exchange.begin_events(fanout.engines, encoder.fail)
-        if fanout.job.params.logprobs is not None and _num_logprobs(batch) > INLINE_LOGPROBS:
+        num_new = _num_logprobs(batch)
+        num_shown += num_new
+        is_end = any(delta.finish_reason is not None for delta in batch)  # which may repeat all of them
+        if (num_shown if is_end else num_new) > INLINE_LOGPROBS:
             for delta in batch:
                 await exchange.send_events(begin + await pool.encode(functools.partial(encode, delta)))
                 begin = b""
@@ -99,7 +103,8 @@ async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, poo
         if begin or data:  # of an answer that is told apart, a token may show nothing yet
             await exchange.send_events(begin + data)
             begin = b""
-    await exchange.end_events(encoder.end(fanout.counts))
+    end = functools.partial(encoder.end, fanout.counts)
+    await exchange.end_events(end() if num_shown <= INLINE_LOGPROBS else await pool.encode(end))
 
 
 def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:

@@ -1,6 +1,7 @@
 """POST /v1/responses: items in, items out, typed events, and errors that name its own fields."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from small_app import MODEL, eos, ids, make_app, tokenizer
 from pdkv.config import HttpApi, HttpLimits
 from pdkv.errors import EngineDied, EngineUnavailable
 from pdkv.router.http import replies
-from pdkv.router.http.responses_api import reply_types
+from pdkv.router.http.responses_api import items, reply_types
+from pdkv.router.http.responses_api import replies as response_replies
 from pdkv.text import Tokenizer
 
 PATH = "/v1/responses"
@@ -176,6 +178,28 @@ def test_logprobs_are_those_of_a_messages_own_tokens(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(replies, "INLINE_LOGPROBS", 0)
     threaded = both(text, thinks="qwen3", tools=FUNCTIONS, **WITH_LOGPROBS, top_logprobs=2)
     assert unnamed(threaded) == unnamed(body)
+
+
+def test_the_end_of_a_stream_with_many_logprobs_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It repeats all of them, though each came alone."""
+    threads: list[tuple[str, bool]] = []
+    finish, end = items.OutputItems.finish, response_replies.ResponseEvents.end
+
+    def note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any, **options: Any) -> Any:
+            threads.append((name, threading.current_thread() is threading.main_thread()))
+            return function(*arguments, **options)
+
+        return noting
+
+    monkeypatch.setattr(items.OutputItems, "finish", note("finish", finish))
+    monkeypatch.setattr(response_replies.ResponseEvents, "end", note("end", end))
+    for inline in (True, False):
+        threads.clear()
+        monkeypatch.setattr(replies, "INLINE_LOGPROBS", 9 if inline else 5)
+        exchange = ask("abcdef", stream=True, **WITH_LOGPROBS)
+        assert exchange.status == 200
+        assert threads == [("finish", inline), ("end", inline)]
 
 
 def test_what_is_no_character_has_logprobs_too() -> None:
