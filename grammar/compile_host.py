@@ -44,7 +44,7 @@ class CompileHost:
         self._is_closed = False
 
     def run(self, job: Job) -> bytes | Ended:
-        """Compile a grammar; the bytes of a `CompiledGrammar`.
+        """Compile a grammar; the bytes of a `CompiledGrammar`, or of the `Vocabulary`.
 
         Returns after the job's `wall_s` and some seconds at the latest; where the process has to be started first,
         START_TIMEOUT_S more.

@@ -55,7 +55,7 @@ class Ready(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """A grammar to compile, over a socket of its own whose other end went to the process."""
 
-    grammar: Grammar
+    grammar: Grammar | None  # None: the vocabulary is asked for
     cpu_s: float  # time after which the worker is killed (SIGPROF)
     wall_s: float  # the same by the clock on the wall (SIGALRM)
 
@@ -63,7 +63,7 @@ class Job(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True):
     """What the worker says before it exits with 0. STATUS follows."""
 
-    data: bytes = b""  # of a `CompiledGrammar`
+    data: bytes = b""  # of a `CompiledGrammar`, or of the `Vocabulary`
     refused: str = ""  # why the grammar is wrong
 
 
@@ -79,10 +79,11 @@ def main(control_fd: int) -> None:
     start = msgspec.msgpack.decode(request, type=Start)
     try:
         _leave_out_transformers()
-        compiler = Compiler(Vocabulary.load(Path(start.model_dir), start.vocab_size, start.stop_token_ids))
+        vocabulary = Vocabulary.load(Path(start.model_dir), start.vocab_size, start.stop_token_ids)
     except ConfigError as error:
         control.send(msgspec.msgpack.encode(Ready(error=str(error))))
         return
+    compiler = Compiler(vocabulary)
     gc.collect()
     gc.freeze()  # what workers share with this process stays shared
     assert len(os.listdir("/proc/self/task")) == 1, "a thread was started by an import: forked workers would hang"
@@ -161,8 +162,10 @@ def _bound(order: Job, memory_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, order.wall_s)
 
 
-def _reply(compiler: Compiler, grammar: Grammar) -> Reply:
+def _reply(compiler: Compiler, grammar: Grammar | None) -> Reply:
     try:
+        if grammar is None:
+            return Reply(data=compiler.vocabulary.to_bytes())
         return Reply(data=serialize(compiler.compile(grammar), grammar))
     except (InvalidRequest, RuntimeError) as error:
         if "bad_alloc" in str(error):

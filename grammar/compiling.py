@@ -46,7 +46,7 @@ class Compiler:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         xgr = load_xgrammar()
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._compiler = xgr.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
         self._of_lengths = xgr.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=True)
         self._num_warm = 0
@@ -80,8 +80,8 @@ class Compiler:
         Raises:
             ValueError: it is to be refused.
         """
-        matcher = Matcher(load_xgrammar().GrammarMatcher(compiled), self._vocabulary, allows_special=True)
-        mask = torch.empty((1, self._vocabulary.num_words), dtype=torch.int32)
+        matcher = Matcher(load_xgrammar().GrammarMatcher(compiled), self.vocabulary, allows_special=True)
+        mask = torch.empty((1, self.vocabulary.num_words), dtype=torch.int32)
         rng = random.Random(0)
         for i in range(_TRIAL_TOKENS):
             matcher.fill(mask, 0)

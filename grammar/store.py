@@ -6,7 +6,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from pdkv.grammar.compile_process import Job
 from pdkv.grammar.compiled import CompiledGrammar
 from pdkv.grammar.options import GrammarOptions
 from pdkv.grammar.spec import Grammar
-from pdkv.grammar.vocabulary import Vocabulary
+from pdkv.grammar.vocabulary import Vocabulary, load_xgrammar
 from pdkv.grammar.waiting import Lane, WaitingGrammars, Wanted
 
 FIRST_SLICE_S = 1.0
@@ -79,8 +78,8 @@ class GrammarStore:
         notify: Callable[[], None],
     ) -> None:
         """`notify` is called from another thread whenever tickets became done."""
-        self._load: Callable[[], Vocabulary] = lambda: Vocabulary.load(model_dir, vocab_size, stop_token_ids)
-        self._vocabulary: Future[Vocabulary] = Future()
+        self._vocabulary: Vocabulary | None = None
+        self._loading = threading.Lock()
         self._host = CompileHost(model_dir, vocab_size, stop_token_ids, options.compile_memory_bytes)
         self._options = options
         self._notify = notify
@@ -136,16 +135,33 @@ class GrammarStore:
 
     def _start_threads(self) -> None:
         lanes = [threading.Thread(target=self._run, args=(lane,), name=f"grammars-{lane.name}") for lane in Lane]
-        self._threads = [*lanes, threading.Thread(target=self._load_vocabulary, name="grammars-load")]
+        self._threads = [*lanes, threading.Thread(target=self._load_ahead, name="grammars-load")]
         for thread in self._threads:
             thread.daemon = True
             thread.start()
 
-    def _load_vocabulary(self) -> None:
+    def _load_ahead(self) -> None:
+        """The library and the vocabulary, while the process does the same."""
         try:
-            self._vocabulary.set_result(self._load())
-        except BaseException as error:  # who waits for it is told
-            self._vocabulary.set_exception(error)
+            self._load_vocabulary()
+        except PdkvError as error:  # the lanes try again, and tell it
+            logger.debug("the vocabulary is not there yet: %s", error)
+
+    def _load_vocabulary(self) -> Vocabulary:
+        """From the process, which has it: reading a tokenizer here would stop all other threads.
+
+        Raises:
+            ConfigError: there is none.
+            StartupError: the process did not start, or went away.
+        """
+        with self._loading:
+            if self._vocabulary is None:
+                load_xgrammar()
+                data = self._host.run(Job(None, cpu_s=_LOAD_TIMEOUT_S, wall_s=_LOAD_TIMEOUT_S))
+                if isinstance(data, Ended):
+                    raise StartupError(f"the vocabulary could not be loaded: {data.reason} {data.detail}")
+                self._vocabulary = Vocabulary.from_bytes(data)
+            return self._vocabulary
 
     def _leave(self, wanted: Wanted) -> None:
         with self._changed:
@@ -186,7 +202,7 @@ class GrammarStore:
             if isinstance(result, Ended) and result.reason == "lost":
                 result = self._host.run(job)
             if isinstance(result, bytes):
-                return _Outcome(CompiledGrammar.from_bytes(result, self._vocabulary.result(_LOAD_TIMEOUT_S)))
+                return _Outcome(CompiledGrammar.from_bytes(result, self._load_vocabulary()))
         except InvalidRequest as error:
             return _Outcome(error)
         except ConfigError as error:

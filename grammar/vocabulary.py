@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -25,6 +26,12 @@ def load_xgrammar() -> Any:
         return importlib.import_module("xgrammar")
     except ImportError as error:
         raise ConfigError(f"structured outputs need xgrammar: pip install 'pdkv[grammar]' ({error})") from error
+
+
+class _Packed(msgspec.Struct, frozen=True):
+    info: str
+    special_ids: list[int]
+    stop_token_ids: list[int]
 
 
 class Vocabulary:
@@ -76,6 +83,18 @@ class Vocabulary:
         )
         special_ids = frozenset(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
         return cls(info, special_ids=special_ids, stop_token_ids=stop_token_ids)
+
+    def to_bytes(self) -> bytes:
+        """For `from_bytes` in another process."""
+        packed = _Packed(str(self.info.serialize_json()), sorted(self.special), sorted(self.stop_token_ids))
+        return msgspec.msgpack.encode(packed)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Vocabulary":
+        """What `to_bytes` gave elsewhere. Unlike `load`, it lets other Python threads run meanwhile."""
+        packed = msgspec.msgpack.decode(data, type=_Packed)
+        info = load_xgrammar().TokenizerInfo.deserialize_json(packed.info)
+        return cls(info, special_ids=frozenset(packed.special_ids), stop_token_ids=packed.stop_token_ids)
 
     def _words_without(self, token_ids: frozenset[int]) -> torch.Tensor:
         """(num_words,) int32 with a bit for every token but these."""
