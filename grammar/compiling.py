@@ -33,6 +33,9 @@ _LENGTH = re.compile(
 _TRIAL_TOKENS, _TRIAL_S = 64, 0.3
 """Tokens of an answer that a grammar is tried out with, and what they may take together: the engine waits for it."""
 
+_TOKEN_OR_NUL = re.compile(r'"token": ?"|tokens": ?\["|\\u0000')
+"""In a structural tag: a token by its text, which takes the vocabulary to read, or a NUL, which EBNF cannot say."""
+
 _MAX_WARM = 128
 """Longest string whose masks are made ahead. The library writes out no longer repetitions."""
 
@@ -121,7 +124,7 @@ def _with_lengths(grammar: Grammar) -> str | None:
     of = load_xgrammar().Grammar
     if grammar.kind == "json_schema":
         text = str(of.from_json_schema(grammar.text, any_whitespace=False))
-    elif grammar.kind == "structural_tag" and '"token' not in grammar.text and "_token" not in grammar.text:
+    elif grammar.kind == "structural_tag" and not _TOKEN_OR_NUL.search(grammar.text):
         text = str(of.from_structural_tag(grammar.text))
     else:
         return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from pdkv.grammar.regex import ANY, Chars, Repeat, complement, parse, ranges_of
+from pdkv.grammar.regex import ANY, complement, parse, ranges_of
 from pdkv.grammar.regex_writer import class_in_json, literal, write
 
 CHARACTER = class_in_json(ANY)
@@ -49,8 +49,8 @@ def text_pattern_of(pattern: str, at: str) -> str:
 
 
 def pattern_of_length(least: int, most: int | None) -> str:
-    """Strings of so many characters."""
-    return f"^({write(Repeat(Chars(ANY), least, most), '', in_json=True)})$"
+    """Strings of so many characters, in the form that `compiling.py` knows."""
+    return f"^{CHARACTER}{{{least},{'' if most is None else most}}}$"
 
 
 def other_names(names: Iterable[str]) -> str:
