@@ -6,6 +6,7 @@ The load generator shares the cores with the servers that it measures, so a toke
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -100,15 +101,26 @@ class _Stream(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-async def complete(url: str, *, model: str, prompt: list[int], max_tokens: int, reply: Reply | None = None) -> Reply:
+async def complete(
+    url: str,
+    *,
+    model: str,
+    prompt: list[int],
+    max_tokens: int,
+    reply: Reply | None = None,
+    shape: Mapping[str, Any] | None = None,
+) -> Reply:
     """Stream one greedy completion of exactly `max_tokens` tokens. Never raises: the reply says what went wrong.
 
-    `reply` is filled in while the answer comes, for callers that cancel this before its end.
+    Args:
+        reply: is filled in while the answer comes, for callers that cancel this before its end.
+        shape: `structured_outputs`; the answer may end early then.
     """
     where = urlsplit(url)
     body = json.dumps({
-        "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True}
+        "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"ignore_eos": True} if shape is None else {"structured_outputs": shape}),
     }).encode()  # fmt: skip
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"
@@ -128,6 +140,6 @@ async def complete(url: str, *, model: str, prompt: list[int], max_tokens: int, 
             transport.close()
     if reply.ok and not reply.stamps:
         reply.error = "no token arrived"
-    if reply.ok and reply.num_tokens != max_tokens:
+    if reply.ok and shape is None and reply.num_tokens != max_tokens:
         reply.error = f"{reply.num_tokens} tokens instead of {max_tokens}"
     return reply

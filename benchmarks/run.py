@@ -32,6 +32,7 @@ from benchmarks import (
     startup,
     step_thread,
     step_transfer,
+    structured,
     ttft,
 )
 from benchmarks.report import Claim, Context, Outcome, load_average, save, show
@@ -75,8 +76,10 @@ BENCHMARKS: dict[str, Benchmark] = {
     "dtypes": dtypes.run,
     "linears": linears.run,
     "cpu_step": cpu_step.run,
+    "structured": structured.run,
 }
 NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny")
+USES_PEER = (*NEEDS_PEER, "structured")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,7 +127,7 @@ def _run(name: str, context: Context) -> Outcome:
 
 
 def _find_peer(folder: Path, names: Sequence[str]) -> Path | None:
-    if not set(names) & set(NEEDS_PEER):
+    if not set(names) & set(USES_PEER):
         return None
     try:
         peers.check(folder)

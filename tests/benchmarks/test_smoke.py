@@ -24,6 +24,7 @@ from benchmarks import (
     startup,
     step_thread,
     step_transfer,
+    structured,
     ttft,
 )
 from benchmarks.redis_server import find_binary, redis_server
@@ -82,6 +83,13 @@ def test_fused_passes_are_compared_with_torchs(tmp_path: Path, tiny_model_dir: P
     claims = cpu_step.run(Context(tmp_path, None, quick=True))
     check(claims)
     assert len(claims) >= len(cpu_step.SEQUENCES)
+
+
+@pytest.mark.slow
+def test_answers_with_a_shape_are_compared_with_free_ones(tmp_path: Path) -> None:
+    claims = structured.run(Context(tmp_path, None, quick=True))
+    check(claims)
+    assert [claim.better for claim in claims] == ["lower"] * 4 + ["higher"]
 
 
 @pytest.mark.slow
