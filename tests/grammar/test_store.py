@@ -2,7 +2,10 @@
 
 import json
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -240,6 +243,21 @@ def compile_process_of(before: list[int]) -> int:
     """The one that was not there before."""
     [pid] = [pid for pid in descendants(os.getpid()) if pid not in before][:1]
     return pid
+
+
+def test_an_engine_that_is_killed_leaves_no_process() -> None:
+    code = f"from {__name__.rpartition('.')[2]} import *; engine = Engine(GrammarOptions()); engine.get(ABC); "
+    code += "engine.store.ask(SLOW); print(compile_process(), await_worker(compile_process()), flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        pids = [os.pidfd_open(int(pid)) for pid in killed.stdout.readline().split()]
+        killed.kill()
+    assert len(pids) == 2
+    for pid in pids:
+        ended, _, _ = select.select([pid], [], [], TIMEOUT_S)
+        os.close(pid)
+        assert ended, "it lives on"
 
 
 def test_closing_does_not_wait_for_a_process_that_is_starting() -> None:
