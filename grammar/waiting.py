@@ -6,7 +6,8 @@ one, with all the time that a grammar may take: what is slow to compile, on purp
 
 import heapq
 import itertools
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from enum import IntEnum
 
 from pdkv.errors import PdkvError, ServerBusy
@@ -31,7 +32,7 @@ class Wanted:
     grammar: Grammar
     value: CompiledGrammar | PdkvError | None = None  # None: not known yet
     num_waiting: int = 0  # tickets that are open
-    forget_at: float = field(default=float("inf"))  # by the monotonic clock
+    forget_at: float = math.inf  # by the monotonic clock
 
     @property
     def num_bytes(self) -> int:
