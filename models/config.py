@@ -174,12 +174,16 @@ def _flag_of_family(fields: Fields, name: str, fixed: bool | None) -> bool:
 
 
 def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
-    """The end tokens of config.json and generation_config.json, each once, in that order."""
+    """The end tokens of config.json and generation_config.json, each once, in that order.
+
+    Those outside the vocabulary, which are never drawn, are left out.
+    """
     ids = fields.token_ids("eos_token_id")
     generation = path / "generation_config.json"
     if generation.exists():
         ids += Fields(generation, read_json(generation)).token_ids("eos_token_id")
-    return tuple(dict.fromkeys(ids))
+    vocab_size = fields.count("vocab_size")
+    return tuple(dict.fromkeys(token_id for token_id in ids if 0 <= token_id < vocab_size))
 
 
 def _dtype(fields: Fields) -> Dtype:

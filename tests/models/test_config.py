@@ -58,8 +58,8 @@ def test_what_transformers_writes_is_read(hf_model: HFModel, family: str) -> Non
 
 def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     write(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
-    assert load_model_config(tmp_path).eos_token_ids == (7, 8, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9, 100, -1]}))
+    assert load_model_config(tmp_path).eos_token_ids == (7, 8, 9)  # the vocabulary has 100
 
 
 @pytest.mark.parametrize(
