@@ -108,7 +108,7 @@ class AnswerRules:
             syntax = calls.parser.syntax(formats, knows, several=calls.several)
         if syntax is None:
             raise InvalidRequest(
-                f"calls cannot be enforced: the tool parser {calls.parser.__name__} says no syntax of them; "
+                f"calls cannot be enforced: the tool parser {calls.parser.__name__} defines no syntax for them; "
                 "send tool_choice 'auto', tools that are not strict, and no response_format",
                 param="tool_choice",
             )
