@@ -74,6 +74,7 @@ soak: install
 	cd tests/support && $(abspath $(BIN))/python -m soak.schedules --schedules $(SCHEDULES) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak.http_fuzz --requests $(REQUESTS) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak.clients --seconds $(CLIENTS)
+	cd tests/support && $(abspath $(BIN))/python -m soak.schemas
 	cd tests/support && $(abspath $(BIN))/python -m soak.shapes --requests $(SHAPES) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak --frames $(FRAMES) --seed $(SEED)
 	cd tests/support && $(abspath $(BIN))/python -m soak --strangers
