@@ -14,7 +14,6 @@ import signal
 import socket
 import struct
 import sys
-import types
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,7 +23,7 @@ from pdkv.errors import ConfigError, InvalidRequest
 from pdkv.grammar.compiled import serialize
 from pdkv.grammar.compiling import Compiler
 from pdkv.grammar.spec import Grammar
-from pdkv.grammar.vocabulary import Vocabulary
+from pdkv.grammar.vocabulary import Vocabulary, own_process
 from pdkv.host.linux import die_with_parent, set_process_name
 
 MAX_CONTROL_BYTES = 1 << 16
@@ -78,7 +77,7 @@ def main(control_fd: int) -> None:
         return
     start = msgspec.msgpack.decode(request, type=Start)
     try:
-        _leave_out_transformers()
+        own_process()
         vocabulary = Vocabulary.load(Path(start.model_dir), start.vocab_size, start.stop_token_ids)
     except ConfigError as error:
         control.send(msgspec.msgpack.encode(Ready(error=str(error))))
@@ -89,15 +88,6 @@ def main(control_fd: int) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a thread was started by an import: forked workers would hang"
     control.send(msgspec.msgpack.encode(Ready()))
     _serve(control, compiler, start.memory_bytes)
-
-
-def _leave_out_transformers() -> None:
-    """xgrammar asks whether things are of its classes, which nothing here is, and importing it takes longer than all
-    else here together.
-    """
-    stand_in = types.ModuleType("transformers")
-    stand_in.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
-    sys.modules["transformers"] = stand_in
 
 
 def _serve(control: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
