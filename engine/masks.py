@@ -19,7 +19,7 @@ from pdkv.wire.messages import RequestKey
 
 
 class GrammarMasks:
-    """The grammars of the running batch. Whoever has none costs nothing."""
+    """The grammars of the running batch. Requests without one cost nothing."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self.failures: dict[RequestKey, StepFailure] = {}  # requests of the batch whose output their grammar refuses

@@ -1,5 +1,6 @@
 """The engine's side of `compile_process.py`: starts it, gives it one grammar after the other, and ends it."""
 
+import logging
 import os
 import signal
 import socket
@@ -15,6 +16,8 @@ import msgspec
 
 from pdkv.errors import ConfigError, InvalidRequest, StartupError
 from pdkv.grammar.compile_process import MAX_CONTROL_BYTES, OUT_OF_MEMORY, STATUS, Job, Ready, Reply, Start
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """For imports and the vocabulary on a machine that is busy."""
@@ -140,7 +143,11 @@ class CompileHost:
         if process is None:
             return None
         process.kill()
-        return process.wait(timeout=_GRACE_S)
+        try:
+            return process.wait(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the process that compiles grammars (%d) does not end though it was killed", process.pid)
+            return None
 
 
 def _read_all(stream: socket.socket, deadline: float) -> bytearray | None:

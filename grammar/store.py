@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,18 +128,21 @@ class GrammarStore:
     def _begin(self, wanted: Wanted) -> None:
         if self._is_closed:
             raise ServerBusy(_CLOSED)
+        self._start_threads()
         self._waiting.put(wanted, Lane.FAST)
         self._pending[wanted.grammar] = wanted
-        if not self._threads:
-            self._start_threads()
         self._changed.notify_all()
 
     def _start_threads(self) -> None:
-        lanes = [threading.Thread(target=self._run, args=(lane,), name=f"grammars-{lane.name}") for lane in Lane]
-        self._threads = [*lanes, threading.Thread(target=self._load_ahead, name="grammars-load")]
-        for thread in self._threads:
-            thread.daemon = True
-            thread.start()
+        """Those that do not run yet. Raises ServerBusy where the system has no more."""
+        work = [*(partial(self._run, lane) for lane in Lane), self._load_ahead]
+        for target in work[len(self._threads) :]:
+            thread = threading.Thread(target=target, name=f"grammars-{len(self._threads)}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise ServerBusy(f"no thread can be started to compile grammars: {error}") from None
+            self._threads.append(thread)
 
     def _load_ahead(self) -> None:
         """The library and the vocabulary, while the process does the same."""

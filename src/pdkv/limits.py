@@ -65,6 +65,9 @@ MAX_GRAMMAR_BYTES_OF_CHOICES = 2**26
 MAX_PROMPT_LOGPROBS = 2**20
 """Logprobs of prompt tokens in one reply: tokens times n times those per token. Each is some 30 bytes of JSON."""
 
+MAX_RESPONSE_LOGPROBS = 2**20
+"""Logprobs of output tokens in one response: tokens times those per token. A stream keeps them, and repeats them."""
+
 MAX_SHOWN_PROMPT_TOKENS = 2**21
 """Prompt tokens times n in one reply, as ids or as text: encoding them takes some 10 ms, and 15 MB."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pdkv.errors import InvalidRequest
-from pdkv.limits import MAX_REPEATED_BYTES
+from pdkv.limits import MAX_REPEATED_BYTES, MAX_RESPONSE_LOGPROBS
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.router.http.ascii_json import ascii_json
 from pdkv.router.http.decoding import BodyDecoder
@@ -60,6 +60,7 @@ def prepare_responses(body: ResponsesBody, model: ServedModel, cancelled: Cancel
         job = prepare_chat(chat, model, cancelled)
     except InvalidRequest as error:
         raise _renamed(error) from None
+    _check_logprobs(job.params, model)
     repeated = _encoded(_repeated(body, job.params))
     return msgspec.structs.replace(
         job,
@@ -89,6 +90,16 @@ def _as_chat(body: ResponsesBody) -> ChatBody:
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         chat_template_kwargs=body.chat_template_kwargs,
     )
+
+
+def _check_logprobs(params: SamplingParams, model: ServedModel) -> None:
+    num_tokens = params.max_tokens or model.max_model_len
+    if params.logprobs is not None and num_tokens * (params.logprobs + 1) > MAX_RESPONSE_LOGPROBS:
+        raise InvalidRequest(
+            f"max_output_tokens: the response could hold more than {MAX_RESPONSE_LOGPROBS} logprobs: "
+            f"{num_tokens} tokens, {params.logprobs} + 1 of each",
+            param="max_output_tokens",
+        )
 
 
 def _response_format(given: TextFormat | None) -> ResponseFormat | None:

@@ -18,7 +18,7 @@ from small_app import MODEL, eos, ids, make_app, tokenizer
 from pdkv.config import HttpApi, HttpLimits
 from pdkv.errors import EngineDied, EngineUnavailable
 from pdkv.router.http import replies
-from pdkv.router.http.responses_api import items, reply_types
+from pdkv.router.http.responses_api import items, prepare, reply_types
 from pdkv.router.http.responses_api import replies as response_replies
 from pdkv.text import Tokenizer
 
@@ -459,6 +459,14 @@ def message(*parts: Any, **fields: Any) -> list[dict[str, Any]]:
 
 TOOL = {"type": "function", "name": "f"}
 REFUSED = {"type": "object", "properties": {"a": {"not": {}}}}
+
+
+def test_logprobs_that_a_response_may_hold_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "MAX_RESPONSE_LOGPROBS", 50)
+    assert ask("Hi", **WITH_LOGPROBS, top_logprobs=1, max_output_tokens=25).status == 200
+    refused = ask("Hi", **WITH_LOGPROBS, top_logprobs=2, max_output_tokens=17)
+    assert refused.status == 400
+    assert refused.json()["error"]["param"] == "max_output_tokens"
 
 
 @pytest.mark.parametrize(
