@@ -21,7 +21,7 @@ import torch
 from benchmarks.report import Claim, Context, show
 from benchmarks.turns import Times, in_turns
 from pdkv.kernels.linear import LEVELS, PackedWeight, level
-from pdkv.models.linear import PackedLinear
+from pdkv.models.linear import linear_kind, make_linear
 
 SHAPES = {"qkv": (2048, 1024), "output": (1024, 1024), "gate_up": (5632, 1024), "down": (1024, 2816)}  # (out, in)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -130,7 +130,8 @@ def _shape(
     count = -(-COLD_BYTES // num_bytes)
     weights = [torch.randn(outputs, inputs).to(weight_dtype) for _ in range(count)]
     packed = [PackedWeight(weight, None, dtype, use_level=case.level) for weight in weights]
-    by_torch = [PackedLinear(weight.to(dtype)) for weight in weights]
+    kind = linear_kind(dtype, torch.device("cpu"), "torch")
+    by_torch = [make_linear(weight.to(dtype), None, kind) for weight in weights]
     del weights
     peak = "avx512_bf16" if dtype == torch.bfloat16 and case.level == 3 else LEVELS[min(case.level, 2)]
     found = {}

@@ -8,7 +8,7 @@ from deployments import Running
 
 from pdkv.errors import ConfigError, PdkvError, StartupError
 from pdkv.launch.control import Restart, Scale, give_order
-from pdkv.launch.router_admin import RouterAdmin
+from pdkv.launch.router_admin import Refused, RouterAdmin
 from soak.journal import Journal
 from soak.schedule import Event
 
@@ -17,6 +17,8 @@ DRAIN_S = 3.0
 
 _ORDER_S = 90.0
 """An order that takes longer hangs: within it engines are drained, started, and tried again where chaos ended them."""
+
+_LOOK_AGAIN_S = 0.2
 
 
 class Operator:
@@ -63,7 +65,7 @@ class Operator:
 
     async def _restore(self) -> None:
         for engine in await self._router.engines():
-            await self._router.set_role(engine["name"], engine["name"].partition("-")[0])
+            await self._give_role(engine["name"], engine["name"].partition("-")[0])
         for engine in await self._router.engines():
             await self._router.resume(engine["name"])
         await self._order(Scale(self._num_each, self._num_each, DRAIN_S))
@@ -71,6 +73,15 @@ class Operator:
         expected = sorted(f"{role}-{i}" for role in ("prefill", "decode") for i in range(self._num_each))
         if present != expected:
             self._journal.violation(f"there are {present} instead of {expected}")
+
+    async def _give_role(self, name: str, role: str) -> None:
+        """As soon as somebody else can do what the engine does now: whoever was killed last may still be starting."""
+        while True:
+            try:
+                await self._router.set_role(name, role)
+                return
+            except Refused:
+                await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _order(self, order: Scale | Restart) -> None:
         text = await give_order(self._run_dir, order, lambda text: self._journal.note(f"{order}: {text}"))
