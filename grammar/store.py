@@ -135,7 +135,7 @@ class GrammarStore:
 
     def _start_threads(self) -> None:
         """Those that do not run yet. Raises ServerBusy where the system has no more."""
-        work = [*(partial(self._run, lane) for lane in Lane), self._load_ahead]
+        work: list[Callable[[], None]] = [*(partial(self._run, lane) for lane in Lane), self._load_ahead]
         for target in work[len(self._threads) :]:
             thread = threading.Thread(target=target, name=f"grammars-{len(self._threads)}", daemon=True)
             try:
