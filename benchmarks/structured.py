@@ -108,7 +108,7 @@ def _masks(context: Context) -> Claim:
     compiled = CompiledGrammar.from_bytes(serialize(Compiler(vocabulary).compile(grammar), grammar), vocabulary)
     matchers, rng = [compiled.matcher() for _ in range(NUM_ROWS)], random.Random(0)
     bits = torch.empty((NUM_ROWS, vocabulary.num_words), dtype=torch.int32)
-    logits = torch.zeros((NUM_ROWS, vocab_size), dtype=torch.bfloat16)
+    logits = torch.zeros((NUM_ROWS, vocab_size))
     fills, applies = [], []
     for step in range(10 if context.quick else 100):
         began = time.perf_counter()

@@ -22,8 +22,9 @@ import msgspec
 from pdkv.errors import ConfigError, InvalidRequest
 from pdkv.grammar.compiled import serialize
 from pdkv.grammar.compiling import Compiler
+from pdkv.grammar.library import own_process
 from pdkv.grammar.spec import Grammar
-from pdkv.grammar.vocabulary import Vocabulary, own_process
+from pdkv.grammar.vocabulary import Vocabulary
 from pdkv.host.linux import die_with_parent, set_process_name
 
 MAX_CONTROL_BYTES = 1 << 16

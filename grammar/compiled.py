@@ -3,9 +3,10 @@
 import time
 from typing import Any
 
+from pdkv.grammar.library import load_xgrammar
 from pdkv.grammar.matcher import Matcher
 from pdkv.grammar.spec import Grammar
-from pdkv.grammar.vocabulary import Vocabulary, load_xgrammar
+from pdkv.grammar.vocabulary import Vocabulary
 
 
 class CompiledGrammar:

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from pdkv.errors import InvalidRequest
+from pdkv.grammar.library import load_xgrammar
 from pdkv.grammar.matcher import Matcher
 from pdkv.grammar.patterns import CHARACTER
 from pdkv.grammar.spec import Grammar
-from pdkv.grammar.vocabulary import WORD_BITS, Vocabulary, load_xgrammar
+from pdkv.grammar.vocabulary import WORD_BITS, Vocabulary
 
 _MAX_WORDS = 500
 _SOURCE = re.compile(r"(\[[\d:]+\] )?\S+\.(cc|h):\d+: |Check failed: \(.*?\) is false: ")

@@ -14,9 +14,10 @@ from pdkv.errors import ConfigError, InvalidRequest, PdkvError, ServerBusy, Star
 from pdkv.grammar.compile_host import CompileHost, Ended
 from pdkv.grammar.compile_process import Job
 from pdkv.grammar.compiled import CompiledGrammar
+from pdkv.grammar.library import load_xgrammar
 from pdkv.grammar.options import GrammarOptions
 from pdkv.grammar.spec import Grammar
-from pdkv.grammar.vocabulary import Vocabulary, load_xgrammar
+from pdkv.grammar.vocabulary import Vocabulary
 from pdkv.grammar.waiting import Lane, WaitingGrammars, Wanted
 
 FIRST_SLICE_S = 1.0

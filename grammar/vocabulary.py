@@ -1,9 +1,5 @@
 """A model's tokens as the library that matches grammars sees them."""
 
-import importlib
-import sys
-import threading
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,48 +9,11 @@ import numpy as np
 import torch
 
 from pdkv.errors import ConfigError
+from pdkv.grammar.library import load_xgrammar
 from pdkv.text.tokenizer import Tokenizer
 
 WORD_BITS = 32
 """Tokens per word of a bitmask."""
-
-
-_owns_process = False
-_loading = threading.Lock()
-
-
-def own_process() -> None:
-    """Nobody else's code imports modules here while xgrammar is loaded: see `load_xgrammar`."""
-    global _owns_process
-    _owns_process = True
-
-
-def load_xgrammar() -> Any:
-    """The library. Importing it takes seconds, so that nobody does who sees no grammar.
-
-    Most of them are for transformers, of which it wants to know whether tokenizers are of its classes. None is here, so
-    in processes of pdkv's own something else stands for that package meanwhile.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    with _loading:
-        stands_in = _owns_process and not sys.modules.keys() & {"transformers", "xgrammar"}
-        try:
-            if stands_in:
-                sys.modules["transformers"] = _make_stand_in()
-            return importlib.import_module("xgrammar")
-        except ImportError as error:
-            raise ConfigError(f"structured outputs need xgrammar: pip install 'pdkv[grammar]' ({error})") from error
-        finally:
-            if stands_in:
-                del sys.modules["transformers"]
-
-
-def _make_stand_in() -> types.ModuleType:
-    module = types.ModuleType("transformers")
-    module.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
-    return module
 
 
 class _Packed(msgspec.Struct, frozen=True):

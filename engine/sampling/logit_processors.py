@@ -34,7 +34,9 @@ class TokenMasks(NamedTuple):
 
 
 def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
-    """Forbid every token whose bit is 0 in the rows that have a mask."""
+    """Forbid every token whose bit is 0 in the rows that have a mask. Logits are float32."""
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits must be float32, got {logits.dtype}")
     num_words = -(-logits.shape[1] // WORD_BITS)
     rows, bits = masks
     if bits.shape != (len(rows), num_words) or bits.dtype != torch.int32:

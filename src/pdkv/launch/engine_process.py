@@ -22,7 +22,7 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import Intake, prepare
 from pdkv.engine.step_loop import StepLoop, make_step_loop
 from pdkv.errors import ConfigError, RankError
-from pdkv.grammar.vocabulary import own_process
+from pdkv.grammar.library import own_process
 from pdkv.host.linux import set_process_name
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, sweep_if_orphaned, watch_lifeline
