@@ -14,6 +14,7 @@ from pdkv.engine.plan import NewRequest, StepFailure
 from pdkv.engine.sampling.logit_processors import TokenMasks
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.compiled import CompiledGrammar
+from pdkv.grammar.matcher import Matcher
 from pdkv.grammar.vocabulary import WORD_BITS
 from pdkv.wire.messages import RequestKey
 
@@ -58,6 +59,25 @@ class GrammarMasks:
         self._bits = self._bits if len(self._bits) >= len(drawn.rows) else self._bits.new_empty(
             (len(drawn.rows), self._bits.shape[1])
         )  # fmt: skip
+        has_drafts = len(drawn.rows) > len(drawn.requests)
+        rows = self._fill_with_drafts(drawn, batch) if has_drafts else self._fill(drawn)
+        return TokenMasks(np.array(rows, np.int64), self._bits[: len(rows)]) if rows else None
+
+    def _fill(self, drawn: DrawRows) -> list[int]:
+        """A row for each request. Returns those that have a mask."""
+        rows, answers = list[int](), list[_Answer]()
+        for row, slot in enumerate(drawn.slots.tolist()):
+            answer = self._answers.get(slot)
+            if answer is not None and not answer.is_over:
+                rows.append(row)
+                answers.append(answer)
+        Matcher.fill_all([answer.matcher for answer in answers], self._bits)
+        for i, answer in enumerate(answers):
+            answer.add_own_stops(self._bits, i)
+        return rows
+
+    def _fill_with_drafts(self, drawn: DrawRows, batch: PersistentBatch) -> list[int]:
+        """As `_fill`, with as many rows for a request as it has drafts, and one."""
         rows: list[int] = []
         for slot, start, stop in drawn.shares():
             answer = self._answers.get(slot)
@@ -66,7 +86,7 @@ class GrammarMasks:
             known = int(drawn.num_tokens[start])
             drafts = batch.token_ids[slot, known : known + stop - start - 1].tolist()
             rows += range(start, start + answer.fill(self._bits, len(rows), drafts))
-        return TokenMasks(np.array(rows, np.int64), self._bits[: len(rows)]) if rows else None
+        return rows
 
     def accept(self, drawn: DrawRows, tokens: IntArray, counts: IntArray) -> None:
         """Go on behind what was drawn and kept: the first counts[i] of each request's rows of `tokens` (n,)."""
@@ -94,7 +114,7 @@ class _Answer:
         self.key = request.key
         self.num_tokens = 0  # of the output that were accepted
         self.is_over = False  # it has ended, or is refused: what may still be drawn is thrown away
-        self._matcher = grammar.matcher()
+        self.matcher = grammar.matcher()
         self._eos = _Tokens(eos_token_ids)
         self._own_stops = _Tokens(request.params.stop_token_ids)
         self._has_own_stops = bool(request.params.stop_token_ids)
@@ -103,12 +123,12 @@ class _Answer:
     @property
     def is_too_slow(self) -> bool:
         """Whether others wait too long for it."""
-        return self._matcher.is_too_slow
+        return self.matcher.is_too_slow
 
     @property
     def spent_s(self) -> float:
         """Time that matching took so far."""
-        return self._matcher.spent_s
+        return self.matcher.spent_s
 
     def fill(self, bits: torch.Tensor, row: int, drafts: Sequence[int]) -> int:
         """Fill the rows of `bits` (n, words) from `row` on: behind the output, and then behind one draft after another.
@@ -119,12 +139,12 @@ class _Answer:
         count = 0
         self._fill_row(bits, row)
         for draft in drafts:
-            if draft in self._stops or not self._matcher.accept(draft):
+            if draft in self._stops or not self.matcher.accept(draft):
                 break
             count += 1
             self._fill_row(bits, row + count)
         if count:
-            self._matcher.rollback(count)
+            self.matcher.rollback(count)
         return count + 1
 
     def accept(self, token_ids: Sequence[int]) -> int | None:
@@ -134,15 +154,18 @@ class _Answer:
                 break
             if token_id in self._stops:
                 self.is_over = True
-            elif not self._matcher.accept(token_id):
+            elif not self.matcher.accept(token_id):
                 self.is_over = True
                 return token_id
             self.num_tokens += 1
         return None
 
     def _fill_row(self, bits: torch.Tensor, row: int) -> None:
+        self.matcher.fill(bits, row)
+        self.add_own_stops(bits, row)
+
+    def add_own_stops(self, bits: torch.Tensor, row: int) -> None:
         """Where the model may end the answer, the request's own stop tokens may, too."""
-        self._matcher.fill(bits, row)
         if not self._has_own_stops:
             return
         words = bits[row].numpy()

@@ -80,7 +80,7 @@ class Request:
         self.handoff = submit.handoff
         self.ticket = submit.ticket
         self.ticket_number = 0
-        self.grammar: int | None = None  # under which number the workers have what its grammar was compiled to
+        self.grammar: int | None = None  # the number by which workers know its compiled grammar
         self.trial_tokens = submit.trial_tokens  # new tokens that it has yet to get alone
         self.kv_ready: bool | None = None
         self.hash_root = hash_root

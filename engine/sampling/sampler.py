@@ -246,12 +246,15 @@ def _draw_params(rows: NDArray[Any], positions: NDArray[np.integer[Any]]) -> Dra
     return DrawParams(rows["temperature"], rows["top_k"], rows["top_p"], rows["min_p"], numbers)
 
 
-def _without_choice(logits: torch.Tensor, processed: torch.Tensor, tokens: NDArray[np.int64]) -> list[int]:
+def _without_choice(logits: torch.Tensor, processed: torch.Tensor, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     """Rows in which the processors forbid all tokens or overflow: what was chosen is not finite, though it was."""
+    is_lost = ~_chosen_finite(processed, tokens)
+    return np.flatnonzero(is_lost & _chosen_finite(logits, tokens)) if is_lost.any() else np.empty(0, np.int64)
+
+
+def _chosen_finite(logits: torch.Tensor, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
     chosen = torch.from_numpy(tokens).to(logits.device).unsqueeze(-1)
-    stuck = logits.gather(1, chosen).isfinite() & ~processed.gather(1, chosen).isfinite()
-    rows: list[int] = stuck.squeeze(-1).nonzero().squeeze(-1).tolist()
-    return rows
+    return np.isfinite(logits.gather(1, chosen).squeeze(-1).float().cpu().numpy())
 
 
 def _select(logits: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:

@@ -139,6 +139,31 @@ def test_a_replay_gives_the_same_masks(vocabulary: Vocabulary) -> None:
         assert mask_of(matcher) == masks[start]
 
 
+def test_masks_filled_together_are_those_filled_one_by_one(vocabulary: Vocabulary) -> None:
+    """Matchers that have ended, that allow special tokens, and that may be slow are among them."""
+    tag = {"type": "tag", "begin": "<|user|>", "content": {"type": "any_text"}, "end": "<|user|>"}
+    asked = [{"json": BOUNDED[-1]}, {"structural_tag": {"type": "structural_tag", "format": tag}}]
+    grammars = [compiled(vocabulary, make_grammar(StructuredOutputs(**shape))) for shape in asked]
+    rng = random.Random(4)
+    matchers, twins = [], []
+    for row in range(12):
+        matcher, twin = (grammars[row % 2].matcher() for _ in range(2))
+        matcher.spent_s = 100.0 * (row % 3 == 0)  # by a clock that only raises a suspicion
+        for _ in range(400 if row < 2 else row):
+            token = rng.choice(mask_of(twin))
+            assert matcher.accept(token)
+            assert twin.accept(token)
+        matchers.append(matcher)
+        twins.append(twin)
+    for num_rows in (12, 1, 0):
+        together = torch.full((13, vocabulary.num_words), 0x55555555, dtype=torch.int32)
+        expected = together.clone()
+        Matcher.fill_all(matchers[:num_rows], together)
+        for row in range(num_rows):
+            twins[row].fill(expected, row)
+        assert torch.equal(together, expected)
+
+
 def test_rollback_goes_back_to_any_point_also_from_behind_the_end(vocabulary: Vocabulary) -> None:
     grammar = compiled(vocabulary, make_grammar(StructuredOutputs(json=BOUNDED[3])))
     matcher, rng, masks = grammar.matcher(), random.Random(4), []
