@@ -1,12 +1,9 @@
 """The router's HTTP application: OpenAI's API, health, metrics and topology."""
 
-import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,7 +16,6 @@ from starlette.types import ASGIApp
 
 from pdkv import __version__
 from pdkv.config import AccessConfig, HttpApi, HttpLimits
-from pdkv.errors import Draining
 from pdkv.limits import clip
 from pdkv.models.config import ModelConfig
 from pdkv.parsers.registry import find_reasoning_parser, find_tool_parser
@@ -34,19 +30,20 @@ from pdkv.router.http.completions import WholeCompletion
 from pdkv.router.http.decoding import CHAT, COMPLETION
 from pdkv.router.http.docs_page import docs_routes
 from pdkv.router.http.drain import Drain
-from pdkv.router.http.endpoint import GenerateEndpoint
+from pdkv.router.http.endpoint import GenerateEndpoint, Prepare
 from pdkv.router.http.held_metrics import HeldCollector
 from pdkv.router.http.intake import Intake
 from pdkv.router.http.key_metrics import KeyCollector
-from pdkv.router.http.metrics import Metrics
+from pdkv.router.http.metrics import Endpoint, Metrics
 from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
-from pdkv.router.http.openapi import encoded_openapi, openapi
+from pdkv.router.http.openapi import openapi
 from pdkv.router.http.replies import ReplyForms
-from pdkv.router.http.responses import describe_error, error_body
+from pdkv.router.http.responses import error_body
 from pdkv.router.http.responses_api.prepare import RESPONSES, prepare_responses
 from pdkv.router.http.responses_api.replies import ResponseEvents, WholeResponse
-from pdkv.router.http.served_model import Cancelled, ServedModel, unknown_model
+from pdkv.router.http.served_model import Cancelled, ServedModel
 from pdkv.router.http.sse import ChunkEncoder
+from pdkv.router.http.status_pages import StatusPages, json_response
 from pdkv.router.http.text_pool import TextPool
 from pdkv.router.http.tokenize import TextEndpoint, detokenize, tokenize
 from pdkv.router.http.unwound import Deferred, Unwound
@@ -112,49 +109,6 @@ def create_app(
         logits_processors=tuple(logits_processors),
     )
     model = _model_provider(dispatcher, served)
-    created = int(time.time())
-
-    async def health(request: Request) -> Response:
-        if drain.draining:
-            text = f"the server is stopping: {drain.num_requests} requests still run"
-            return _json_response(error_body(text, status=503, code=Draining.code), status=503)
-        fault = dispatcher.fault
-        if not fault:
-            problems = dispatcher.connector_problems
-            return _json_response(
-                {"status": "degraded", "connector_problems": problems} if problems else {"status": "ok"}
-            )
-        return _json_response(error_body(fault, status=503, code="not_ready"), status=503)
-
-    async def list_models(request: Request) -> Response:
-        return _json_response({"object": "list", "data": [_model_card(model(), created)]})
-
-    async def get_model(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != served_model_name:
-            status, body = describe_error(unknown_model(name, model()))
-            return _json_response(body, status=status)
-        return _json_response(_model_card(model(), created))
-
-    async def render_metrics(request: Request) -> Response:
-        return Response(await metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def show_version(request: Request) -> Response:
-        return _json_response({"version": __version__})
-
-    async def describe(request: Request) -> Response:
-        data = await asyncio.to_thread(encoded_openapi)  # the first time it takes some 30 ms
-        return Response(data, media_type="application/json")
-
-    async def server_load(request: Request) -> Response:
-        return _json_response({"server_load": metrics.in_flight})
-
-    async def topology(request: Request) -> Response:
-        return _json_response(dispatcher.topology())
-
-    def generate(path: str, endpoint: GenerateEndpoint) -> Route:
-        return Route(path, Deferred(drain.counted(endpoint)), methods=["POST"])
-
     pool = TextPool(limits.max_queued_text, limits.max_body_bytes)
     held = {
         "open_requests": lambda: drain.num_requests,
@@ -170,44 +124,11 @@ def create_app(
         yield
         pool.close()
 
-    common: dict[str, Any] = {
-        "admission": admission,
-        "model": model,
-        "metrics": metrics,
-        "limits": limits,
-        "intake": Intake(limits, bodies, pool),
-        "pool": pool,
-        "tracer": instruments.tracer,
-    }
-    shared = {name: common[name] for name in ("admission", "model", "intake")}
-    of_texts: dict[str, Any] = {**shared, "limits": limits, "api": api}
-
-    def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
-        return prepare_completion(COMPLETION.decode(body, ignore_unknown=api.ignores_unknown), model, cancelled)
-
-    def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
-        return prepare_chat(CHAT.decode(body, ignore_unknown=api.ignores_unknown), model, cancelled)
-
-    def respond(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
-        return prepare_responses(RESPONSES.decode(body, ignore_unknown=api.ignores_unknown), model, cancelled)
-
-    completions = ReplyForms(ChunkEncoder, WholeCompletion)
-    responses = ReplyForms(ResponseEvents, WholeResponse)
+    shared = _Shared(admission, model, Intake(limits, bodies, pool), limits, api)
     routes = [
-        generate("/v1/completions", GenerateEndpoint("completions", completion, completions, **common)),
-        generate("/v1/chat/completions", GenerateEndpoint("chat_completions", chat, completions, **common)),
-        generate("/v1/responses", GenerateEndpoint("responses", respond, responses, **common)),
-        Route("/tokenize", TextEndpoint(tokenize, **of_texts), methods=["POST"]),
-        Route("/detokenize", TextEndpoint(detokenize, **of_texts), methods=["POST"]),
-        Route("/v1/models", list_models),
-        Route("/v1/models/{name:path}", get_model),
-        Route("/health", health),
-        Route("/ping", health, methods=["GET", "POST"]),
-        Route("/version", show_version),
-        Route("/load", server_load),
-        Route("/metrics", render_metrics),
-        Route("/topology", topology),
-        Route("/openapi.json", describe),
+        *_generating(shared, drain, metrics, pool, instruments),
+        *_on_texts(shared),
+        *StatusPages(dispatcher, model, metrics, drain).routes(),
         *docs_routes(),
         *(admin_routes(dispatcher, operations) if keys is not None and operations is not None else ()),
     ]
@@ -222,6 +143,60 @@ def create_app(
         middleware=[Middleware(AccessLogged), *_middleware(keys, access or AccessConfig())],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
+
+
+class _Shared(NamedTuple):
+    """What endpoints have in common."""
+
+    admission: Admission
+    model: Callable[[], ServedModel]
+    intake: Intake
+    limits: HttpLimits
+    api: HttpApi
+
+
+def _generating(
+    shared: _Shared, drain: Drain, metrics: Metrics, pool: TextPool, instruments: Instruments
+) -> list[Route]:
+    ignores_unknown = shared.api.ignores_unknown
+
+    def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+        return prepare_completion(COMPLETION.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
+
+    def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+        return prepare_chat(CHAT.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
+
+    def respond(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled) -> Job:
+        return prepare_responses(RESPONSES.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
+
+    def route(path: str, name: Endpoint, prepare: Prepare, forms: ReplyForms) -> Route:
+        endpoint = GenerateEndpoint(
+            name,
+            prepare,
+            forms,
+            admission=shared.admission,
+            model=shared.model,
+            metrics=metrics,
+            limits=shared.limits,
+            intake=shared.intake,
+            pool=pool,
+            tracer=instruments.tracer,
+        )
+        return Route(path, Deferred(drain.counted(endpoint)), methods=["POST"])
+
+    completions = ReplyForms(ChunkEncoder, WholeCompletion)
+    return [
+        route("/v1/completions", "completions", completion, completions),
+        route("/v1/chat/completions", "chat_completions", chat, completions),
+        route("/v1/responses", "responses", respond, ReplyForms(ResponseEvents, WholeResponse)),
+    ]
+
+
+def _on_texts(shared: _Shared) -> list[Route]:
+    return [
+        Route("/tokenize", TextEndpoint(tokenize, **shared._asdict()), methods=["POST"]),
+        Route("/detokenize", TextEndpoint(detokenize, **shared._asdict()), methods=["POST"]),
+    ]
 
 
 class _App(FastAPI):
@@ -274,29 +249,15 @@ def _model_provider(dispatcher: "Dispatcher", model: ServedModel) -> Callable[[]
     return current
 
 
-def _model_card(model: ServedModel, created: int) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "pdkv",
-        "max_model_len": model.max_model_len,
-    }
-
-
-def _json_response(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
-
-
 async def _http_error(request: Request, error: Exception) -> Response:
     """404 and 405 in OpenAI's shape."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {clip(request.scope['path'])}: {error.detail}"  # its url trusts the Host header
-    response = _json_response(error_body(message, status=error.status_code), status=error.status_code)
+    response = json_response(error_body(message, status=error.status_code), status=error.status_code)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """A defect of the router; the server logs the exception itself."""
-    return _json_response(error_body("internal error", status=500, code="internal_error"), status=500)
+    return json_response(error_body("internal error", status=500, code="internal_error"), status=500)
