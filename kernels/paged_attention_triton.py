@@ -1,8 +1,12 @@
 """`paged_attention` in Triton: one program per (tile of queries of one sequence, KV head), online softmax over its KV.
 
 A tile holds some queries times all query heads that share the KV head, so that a decode row fills the matrix unit's
-rows too. Source of the online softmax: Dao et al., "FlashAttention", 2022; of the tiles: vLLM's unified attention.
+rows too. Where that makes fewer programs than a GPU can run, each takes a part of the KV, and the parts are combined.
+Sources: online softmax, Dao et al., "FlashAttention", 2022; parts, Dao et al., "Flash-Decoding", 2023; tiles, vLLM's
+unified attention.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,18 +15,20 @@ import triton.language as tl
 from pdkv.kernels.triton_jit import LAUNCH_OPTIONS, jit
 
 _MIN_DOT_SIZE = 16  # the matrix unit's smallest operand
+_PART = 512  # tokens of KV in a part: half a MiB of a bfloat16 head of 128, long beside its start and its combination
+_MAX_PARTS_BYTES = 32 << 20  # more parts than that are work enough without being parts
 
 
 @jit()
 def _find_sequence(
-    cu_seqlens_q: tl.tensor, tile: tl.tensor, num_seqs: tl.tensor, TILE_QUERIES: tl.constexpr
+    cu_seqlens_q: tl.tensor, tile: tl.tensor, num_seqs: tl.tensor, TILE_QUERIES: tl.constexpr, SPARE: tl.constexpr
 ) -> tl.tensor:
-    """The sequence of a tile: the last one whose first tile, cu[i] // TILE_QUERIES + i, is not behind it."""
+    """The sequence of a tile: the last one whose first tile, cu[i] // TILE_QUERIES + SPARE * i, is not behind it."""
     low = 0
     high = num_seqs
     while low < high:
         middle = (low + high) // 2
-        first_tile = tl.load(cu_seqlens_q + middle) // TILE_QUERIES + middle
+        first_tile = tl.load(cu_seqlens_q + middle) // TILE_QUERIES + SPARE * middle
         if first_tile <= tile:
             low = middle + 1
         else:
@@ -32,7 +38,9 @@ def _find_sequence(
 
 @jit(do_not_specialize=["num_seqs", "window"])
 def _paged_attention_kernel(
-    out: tl.tensor,
+    out: tl.tensor,  # (tokens, heads, head size); with parts float32 (tokens, parts, heads, head size), not divided yet
+    bests: tl.tensor,  # with parts (tokens, parts, heads): each row's largest logit
+    totals: tl.tensor,  # and the sum of its weights
     q: tl.tensor,
     keys: tl.tensor,  # the layer's K of block 0
     values: tl.tensor,
@@ -45,6 +53,7 @@ def _paged_attention_kernel(
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
     stride_out_token: tl.tensor,
+    stride_out_part: tl.tensor,
     stride_out_head: tl.tensor,
     stride_kv_block: tl.tensor,
     stride_kv_head: tl.tensor,
@@ -58,10 +67,11 @@ def _paged_attention_kernel(
     TILE_ROWS: tl.constexpr,  # at least TILE_QUERIES * GROUP_SIZE
     TILE_KV: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    PART: tl.constexpr,  # tokens of KV in a part; 0: one program sees them all
 ) -> None:
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq = _find_sequence(cu_seqlens_q, tile, num_seqs, TILE_QUERIES)
+    seq = _find_sequence(cu_seqlens_q, tile, num_seqs, TILE_QUERIES, 1)
     query_start = tl.load(cu_seqlens_q + seq)
     num_queries = tl.load(cu_seqlens_q + seq + 1) - query_start
     first_query = (tile - (query_start // TILE_QUERIES + seq)) * TILE_QUERIES
@@ -91,6 +101,12 @@ def _paged_attention_kernel(
     kv_begin = 0
     if HAS_WINDOW:  # from the block on in which the first query's window begins: those before it may be given up
         kv_begin = tl.maximum(first_position + first_query + 1 - window, 0) // BLOCK_SIZE * BLOCK_SIZE
+    part = tl.program_id(2)
+    if PART:
+        kv_begin = tl.maximum(kv_begin, part * PART)
+        kv_stop = tl.minimum(kv_stop, (part + 1) * PART)
+        if kv_begin >= kv_stop:
+            return
     for kv_start in range(kv_begin, kv_stop, TILE_KV):
         kv_positions = kv_start + tl.arange(0, TILE_KV)
         kv_mask = kv_positions < kv_stop
@@ -107,10 +123,10 @@ def _paged_attention_kernel(
         if HAS_WINDOW:
             seen = seen & (kv_positions[None, :] > positions[:, None] - window)
         logits = tl.where(seen, logits, float("-inf"))
-        # Without a window every row sees position 0 in its first tile, so `new_best` is finite from then on.
+        # Without window and parts every row sees position 0 in its first tile: `new_best` is finite from then on.
         new_best = tl.maximum(best, tl.max(logits, axis=1))
         top = new_best
-        if HAS_WINDOW:  # a row whose window begins further on has seen nothing yet
+        if HAS_WINDOW or PART:  # a row whose window begins further on, or which ends before, has seen nothing yet
             top = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp(logits - top[:, None])
         correction = tl.exp(best - top)
@@ -129,14 +145,81 @@ def _paged_attention_kernel(
         result = result * correction[:, None]
         result += tl.dot(weights.to(value_tile.dtype), value_tile, input_precision="ieee")
         best = new_best
+    target = tokens * stride_out_token + part * stride_out_part + heads * stride_out_head
+    if PART:
+        tl.store(bests + target // HEAD_SIZE, best, mask=row_mask)
+        tl.store(totals + target // HEAD_SIZE, total, mask=row_mask)
+    else:
+        if HAS_WINDOW:
+            total = tl.where(total == 0.0, 1.0, total)  # rows of the tile behind the last query, which nobody stores
+        result = result / total[:, None]
+    result = tl.where(spoiled[:, None] > 0.0, float("nan"), result)
+    tl.store(out + target[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@jit(do_not_specialize=["num_seqs", "window"])
+def _combine_kernel(
+    out: tl.tensor,  # (tokens, heads, head size)
+    parts: tl.tensor,
+    bests: tl.tensor,
+    totals: tl.tensor,
+    seq_lens: tl.tensor,
+    cu_seqlens_q: tl.tensor,
+    num_seqs: tl.tensor,
+    window: tl.tensor,
+    num_parts: tl.tensor,  # for which there is room
+    HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_PADDED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PART: tl.constexpr,
+) -> None:
+    """The parts of one token's head that it may see, of which each has seen something."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    if token >= tl.load(cu_seqlens_q + num_seqs):
+        return
+    seq = _find_sequence(cu_seqlens_q, token, num_seqs, 1, 0)
+    position = tl.load(seq_lens + seq) - tl.load(cu_seqlens_q + seq + 1) + token
+    first = 0
     if HAS_WINDOW:
-        total = tl.where(total == 0.0, 1.0, total)  # rows of the tile behind the last query, which nobody stores
-    result = tl.where(spoiled[:, None] > 0.0, float("nan"), result / total[:, None])
-    tl.store(
-        out + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head + dims[None, :],
-        result.to(out.dtype.element_ty),
-        mask=mask,
-    )
+        first = tl.maximum(position + 1 - window, 0) // PART
+    dims = tl.arange(0, HEAD_SIZE_PADDED)
+    mask = dims < HEAD_SIZE
+    best = float("-inf")
+    total = 0.0
+    result = tl.zeros([HEAD_SIZE_PADDED], tl.float32)
+    for part in range(first, position // PART + 1):
+        at = (token.to(tl.int64) * num_parts + part) * num_heads + head
+        part_best = tl.load(bests + at)
+        new_best = tl.maximum(best, part_best)
+        correction = tl.exp(best - new_best)
+        weight = tl.exp(part_best - new_best)
+        total = total * correction + tl.load(totals + at) * weight
+        result = result * correction + tl.load(parts + at * HEAD_SIZE + dims, mask=mask, other=0.0) * weight
+        best = new_best
+    target = out + (token.to(tl.int64) * num_heads + head) * HEAD_SIZE + dims
+    tl.store(target, (result / total).to(out.dtype.element_ty), mask=mask)
+
+
+class _Tiles(NamedTuple):
+    """How the queries of a step are divided."""
+
+    rows: int  # of the matrix unit's operand: queries times the query heads of a KV head
+    queries: int
+    num_warps: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, num_seqs: int, group_size: int) -> "_Tiles":
+        """Small ones for decodes, which are bound by memory; large ones for prompts, which read the KV once per tile.
+
+        128 rows are what two warp groups multiply at once, and of larger heads registers hold 64. In float32 the matrix
+        unit has no part in it: large tiles win little there, and take half a minute to compile.
+        """
+        rows = max(_MIN_DOT_SIZE, triton.next_power_of_2(group_size))
+        if q.dtype != torch.float32 and q.shape[0] * group_size > 2 * rows * num_seqs:
+            rows = max(rows, 64 if q.shape[2] > 128 else 128)
+        return cls(rows, rows // group_size, 8 if rows >= 128 else 4)
 
 
 def paged_attention_triton(
@@ -150,7 +233,7 @@ def paged_attention_triton(
     *,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel; arguments as `paged_attention` has checked them. The innermost dimensions are contiguous."""
+    """Launch the kernels; arguments as `paged_attention` has checked them. The innermost dimensions are contiguous."""
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads, block_size = kv_pool.shape[3:5]
     num_seqs = seq_lens.shape[0]
@@ -160,16 +243,22 @@ def paged_attention_triton(
     if num_tokens == 0 or num_seqs == 0:
         return out
     group_size = num_heads // num_kv_heads
-    tile_rows = max(_MIN_DOT_SIZE, triton.next_power_of_2(group_size))
-    tile_queries = tile_rows // group_size
-    # An upper bound that needs no look at the lengths: programs behind a sequence's last tile return at once.
-    num_tiles = num_tokens // tile_queries + num_seqs
-    keys, values = kv_pool[0, layer, 0], kv_pool[0, layer, 1]
-    _paged_attention_kernel[(num_tiles, num_kv_heads)](
-        out,
+    tiles = _Tiles.of(q, num_seqs, group_size)
+    # Upper bounds that need no look at the lengths: programs behind a sequence's last tile, or KV, return at once.
+    num_tiles = num_tokens // tiles.queries + num_seqs
+    num_parts = _num_parts(q, block_tables.shape[1] * block_size)
+    shape = (num_tokens, num_parts, num_heads)
+    partial = q.new_empty((*shape, head_size), dtype=torch.float32) if num_parts > 1 else out.unsqueeze(1)
+    bests, totals = q.new_empty((2, *shape) if num_parts > 1 else (2, 0), dtype=torch.float32)
+    padded = max(_MIN_DOT_SIZE, triton.next_power_of_2(head_size))
+    part = _PART if num_parts > 1 else 0
+    _paged_attention_kernel[(num_tiles, num_kv_heads, num_parts)](
+        partial,
+        bests,
+        totals,
         q,
-        keys,
-        values,
+        kv_pool[0, layer, 0],
+        kv_pool[0, layer, 1],
         block_tables,
         seq_lens,
         cu_seqlens_q,
@@ -178,20 +267,45 @@ def paged_attention_triton(
         window or 0,
         q.stride(0),
         q.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *partial.stride()[:3],
         kv_pool.stride(0),
         kv_pool.stride(3),
         kv_pool.stride(4),
         block_tables.stride(0),
         BLOCK_SIZE=block_size,
         HEAD_SIZE=head_size,
-        HEAD_SIZE_PADDED=max(_MIN_DOT_SIZE, triton.next_power_of_2(head_size)),
+        HEAD_SIZE_PADDED=padded,
         GROUP_SIZE=group_size,
-        TILE_QUERIES=tile_queries,
-        TILE_ROWS=tile_rows,
+        TILE_QUERIES=tiles.queries,
+        TILE_ROWS=tiles.rows,
         TILE_KV=64 if head_size <= 128 else 32,
         HAS_WINDOW=window is not None,
+        PART=part,
+        num_warps=tiles.num_warps,
         **LAUNCH_OPTIONS,
     )
+    if num_parts > 1:
+        _combine_kernel[(num_tokens, num_heads)](
+            out,
+            partial,
+            bests,
+            totals,
+            seq_lens,
+            cu_seqlens_q,
+            num_seqs,
+            window or 0,
+            num_parts,
+            HEAD_SIZE=head_size,
+            HEAD_SIZE_PADDED=padded,
+            HAS_WINDOW=window is not None,
+            PART=part,
+            num_warps=1,
+            **LAUNCH_OPTIONS,
+        )
     return out
+
+
+def _num_parts(q: torch.Tensor, max_tokens: int) -> int:
+    """Into how many parts the KV of sequences of at most `max_tokens` is divided; 1: it is not."""
+    num_parts = -(-max_tokens // _PART)
+    return num_parts if num_parts * q.numel() * 4 <= _MAX_PARTS_BYTES else 1

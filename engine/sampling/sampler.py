@@ -254,7 +254,8 @@ def _without_choice(logits: torch.Tensor, processed: torch.Tensor, tokens: NDArr
 
 def _chosen_finite(logits: torch.Tensor, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
     chosen = torch.from_numpy(tokens).to(logits.device).unsqueeze(-1)
-    return np.isfinite(logits.gather(1, chosen).squeeze(-1).float().cpu().numpy())
+    is_finite: NDArray[np.bool_] = logits.gather(1, chosen).squeeze(-1).isfinite().cpu().numpy()
+    return is_finite
 
 
 def _select(logits: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:

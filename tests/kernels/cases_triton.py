@@ -17,6 +17,7 @@ from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.engine import runner
 from pdkv.engine.attention import cuda as attention_cuda
 from pdkv.engine.attention.cuda import CudaAttention
+from pdkv.kernels import paged_attention_triton as paged_attention_module
 from pdkv.kernels.digest import hash_rows, seeds_of
 from pdkv.kernels.digest_triton import digests_triton
 from pdkv.kernels.kv_copy import gather_blocks_reference, scatter_blocks_reference, write_kv_reference
@@ -89,6 +90,58 @@ def test_windows(
     torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
     whole = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=head_size**-0.5)
     assert not torch.allclose(expected, whole)
+
+
+IN_PARTS = [(1, 200), (3, 130), (1, 64), (0, 70), (1, 65), (2, 2), (9, 110)]  # of 64 tokens
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_size", "block_size", "window"), [((4, 2), 32, 16, None), ((6, 2), 24, 48, 90)], ids=str
+)
+def test_parts_of_the_kv_are_combined(
+    heads: tuple[int, int],
+    head_size: int,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_attention_module, "_PART", 64)
+    q, pool, *index = attention_inputs(IN_PARTS, heads, head_size, block_size, padding=3)
+    q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
+    result = paged_attention_triton(q, pool, 1, *index, scale=head_size**-0.5, window=window)
+    expected = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=head_size**-0.5, window=window)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    monkeypatch.setattr(paged_attention_module, "_MAX_PARTS_BYTES", 0)
+    whole = paged_attention_triton(q, pool, 1, *index, scale=head_size**-0.5, window=window)
+    torch.testing.assert_close(result, whole, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter computes in numpy
+def test_what_is_not_finite_in_a_part_reaches_those_that_see_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention_module, "_PART", 64)
+    q, pool, *index = attention_inputs([(4, 130), (1, 130)], (4, 2), 32, 16, padding=0)
+    q, pool, *index = (t.to(device) for t in (q, pool, *index))
+    clean = paged_attention_triton(q, pool, 0, *index, scale=0.2)
+    pool[index[0][0, 128 // 16].item(), 0, :, :, 128 % 16] = math.nan
+    result = paged_attention_triton(q, pool, 0, *index, scale=0.2)
+    sees = torch.tensor([False, False, True, True, False])
+    assert torch.equal(result[~sees], clean[~sees])
+    assert result[sees].isnan().all()
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_prompts_are_computed_in_large_tiles(window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    q, pool, *index = attention_inputs([(100, 130), (1, 20), (45, 45)], (4, 2), 32, 16, padding=3)
+    q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
+    assert paged_attention_module._Tiles.of(q, num_seqs=3, group_size=2).rows == (16 if dtype == torch.float32 else 128)
+    result = paged_attention_triton(q, pool, 1, *index, scale=32**-0.5, window=window)
+    expected = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=32**-0.5, window=window)
+    torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("window", [1, 7, 65])
