@@ -51,6 +51,11 @@ class Matcher:
         return self._clock is time.thread_time and self._is_over_budget
 
     @property
+    def is_filled_alone(self) -> bool:
+        """Whether `fill_all` calls `fill`: it has ended, or is suspected of being slow."""
+        return self._clock is time.thread_time or bool(self._matcher.is_terminated())
+
+    @property
     def _is_over_budget(self) -> bool:
         return self.spent_s > _SPARE_S + _S_PER_TOKEN * self._num_accepted
 
@@ -97,10 +102,10 @@ class Matcher:
 
     @staticmethod
     def fill_all(matchers: Sequence["Matcher"], bitmask: torch.Tensor) -> None:
-        """As `fill` for each of them and its row, in fewer calls. One that may be slow is filled alone."""
+        """As `fill` for each of them and its row, in fewer calls."""
         together = list[int]()
         for row, matcher in enumerate(matchers):
-            if matcher._clock is time.thread_time or matcher._matcher.is_terminated():
+            if matcher.is_filled_alone:
                 matcher.fill(bitmask, row)
             else:
                 together.append(row)

@@ -118,7 +118,7 @@ def check_replies(replies: Sequence[dict[str, Any]], expected: Sequence[Expected
         num_prompt, num_output = len(e.prompt), len(e.output)
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt, num_output)
         assert usage["total_tokens"] == num_prompt + num_output
-        assert usage["prompt_tokens_details"]["cached_tokens"] < num_prompt
+        assert usage["prompt_tokens_details"]["cached_tokens"] < num_prompt, usage
 
 
 def check_decode_computed_nothing(books: Books) -> None:

@@ -12,7 +12,7 @@ from pdkv.grammar.store import GrammarStore
 class Anything:
     """A matcher of a grammar that allows all tokens."""
 
-    is_too_slow, spent_s = False, 0.0
+    is_too_slow, spent_s, is_filled_alone = False, 0.0, True
 
     def __init__(self) -> None:
         self._num_tokens = 0
