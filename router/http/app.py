@@ -38,12 +38,12 @@ from pdkv.router.http.metrics import Endpoint, Metrics
 from pdkv.router.http.openai import Job, prepare_chat, prepare_completion
 from pdkv.router.http.openapi import openapi
 from pdkv.router.http.replies import ReplyForms
-from pdkv.router.http.responses import error_body
+from pdkv.router.http.responses import error_body, json_response
 from pdkv.router.http.responses_api.prepare import RESPONSES, prepare_responses
 from pdkv.router.http.responses_api.replies import ResponseEvents, WholeResponse
 from pdkv.router.http.served_model import Cancelled, ServedModel
 from pdkv.router.http.sse import ChunkEncoder
-from pdkv.router.http.status_pages import StatusPages, json_response
+from pdkv.router.http.status_pages import StatusPages
 from pdkv.router.http.text_pool import TextPool
 from pdkv.router.http.tokenize import TextEndpoint, detokenize, tokenize
 from pdkv.router.http.unwound import Deferred, Unwound

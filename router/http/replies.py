@@ -81,6 +81,7 @@ async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, poo
     encode = encoder.encode
     begin = b""
     begun = False
+    shows_logprobs = fanout.job.params.logprobs is not None
     num_shown = 0  # logprobs so far
     while not fanout.finished:
         batch = fanout.take()
@@ -91,9 +92,9 @@ async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, poo
             begun = True
             begin = encoder.begin()
             await exchange.begin_events(fanout.engines, encoder.fail)
-        num_new = _num_logprobs(batch)
+        num_new = _num_logprobs(batch) if shows_logprobs else 0
         num_shown += num_new
-        is_end = any(delta.finish_reason is not None for delta in batch)  # which may repeat all of them
+        is_end = num_shown and any(delta.finish_reason is not None for delta in batch)  # which may repeat all of them
         if (num_shown if is_end else num_new) > INLINE_LOGPROBS:
             for delta in batch:
                 await exchange.send_events(begin + await pool.encode(functools.partial(encode, delta)))

@@ -2,14 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from pdkv.limits import clip
 from pdkv.router.generations.request_log import NUM_ENDED
-from pdkv.router.http.responses import error_body
+from pdkv.router.http.responses import error_body, json_response
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
@@ -24,12 +23,8 @@ def request_route(dispatcher: "Dispatcher") -> Route:
         name = request.path_params["id"]
         found = dispatcher.find_requests(name) if name else []
         if found:
-            return _json({"requests": found}, 200)
+            return json_response({"requests": found})
         text = f"no request {clip(name)!r} is running, or is among the last {NUM_ENDED} choices that ended"
-        return _json(error_body(text, status=404, code="request_not_found"), 404)
+        return json_response(error_body(text, status=404, code="request_not_found"), 404)
 
     return Route("/admin/requests/{id:path}", show)
-
-
-def _json(body: object, status: int) -> Response:
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")

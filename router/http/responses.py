@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+from starlette.responses import Response
+
 from pdkv.errors import (
     EngineDied,
     EngineGivenUp,
@@ -27,6 +30,11 @@ _KINDS = {403: "permission_error", 429: "rate_limit_error"}
 
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
+
+
+def json_response(body: object, status: int = 200) -> Response:
+    """`body` as JSON."""
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 
 def error_status(error: PdkvError) -> int:

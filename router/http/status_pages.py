@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -15,7 +14,7 @@ from pdkv.errors import Draining
 from pdkv.router.http.drain import Drain
 from pdkv.router.http.metrics import Metrics
 from pdkv.router.http.openapi import encoded_openapi
-from pdkv.router.http.responses import describe_error, error_body
+from pdkv.router.http.responses import describe_error, error_body, json_response
 from pdkv.router.http.served_model import ServedModel, unknown_model
 
 if TYPE_CHECKING:
@@ -97,8 +96,3 @@ class StatusPages:
     async def _openapi(self, request: Request) -> Response:
         data = await asyncio.to_thread(encoded_openapi)  # the first time it takes some 30 ms
         return Response(data, media_type="application/json")
-
-
-def json_response(body: object, status: int = 200) -> Response:
-    """`body` as JSON."""
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")

@@ -7,7 +7,6 @@ those beside 100 clients that ask for the same streams and read them: the engine
 
 import argparse
 import contextlib
-import datetime
 import json
 import re
 import subprocess
@@ -20,12 +19,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from deployments import Running, launches
-from serving_checks import serve_directory
-from small_models import make_hf_model
+from deployments import Running
 
 from soak.http_health import describe, late
-from soak.report import RESULTS
+from soak.report import RESULTS, write_json
+from soak.small_launch import launched
 from soak.stalls import WATCHDOG, counted, own
 
 NUM_STREAMS = 8
@@ -164,25 +162,15 @@ def summary(result: Result) -> str:
     return "\n".join([*lines, *(f"  VIOLATION {text[:3000]}" for text in [*result.violations, *result.slow])])
 
 
-def save(result: Result, folder: Path) -> None:
-    """One JSON file per day."""
-    folder.mkdir(parents=True, exist_ok=True)
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    (folder / f"clients-{day}.json").write_text(json.dumps(msgspec.to_builtins(result), indent=2) + "\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser("soak.clients", description=__doc__)
     parser.add_argument("--seconds", type=float, default=40.0, help="of polite clients, and then of rude ones")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the report")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        work = Path(folder)
-        model = serve_directory(make_hf_model(work / "model", "llama", "float32", initializer_range=0.2), work)
-        with launches(model) as launch:
-            result = disturb(launch("--prefill", "1", "--decode", "1", *FLAGS, *WATCHDOG), options.seconds)
-    save(result, options.out)
+    with launched(*FLAGS, *WATCHDOG, initializer_range=0.2) as (deployment, _):
+        result = disturb(deployment, options.seconds)
+    write_json("clients", result, options.out)
     print(summary(result), flush=True)
     return 1 if result.violations or result.slow else 0
 

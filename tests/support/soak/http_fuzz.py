@@ -3,27 +3,23 @@
 import argparse
 import asyncio
 import contextlib
-import datetime
 import json
 import random
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 import psutil
-from deployments import Running, launches
-from serving_checks import serve_directory
-from small_models import make_hf_model
+from deployments import Running
 
 from soak.http_health import describe, late
 from soak.http_requests import Exchange, draw, named_attacks
-from soak.report import RESULTS
+from soak.report import RESULTS, write_json
+from soak.small_launch import launched
 from soak.stalls import WATCHDOG, counted, own
 
 CLIENTS = 6
@@ -181,11 +177,8 @@ def summary(result: Result) -> str:
 
 def save(result: Result, folder: Path) -> None:
     """One JSON file per day."""
-    folder.mkdir(parents=True, exist_ok=True)
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    document: dict[str, Any] = msgspec.to_builtins(result)
-    document["violations"] = [text[:600] for text in result.violations]
-    (folder / f"http-fuzz-{day}.json").write_text(json.dumps(document, indent=2) + "\n")
+    violations = [text[:600] for text in result.violations]
+    write_json("http-fuzz", msgspec.structs.replace(result, violations=violations), folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,11 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the report")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        work = Path(folder)
-        model = serve_directory(make_hf_model(work / "model", "llama", "float32", initializer_range=0.2), work)
-        with launches(model) as launch:
-            result = fuzz(launch("--prefill", "1", "--decode", "1", *WATCHDOG), options.requests, options.seed)
+    with launched(*WATCHDOG, initializer_range=0.2) as (deployment, _):
+        result = fuzz(deployment, options.requests, options.seed)
     save(result, options.out)
     print(summary(result), flush=True)
     return 1 if result.violations or result.slow else 0

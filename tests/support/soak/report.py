@@ -41,14 +41,26 @@ class Report(msgspec.Struct, kw_only=True):
         return f"{self.backend}, TP {self.ranks[0]},{self.ranks[1]}{spared}"
 
 
+def today() -> str:
+    """The day of a report, in its files' names."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def write_json(name: str, result: object, folder: Path) -> Path:
+    """A run's result, of what msgspec knows, as today's file of that name. Returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{today()}.json"
+    path.write_text(json.dumps(msgspec.to_builtins(result), indent=2) + "\n")
+    return path
+
+
 def save(reports: list[Report], folder: Path = RESULTS) -> Path:
     """Merge into today's files. Returns the markdown file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    day = today()
     path = folder / f"soak-{day}.json"
     document: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     document |= {report.name: msgspec.to_builtins(report) for report in reports}
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    write_json("soak", document, folder)
     table = path.with_suffix(".md")
     table.write_text(markdown(day, {name: msgspec.convert(value, Report) for name, value in document.items()}))
     return table

@@ -8,24 +8,20 @@ the end stands for a model that ends its answers.
 
 import argparse
 import asyncio
-import datetime
-import json
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import msgspec
-from deployments import NO_AUTHORITIES, Running, launches
+from deployments import NO_AUTHORITIES, Running
 from schema_judge import why_wrong
 from schema_suite import Group, groups
-from serving_checks import serve_directory
-from small_models import make_hf_model
 
 from pdkv.text import Tokenizer
-from soak.report import RESULTS
+from soak.report import RESULTS, write_json
+from soak.small_launch import launched
 
 MAX_TOKENS = 1024
 ANSWER_BOUND_S = 300.0
@@ -110,25 +106,14 @@ def summary(result: Result) -> str:
     return "\n".join([*lines, *(f"  VIOLATION {text[:600]}" for text in result.violations)])
 
 
-def save(result: Result, folder: Path) -> None:
-    """One JSON file per day."""
-    folder.mkdir(parents=True, exist_ok=True)
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    (folder / f"schemas-{day}.json").write_text(json.dumps(msgspec.to_builtins(result), indent=2) + "\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser("soak.schemas", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the report")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        work = Path(folder)
-        made = make_hf_model(work / "model", "llama", "float32", max_position_embeddings=2048)
-        model = serve_directory(made, work)
-        with launches(model) as launch:
-            result = ask_all(launch("--prefill", "1", "--decode", "1", *FLAGS), list(groups()), model)
-    save(result, options.out)
+    with launched(*FLAGS, max_position_embeddings=2048) as (deployment, model):
+        result = ask_all(deployment, list(groups()), model)
+    write_json("schemas", result, options.out)
     print(summary(result), flush=True)
     return 1 if result.violations or result.share_complete < 0.8 else 0
 

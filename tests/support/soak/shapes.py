@@ -9,11 +9,9 @@ quiet run of the same; no process ends but those that compile, whose bounds end 
 import argparse
 import asyncio
 import contextlib
-import datetime
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -24,13 +22,13 @@ from typing import Any
 import httpx
 import msgspec
 import psutil
-from deployments import NO_AUTHORITIES, Running, launches
-from serving_checks import serve_directory
-from small_models import make_hf_model
+from deployments import NO_AUTHORITIES, Running
+from doors import processes_of
 
 from soak.clients import beside
 from soak.hostile_shapes import Hostile, hostile_shapes
-from soak.report import RESULTS
+from soak.report import RESULTS, write_json
+from soak.small_launch import launched
 
 NUM_STREAMS = 4
 NUM_HOSTILE = 8
@@ -72,7 +70,7 @@ class _Memory:
     """Resident memory of a deployment's processes, read by a thread."""
 
     def __init__(self, deployment: Running) -> None:
-        self._launcher = psutil.Process(deployment.process.pid)
+        self._deployment = deployment
         self._stop = threading.Event()
         self.first: dict[str, int] = {}
         self.worst: dict[str, int] = {}
@@ -96,7 +94,7 @@ class _Memory:
 
     def _read(self) -> None:
         now: Counter[str] = Counter()
-        for process in self._launcher.children(recursive=True):
+        for process in processes_of(self._deployment):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 name = process.name()
                 if any("compile_process" in word for word in process.cmdline()):
@@ -111,7 +109,7 @@ def disturb(deployment: Running, num_requests: int, quiet_s: float, seed: int) -
     """Honest clients alone, then beside hostile ones; say what was wrong."""
     result = Result(seed=seed, num_requests=num_requests, load_before=round(os.getloadavg()[0], 1))
     router, engines = deployment.child_pid("pd router"), deployment.pids()
-    asyncio.run(_answer(deployment.url, HONEST))  # its grammar is compiled, all is imported
+    asyncio.run(_honest_for(deployment.url, 0.0, result))  # its grammar is compiled, all is imported
     with beside("stream_gaps", deployment, result.gaps_before, str(NUM_STREAMS)):
         result.honest_before_ms = asyncio.run(_honest_for(deployment.url, quiet_s, result))
     memory = _Memory(deployment)
@@ -180,23 +178,21 @@ async def _honest_until(client: httpx.AsyncClient, url: str, stop: asyncio.Event
     times = []
     while not stop.is_set():
         began = time.perf_counter()
-        if error := await _answer(url, HONEST, client):
+        if error := await _answer(client, url):
             result.violations.append(f"an honest answer: {error}")
         times.append(1e3 * (time.perf_counter() - began))
         await asyncio.sleep(_PERIOD_S)
     return times
 
 
-async def _answer(url: str, schema: dict[str, Any], client: httpx.AsyncClient | None = None) -> str | None:
+async def _answer(client: httpx.AsyncClient, url: str) -> str | None:
     """What is wrong with an honest answer, if anything is."""
-    async with contextlib.AsyncExitStack() as stack:
-        client = client or await stack.enter_async_context(_client())
-        body = {"model": "served", "prompt": [9, 8], "max_tokens": MAX_TOKENS, "structured_outputs": {"json": schema}}
-        try:
-            reply = await client.post(f"{url}/v1/completions", json=body)
-            answer = json.loads(reply.json()["choices"][0]["text"])
-        except (httpx.HTTPError, ValueError, KeyError) as error:
-            return repr(error)
+    body = {"model": "served", "prompt": [9, 8], "max_tokens": MAX_TOKENS, "structured_outputs": {"json": HONEST}}
+    try:
+        reply = await client.post(f"{url}/v1/completions", json=body)
+        answer = json.loads(reply.json()["choices"][0]["text"])
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return repr(error)
     return None if set(answer) == {"name", "born"} else f"{answer!r}"
 
 
@@ -244,10 +240,7 @@ def markdown(result: Result) -> str:
 
 def save(result: Result, folder: Path) -> None:
     """One JSON file and one table per day."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"shapes-{datetime.datetime.now(datetime.UTC).date().isoformat()}.json"
-    path.write_text(json.dumps(msgspec.to_builtins(result), indent=2) + "\n")
-    path.with_suffix(".md").write_text(markdown(result))
+    write_json("shapes", result, folder).with_suffix(".md").write_text(markdown(result))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -258,12 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the report")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        work = Path(folder)
-        model = serve_directory(make_hf_model(work / "model", "llama", "float32", initializer_range=0.2), work)
-        with launches(model) as launch:
-            deployment = launch("--prefill", "1", "--decode", "1", *FLAGS)
-            result = disturb(deployment, options.requests, options.quiet_s, options.seed)
+    with launched(*FLAGS, initializer_range=0.2) as (deployment, _):
+        result = disturb(deployment, options.requests, options.quiet_s, options.seed)
     save(result, options.out)
     print(markdown(result), flush=True)
     return 1 if result.violations else 0
