@@ -13,6 +13,7 @@ def paged_attention(
     scale: float,
     *,
     window: int | None = None,
+    max_seq_len: int | None = None,
 ) -> torch.Tensor:
     """Attend from the last tokens of each sequence to its tokens up to each one's own position.
 
@@ -26,21 +27,29 @@ def paged_attention(
         cu_seqlens_q: (R + 1,) int32, sequence i's queries are [cu_seqlens_q[i], cu_seqlens_q[i + 1]); may be empty.
         scale: factor of the logits.
         window: how many tokens each query sees, its own included; None: all up to its own.
+        max_seq_len: none of `seq_lens` is larger; None: what the block tables have room for. The launch depends on it
+            and on the shapes alone, never on what is in device memory, so a graph that holds it stays right.
 
     Returns:
         (T, num_heads, head_size) in q's dtype; zeros in rows behind cu_seqlens_q[R] (padding). What is not finite in
         K and V reaches the queries that may see it, and no others.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or a window that hides even a query's own token.
+        ValueError: shapes, dtypes or devices that do not fit, or a window that hides even a query's own token, or a
+            `max_seq_len` for which the block tables have no room.
     """
     _check(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
+    room = block_tables.shape[1] * kv_pool.shape[4]
+    if max_seq_len is not None and not 1 <= max_seq_len <= room:
+        raise ValueError(f"max_seq_len must be in [1, {room}], the block tables' room, got {max_seq_len}")
     if q.is_cuda:
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
-        return paged_attention_triton(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q, scale, window=window)
+        return paged_attention_triton(
+            q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q, scale, window=window, max_seq_len=max_seq_len
+        )
     return paged_attention_reference(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q, scale, window=window)
 
 

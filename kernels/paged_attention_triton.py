@@ -15,8 +15,9 @@ import triton.language as tl
 from pdkv.kernels.triton_jit import LAUNCH_OPTIONS, jit
 
 _MIN_DOT_SIZE = 16  # the matrix unit's smallest operand
-_PART = 512  # tokens of KV in a part: half a MiB of a bfloat16 head of 128, long beside its start and its combination
-_MAX_PARTS_BYTES = 32 << 20  # more parts than that are work enough without being parts
+_PART = 512  # the fewest tokens of KV in a part: quarter of a MiB of a bfloat16 head of 128, long beside its start
+_MAX_PARTS_BYTES = 32 << 20  # for which parts grow: more than that would be read and written beside the KV
+_NOT_SPECIALIZED = ["num_seqs", "window", "stride_table", "part_tokens", "num_parts"]  # they change with every step
 
 
 @jit()
@@ -36,7 +37,7 @@ def _find_sequence(
     return low - 1
 
 
-@jit(do_not_specialize=["num_seqs", "window"])
+@jit(do_not_specialize=_NOT_SPECIALIZED)
 def _paged_attention_kernel(
     out: tl.tensor,  # (tokens, heads, head size); with parts float32 (tokens, parts, heads, head size), not divided yet
     bests: tl.tensor,  # with parts (tokens, parts, heads): each row's largest logit
@@ -59,6 +60,7 @@ def _paged_attention_kernel(
     stride_kv_head: tl.tensor,
     stride_kv_token: tl.tensor,
     stride_table: tl.tensor,
+    part_tokens: tl.tensor,  # of KV
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr,
@@ -67,7 +69,7 @@ def _paged_attention_kernel(
     TILE_ROWS: tl.constexpr,  # at least TILE_QUERIES * GROUP_SIZE
     TILE_KV: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    PART: tl.constexpr,  # tokens of KV in a part; 0: one program sees them all
+    IN_PARTS: tl.constexpr,  # or one program sees all of the KV
 ) -> None:
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -102,9 +104,9 @@ def _paged_attention_kernel(
     if HAS_WINDOW:  # from the block on in which the first query's window begins: those before it may be given up
         kv_begin = tl.maximum(first_position + first_query + 1 - window, 0) // BLOCK_SIZE * BLOCK_SIZE
     part = tl.program_id(2)
-    if PART:
-        kv_begin = tl.maximum(kv_begin, part * PART)
-        kv_stop = tl.minimum(kv_stop, (part + 1) * PART)
+    if IN_PARTS:
+        kv_begin = tl.maximum(kv_begin, part * part_tokens)
+        kv_stop = tl.minimum(kv_stop, (part + 1) * part_tokens)
         if kv_begin >= kv_stop:
             return
     for kv_start in range(kv_begin, kv_stop, TILE_KV):
@@ -126,7 +128,7 @@ def _paged_attention_kernel(
         # Without window and parts every row sees position 0 in its first tile: `new_best` is finite from then on.
         new_best = tl.maximum(best, tl.max(logits, axis=1))
         top = new_best
-        if HAS_WINDOW or PART:  # a row whose window begins further on, or which ends before, has seen nothing yet
+        if HAS_WINDOW or IN_PARTS:  # a row whose window begins further on, or which ends before, has seen nothing yet
             top = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp(logits - top[:, None])
         correction = tl.exp(best - top)
@@ -146,7 +148,7 @@ def _paged_attention_kernel(
         result += tl.dot(weights.to(value_tile.dtype), value_tile, input_precision="ieee")
         best = new_best
     target = tokens * stride_out_token + part * stride_out_part + heads * stride_out_head
-    if PART:
+    if IN_PARTS:
         tl.store(bests + target // HEAD_SIZE, best, mask=row_mask)
         tl.store(totals + target // HEAD_SIZE, total, mask=row_mask)
     else:
@@ -157,7 +159,7 @@ def _paged_attention_kernel(
     tl.store(out + target[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@jit(do_not_specialize=["num_seqs", "window"])
+@jit(do_not_specialize=_NOT_SPECIALIZED)
 def _combine_kernel(
     out: tl.tensor,  # (tokens, heads, head size)
     parts: tl.tensor,
@@ -168,10 +170,10 @@ def _combine_kernel(
     num_seqs: tl.tensor,
     window: tl.tensor,
     num_parts: tl.tensor,  # for which there is room
+    part_tokens: tl.tensor,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    PART: tl.constexpr,
 ) -> None:
     """The parts of one token's head that it may see, of which each has seen something."""
     token = tl.program_id(0)
@@ -183,13 +185,13 @@ def _combine_kernel(
     position = tl.load(seq_lens + seq) - tl.load(cu_seqlens_q + seq + 1) + token
     first = 0
     if HAS_WINDOW:
-        first = tl.maximum(position + 1 - window, 0) // PART
+        first = tl.maximum(position + 1 - window, 0) // part_tokens
     dims = tl.arange(0, HEAD_SIZE_PADDED)
     mask = dims < HEAD_SIZE
     best = float("-inf")
     total = 0.0
     result = tl.zeros([HEAD_SIZE_PADDED], tl.float32)
-    for part in range(first, position // PART + 1):
+    for part in range(first, position // part_tokens + 1):
         at = (token.to(tl.int64) * num_parts + part) * num_heads + head
         part_best = tl.load(bests + at)
         new_best = tl.maximum(best, part_best)
@@ -222,6 +224,23 @@ class _Tiles(NamedTuple):
         return cls(rows, rows // group_size, 8 if rows >= 128 else 4)
 
 
+class _Parts(NamedTuple):
+    """How the KV of every sequence is divided."""
+
+    num: int  # 1: it is not
+    tokens: int  # of each part
+
+    @classmethod
+    def of(cls, num_elements: int, max_tokens: int) -> "_Parts":
+        """For an output of `num_elements` and sequences of at most `max_tokens`: as many as there is room for.
+
+        Where not even two fit, the queries are work enough without being divided.
+        """
+        most = _MAX_PARTS_BYTES // (4 * num_elements)
+        tokens = _PART * -(-max_tokens // (_PART * most)) if most > 1 else max_tokens
+        return cls(-(-max_tokens // tokens), tokens)
+
+
 def paged_attention_triton(
     q: torch.Tensor,
     kv_pool: torch.Tensor,
@@ -232,6 +251,7 @@ def paged_attention_triton(
     scale: float,
     *,
     window: int | None = None,
+    max_seq_len: int | None = None,
 ) -> torch.Tensor:
     """Launch the kernels; arguments as `paged_attention` has checked them. The innermost dimensions are contiguous."""
     num_tokens, num_heads, head_size = q.shape
@@ -246,13 +266,13 @@ def paged_attention_triton(
     tiles = _Tiles.of(q, num_seqs, group_size)
     # Upper bounds that need no look at the lengths: programs behind a sequence's last tile, or KV, return at once.
     num_tiles = num_tokens // tiles.queries + num_seqs
-    num_parts = _num_parts(q, block_tables.shape[1] * block_size)
-    shape = (num_tokens, num_parts, num_heads)
-    partial = q.new_empty((*shape, head_size), dtype=torch.float32) if num_parts > 1 else out.unsqueeze(1)
-    bests, totals = q.new_empty((2, *shape) if num_parts > 1 else (2, 0), dtype=torch.float32)
+    parts = _Parts.of(q.numel(), max_seq_len or max(block_tables.shape[1] * block_size, 1))
+    in_parts = parts.num > 1
+    shape = (num_tokens, parts.num, num_heads)
+    partial = q.new_empty((*shape, head_size), dtype=torch.float32) if in_parts else out.unsqueeze(1)
+    bests, totals = q.new_empty((2, *shape) if in_parts else (2, 0), dtype=torch.float32)
     padded = max(_MIN_DOT_SIZE, triton.next_power_of_2(head_size))
-    part = _PART if num_parts > 1 else 0
-    _paged_attention_kernel[(num_tiles, num_kv_heads, num_parts)](
+    _paged_attention_kernel[(num_tiles, num_kv_heads, parts.num)](
         partial,
         bests,
         totals,
@@ -272,6 +292,7 @@ def paged_attention_triton(
         kv_pool.stride(3),
         kv_pool.stride(4),
         block_tables.stride(0),
+        parts.tokens,
         BLOCK_SIZE=block_size,
         HEAD_SIZE=head_size,
         HEAD_SIZE_PADDED=padded,
@@ -280,11 +301,11 @@ def paged_attention_triton(
         TILE_ROWS=tiles.rows,
         TILE_KV=64 if head_size <= 128 else 32,
         HAS_WINDOW=window is not None,
-        PART=part,
+        IN_PARTS=in_parts,
         num_warps=tiles.num_warps,
         **LAUNCH_OPTIONS,
     )
-    if num_parts > 1:
+    if in_parts:
         _combine_kernel[(num_tokens, num_heads)](
             out,
             partial,
@@ -294,18 +315,12 @@ def paged_attention_triton(
             cu_seqlens_q,
             num_seqs,
             window or 0,
-            num_parts,
+            parts.num,
+            parts.tokens,
             HEAD_SIZE=head_size,
             HEAD_SIZE_PADDED=padded,
             HAS_WINDOW=window is not None,
-            PART=part,
             num_warps=1,
             **LAUNCH_OPTIONS,
         )
     return out
-
-
-def _num_parts(q: torch.Tensor, max_tokens: int) -> int:
-    """Into how many parts the KV of sequences of at most `max_tokens` is divided; 1: it is not."""
-    num_parts = -(-max_tokens // _PART)
-    return num_parts if num_parts * q.numel() * 4 <= _MAX_PARTS_BYTES else 1

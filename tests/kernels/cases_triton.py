@@ -114,9 +114,26 @@ def test_parts_of_the_kv_are_combined(
     expected = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=head_size**-0.5, window=window)
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
-    monkeypatch.setattr(paged_attention_module, "_MAX_PARTS_BYTES", 0)
-    whole = paged_attention_triton(q, pool, 1, *index, scale=head_size**-0.5, window=window)
-    torch.testing.assert_close(result, whole, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    for num_parts in (2, 0):  # for which there is room: of 128 tokens; not divided
+        monkeypatch.setattr(paged_attention_module, "_MAX_PARTS_BYTES", num_parts * 4 * q.numel())
+        other = paged_attention_triton(q, pool, 1, *index, scale=head_size**-0.5, window=window, max_seq_len=200)
+        torch.testing.assert_close(other, result, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+def test_parts_grow_where_there_is_no_room_for_many() -> None:
+    """By 32 MiB of float32 for all parts together, in tokens of 32 heads of 128."""
+    parts = {
+        (num_tokens, longest): tuple(paged_attention_module._Parts.of(num_tokens * 32 * 128, longest))
+        for num_tokens, longest in ((1, 131072), (31, 131072), (64, 4096), (512, 131072), (512, 500), (1025, 131072))
+    }
+    assert parts == {
+        (1, 131072): (256, 512),
+        (31, 131072): (64, 2048),
+        (64, 4096): (8, 512),
+        (512, 131072): (4, 32768),
+        (512, 500): (1, 512),
+        (1025, 131072): (1, 131072),
+    }
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter computes in numpy

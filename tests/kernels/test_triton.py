@@ -55,12 +55,12 @@ def compile_for_gpu(kernel: Any, pointers: dict[str, str], constants: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_size", "tile_rows", "num_warps", "has_window", "part"),
+    ("dtype", "head_size", "tile_rows", "num_warps", "has_window", "in_parts"),
     [
-        ("bf16", 80, 16, 4, True, 512),
-        ("bf16", 128, 128, 8, True, 0),
-        ("bf16", 256, 64, 4, False, 0),
-        ("fp32", 128, 16, 4, True, 512),
+        ("bf16", 80, 16, 4, True, True),
+        ("bf16", 128, 128, 8, True, False),
+        ("bf16", 256, 64, 4, False, False),
+        ("fp32", 128, 16, 4, True, True),
     ],
 )
 def test_attention_compiles_for_a_gpu(
@@ -69,7 +69,7 @@ def test_attention_compiles_for_a_gpu(
     tile_rows: int,
     num_warps: int,
     has_window: bool,
-    part: int,
+    in_parts: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -78,17 +78,17 @@ def test_attention_compiles_for_a_gpu(
     from pdkv.kernels.paged_attention_triton import _combine_kernel, _paged_attention_kernel
 
     pointers = dict.fromkeys(("q", "keys", "values"), f"*{dtype}")
-    pointers |= {"out": "*fp32" if part else f"*{dtype}", "bests": "*fp32", "totals": "*fp32", "parts": "*fp32"}
+    pointers |= {"out": "*fp32" if in_parts else f"*{dtype}", "bests": "*fp32", "totals": "*fp32", "parts": "*fp32"}
     pointers |= {"block_tables": "*i32", "seq_lens": "*i32", "cu_seqlens_q": "*i32", "scale": "fp32"}
     both = {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": 1 << (head_size - 1).bit_length(), "HAS_WINDOW": has_window}
     constants = both | {"BLOCK_SIZE": 16, "GROUP_SIZE": 4, "TILE_QUERIES": tile_rows // 4, "TILE_ROWS": tile_rows}
-    constants |= {"TILE_KV": 64 if head_size <= 128 else 32, "PART": part}
+    constants |= {"TILE_KV": 64 if head_size <= 128 else 32, "IN_PARTS": in_parts}
     compiled = compile_for_gpu(_paged_attention_kernel, pointers, constants, num_warps=num_warps)
     assert compiled.metadata.shared <= MAX_SHARED_BYTES
     assert compiled.asm["cubin"]
-    if part:
+    if in_parts:
         pointers["out"] = f"*{dtype}"
-        assert compile_for_gpu(_combine_kernel, pointers, both | {"PART": part}, num_warps=1).asm["cubin"]
+        assert compile_for_gpu(_combine_kernel, pointers, both, num_warps=1).asm["cubin"]
 
 
 def test_copies_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
