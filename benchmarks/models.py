@@ -1,4 +1,4 @@
-"""Random Llama models to measure with: tiny (5 M parameters), mid (200 M), large (960 M); bfloat16, no download.
+"""Random Llama models to measure with: tiny (5 M parameters), mid (200 M), large (960 M), 8b; bfloat16, no download.
 
     python -m benchmarks.models tiny FOLDER
 
@@ -39,35 +39,43 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
     },
+    "8b": {  # Llama 3.1 8B's shape
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+    },
 }
 _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _SEED = 0
 
 
-def find_model(folder: Path, size: str) -> Path:
-    """The model directory `folder`/`size`, made if it is not there."""
+def find_model(folder: Path, size: str, device: str = "cpu") -> Path:
+    """The model directory `folder`/`size`, made on `device` if it is not there."""
     path = folder / size
     if not (path / "config.json").exists():
-        make_model(path, size)
+        make_model(path, size, device)
     return path
 
 
-def make_model(path: Path, size: str) -> None:
+def make_model(path: Path, size: str, device: str = "cpu") -> None:
     """Write config, weights and tokenizer; all or nothing."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(_SEED)
     config = LlamaConfig(
-        **SIZES[size],
-        vocab_size=VOCAB_SIZE,
+        **{"vocab_size": VOCAB_SIZE, **SIZES[size]},
         max_position_embeddings=MAX_LEN,
         initializer_range=0.06,
         bos_token_id=0,
         eos_token_id=1,
     )
     make: Any = LlamaForCausalLM._from_config
-    model = make(config, dtype=torch.bfloat16)  # never as float32: the large one would take 4 GB
+    with torch.device(device):
+        model = make(config, dtype=torch.bfloat16)  # never as float32: the large one would take 4 GB
     path.parent.mkdir(parents=True, exist_ok=True)
     work = tempfile.mkdtemp(dir=path.parent)
     try:

@@ -12,9 +12,18 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-WITH_WHAT_THEY_NEED = ["fastapi", "fastapi-offline", "httptools", "msgspec", "prometheus-client", "pyzmq", "uvicorn"]
+WITH_WHAT_THEY_NEED = [
+    "fastapi",
+    "fastapi-offline",
+    "httptools",
+    "msgspec",
+    "prometheus-client",
+    "pyzmq",
+    "transformers",
+    "uvicorn",
+]
 ALONE = ["apache-tvm-ffi", "nixl-cu13", "xgrammar"]  # torch is there
-UNUSED = ["nixl_ep_cu13"]  # 95 MB of experts' communication
+UNUSED = ["nixl_ep_cu13", "numpy", "numpy.libs"]  # 95 MB of experts' communication; torch brings numpy
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17)] + ["manylinux2014_x86_64"]
 MAX_BYTES = 48 << 20
 """The repository travels, too."""
@@ -37,7 +46,15 @@ def pack(path: Path, python_version: str) -> None:
 
 def _install(names: Sequence[str], site: Path, python_version: str) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(site)]
-    command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python_version, "--upgrade"]
+    command += [
+        "--no-compile",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        python_version,
+        "--upgrade",
+    ]
     for platform in PLATFORMS:
         command += ["--platform", platform]
     subprocess.run([*command, *names], check=True)

@@ -1,4 +1,6 @@
-"""A decode step of a model of Llama 3.1 8B's shape, random, in bfloat16: of the time in which its bytes can be read."""
+"""A model of Llama 3.1 8B's shape, random, in bfloat16: a decode step, of the time in which its bytes can be read; and
+tokens a second, of those of transformers.
+"""
 
 import json
 import tempfile
@@ -8,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.gpu.against_transformers import speed
 from benchmarks.gpu.kernels import FULL, SMOKE, Bench
 from benchmarks.repeated_step import RepeatedStep
 from benchmarks.report import Claim
@@ -56,7 +59,7 @@ class RandomWeights:
 
 
 def run(device: str, smoke: bool) -> Iterator[Claim]:
-    """One claim for each number of sequences."""
+    """One claim for each number of sequences, and one beside transformers."""
     where, dtype = torch.device(device), torch.float32 if device == "cpu" else torch.bfloat16
     copied = Bench(where, dtype, SMOKE if smoke else FULL, 1 if smoke else 10).copy_yardstick()
     config = _config(SHAPE | TINY if smoke else SHAPE)
@@ -66,6 +69,8 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
     num_bytes = weights.num_bytes - embedding
     for case in CASES:
         yield _claim(case._replace(context=64) if smoke else case, model, dtype, num_bytes, copied.rate)
+    del model, weights  # the next one needs their memory
+    yield from speed(device, smoke)
 
 
 def _claim(case: Case, model: Decoder, dtype: torch.dtype, num_bytes: int, rate: float) -> Claim:

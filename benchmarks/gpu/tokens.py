@@ -1,11 +1,15 @@
-"""Greedy tokens in float32 on the GPU: those of the CPU, wherever the choice is not a matter of rounding."""
+"""Greedy tokens in float32 on the GPU: those of the CPU, wherever the choice is not a matter of rounding; and logprobs
+in bfloat16: those of transformers on the same device.
+"""
 
 from collections.abc import Iterator
 
 import torch
 
+from benchmarks.gpu.against_transformers import MAX_DIFFERENCE, largest_difference
 from benchmarks.report import Claim
 from pdkv import LLM, SamplingParams
+from pdkv.config import DEFAULT_MODEL
 from pdkv.llm import RequestOutput
 
 MARGIN = 1e-4
@@ -16,7 +20,7 @@ _TEXT = "In a serving system the first token waits for the prompt, and every fur
 
 
 def run(device: str, smoke: bool) -> Iterator[Claim]:
-    """One claim: the share of prompts whose tokens differ where they must not."""
+    """The share of prompts whose tokens differ where they must not; the largest difference between logprobs."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     prompts = [(_TEXT * 12)[: 17 * (i + 1)] for i in range(4 if smoke else 32)]
     expected, found = (_generate(where, prompts) for where in ("cpu", device))
@@ -26,12 +30,15 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
     yield Claim(
         f"float32, {device} against cpu: prompts with another token", wrong / len(prompts), 0.0, "lower", figures
     )
+    token_ids = [result.prompt_token_ids for result in expected]
+    worst = largest_difference(device, DEFAULT_MODEL, token_ids, NUM_TOKENS)
+    yield Claim("bfloat16 against transformers: largest difference of logprobs", worst, MAX_DIFFERENCE, "lower", {})
 
 
 def _generate(device: str, prompts: list[str]) -> list[RequestOutput]:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
     with LLM(device=device, dtype="float32", kv_cache_memory=64 << 20) as llm:
-        return list(llm.generate(prompts, params))
+        return list(llm.generate(prompts, params, progress=False))
 
 
 def _first_difference(one: RequestOutput, other: RequestOutput) -> float | None:

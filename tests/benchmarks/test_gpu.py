@@ -43,8 +43,9 @@ def test_parts_write_one_table(tmp_path: Path) -> None:
     done = run(tmp_path, "tokens", "engine")
     claims = claims_of(tmp_path)
     assert set(claims) == {"tokens", "engine"}, done.stderr
-    assert [claim["ratio"] for claim in claims["tokens"]] == [0.0]
-    assert [claim["name"].split(":")[0] for claim in claims["engine"]] == ["8B shape, 1 x 64", "8B shape, 64 x 64"]
+    assert all(claim["better"] == "lower" and claim["ratio"] <= claim["limit"] for claim in claims["tokens"])
+    names = [claim["name"].split(":")[0] for claim in claims["engine"]]
+    assert names == ["8B shape, 1 x 64", "8B shape, 64 x 64", "tiny, 32 x 16 in, 4 out"]
     (table,) = tmp_path.glob("gpu-on-cpu-*.md")
     assert "| tokens | float32" in table.read_text()
     assert not list(tmp_path.glob(".*"))

@@ -1,0 +1,103 @@
+"""The same model in transformers, on the same device and in the same type: its logprobs, and its tokens a second."""
+
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models import find_model
+from benchmarks.report import Claim
+from benchmarks.turns import in_turns
+from pdkv import LLM, SamplingParams
+
+MAX_DIFFERENCE = 2e-2
+"""Between logprobs in bfloat16, of which two neighbours near 8 lie 0.03 apart."""
+
+BATCH, INPUT_LEN, OUTPUT_LEN = 32, 128, 128
+ROUNDS = 3
+
+
+def largest_difference(device: str, model: Path, prompts: list[list[int]], num_tokens: int) -> float:
+    """Between what pdkv and transformers say of the tokens that pdkv draws greedily, in bfloat16."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
+    with LLM(model, device=device, dtype="bfloat16", kv_cache_memory=64 << 20) as llm:
+        outputs = [result.outputs[0] for result in llm.generate(prompts, params, progress=False)]
+    other = _load(model, device)
+    worst = 0.0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.logprobs is not None
+        expected = _logprobs(other, prompt, list(output.token_ids))
+        got = torch.tensor([logprob.logprob for logprob in output.logprobs])
+        worst = max(worst, float((got - expected).abs().max()))
+    return worst
+
+
+@torch.inference_mode()
+def _logprobs(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """(len(output),) of each output token behind what comes before it."""
+    tokens = torch.tensor([prompt + output], device=model.device)
+    logits = model(tokens).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0].cpu()
+
+
+def speed(device: str, smoke: bool) -> Iterator[Claim]:
+    """One claim: tokens/s of a batch of pdkv's, of those that transformers makes of the same batch."""
+    size, dtype = ("tiny", torch.float32) if smoke else ("8b", torch.bfloat16)
+    input_len, output_len = (16, 4) if smoke else (INPUT_LEN, OUTPUT_LEN)
+    prompts = [[(7 * i + j) % 4000 + 2 for j in range(input_len)] for i in range(BATCH)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = find_model(Path(folder), size, device)
+        took = {"transformers": _time_transformers(model, device, dtype, prompts, output_len)}
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        took["pdkv"] = _time_pdkv(model, device, dtype, prompts, output_len)
+    rates = {f"{name} tok/s": BATCH * output_len / seconds for name, seconds in took.items()}
+    name = f"{size}, {BATCH} x {input_len} in, {output_len} out: tokens/s / those of transformers"
+    yield Claim(name, took["transformers"] / took["pdkv"], 5.0, "higher", rates)
+
+
+def _time_transformers(
+    model: Path, device: str, dtype: torch.dtype, prompts: list[list[int]], output_len: int
+) -> float:
+    """Seconds for the batch; the median of rounds."""
+    generate = partial(_generate, _load(model, device, dtype), torch.tensor(prompts, device=device), output_len)
+    return in_turns({"": generate}, ROUNDS)[""].median / 1e3
+
+
+@torch.inference_mode()
+def _generate(model: Any, tokens: torch.Tensor, output_len: int) -> list[list[int]]:
+    """To the host, so that it has ended."""
+    output: list[list[int]] = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        do_sample=False,
+        min_new_tokens=output_len,
+        max_new_tokens=output_len,
+        pad_token_id=0,
+    ).tolist()
+    return output
+
+
+def _time_pdkv(model: Path, device: str, dtype: torch.dtype, prompts: list[list[int]], output_len: int) -> float:
+    """Seconds for the batch; the median of rounds. No prompt is found in the cache: each round begins them anew."""
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    name = str(dtype).removeprefix("torch.")
+    with LLM(model, device=device, dtype=name, max_model_len=2 * (len(prompts[0]) + output_len)) as llm:
+        first_tokens = iter(range(2, ROUNDS + 3))
+
+        def generate() -> None:
+            first = next(first_tokens)
+            llm.generate([[first, *prompt[1:]] for prompt in prompts], params, progress=False)
+
+        return in_turns({"": generate}, ROUNDS)[""].median / 1e3
+
+
+def _load(model: Path, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Straight to the device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(device):
+        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
