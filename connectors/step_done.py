@@ -10,12 +10,10 @@ import time
 from typing import TYPE_CHECKING
 
 from pdkv.errors import TransferTimeout
+from pdkv.kernels.streams import Streams, streams_of
 
 if TYPE_CHECKING:
     import torch
-
-_LOOK_S = 0.0005
-"""CUDA knows no wait with a deadline: a thread that must itself wait looks so often."""
 
 
 class StepDone:
@@ -42,13 +40,11 @@ class StepDone:
 ON_HOST = StepDone()
 
 
-class CudaStepDone(StepDone):
+class StreamStepDone(StepDone):
     """An event of the stream that computes."""
 
-    def __init__(self) -> None:
-        import torch
-
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def __init__(self, streams: Streams) -> None:
+        self._event = streams.make_event()
         self._is_recorded = threading.Event()  # to wait for an event before that is to wait for nothing
 
     def record(self) -> None:
@@ -58,11 +54,7 @@ class CudaStepDone(StepDone):
     def wait(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         self._wait_recorded(timeout_s)
-        pause = threading.Event()
-        while not self._event.query():  # type: ignore[no-untyped-call]
-            if time.monotonic() >= deadline:
-                raise TransferTimeout(f"the device had not computed a step after {timeout_s:g} s")
-            pause.wait(_LOOK_S)
+        self._event.synchronize(deadline - time.monotonic())
 
     def wait_on_stream(self, timeout_s: float) -> None:
         self._wait_recorded(timeout_s)
@@ -75,4 +67,5 @@ class CudaStepDone(StepDone):
 
 def make_step_done(device: "torch.device") -> StepDone:
     """The end of a step that computes on that device."""
-    return CudaStepDone() if device.type == "cuda" else ON_HOST
+    streams = streams_of(device)
+    return ON_HOST if streams.is_host else StreamStepDone(streams)

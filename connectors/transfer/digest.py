@@ -18,10 +18,11 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids, rank_heads
 from pdkv.connectors.transfer.pool_copy import COPY_BYTES, Pieces
-from pdkv.connectors.transfer.units import UnitPart
+from pdkv.connectors.transfer.units import COPY_TIMEOUT_S, UnitPart
 from pdkv.kernels.digest import Digests, add_digests, available, mix, seeds_of
 from pdkv.kernels.host import Rows
 from pdkv.kernels.stream import StreamArgs
+from pdkv.kernels.streams import streams_of
 from pdkv.wire.messages import KVLayout
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class PoolDigests:
         self._words: torch.Tensor | None = None
         if isinstance(kv_cache, np.ndarray):
             self.flat = kv_cache.reshape(-1).view(np.uint8)
-        elif kv_cache.device.type == "cpu":
+        elif streams_of(kv_cache.device).is_host:
             import torch
 
             self.flat = kv_cache.view(-1).view(torch.uint8).numpy()
@@ -89,7 +90,8 @@ class PoolDigests:
             import torch
 
             self._words = kv_cache.view(-1).view(torch.int64)
-            self._stream = torch.cuda.Stream(kv_cache.device)  # type: ignore[no-untyped-call]
+            self._streams = streams_of(kv_cache.device)
+            self._stream = self._streams.make_stream()
         available()  # the library is loaded here, not in the middle of a step
 
     @property
@@ -177,13 +179,18 @@ class PoolDigests:
 
         words, rows, seeds = self._words, self._rows(part), _seeds(self.first_head, part).view(np.int64)
         assert words is not None
-        with torch.cuda.stream(self._stream):
+        done = self._streams.make_event()
+        with self._stream.on():
             begins, counts, keys = (
                 torch.from_numpy(array).to(words.device)
                 for array in (offsets // WORD_BYTES, sizes // WORD_BYTES, seeds)
             )
             strides = (rows.source_outer_stride // WORD_BYTES, rows.source_inner_stride // WORD_BYTES)
-            result = digests_triton(words, begins, counts, keys, strides).cpu()
+            digests = digests_triton(words, begins, counts, keys, strides)
+            result = self._streams.make_pinned(digests.nbytes).view(torch.int64).view(digests.shape)
+            result.copy_(digests, non_blocking=True)
+            done.record()
+        done.synchronize(COPY_TIMEOUT_S)
         return result.numpy().view(np.uint64)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids
+from pdkv.kernels.streams import Event, Stream, streams_of
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 _MAX_PARTS = 256
 """Of which a pool remembers the rows."""
+
+COPY_TIMEOUT_S = 30.0
+"""A copy that a device has not made by then, and that waits for nothing, never ends."""
 
 
 class UnitPart(NamedTuple):
@@ -69,10 +73,10 @@ class UnitPool:
         self.block_size = block_size
         self.units_per_block = block_size // HASH_BLOCK_SIZE
         self.num_units = num_blocks * self.units_per_block
-        self.on_cpu = kv_cache.device.type == "cpu"
+        self.on_cpu = streams_of(kv_cache.device).is_host
         self._piece_bytes = HASH_BLOCK_SIZE * head_size * kv_cache.element_size()  # of one layer, K or V, and head
         self.flat: Bytes | None = _as_bytes(kv_cache) if self.on_cpu else None
-        self._streams = threading.local()
+        self._of_thread = threading.local()
         self._rows_of: dict[UnitPart, _Rows] = {}
 
     @property
@@ -99,13 +103,13 @@ class UnitPool:
         """Copy units out of the pool.
 
         Args:
-            out: (len(units) * unit_bytes(part),), contiguous; written.
+            out: (len(units) * unit_bytes(part),), contiguous, pinned where the pool is on a device; written.
             after: the last step that wrote them.
             timeout_s: so long that step may take.
 
         Raises:
             ValueError: a unit or a part that the pool does not have, or a buffer of another size.
-            TransferTimeout: the step does not end.
+            TransferTimeout: the step does not end; nothing is written.
         """
         self._check(units, part, out)
         if self.flat is None:
@@ -118,10 +122,17 @@ class UnitPool:
         np.take(pool, self._row_ids(units, rows), axis=0, out=image, mode="clip")
 
     def scatter(self, units: Ids, part: UnitPart, source: Bytes) -> None:
-        """Copy images of units into the pool, the inverse of `gather`; `units` are all different.
+        """Copy images of units into the pool, the inverse of `gather`, and return when they are there.
+
+        The steps of whoever had these blocks before are over: the caller has waited for them.
+
+        Args:
+            units: all different.
+            source: pinned where the pool is on a device.
 
         Raises:
             ValueError: as `gather`.
+            TransferTimeout: the device does not copy.
         """
         self._check(units, part, source)
         if self.flat is None:
@@ -189,27 +200,33 @@ class UnitPool:
 
         from pdkv.kernels.kv_copy import gather_blocks
 
-        with torch.cuda.stream(self._stream()):
-            after.wait_on_stream(timeout_s)
+        copies = self._copies()
+        with copies.stream.on():
+            # What is uploaded comes before the wait: the host would wait for that copy, and so for the step.
             if self._in_blocks(part):
                 block_ids = torch.from_numpy(units).to(self.kv_cache.device)
+                after.wait_on_stream(timeout_s)
                 shape = (units.size, part.num_layers, *self.kv_cache.shape[2:])
                 images = torch.empty(shape, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
                 gather_blocks(self.kv_cache, block_ids, images, (part.layer_start, part.layer_stop))
             else:
                 rows = self._rows(part)
                 row_ids = torch.from_numpy(self._row_ids(units, rows)).to(self.kv_cache.device)
+                after.wait_on_stream(timeout_s)
                 images = self._device_rows(rows).index_select(0, row_ids)
-            torch.from_numpy(out).copy_(images.view(-1).view(torch.uint8))
-            torch.cuda.current_stream().synchronize()
+            after.wait(timeout_s)  # who gives up leaves no copy behind that `out` is still to get
+            torch.from_numpy(out).copy_(images.view(-1).view(torch.uint8), non_blocking=True)
+            copies.done.record()
+        copies.done.synchronize(COPY_TIMEOUT_S)
 
     def _scatter_to_device(self, units: Ids, part: UnitPart, source: Bytes) -> None:
         import torch
 
         from pdkv.kernels.kv_copy import scatter_blocks
 
-        with torch.cuda.stream(self._stream()):
-            images = torch.from_numpy(source).to(self.kv_cache.device).view(self.kv_cache.dtype)
+        copies = self._copies()
+        with copies.stream.on():
+            images = torch.from_numpy(source).to(self.kv_cache.device, non_blocking=True).view(self.kv_cache.dtype)
             if self._in_blocks(part):
                 block_ids = torch.from_numpy(units).to(self.kv_cache.device)
                 images = images.view(units.size, part.num_layers, *self.kv_cache.shape[2:])
@@ -219,7 +236,8 @@ class UnitPool:
                 row_ids = torch.from_numpy(self._row_ids(units, rows)).to(self.kv_cache.device)
                 pool = self._device_rows(rows)
                 pool.index_copy_(0, row_ids, images.view(-1, pool.shape[1]))
-            torch.cuda.current_stream().synchronize()
+            copies.done.record()
+        copies.done.synchronize(COPY_TIMEOUT_S)
 
     def _in_blocks(self, part: UnitPart) -> bool:
         """Whether a unit's part is what the kernels copy: all heads of a block."""
@@ -228,14 +246,20 @@ class UnitPool:
     def _device_rows(self, rows: _Rows) -> "torch.Tensor":
         return self.kv_cache.view(-1, rows.row_bytes // self.kv_cache.element_size())
 
-    def _stream(self) -> "torch.cuda.Stream":
+    def _copies(self) -> "_Copies":
         """This thread's own stream: a copy waits for no kernel but those of the step that it comes after."""
-        import torch
+        if not hasattr(self._of_thread, "copies"):
+            streams = streams_of(self.kv_cache.device)
+            self._of_thread.copies = _Copies(streams.make_stream(), streams.make_event())
+        copies: _Copies = self._of_thread.copies
+        return copies
 
-        if not hasattr(self._streams, "stream"):
-            self._streams.stream = torch.cuda.Stream(self.kv_cache.device)  # type: ignore[no-untyped-call]
-        stream: torch.cuda.Stream = self._streams.stream
-        return stream
+
+class _Copies(NamedTuple):
+    """What one thread copies with."""
+
+    stream: Stream
+    done: Event  # its last copy
 
 
 def _as_bytes(tensor: "torch.Tensor") -> Bytes:

@@ -1,8 +1,7 @@
 """Readers of computed KV wait for the step that computes it: what they read before its end is another owner's."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -15,6 +14,7 @@ from nixl_engines import view as nixl_view
 from nixl_rig import needs_nixl
 from push_rig import PushEngine, full_kv, make_layout
 from push_rig import view as push_view
+from recorded_streams import RecordedStreams, check_every_call, use_recorded
 from store_rig import engines, random_kv, scattered
 from store_rig import view as store_view
 
@@ -22,12 +22,11 @@ from pdkv.connectors.base import KVConnectorMetadata, ScheduledRange, SchedulerV
 from pdkv.connectors.multi.wire import MultiMetadata
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.p2p.connector import P2PConnector
-from pdkv.connectors.step_done import CudaStepDone
+from pdkv.connectors.step_done import make_step_done
 from pdkv.connectors.store.plan import StoreMetadata
 from pdkv.connectors.transfer.planning import as_ids
 from pdkv.connectors.transfer.units import UnitPool
 from pdkv.errors import TransferTimeout
-from pdkv.kernels import kv_copy
 
 POISON = -77.0
 
@@ -208,103 +207,79 @@ def test_the_children_of_multi_hear_which_steps_to_wait_for() -> None:
         assert metas[0].this_step is meta.this_step
 
 
-# --- streams and events, written down ---------------------------------------------------------------------------------
-
-
-class FakeCuda:
-    """Streams and events of torch.cuda that write down what is queued where; the work itself runs at once."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[str] = []
-        self.stack = [FakeStream(self, "compute")]
-        self.is_done = False
-        cuda: Any = torch.cuda
-        monkeypatch.setattr(cuda, "Event", lambda: FakeEvent(self))
-        monkeypatch.setattr(cuda, "Stream", lambda device: FakeStream(self, "copy"))
-        monkeypatch.setattr(cuda, "current_stream", lambda: self.stack[-1])
-        monkeypatch.setattr(cuda, "stream", self._stream)
-
-    @contextlib.contextmanager
-    def _stream(self, stream: "FakeStream") -> Iterator[None]:
-        self.stack.append(stream)
-        try:
-            yield
-        finally:
-            self.stack.pop()
-
-    def note(self, what: str) -> None:
-        self.log.append(f"{self.stack[-1].name}: {what}")
-
-
-class FakeStream:
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
-        self.cuda, self.name = cuda, name
-
-    def synchronize(self) -> None:
-        self.cuda.note("synchronize")
-
-
-class FakeEvent:
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
-
-    def record(self) -> None:
-        self.cuda.note("record")
-
-    def wait(self) -> None:
-        self.cuda.note("wait")
-
-    def query(self) -> bool:
-        return self.cuda.is_done
-
-
-@pytest.fixture(name="cuda")
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return FakeCuda(monkeypatch)
+# --- on a device ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_heads", [2, 1])
-def test_a_gather_on_its_own_stream_is_queued_behind_the_step(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, num_heads: int
-) -> None:
+def test_a_gather_misses_each_of_its_orders(num_heads: int) -> None:
     """With the kernel that copies all heads, and with rows of some."""
-    pool = torch.rand(4, 2, 2, 2, 16, 4)
+    values = torch.rand(4, 2, 2, 2, 16, 4)
+
+    def gather(recorded: RecordedStreams) -> bool:
+        pool = torch.full_like(values, POISON)
+        units = UnitPool(pool)
+        part = units.whole._replace(head_stop=num_heads)
+        out = np.zeros(2 * units.unit_bytes(part), dtype=np.uint8)
+        step = make_step_done(pool.device)
+        with recorded.compute.on():
+            pool.copy_(values)
+            step.record()
+        units.gather(as_ids([3, 1]), part, out, after=step, timeout_s=WAIT_S)
+        return out.tobytes() == values[[3, 1], :, :, :num_heads].contiguous().numpy().tobytes()
+
+    check_every_call(gather, but=[("synchronize", 0)])  # what that is for: see `who_gives_a_step_up`
+
+
+def test_a_scatter_is_in_the_pool_when_it_returns() -> None:
+    values = torch.rand(2, 2, 2, 2, 16, 4)
+
+    def scatter(recorded: RecordedStreams) -> bool:
+        pool = torch.zeros(4, 2, 2, 2, 16, 4)
+        units = UnitPool(pool)
+        source = values.view(-1).view(torch.uint8).numpy().copy()
+        units.scatter(as_ids([3, 1]), units.whole, source)
+        source[:] = 0  # the buffer is somebody else's now
+        with recorded.compute.on():
+            read = pool[[3, 1]]
+        recorded.finish()
+        return torch.equal(read, values)
+
+    check_every_call(scatter)
+
+
+def test_who_gives_a_step_up_leaves_no_copy_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = use_recorded(monkeypatch)
+    pool = torch.zeros(4, 2, 2, 2, 16, 4)
     units = UnitPool(pool)
-    part = units.whole._replace(head_stop=num_heads)
-    out = np.zeros(2 * units.unit_bytes(part), dtype=np.uint8)
-    units.flat = None  # as on a device
-    read = torch.Tensor.index_select
-
-    def noted(copies: Callable[..., Any]) -> Callable[..., Any]:
-        def copy(*args: Any) -> Any:
-            cuda.note("copy")
-            return copies(*args)
-
-        return copy
-
-    monkeypatch.setattr(torch.Tensor, "index_select", noted(read))
-    monkeypatch.setattr(kv_copy, "gather_blocks", noted(kv_copy.gather_blocks))
-    step = CudaStepDone()
-    step.record()
-    units.gather(as_ids([3, 1]), part, out, after=step, timeout_s=WAIT_S)
-    assert cuda.log[:3] == ["compute: record", "copy: wait", "copy: copy"]
-    assert cuda.log[-1] == "copy: synchronize"
-    assert out.tobytes() == pool[[3, 1], :, :, :num_heads].contiguous().numpy().tobytes()
-
-
-def test_a_step_that_is_not_queued_yet_cannot_be_waited_for_by_a_stream(cuda: FakeCuda) -> None:
-    """CUDA takes the wait for an event that was never recorded as none at all."""
+    out = np.full(units.unit_bytes(units.whole), 7, dtype=np.uint8)
+    step = make_step_done(pool.device)
+    with recorded.compute.on():
+        pool.fill_(1.0)
+        step.record()
+    recorded.compute.hold()
     with pytest.raises(TransferTimeout):
-        CudaStepDone().wait_on_stream(0.001)
+        units.gather(as_ids([3]), units.whole, out, after=step, timeout_s=0.01)
+    recorded.compute.release()
+    recorded.finish_all()
+    assert (out == 7).all()
+
+
+def test_a_step_that_is_not_queued_yet_cannot_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device takes the wait for an event that was never recorded as none at all."""
+    recorded = use_recorded(monkeypatch)
     with pytest.raises(TransferTimeout):
-        CudaStepDone().wait(0.001)
-    assert cuda.log == []
+        make_step_done(torch.device("cpu")).wait_on_stream(0.001)
+    with pytest.raises(TransferTimeout):
+        make_step_done(torch.device("cpu")).wait(0.001)
+    assert recorded.calls == []
 
 
-def test_a_thread_waits_until_the_event_has_come(cuda: FakeCuda) -> None:
-    step = CudaStepDone()
+def test_a_thread_waits_until_the_event_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = use_recorded(monkeypatch)
+    step = make_step_done(torch.device("cpu"))
+    recorded.compute.hold()
     step.record()
     with pytest.raises(TransferTimeout):
         step.wait(0.001)
-    cuda.is_done = True
+    recorded.compute.release()
     step.wait(0.001)

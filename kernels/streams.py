@@ -1,0 +1,218 @@
+"""Streams and events of the devices that KV lies on: the one place through which pdkv orders work on a device.
+
+A device computes behind its host, in streams: what is queued on one runs in order, and nothing orders two of them but
+an event that one records and another waits for. On the CPU all of it is trivial, since what was called has been done.
+
+    streams = streams_of(kv_cache.device)
+    copies, done = streams.make_stream(), streams.make_event()
+    with copies.on():
+        computed.wait()             # what is queued below runs behind that event
+        slab.copy_(kv_cache[3], non_blocking=True)
+        done.record()
+    done.synchronize(timeout_s)     # now the host may read the slab
+
+tests/support/recorded_streams.py stands in for a device and runs things in the worst order that the events allow.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from pdkv.errors import TransferTimeout
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Event(ABC):
+    """A point in a stream. May be recorded again: who waits then waits for the last record before that wait."""
+
+    @abstractmethod
+    def record(self) -> None:
+        """At the end of what this thread's current stream has been given."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """What this thread's current stream is given from now on runs behind the event. Blocks nobody.
+
+        An event that was never recorded is none: the caller knows that it was.
+        """
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Whether it has come."""
+
+    @abstractmethod
+    def synchronize(self, timeout_s: float) -> None:
+        """Return when it has come: the host waits.
+
+        Raises:
+            TransferTimeout: it has not within that time.
+        """
+
+    def elapsed_ms(self, later: "Event") -> float:
+        """Milliseconds from this event to a later one; both were made with `timed` and have come."""
+        raise NotImplementedError
+
+
+class Stream(ABC):
+    """Work in order, on one device."""
+
+    @abstractmethod
+    def on(self) -> AbstractContextManager[Any]:
+        """Within it this is the thread's current stream, and its device the current one."""
+
+
+class Streams(ABC):
+    """What one device has."""
+
+    is_host = False
+    """What was called has been done: streams and events are nothing."""
+
+    @abstractmethod
+    def make_stream(self) -> Stream:
+        """A stream of its own, which waits for no other one by itself."""
+
+    @abstractmethod
+    def make_event(self, *, timed: bool = False) -> Event:
+        """An event that has not been recorded. `timed`: of which `elapsed_ms` tells."""
+
+    @abstractmethod
+    def make_pinned(self, size_bytes: int) -> "torch.Tensor":
+        """Host memory that the device copies from and to without the host's help: (size_bytes,) uint8 zeros."""
+
+
+def streams_of(device: "torch.device") -> Streams:
+    """Those of a device; of a CUDA device without a number the thread's current one."""
+    return _cuda_streams(device) if device.type == "cuda" else HOST
+
+
+# --- the CPU ----------------------------------------------------------------------------------------------------------
+
+
+class _HostEvent(Event):
+    def __init__(self, *, timed: bool = False) -> None:
+        self._time_s = 0.0
+        self._timed = timed
+
+    def record(self) -> None:
+        if self._timed:
+            self._time_s = time.perf_counter()
+
+    def wait(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self, timeout_s: float) -> None:
+        pass
+
+    def elapsed_ms(self, later: Event) -> float:
+        assert isinstance(later, _HostEvent)
+        return (later._time_s - self._time_s) * 1e3
+
+
+class _HostStream(Stream):
+    def on(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class HostStreams(Streams):
+    """The CPU's: calls return when their work is done."""
+
+    is_host = True
+
+    def make_stream(self) -> Stream:
+        return _HostStream()
+
+    def make_event(self, *, timed: bool = False) -> Event:
+        return _HostEvent(timed=timed)
+
+    def make_pinned(self, size_bytes: int) -> "torch.Tensor":
+        import torch
+
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+
+HOST: Streams = HostStreams()
+
+
+# --- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+def looks() -> Iterator[float]:
+    """Pauses in seconds of somebody who looks whether something on a device has ended: CUDA tells nobody in time."""
+    yield from (0.0, 2e-5, 5e-5, 1e-4, 2e-4)
+    while True:
+        yield 5e-4
+
+
+class CudaEvent(Event):
+    """An event of torch.cuda."""
+
+    def __init__(self, event: "torch.cuda.Event") -> None:
+        self._event = event
+
+    def record(self) -> None:
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def query(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self, timeout_s: float) -> None:
+        deadline, pause = time.monotonic() + timeout_s, threading.Event()
+        for pause_s in looks():
+            if self.query():
+                return
+            if time.monotonic() >= deadline:
+                raise TransferTimeout(f"the device has not come to an event within {timeout_s:g} s")
+            pause.wait(pause_s)
+
+    def elapsed_ms(self, later: Event) -> float:
+        assert isinstance(later, CudaEvent)
+        return float(self._event.elapsed_time(later._event))
+
+
+class _CudaStream(Stream):
+    def __init__(self, stream: "torch.cuda.Stream") -> None:
+        self._stream = stream
+
+    def on(self) -> AbstractContextManager[Any]:
+        import torch
+
+        return torch.cuda.stream(self._stream)
+
+
+class CudaStreams(Streams):
+    """One CUDA device's."""
+
+    def __init__(self, device: "torch.device") -> None:
+        self._device = device
+
+    def make_stream(self) -> Stream:
+        import torch
+
+        return _CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+
+    def make_event(self, *, timed: bool = False) -> Event:
+        import torch
+
+        return CudaEvent(torch.cuda.Event(enable_timing=timed))  # type: ignore[no-untyped-call]
+
+    def make_pinned(self, size_bytes: int) -> "torch.Tensor":
+        import torch
+
+        return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+@lru_cache(maxsize=64)
+def _cuda_streams(device: "torch.device") -> Streams:
+    return CudaStreams(device)

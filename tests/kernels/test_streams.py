@@ -1,0 +1,123 @@
+"""The order of work on a device, and the recorded device that tests have instead of one."""
+
+from typing import Any
+
+import pytest
+import torch
+from recorded_streams import Order, RecordedStreams, check_every_call, use_recorded
+
+from pdkv.errors import TransferTimeout
+from pdkv.kernels.streams import CudaEvent, streams_of
+
+CPU = torch.device("cpu")
+
+
+def test_on_the_cpu_there_is_nothing_to_wait_for() -> None:
+    streams = streams_of(CPU)
+    assert streams.is_host
+    begin, end = streams.make_event(timed=True), streams.make_event(timed=True)
+    with streams.make_stream().on():
+        begin.record()
+        end.record()
+    end.wait()
+    end.synchronize(0.0)
+    assert end.query()
+    assert begin.elapsed_ms(end) >= 0.0
+    assert streams.make_pinned(3).tolist() == [0, 0, 0]
+
+
+class SlowEvent:
+    """An event of torch.cuda that has come when it was asked so often."""
+
+    def __init__(self, num_queries: float) -> None:
+        self.num_left = num_queries
+
+    def query(self) -> bool:
+        self.num_left -= 1
+        return self.num_left < 0
+
+
+def test_the_host_waits_for_an_event_with_a_deadline() -> None:
+    never: Any = SlowEvent(float("inf"))
+    with pytest.raises(TransferTimeout, match=r"within 0\.002 s"):
+        CudaEvent(never).synchronize(0.002)
+    soon: Any = SlowEvent(3)
+    CudaEvent(soon).synchronize(5.0)
+    assert soon.num_left == -1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_copy_runs_behind_what_it_waits_for() -> None:
+    device = torch.device("cuda", 0)
+    streams = streams_of(device)
+    value, slab = torch.zeros(1 << 20, device=device), streams.make_pinned(4 << 20)
+    copies, computed, done = streams.make_stream(), streams.make_event(), streams.make_event(timed=True)
+    torch.cuda._sleep(50_000_000)
+    value.fill_(3.0)
+    computed.record()
+    with copies.on():
+        computed.wait()
+        slab.copy_(value.view(torch.uint8), non_blocking=True)
+        done.record()
+    assert not done.query()
+    done.synchronize(20.0)
+    assert (slab.view(torch.float32) == 3.0).all()
+
+
+# --- the recorded device ----------------------------------------------------------------------------------------------
+
+
+def copy_out(recorded: RecordedStreams) -> bool:
+    """A step writes, a copy stream copies, the host reads, the step after it overwrites."""
+    pool, slab = torch.zeros(8), torch.zeros(8)
+    streams = streams_of(CPU)
+    copies, computed, copied = streams.make_stream(), streams.make_event(), streams.make_event()
+    with recorded.compute.on():
+        torch.mul(torch.ones(8), 3.0, out=pool)
+        computed.record()
+    with copies.on():
+        computed.wait()
+        slab.copy_(pool + 1.0, non_blocking=True)
+        copied.record()
+    with recorded.compute.on():
+        copied.wait()
+        pool.fill_(-1.0)
+    recorded.finish()
+    copied.synchronize(1.0)
+    return slab.tolist() == [4.0] * 8
+
+
+def test_each_missing_call_shows() -> None:
+    """The host's wait does not: `finish` has run the copy for the step that comes behind it."""
+    check_every_call(copy_out, but=[("synchronize", 0)])
+    with pytest.raises(AssertionError, match="nobody misses"):
+        check_every_call(copy_out)
+
+
+@pytest.mark.parametrize("order", [Order.LATE, Order.SIDE_EARLY])
+def test_the_host_sees_poison_before_an_operation_has_run(monkeypatch: pytest.MonkeyPatch, order: Order) -> None:
+    recorded = use_recorded(monkeypatch, order)
+    with recorded.compute.on():
+        total = torch.arange(3.0).sum()
+        assert total.numpy() != 3.0
+        assert recorded.num_syncs == 0
+        assert total.item() == 3.0  # as on a device, the host waits for the answer
+        assert recorded.num_syncs == 1
+        assert torch.tensor([0, 4, 0, 1]).nonzero().tolist() == [[1], [3]]
+    assert recorded.num_syncs == 2
+
+
+def test_a_held_stream_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = use_recorded(monkeypatch)
+    event, value = streams_of(CPU).make_event(), torch.zeros(1)
+    with recorded.compute.on():
+        value.fill_(1.0)
+    event.record()
+    recorded.compute.hold()
+    with pytest.raises(TransferTimeout):
+        event.synchronize(0.001)
+    assert not event.query()
+    recorded.compute.release()
+    event.synchronize(1.0)
+    assert (event.query(), value.item()) == (True, 1.0)
