@@ -21,6 +21,7 @@ from pdkv.engine.kv_cache import (
     pool_bytes,
 )
 from pdkv.engine.memory_profile import profiled_bytes
+from pdkv.engine.pending import DoneStep, PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.runner import ModelRunner
 from pdkv.engine.threads import StepThreads
@@ -50,6 +51,13 @@ class Executor(ABC):
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step on all ranks and return their common output. Blocks; raises what a rank raised."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Give a step to the devices of all ranks; where they compute behind their hosts it has not ended then.
+
+        One step launched before may be unfinished, and no more. Raises what a rank raised.
+        """
+        return DoneStep(self.execute(plan))
 
     def enter_thread(self) -> None:
         """The thread that calls this runs all steps from now on; an executor that nobody told runs them on the thread
@@ -227,10 +235,13 @@ class InProcessExecutor(ModelExecutor):
         return [RankInfo(os.getpid(), worker.handshake() if worker is not None else b"")]
 
     def execute(self, plan: StepPlan) -> StepOutput:
+        return self.launch(plan).finish()
+
+    def launch(self, plan: StepPlan) -> PendingStep:
         assert self._runner is not None, "attach comes first"
         if self._threads is not None:
             self._threads.use_for(plan.num_tokens)
-        return self._runner.execute(plan)
+        return self._runner.launch(plan)
 
     def enter_thread(self) -> None:
         if self.device.type == "cuda":

@@ -15,6 +15,7 @@ from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.drafts import DrawRows, Proposer
 from pdkv.engine.finite_check import FiniteCheck
 from pdkv.engine.masks import GrammarMasks
+from pdkv.engine.pending import DoneStep, PendingStep
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.sampling.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampling.sampler import SamplingState
@@ -111,9 +112,13 @@ class ModelRunner:
         self.execute(StepPlan(len(keys) + 1, [], [], keys))
         self._worker, self._proposer = worker, proposer
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step; an empty one (no token scheduled) only makes the connector's calls."""
+        return self.launch(plan).finish()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Make the connector's calls of a step and give its work to the device. One launched before may be pending."""
         worker, meta = self._worker, plan.kv_meta
         if worker is not None:
             for key in plan.cancels:
@@ -136,7 +141,7 @@ class ModelRunner:
             failed = failed | {
                 s.key: self._masks.failures[s.key] for s in plan.scheduled if s.key in self._masks.failures
             }
-        return StepOutput(plan.step_id, sampled, prompt_logprobs, transfers, failed, stats, digest)
+        return DoneStep(StepOutput(plan.step_id, sampled, prompt_logprobs, transfers, failed, stats, digest))
 
     def _update_batch(self, plan: StepPlan) -> None:
         for key in plan.ended:

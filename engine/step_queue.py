@@ -2,6 +2,10 @@
 
 Whatever touches the workers passes through here: steps, the question what transfers have ended, news of peers. So they
 happen between two steps and in the order in which the engine's loop gave them, whatever thread runs them.
+
+A device computes behind its host. So a step that has been ordered already is launched before the one in front of it
+is finished: the device goes from one to the next, while the host looks at what came of the first. One step at most is
+under way while another one is launched.
 """
 
 import logging
@@ -11,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from pdkv.engine.executor import Ended, Executor
+from pdkv.engine.pending import PendingStep
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.errors import RankError
 from pdkv.wire.messages import EngineCard
@@ -19,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 60.0
 """How long a stop waits for the step that runs: it uses memory that is given back then. A launcher waits less long."""
+
+LOOK_S = 1e-4
+"""While a device computes and no order is there, one is awaited for so long before the device is looked at again."""
 
 
 class PeersChanged(NamedTuple):
@@ -56,6 +64,8 @@ class StepQueue:
         self._num_done = 0  # written by `run_next`
         self._has_thread = False
         self._is_entered = False  # the executor knows that thread as its own
+        self._under_way: PendingStep | None = None  # launched by `run_next`, not finished
+        self._behind: list[Result | None] = []  # what came of orders behind that step
 
     @property
     def is_done(self) -> bool:
@@ -122,26 +132,72 @@ class StepQueue:
             results.append(result)
 
     def run_next(self) -> bool:
-        """Run the next order; waits for one. Returns False when there will be no more: `stop`, or an error."""
-        order = self._orders.get()
-        if order == "stop":
-            return False
+        """Run the next order, or finish the step under way where it ends before there is one; waits for either.
+
+        Returns False when there will be no more: `stop`, or an error.
+        """
         try:
-            result = self._run(order)
+            order = self._next()
+            if order is None or order == "stop":
+                self._finish()
+            else:
+                self._run(order)
         except BaseException as error:  # the loop's to raise
             self._results.put(error)
             self._notify()
             return False
+        return order != "stop"
+
+    def _next(self) -> Order | None:
+        """The next order; None: the step under way ended before there was one."""
+        while self._under_way is not None:
+            try:
+                return self._orders.get(timeout=LOOK_S)
+            except queue.Empty:
+                if self._under_way.is_done:
+                    return None
+        return self._orders.get()
+
+    def _run(self, order: Order) -> None:
+        if isinstance(order, StepPlan):
+            self._launch(order)
+            return
+        result = self._run_between(order)
+        if self._under_way is None:
+            self._deliver(result)
+        else:
+            self._behind.append(result)
+
+    def _launch(self, plan: StepPlan) -> None:
+        """Launch a step, and finish the one that is under way, whose results come first whatever happens."""
+        try:
+            step = self._executor.launch(plan)
+        finally:
+            self._finish()
+        self._under_way = step
+        if step.is_done:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the step under way, if there is one; deliver what came of it and of the orders behind it."""
+        step, self._under_way = self._under_way, None
+        if step is None:
+            return
+        self._deliver(step.finish())
+        behind, self._behind = self._behind, []
+        for result in behind:
+            self._deliver(result)
+
+    def _deliver(self, result: Result | None) -> None:
+        """An order is done."""
         if result is not None:
             self._results.put(result)
         self._num_done += 1  # behind it: when all is done, `collect` has all of it
         if result is not None:
             self._notify()
-        return True
 
-    def _run(self, order: Order) -> Result | None:
-        if isinstance(order, StepPlan):
-            return self._executor.execute(order)
+    def _run_between(self, order: PeersChanged | Literal["enter", "ask", "stop"]) -> Result | None:
+        """What is no step."""
         if isinstance(order, PeersChanged):
             try:
                 self._executor.update_peers(*order)

@@ -27,15 +27,15 @@ class Patch:
 
         def exec_module(module):
             load(module)
-            execute, poisons = module.InProcessExecutor.execute, set()
+            launch, poisons = module.InProcessExecutor.launch, set()
 
             def poisoned(self, plan):
                 poisons.update(new.key for new in plan.new if new.prompt_token_ids[:8] == {POISON})
                 if any(scheduled.key in poisons for scheduled in plan.scheduled):
                     os._exit(77)
-                return execute(self, plan)
+                return launch(self, plan)
 
-            module.InProcessExecutor.execute = poisoned
+            module.InProcessExecutor.launch = poisoned
 
         spec.loader.exec_module = exec_module
         return spec

@@ -18,7 +18,8 @@ from oracle import oracle
 
 from pdkv import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from pdkv.engine.core import EngineCore
-from pdkv.engine.plan import StepOutput, StepPlan
+from pdkv.engine.pending import PendingStep
+from pdkv.engine.plan import StepPlan
 from pdkv.errors import ConfigError, EngineDied, EngineUnavailable, InvalidRequest, RequestAborted
 from pdkv.offline import engine_thread
 from pdkv.offline.outputs import RequestOutput
@@ -289,7 +290,7 @@ def test_an_engine_that_fails_fails_everybody(model: Path, caplog: pytest.LogCap
     async def test() -> None:
         async with fresh(model) as llm:
             streams = [await begin(llm, name) for name in ("a", "b")]
-            core_of(llm).executor.execute = fail  # type: ignore[assignment, method-assign]
+            core_of(llm).executor.launch = fail  # type: ignore[assignment, method-assign]
             for name, stream in zip("ab", streams, strict=True):
                 with pytest.raises(EngineDied, match="the engine failed: MemoryError: no more") as died:
                     await last_of(stream)
@@ -340,14 +341,14 @@ def test_a_step_that_does_not_end_does_not_hold_a_shutdown_for_ever(
 ) -> None:
     monkeypatch.setattr(engine_thread, "STOP_TIMEOUT_S", 0.2)
     llm = AsyncLLM(model, **OPTIONS)
-    execute, begun, may_end = core_of(llm).executor.execute, threading.Event(), threading.Event()
+    launch, begun, may_end = core_of(llm).executor.launch, threading.Event(), threading.Event()
 
-    def hang(plan: StepPlan) -> StepOutput:
+    def hang(plan: StepPlan) -> PendingStep:
         begun.set()
         assert may_end.wait(60.0)
-        return execute(plan)
+        return launch(plan)
 
-    core_of(llm).executor.execute = hang  # type: ignore[method-assign]
+    core_of(llm).executor.launch = hang  # type: ignore[method-assign]
 
     async def test() -> None:
         task = asyncio.create_task(last_of(llm.generate("hello", ENDLESS)))
