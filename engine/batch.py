@@ -26,6 +26,13 @@ class StepInputs(NamedTuple):
     sampling: IntArray  # (m,) the requests that draw
     num_drafts: IntArray  # (r,) of each request's tokens, the last ones: guesses
 
+    @classmethod
+    def of_nobody(cls, num_groups: int) -> "StepInputs":
+        """A step without requests."""
+        none = np.zeros(0, np.int64)
+        blocks = np.zeros((num_groups, 0), np.int64)
+        return cls(none, np.zeros(1, np.int64), none, none, none, blocks, none, none, none, none)
+
     def slot_mapping(self, block_size: int) -> IntArray:
         """(groups, n) index of each token's KV as block * block_size + offset. No entry is padding: all are written."""
         return self.block_ids * block_size + self.offsets

@@ -242,13 +242,6 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs, rows: IntArray, attend: Attend) -> torch.Tensor:
         """Normalised hidden states (len(rows) padded, hidden) of those tokens of the step."""
-        device, padded = self._model.device, self._attention.padded
-        num_tokens = len(inputs.positions)
-        some = None if len(rows) == num_tokens else rows
-        self._attention.prepare(inputs, self._batch.block_tables, some)
-        return self._model.forward(
-            to_tensor(pad(inputs.token_ids, padded(num_tokens)), device),
-            to_tensor(pad(inputs.positions, padded(num_tokens)), device),
-            attend,
-            None if some is None else to_tensor(pad(some, padded(len(some))), device),
-        )
+        some = None if len(rows) == len(inputs.positions) else rows
+        step = self._attention.prepare(inputs, self._batch.block_tables, some)
+        return self._model.forward(step.token_ids, step.positions, attend, step.rows)

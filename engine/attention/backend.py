@@ -18,17 +18,34 @@ class Layer(NamedTuple):
     window: int | None = None  # how many keys a query sees, its own included; None: all up to its own
 
 
+class ModelInputs(NamedTuple):
+    """What the model itself takes of a step, padded, on its device."""
+
+    token_ids: torch.Tensor  # (n,) int64
+    positions: torch.Tensor  # (n,) int64
+    rows: torch.Tensor | None  # (m,) int64, of the tokens; None: all of them
+
+
 class AttentionBackend(ABC):
     """Writes K and V of a step's tokens into the pool and attends to it. `prepare` once per step, then every layer."""
 
     @abstractmethod
-    def prepare(self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None) -> None:
+    def prepare(
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
+    ) -> ModelInputs:
         """Take in a step.
 
         Args:
             block_tables: (groups, max_num_seqs, max_blocks), the batch's own, by KV group and slot.
             rows: ascending tokens of the step whose attention the last layer must give; None for all.
+            size: to how many rows a step is padded that has one token per request; only where `pads_decodes`. All that
+                `attend` then reads of the step lies where it lay in the last step of that size.
         """
+
+    @property
+    def pads_decodes(self) -> bool:
+        """Whether steps of one token per request may be padded, and what they run be captured."""
+        return False
 
     @abstractmethod
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:

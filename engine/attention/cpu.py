@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pdkv.engine.attention.backend import AttentionBackend, Layer
+from pdkv.engine.attention.backend import AttentionBackend, Layer, ModelInputs, pad
 from pdkv.engine.attention.compiled import PromptQueries, SingleQueries
 from pdkv.engine.attention.runs import Prompts, RunPlan, plan_runs
 from pdkv.engine.attention.shapes import round_rows
@@ -77,7 +77,10 @@ class CpuAttention(AttentionBackend):
         self._layers = list(layers)
         self._plans: list[_Plan] = []  # of this step, by layer
 
-    def prepare(self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None) -> None:
+    def prepare(
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
+    ) -> ModelInputs:
+        assert size is None
         if not 0 <= inputs.block_ids.min() <= inputs.block_ids.max() < self._num_blocks:
             raise IndexError(f"a step names a block that is not in [0, {self._num_blocks}), the pool")
         self._offsets = torch.from_numpy(np.ascontiguousarray(inputs.offsets))
@@ -95,6 +98,12 @@ class CpuAttention(AttentionBackend):
         self._plans = [plans[kind] for kind in kinds[:-1]]
         last = plans.get(kinds[-1]) if rows is None else None
         self._plans.append(last or self._plan(inputs, rows, block_tables, *kinds[-1]))
+        num_tokens = round_rows(len(inputs.positions))
+        return ModelInputs(
+            torch.from_numpy(pad(inputs.token_ids, num_tokens)),
+            torch.from_numpy(pad(inputs.positions, num_tokens)),
+            None if rows is None else torch.from_numpy(pad(rows, round_rows(len(rows)))),
+        )
 
     def padded(self, num_rows: int) -> int:
         return round_rows(num_rows)

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from pdkv.engine.attention.backend import AttentionBackend, Layer, to_tensor
+from pdkv.engine.attention.backend import AttentionBackend, Layer, ModelInputs
 from pdkv.engine.batch import IntArray, StepInputs
+from pdkv.engine.step_buffers import StepBuffers, StepTensors
 from pdkv.kernels.kv_copy import write_kv
 from pdkv.kernels.paged_attention import paged_attention
 from pdkv.models.heads import Heads
@@ -22,36 +22,44 @@ class CudaAttention(AttentionBackend):
         self._num_heads = num_heads
         self._kv_heads = kv_pool.shape[3]
         self._scale = float(kv_pool.shape[5] ** -0.5)
-        empty = torch.empty(0, dtype=torch.int32, device=kv_pool.device)
-        self._slot_mapping = self._block_tables = self._seq_lens = self._cu_seqlens_q = empty
-        self._rows: torch.Tensor | None = None
+        self._buffers: StepBuffers | None = None
+        self._padded_buffers: StepBuffers | None = None  # of steps that are padded: these stay where they are
+        self._step: StepTensors | None = None
 
-    def prepare(self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None) -> None:
-        device, block_size = self._pool.device, self._pool.shape[4]
-        num_blocks = -(-int(inputs.seq_lens.max()) // block_size)
-        self._slot_mapping = to_tensor(inputs.slot_mapping(block_size), device)
-        self._block_tables = to_tensor(block_tables[:, inputs.slots, :num_blocks].astype(np.int32), device)
-        self._seq_lens = to_tensor(inputs.seq_lens.astype(np.int32), device)
-        self._cu_seqlens_q = to_tensor(inputs.cu_seqlens_q.astype(np.int32), device)
-        self._rows = None if rows is None else to_tensor(rows, device)
+    def prepare(
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
+    ) -> ModelInputs:
+        if self._buffers is None or self._padded_buffers is None:
+            num_groups, num_seqs, num_blocks = block_tables.shape
+            where = self._pool.device, self._pool.shape[4], (num_groups, num_seqs, num_blocks)
+            self._buffers, self._padded_buffers = StepBuffers(*where), StepBuffers(*where, num_tokens=num_seqs)
+        buffers = self._buffers if size is None else self._padded_buffers
+        step = self._step = buffers.load(inputs, block_tables, rows, size=size)
+        return ModelInputs(step.token_ids, step.positions, step.rows)
+
+    @property
+    def pads_decodes(self) -> bool:
+        return True
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
+        step = self._step
+        assert step is not None, "prepare comes first"
         if heads is not None:
             heads.apply(qkv)
         own, kv_heads = self._num_heads, self._kv_heads
         q, k, v = qkv[:, :own], qkv[:, own : own + kv_heads], qkv[:, own + kv_heads :]
         place = self._layers[layer]
-        write_kv(self._pool, place.layer, k, v, self._slot_mapping[place.group])
+        write_kv(self._pool, place.layer, k, v, step.slot_mapping[place.group])
         out = paged_attention(
             q,
             self._pool,
             place.layer,
-            self._block_tables[place.group],
-            self._seq_lens,
-            self._cu_seqlens_q,
+            step.block_tables[place.group],
+            step.seq_lens,
+            step.cu_seqlens_q,
             self._scale,
             window=place.window,
         ).flatten(1)
-        if layer == len(self._layers) - 1 and self._rows is not None:
-            return out.index_select(0, self._rows)
+        if layer == len(self._layers) - 1 and step.rows is not None:
+            return out.index_select(0, step.rows)
         return out
