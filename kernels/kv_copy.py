@@ -1,16 +1,36 @@
-"""Move KV: new tokens into the paged pool, whole blocks between the pool and a contiguous transfer buffer."""
+"""Move KV: new tokens into the paged pool; blocks, or parts of them, between it and a contiguous transfer buffer."""
 
 import torch
 
+Range = tuple[int, int]
+"""[start, stop)."""
 
-def write_kv(kv_pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+Scales = tuple[float, float]
+"""Of K and of V: what 1.0 in FP8 stands for."""
+
+NO_SCALES: Scales = (1.0, 1.0)
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""The largest number of e4m3fn, which has no infinity."""
+
+
+def write_kv(
+    kv_pool: torch.Tensor,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: Scales = NO_SCALES,
+) -> None:
     """Write this step's K and V of one layer into the pool, in place.
 
     Args:
         kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size).
         layer: which layer of the pool.
-        k, v: (T, num_kv_heads, head_size).
+        k, v: (T, num_kv_heads, head_size), of the pool's dtype, or of any where the pool is in FP8.
         slot_mapping: (T,) int64, block * block_size + offset; a negative one is padding and is never written.
+        kv_scales: what 1.0 in an FP8 pool stands for, in K and in V; values are divided by it, rounded to the nearest,
+            and kept within +-448. What is not finite becomes NaN.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -21,7 +41,7 @@ def write_kv(kv_pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor
         raise ValueError(f"k and v must be {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
     if slot_mapping.dtype != torch.int64:
         raise ValueError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
-    if k.dtype != kv_pool.dtype or v.dtype != kv_pool.dtype:
+    if k.dtype != v.dtype or kv_pool.dtype not in (k.dtype, FP8):
         raise ValueError(f"k is {k.dtype}, v {v.dtype}, kv_pool {kv_pool.dtype}")
     if not 0 <= layer < kv_pool.shape[1]:
         raise ValueError(f"layer {layer} is not in [0, {kv_pool.shape[1]})")
@@ -30,13 +50,18 @@ def write_kv(kv_pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor
     if kv_pool.is_cuda:
         from pdkv.kernels.kv_copy_triton import write_kv_triton
 
-        write_kv_triton(kv_pool, layer, k, v, slot_mapping)
+        write_kv_triton(kv_pool, layer, k, v, slot_mapping, kv_scales)
     else:
-        write_kv_reference(kv_pool, layer, k, v, slot_mapping)
+        write_kv_reference(kv_pool, layer, k, v, slot_mapping, kv_scales)
 
 
 def write_kv_reference(
-    kv_pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
+    kv_pool: torch.Tensor,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: Scales = NO_SCALES,
 ) -> None:
     """What `write_kv` does, in torch."""
     if bool((slot_mapping < 0).any()):
@@ -45,66 +70,125 @@ def write_kv_reference(
     block_size = kv_pool.shape[4]
     blocks = slot_mapping.div(block_size, rounding_mode="floor")
     offsets = slot_mapping - blocks * block_size
-    kv_pool[:, layer, 0].transpose(1, 2)[blocks, offsets] = k
-    kv_pool[:, layer, 1].transpose(1, 2)[blocks, offsets] = v
+    for side, values in enumerate((k, v)):
+        stored = quantize(values, kv_scales[side]) if kv_pool.dtype == FP8 != values.dtype else values
+        raw(kv_pool)[:, layer, side].transpose(1, 2)[blocks, offsets] = raw(stored)
 
 
 def gather_blocks(
-    kv_pool: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor, layers: tuple[int, int] | None = None
+    kv_pool: torch.Tensor,
+    unit_ids: torch.Tensor,
+    out: torch.Tensor,
+    layers: Range | None = None,
+    heads: Range | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """Copy blocks of the pool into a contiguous transfer buffer.
+    """Copy blocks, or equal parts of blocks, out of the pool into a contiguous transfer buffer.
 
     Args:
         kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), contiguous.
-        block_ids: (n,) int64.
-        out: (n, stop - start, 2, num_kv_heads, block_size, head_size), contiguous; written.
-        layers: the layers [start, stop); None: all of them.
+        unit_ids: (n,) int64; a unit is as many tokens as the buffer says, unit = block * units_per_block + position.
+        out: (n, layers, 2, heads, tokens, head_size), contiguous; written. `tokens` divides the block size. Its dtype
+            may be another where one of both is FP8; values are then converted as `write_kv` does it.
+        layers, heads: the ranges [start, stop); None: all of them.
+        kv_scales: (num_layers, 2) float32, of K and V of each of the pool's layers, what 1.0 in FP8 stands for; None:
+            1.0 everywhere. Not used where no dtype changes.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    start, stop = _check_copy(kv_pool, block_ids, out, layers)
+    part = _check_copy(kv_pool, unit_ids, out, layers, heads, kv_scales)
     if kv_pool.is_cuda:
-        from pdkv.kernels.kv_copy_triton import copy_blocks_triton
+        from pdkv.kernels.kv_copy_triton import copy_units_triton
 
-        copy_blocks_triton(kv_pool, block_ids, out, start, stop, to_pool=False)
+        copy_units_triton(kv_pool, unit_ids, out, *part, kv_scales, to_pool=False)
     else:
-        gather_blocks_reference(kv_pool, block_ids, out, (start, stop))
+        gather_blocks_reference(kv_pool, unit_ids, out, *part, kv_scales)
 
 
 def gather_blocks_reference(
-    kv_pool: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor, layers: tuple[int, int] | None = None
+    kv_pool: torch.Tensor,
+    unit_ids: torch.Tensor,
+    out: torch.Tensor,
+    layers: Range | None = None,
+    heads: Range | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """What `gather_blocks` does, in torch."""
-    torch.index_select(kv_pool[:, slice(*layers)] if layers else kv_pool, 0, block_ids, out=out)
+    units, index = _units(kv_pool, unit_ids, out, layers, heads)
+    found = raw(units)[index].view(kv_pool.dtype)
+    out.copy_(found if out.dtype == kv_pool.dtype else _cast(found, out.dtype, layers, kv_scales))
 
 
 def scatter_blocks(
-    kv_pool: torch.Tensor, block_ids: torch.Tensor, src: torch.Tensor, layers: tuple[int, int] | None = None
+    kv_pool: torch.Tensor,
+    unit_ids: torch.Tensor,
+    src: torch.Tensor,
+    layers: Range | None = None,
+    heads: Range | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """Copy a contiguous transfer buffer into blocks of the pool, the inverse of `gather_blocks`.
+    """Copy a contiguous transfer buffer into blocks of the pool, or parts of them: the inverse of `gather_blocks`.
 
     Args:
-        block_ids: (n,) int64, all different.
-        src: (n, stop - start, 2, num_kv_heads, block_size, head_size), contiguous.
+        unit_ids: (n,) int64, all different.
+        src: as `out` of `gather_blocks`; read.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    start, stop = _check_copy(kv_pool, block_ids, src, layers)
+    part = _check_copy(kv_pool, unit_ids, src, layers, heads, kv_scales)
     if kv_pool.is_cuda:
-        from pdkv.kernels.kv_copy_triton import copy_blocks_triton
+        from pdkv.kernels.kv_copy_triton import copy_units_triton
 
-        copy_blocks_triton(kv_pool, block_ids, src, start, stop, to_pool=True)
+        copy_units_triton(kv_pool, unit_ids, src, *part, kv_scales, to_pool=True)
     else:
-        scatter_blocks_reference(kv_pool, block_ids, src, (start, stop))
+        scatter_blocks_reference(kv_pool, unit_ids, src, *part, kv_scales)
 
 
 def scatter_blocks_reference(
-    kv_pool: torch.Tensor, block_ids: torch.Tensor, src: torch.Tensor, layers: tuple[int, int] | None = None
+    kv_pool: torch.Tensor,
+    unit_ids: torch.Tensor,
+    src: torch.Tensor,
+    layers: Range | None = None,
+    heads: Range | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """What `scatter_blocks` does, in torch."""
-    (kv_pool[:, slice(*layers)] if layers else kv_pool).index_copy_(0, block_ids, src)
+    units, index = _units(kv_pool, unit_ids, src, layers, heads)
+    values = src if src.dtype == kv_pool.dtype else _cast(src, kv_pool.dtype, layers, kv_scales)
+    raw(units)[index] = raw(values)
+
+
+def quantize(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    """`values` / `scale` in FP8, to the nearest; what is too large becomes +-448, what is not finite becomes NaN."""
+    scaled = values.float() / scale
+    return torch.where(scaled.isfinite(), scaled.clamp(-FP8_MAX, FP8_MAX), torch.nan).to(FP8)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory of a dtype that torch can index: FP8 as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+
+
+def _cast(
+    values: torch.Tensor, dtype: torch.dtype, layers: Range | None, kv_scales: torch.Tensor | None
+) -> torch.Tensor:
+    """(n, layers, 2, ...) into FP8, or out of it."""
+    scales = 1.0 if kv_scales is None else kv_scales[slice(*layers) if layers else slice(None)][..., None, None, None]
+    return quantize(values, scales) if dtype == FP8 else (values.float() * scales).to(dtype)
+
+
+def _units(
+    kv_pool: torch.Tensor, unit_ids: torch.Tensor, buffer: torch.Tensor, layers: Range | None, heads: Range | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, slice, slice, slice, torch.Tensor]]:
+    """The part of the pool as (num_blocks, layers, 2, heads, units_per_block, tokens, head_size), and units in it."""
+    units_per_block = kv_pool.shape[4] // buffer.shape[4]
+    part = kv_pool[:, slice(*layers) if layers else slice(None), :, slice(*heads) if heads else slice(None)]
+    everything = slice(None)
+    blocks = unit_ids.div(units_per_block, rounding_mode="floor")
+    index = (blocks, everything, everything, everything, unit_ids - blocks * units_per_block)
+    return part.view(*part.shape[:4], units_per_block, *buffer.shape[4:]), index
 
 
 def _check_pool(kv_pool: torch.Tensor) -> None:
@@ -116,19 +200,48 @@ def _check_pool(kv_pool: torch.Tensor) -> None:
 
 
 def _check_copy(
-    kv_pool: torch.Tensor, block_ids: torch.Tensor, buffer: torch.Tensor, layers: tuple[int, int] | None
-) -> tuple[int, int]:
+    kv_pool: torch.Tensor,
+    unit_ids: torch.Tensor,
+    buffer: torch.Tensor,
+    layers: Range | None,
+    heads: Range | None,
+    kv_scales: torch.Tensor | None,
+) -> tuple[Range, Range]:
+    """The ranges of layers and heads."""
     _check_pool(kv_pool)
-    start, stop = layers or (0, kv_pool.shape[1])
-    if not 0 <= start < stop <= kv_pool.shape[1]:
-        raise ValueError(f"layers [{start}, {stop}) are not a range within [0, {kv_pool.shape[1]})")
-    expected = (block_ids.shape[0], stop - start, *kv_pool.shape[2:])
-    if block_ids.dim() != 1 or block_ids.dtype != torch.int64:
-        raise ValueError(f"block_ids must be (n,) int64, got {block_ids.dtype} of {tuple(block_ids.shape)}")
-    if buffer.shape != expected or not buffer.is_contiguous() or buffer.dtype != kv_pool.dtype:
+    layers = _check_range("layers", layers, kv_pool.shape[1])
+    heads = _check_range("heads", heads, kv_pool.shape[3])
+    if unit_ids.dim() != 1 or unit_ids.dtype != torch.int64:
+        raise ValueError(f"unit_ids must be (n,) int64, got {unit_ids.dtype} of {tuple(unit_ids.shape)}")
+    size = kv_pool.shape[4]
+    tokens = (
+        buffer.shape[4] if buffer.dim() == 6 and 0 < buffer.shape[4] <= size and not size % buffer.shape[4] else size
+    )
+    expected = (len(unit_ids), layers[1] - layers[0], 2, heads[1] - heads[0], tokens, kv_pool.shape[5])
+    dtypes = {buffer.dtype, kv_pool.dtype}
+    if buffer.shape != expected or not buffer.is_contiguous() or (len(dtypes) == 2 and FP8 not in dtypes):
         raise ValueError(
             f"the buffer must be contiguous {kv_pool.dtype} of {expected}, got {buffer.dtype} of {tuple(buffer.shape)}"
         )
-    if block_ids.device != kv_pool.device or buffer.device != kv_pool.device:
+    others = [unit_ids, buffer]
+    if kv_scales is not None:
+        if (
+            kv_scales.shape != (kv_pool.shape[1], 2)
+            or kv_scales.dtype != torch.float32
+            or not kv_scales.is_contiguous()
+        ):
+            raise ValueError(
+                f"kv_scales must be contiguous float32 of {(kv_pool.shape[1], 2)}, "
+                f"got {kv_scales.dtype} of {tuple(kv_scales.shape)}"
+            )
+        others.append(kv_scales)
+    if any(tensor.device != kv_pool.device for tensor in others):
         raise ValueError("all tensors must be on one device")
+    return layers, heads
+
+
+def _check_range(what: str, given: Range | None, size: int) -> Range:
+    start, stop = given or (0, size)
+    if not 0 <= start < stop <= size:
+        raise ValueError(f"{what} [{start}, {stop}) are not a range within [0, {size})")
     return start, stop

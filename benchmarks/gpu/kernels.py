@@ -182,42 +182,35 @@ class Bench:
         return Result("write_kv", f"{s.write_tokens} tokens", seconds * 1e3, rate, "GB/s", _difference(pool, expected))
 
     def block_copies(self) -> Iterator[Result]:
-        """Random blocks to and from a transfer buffer: all layers, then one layer."""
-        for num_layers in (self.sizes.layers, 1):
-            yield self.gather(num_layers)
-            yield self.scatter(num_layers)
+        """Random blocks to and from a transfer buffer: all layers, one layer, and half of the heads."""
+        s = self.sizes
+        for num_layers, num_heads in ((s.layers, s.kv_heads), (1, s.kv_heads), (s.layers, s.kv_heads // 2)):
+            yield self.copy_of_blocks("gather_blocks", (0, num_layers), (0, num_heads))
+            yield self.copy_of_blocks("scatter_blocks", (0, num_layers), (0, num_heads))
 
-    def gather(self, num_layers: int) -> Result:
-        """Random blocks into a buffer."""
-        from pdkv.kernels.kv_copy import gather_blocks_reference
-        from pdkv.kernels.kv_copy_triton import copy_blocks_triton
+    def copy_of_blocks(self, name: str, layers: tuple[int, int], heads: tuple[int, int]) -> Result:
+        """Random blocks into a buffer, or a buffer into random blocks."""
+        from pdkv.kernels.kv_copy import gather_blocks_reference, scatter_blocks_reference
+        from pdkv.kernels.kv_copy_triton import copy_units_triton
 
-        pool, ids, buffer = self._copy_tensors(num_layers)
-        seconds = self.seconds(lambda: copy_blocks_triton(pool, ids, buffer, 0, num_layers, to_pool=False))
-        expected = torch.empty_like(buffer)
-        gather_blocks_reference(pool, ids, expected, (0, num_layers))
-        return self._copy_result("gather_blocks", buffer, seconds, _difference(buffer, expected))
+        pool, ids, buffer = self._copy_tensors(layers[1], heads[1])
+        to_pool = name == "scatter_blocks"
+        written = pool if to_pool else buffer
+        expected = written.clone()
+        reference = scatter_blocks_reference if to_pool else gather_blocks_reference
+        tensors = (expected, ids, buffer) if to_pool else (pool, ids, expected)
+        reference(*tensors, layers, heads)
+        seconds = self.seconds(lambda: copy_units_triton(pool, ids, buffer, layers, heads, to_pool=to_pool))
+        shape = f"{len(ids)} blocks x {layers[1]} layers x {heads[1]} heads"
+        rate = 2 * buffer.nbytes / seconds / 1e9
+        return Result(name, shape, seconds * 1e3, rate, "GB/s", _difference(written, expected))
 
-    def scatter(self, num_layers: int) -> Result:
-        """A buffer into random blocks."""
-        from pdkv.kernels.kv_copy import scatter_blocks_reference
-        from pdkv.kernels.kv_copy_triton import copy_blocks_triton
-
-        pool, ids, buffer = self._copy_tensors(num_layers)
-        expected = pool.clone()
-        scatter_blocks_reference(expected, ids, buffer, (0, num_layers))
-        seconds = self.seconds(lambda: copy_blocks_triton(pool, ids, buffer, 0, num_layers, to_pool=True))
-        return self._copy_result("scatter_blocks", buffer, seconds, _difference(pool, expected))
-
-    def _copy_tensors(self, num_layers: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _copy_tensors(self, num_layers: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A pool, half of its blocks in random order, and a buffer for them."""
         pool = self._pool(2 * self.sizes.copy_blocks, layers=self.sizes.layers)
         ids = torch.randperm(pool.shape[0], device=self.device)[: self.sizes.copy_blocks]
-        return pool, ids, self._pool(self.sizes.copy_blocks, layers=num_layers)
-
-    def _copy_result(self, name: str, buffer: torch.Tensor, seconds: float, error: float) -> Result:
-        shape = f"{buffer.shape[0]} blocks x {buffer.shape[1]} layers"
-        return Result(name, shape, seconds * 1e3, 2 * buffer.nbytes / seconds / 1e9, "GB/s", error)
+        buffer = self._pool(self.sizes.copy_blocks, layers=num_layers)[:, :, :, :num_heads].contiguous()
+        return pool, ids, buffer
 
     def _pool(self, num_blocks: int, layers: int) -> torch.Tensor:
         s = self.sizes

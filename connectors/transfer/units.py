@@ -35,6 +35,16 @@ class UnitPart(NamedTuple):
     layer_stop: int
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """[start, stop)."""
+        return self.head_start, self.head_stop
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """[start, stop)."""
+        return self.layer_start, self.layer_stop
+
+    @property
     def num_heads(self) -> int:
         """KV heads in the part."""
         return self.head_stop - self.head_start
@@ -203,17 +213,11 @@ class UnitPool:
         copies = self._copies()
         with copies.stream.on():
             # What is uploaded comes before the wait: the host would wait for that copy, and so for the step.
-            if self._in_blocks(part):
-                block_ids = torch.from_numpy(units).to(self.kv_cache.device)
-                after.wait_on_stream(timeout_s)
-                shape = (units.size, part.num_layers, *self.kv_cache.shape[2:])
-                images = torch.empty(shape, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
-                gather_blocks(self.kv_cache, block_ids, images, (part.layer_start, part.layer_stop))
-            else:
-                rows = self._rows(part)
-                row_ids = torch.from_numpy(self._row_ids(units, rows)).to(self.kv_cache.device)
-                after.wait_on_stream(timeout_s)
-                images = self._device_rows(rows).index_select(0, row_ids)
+            unit_ids = torch.from_numpy(units).to(self.kv_cache.device)
+            after.wait_on_stream(timeout_s)
+            shape = self._image_shape(units, part)
+            images = torch.empty(shape, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
+            gather_blocks(self.kv_cache, unit_ids, images, part.layers, part.heads)
             after.wait(timeout_s)  # who gives up leaves no copy behind that `out` is still to get
             torch.from_numpy(out).copy_(images.view(-1).view(torch.uint8), non_blocking=True)
             copies.done.record()
@@ -227,24 +231,14 @@ class UnitPool:
         copies = self._copies()
         with copies.stream.on():
             images = torch.from_numpy(source).to(self.kv_cache.device, non_blocking=True).view(self.kv_cache.dtype)
-            if self._in_blocks(part):
-                block_ids = torch.from_numpy(units).to(self.kv_cache.device)
-                images = images.view(units.size, part.num_layers, *self.kv_cache.shape[2:])
-                scatter_blocks(self.kv_cache, block_ids, images, (part.layer_start, part.layer_stop))
-            else:
-                rows = self._rows(part)
-                row_ids = torch.from_numpy(self._row_ids(units, rows)).to(self.kv_cache.device)
-                pool = self._device_rows(rows)
-                pool.index_copy_(0, row_ids, images.view(-1, pool.shape[1]))
+            unit_ids = torch.from_numpy(units).to(self.kv_cache.device)
+            images = images.view(self._image_shape(units, part))
+            scatter_blocks(self.kv_cache, unit_ids, images, part.layers, part.heads)
             copies.done.record()
         copies.done.synchronize(COPY_TIMEOUT_S)
 
-    def _in_blocks(self, part: UnitPart) -> bool:
-        """Whether a unit's part is what the kernels copy: all heads of a block."""
-        return self.units_per_block == 1 and part.num_heads == self.num_heads
-
-    def _device_rows(self, rows: _Rows) -> "torch.Tensor":
-        return self.kv_cache.view(-1, rows.row_bytes // self.kv_cache.element_size())
+    def _image_shape(self, units: Ids, part: UnitPart) -> tuple[int, ...]:
+        return (units.size, part.num_layers, 2, part.num_heads, HASH_BLOCK_SIZE, self.kv_cache.shape[5])
 
     def _copies(self) -> "_Copies":
         """This thread's own stream: a copy waits for no kernel but those of the step that it comes after."""

@@ -1,6 +1,7 @@
 """The Triton kernels against their references in higher precision; run by test_triton.py, in a process of their own."""
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_case import MIXES, Case, Shape, layers_of
+from interpreted_floats import compute_as_gpus_do
 from oracle import oracle
 from serving_checks import serve_directory
 from small_models import FEATURES
@@ -20,8 +22,16 @@ from pdkv.engine.attention.cuda import CudaAttention
 from pdkv.kernels import paged_attention_triton as paged_attention_module
 from pdkv.kernels.digest import hash_rows, seeds_of
 from pdkv.kernels.digest_triton import digests_triton
-from pdkv.kernels.kv_copy import gather_blocks_reference, scatter_blocks_reference, write_kv_reference
-from pdkv.kernels.kv_copy_triton import copy_blocks_triton, write_kv_triton
+from pdkv.kernels.kv_copy import (
+    FP8,
+    Range,
+    gather_blocks_reference,
+    quantize,
+    raw,
+    scatter_blocks_reference,
+    write_kv_reference,
+)
+from pdkv.kernels.kv_copy_triton import copy_units_triton, write_kv_triton
 from pdkv.kernels.paged_attention import paged_attention_reference
 from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
@@ -30,10 +40,12 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MIXED = [(1, 33), (20, 20), (0, 9), (1, 16), (3, 130), (0, 0), (1, 1), (35, 65)]  # (queries, tokens) of a sequence
 
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    compute_as_gpus_do()
+
+
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
-def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
-    if request.param == torch.bfloat16 and device.type == "cpu":
-        pytest.skip("Triton's interpreter computes on the bits of a bfloat16")
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
@@ -327,19 +339,54 @@ def test_write_kv(num_heads: int, head_size: int, block_size: int, device: torch
     assert torch.equal(pool, expected)
 
 
-@pytest.mark.parametrize("layers", [(0, 5), (1, 4), (4, 5)], ids=str)
-def test_blocks_travel_both_ways(layers: tuple[int, int], device: torch.device) -> None:
-    pool = randn(7, 5, 2, 3, 16, 40, dtype=torch.float32, device=device)
-    ids = torch.tensor([5, 0, 6], device=device)
-    shape = (3, layers[1] - layers[0], *pool.shape[2:])
-    gathered, expected = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
-    copy_blocks_triton(pool, ids, gathered, *layers, to_pool=False)
-    gather_blocks_reference(pool, ids, expected, layers)
-    assert torch.equal(gathered, expected)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_write_kv_into_fp8(dtype: torch.dtype, device: torch.device) -> None:
+    """To the last bit what torch rounds: saturated, subnormal, tied between two, and not finite."""
+    pool = torch.zeros(4, 3, 2, 2, 16, 24, device=device).to(FP8)
+    k, v = randn(2, 6, 2, 24, dtype=torch.float32, device=device).mul(300).to(dtype)
+    k[0, 0, :10] = torch.tensor([math.nan, math.inf, -math.inf, 448, 1e6, -1e6, 1e-3, 2**-10, 17, 19]).to(device, dtype)
+    slots = torch.tensor([3, -1, 17, 40, 63, -5], device=device)
+    expected = pool.clone()
+    for scales in ((1.0, 1.0), (0.7, 13.0)):
+        write_kv_reference(expected, 1, k, v, slots, scales)
+        write_kv_triton(pool, 1, k, v, slots, scales)
+        assert torch.equal(raw(pool), raw(expected))
+        assert pool[0, 1, 0, 0, 3, :3].isnan().all()
+        assert pool[0, 1, 0, 0, 3, 4] == 448
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("sent", [None, torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize(
+    ("block_size", "tokens", "layers", "heads"),
+    [(16, 16, (0, 5), (0, 3)), (48, 16, (1, 4), (1, 3)), (128, 128, (4, 5), (0, 3)), (32, 16, (0, 5), (2, 3))],
+    ids=str,
+)
+def test_blocks_travel_both_ways(
+    block_size: int,
+    tokens: int,
+    layers: Range,
+    heads: Range,
+    stored: torch.dtype,
+    sent: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Parts of blocks, ranges of layers and heads, into FP8 and out of it, to the last bit; nothing else is written."""
+    pool = randn(7, 5, 2, 3, block_size, 40, dtype=torch.float32, device=device) * 200
+    pool = quantize(pool, 1.0) if stored == FP8 else pool.to(stored)
+    scales = torch.rand(5, 2, generator=torch.Generator().manual_seed(1)).add_(0.1).to(device)
+    ids = torch.tensor([5, 0, 6], device=device) * (block_size // tokens) + block_size // tokens - 1
+    shape = (3, layers[1] - layers[0], 2, heads[1] - heads[0], tokens, 40)
+    gathered, expected = torch.zeros(2, *shape, device=device).to(sent or stored)
+    part = layers, heads, scales
+    copy_units_triton(pool, ids, gathered, *part, to_pool=False)
+    gather_blocks_reference(pool, ids, expected, *part)
+    assert torch.equal(raw(gathered), raw(expected))
     target, expected_target = torch.zeros_like(pool), torch.zeros_like(pool)
-    copy_blocks_triton(target, ids.flip(0), gathered, *layers, to_pool=True)
-    scatter_blocks_reference(expected_target, ids.flip(0), gathered, layers)
-    assert torch.equal(target, expected_target)
+    copy_units_triton(target, ids.flip(0), gathered, *part, to_pool=True)
+    scatter_blocks_reference(expected_target, ids.flip(0), gathered, *part)
+    assert torch.equal(raw(target), raw(expected_target))
+    assert raw(expected_target).any()
 
 
 @pytest.mark.parametrize("row_words", [2, 7, 8, 64, 100])

@@ -20,10 +20,12 @@ WORK = [  # name, shape, unit, and what is done in a call: bytes read and writte
     ("torch_attention", "prefill, 8 of 40", "TFLOP/s", sum(range(33, 41)) * 4 * (2 * 32 + 2 * 32)),
     ("paged_attention", "prefill, 8 of 40", "TFLOP/s", sum(range(33, 41)) * 4 * (2 * 32 + 2 * 32)),
     ("write_kv", "8 tokens", "GB/s", 2 * 8 * (2 * 2 * 32 * 4)),
-    ("gather_blocks", "3 blocks x 2 layers", "GB/s", 2 * 2 * _LAYER),
-    ("scatter_blocks", "3 blocks x 2 layers", "GB/s", 2 * 2 * _LAYER),
-    ("gather_blocks", "3 blocks x 1 layers", "GB/s", 2 * _LAYER),
-    ("scatter_blocks", "3 blocks x 1 layers", "GB/s", 2 * _LAYER),
+    ("gather_blocks", "3 blocks x 2 layers x 2 heads", "GB/s", 2 * 2 * _LAYER),
+    ("scatter_blocks", "3 blocks x 2 layers x 2 heads", "GB/s", 2 * 2 * _LAYER),
+    ("gather_blocks", "3 blocks x 1 layers x 2 heads", "GB/s", 2 * _LAYER),
+    ("scatter_blocks", "3 blocks x 1 layers x 2 heads", "GB/s", 2 * _LAYER),
+    ("gather_blocks", "3 blocks x 2 layers x 1 heads", "GB/s", 2 * _LAYER),
+    ("scatter_blocks", "3 blocks x 2 layers x 1 heads", "GB/s", 2 * _LAYER),
 ]
 """Of the smoke run's shapes, worked out by hand."""
 

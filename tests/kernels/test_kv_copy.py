@@ -47,6 +47,31 @@ def test_blocks_travel_both_ways(layers: tuple[int, int] | None) -> None:
     assert torch.equal(target, expected)
 
 
+@pytest.mark.parametrize("sent", [torch.float8_e4m3fn, torch.float32], ids=str)
+def test_parts_of_blocks_travel_both_ways_and_change_their_dtype(sent: torch.dtype) -> None:
+    """The second half of a block, one head of two, two layers of four; numbers that FP8 holds as they are."""
+    pool, scales = torch.randint(-8, 9, (6, 4, 2, 2, 32, 3)).float(), torch.tensor([[1, 1], [0.5, 2], [4, 1], [1, 1]])
+    units = torch.tensor([2 * 4 + 1, 2 * 0 + 1])
+    buffer = torch.zeros(2, 2, 2, 1, 16, 3).to(sent)
+    gather_blocks(pool, units, buffer, (1, 3), (1, 2), scales)
+    expected = pool[torch.tensor([4, 0]), 1:3, :, 1:2, 16:]
+    factors = scales[1:3, :, None, None, None] if sent != torch.float32 else 1.0
+    assert torch.equal(buffer.float() * factors, expected)
+    target = torch.zeros_like(pool)
+    scatter_blocks(target, units, buffer, (1, 3), (1, 2), scales)
+    assert torch.equal(target[torch.tensor([4, 0]), 1:3, :, 1:2, 16:], expected)
+    assert target.count_nonzero() == expected.count_nonzero()
+
+
+def test_what_fp8_cannot_hold_is_saturated() -> None:
+    pool = torch.zeros(1, 1, 2, 1, 16, 8).to(torch.float8_e4m3fn)
+    k = torch.tensor([448.0, 449.0, -1e30, 17.0, 19.0, 2.0**-9, torch.inf, torch.nan]).view(1, 1, 8)  # steps of 2 at 17
+    write_kv(pool, 0, k, 2 * k, torch.tensor([3]), (1.0, 2.0))
+    expected = torch.tensor([448.0, 448.0, -448.0, 16.0, 20.0, 2.0**-9, torch.nan, torch.nan])
+    for side in range(2):
+        torch.testing.assert_close(pool[0, 0, side, 0, 3].float(), expected, equal_nan=True, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -77,6 +102,8 @@ def test_write_kv_refuses_what_does_not_fit(values: dict[str, Any], message: str
         (torch.zeros(1, 4, 2, 2, 3, 16).transpose(4, 5), torch.tensor([1]), None, "contiguous"),
         (torch.zeros(1, 4, 2, 2, 16, 3), torch.tensor([1], dtype=torch.int32), None, "int64"),
         (torch.zeros(1, 1, 2, 2, 16, 3), torch.tensor([1]), (4, 5), "not a range"),
+        (torch.zeros(1, 4, 2, 2, 5, 3), torch.tensor([1]), None, "buffer must be"),
+        (torch.zeros(1, 4, 2, 2, 16, 3).half(), torch.tensor([1]), None, "float16"),
     ],
 )
 def test_copies_refuse_what_does_not_fit(

@@ -6,6 +6,7 @@ The interpreter must be chosen before Triton is imported, which other tests may 
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,21 @@ MAX_SHARED_BYTES = 227 << 10
 """Of a program on such a GPU."""
 
 
-def compile_for_gpu(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], *, num_warps: int = 4) -> Any:
-    """Compile down to machine code of compute capability 9.0; arguments not named are int32."""
+def compile_for_gpu(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], *, num_warps: int = 4, aligned: Collection[str] = ()
+) -> Any:
+    """Compile down to machine code of compute capability 9.0; arguments not named are int32.
+
+    `aligned`: arguments that are divisible by 16, as the launcher finds them.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature = {p.name: pointers.get(p.name, "i32") for p in kernel.params}
+    signature = {p.name: types.get(p.name, "i32") for p in kernel.params}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, constexprs=constants, attrs={})
+    attributes = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(kernel.params) if p.name in aligned}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True, "num_warps": num_warps}
     )
@@ -91,17 +98,37 @@ def test_attention_compiles_for_a_gpu(
         assert compile_for_gpu(_combine_kernel, pointers, both, num_warps=1).asm["cubin"]
 
 
-def test_copies_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stored", "computed"), [("bf16", "bf16"), ("fp8e4nv", "bf16"), ("fp8e4nv", "fp32")])
+def test_write_kv_compiles_for_a_gpu(
+    stored: str, computed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from pdkv.kernels.kv_copy_triton import _copy_blocks_kernel, _write_kv_kernel
+    from pdkv.kernels.kv_copy_triton import _write_kv_kernel
 
-    pointers = dict.fromkeys(("keys", "values", "k", "v"), "*bf16") | {"slot_mapping": "*i64"}
-    constants = {"BLOCK_SIZE": 16, "NUM_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 1024}
-    assert compile_for_gpu(_write_kv_kernel, pointers, constants).asm["cubin"]
-    pointers = {"pool": "*bf16", "buffer": "*bf16", "block_ids": "*i64"}
-    for to_pool in (True, False):
-        constants = {"TO_POOL": to_pool, "COPY_ELEMENTS": 4096}
-        assert compile_for_gpu(_copy_blocks_kernel, pointers, constants).asm["cubin"]
+    types = dict.fromkeys(("keys", "values"), f"*{stored}") | dict.fromkeys(("k", "v"), f"*{computed}")
+    types |= {"slot_mapping": "*i64", "k_scale": "fp32", "v_scale": "fp32"}
+    constants = {"BLOCK_SIZE": 16, "NUM_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 1024, "QUANTIZE": stored != computed}
+    assert compile_for_gpu(_write_kv_kernel, types, constants).asm["cubin"]
+
+
+@pytest.mark.parametrize("to_pool", [True, False])
+@pytest.mark.parametrize(("stored", "sent"), [("bf16", "bf16"), ("fp8e4nv", "fp8e4nv"), ("fp8e4nv", "bf16")])
+def test_copies_compile_for_a_gpu(
+    stored: str, sent: str, to_pool: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into loads and stores of 16 bytes each."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from pdkv.kernels.kv_copy_triton import _copy_units_kernel
+
+    types = {"pool": f"*{stored}", "buffer": f"*{sent}", "unit_ids": "*i64", "scales": "*fp32"}
+    constants = {"UNITS_PER_BLOCK": 2, "PIECE": 16 * 128, "TILE_PIECES": 2, "TILE_ELEMENTS": 2048}
+    constants |= {"TO_POOL": to_pool, "CAST": stored != sent}
+    strides = ("stride_pool_block", "stride_pool_side", "stride_pool_head")
+    compiled = compile_for_gpu(_copy_units_kernel, types, constants, aligned=("pool", "buffer", *strides))
+    assert compiled.asm["cubin"]
+    if stored == sent:
+        assert "ld.global.v4.b32" in compiled.asm["ptx"]
+        assert "st.global.v4.b32" in compiled.asm["ptx"]
 
 
 def test_digest_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
