@@ -1,7 +1,8 @@
 """Choose tokens from logits: argmax, or temperature, min-p, top-k, top-p and an inverse CDF at given uniforms.
 
-On CPU a compiled kernel draws where it is there, and gives what the torch operations here give, to the bit: both make
-each number by the same float64 operations, and add up only what adds up exactly, in whatever order.
+On CPU a compiled kernel draws where it is there, on a GPU Triton's, for which the host does not wait. Both give what
+the torch operations here give, to the bit: all make each number by the same float64 operations, and add up only what
+adds up exactly, in whatever order.
 """
 
 from typing import NamedTuple
@@ -10,12 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pdkv.engine.attention.backend import to_tensor
 from pdkv.kernels import host
 
 _CDF_BLOCK = 64  # tokens per block of the two-level search
 _TOP_P_CANDIDATES = 512  # looked at before all are sorted
-_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # bounds the float64 temporaries; on CPU they stay in the cache
-_EXP_ELEMENTS = 1 << 15  # made at once on CPU: a dozen operations, whose temporaries stay in the cache
+_CHUNK_ELEMENTS = 1 << 18  # bounds the float64 temporaries: they stay in the cache
+_EXP_ELEMENTS = 1 << 15  # made at once: a dozen operations, whose temporaries stay in the cache
 _LOWEST = -64.0  # scaled logits below have weight 0: 2**-92, when a unit of the draw is 2**-44
 
 
@@ -52,15 +54,26 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     A row with NaN gives its first one; one whose largest logit is infinite or -inf (all are masked), its first such.
     """
     floor = torch.from_numpy(params.min_p.copy()).log().numpy()
-    if logits.is_cpu and logits.stride(1) == 1 and _name(logits.dtype) in host.DTYPES and host.can_draw():
+    if not logits.is_cpu:
+        return _draw_on_device(logits, params, floor)
+    if logits.stride(1) == 1 and _name(logits.dtype) in host.DTYPES and host.can_draw():
         return _draw_compiled(logits, params, floor)
-    rows_per_chunk = max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 26) // logits.shape[1])
+    rows_per_chunk = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     tokens = [
         _draw_chunk(logits[part], params.part(part), floor[part])
         for i in range(0, logits.shape[0], rows_per_chunk)
         for part in [slice(i, i + rows_per_chunk)]
     ]
     return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+
+
+def _draw_on_device(logits: torch.Tensor, params: DrawParams, floor: NDArray[np.float64]) -> torch.Tensor:
+    """`floor`: (n,) the lowest scaled logit that min-p keeps."""
+    from pdkv.kernels.draw_triton import draw_triton  # Triton, which a CPU need not have
+
+    top_k = np.minimum(params.top_k, logits.shape[1])
+    table = np.stack([params.temperature, top_k, params.top_p, floor, params.uniforms])
+    return draw_triton(logits if logits.stride(1) == 1 else logits.contiguous(), to_tensor(table, logits.device))
 
 
 def _draw_compiled(logits: torch.Tensor, params: DrawParams, floor: NDArray[np.float64]) -> torch.Tensor:
@@ -84,8 +97,7 @@ def _draw_compiled(logits: torch.Tensor, params: DrawParams, floor: NDArray[np.f
 
 def _draw_chunk(logits: torch.Tensor, params: DrawParams, lowest: NDArray[np.float64]) -> torch.Tensor:
     """`lowest`: (n,) the lowest scaled logit that min-p keeps."""
-    device = logits.device
-    table = torch.from_numpy(np.stack([params.temperature, params.top_p, lowest, params.uniforms])).to(device)
+    table = torch.from_numpy(np.stack([params.temperature, params.top_p, lowest, params.uniforms]))
     temperature, top_p, floor, uniforms = table.unsqueeze(-1)
     scaled = logits.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     best = scaled.amax(dim=-1, keepdim=True)
@@ -94,9 +106,7 @@ def _draw_chunk(logits: torch.Tensor, params: DrawParams, lowest: NDArray[np.flo
     ranked = (params.top_k > 0) | (params.top_p < 1.0)
     if ranked.any() or (params.min_p > 0.0).any():
         if ranked.any():
-            rows: slice | torch.Tensor = (
-                slice(None) if ranked.all() else torch.from_numpy(np.flatnonzero(ranked)).to(device)
-            )
+            rows: slice | torch.Tensor = slice(None) if ranked.all() else torch.from_numpy(np.flatnonzero(ranked))
             top_k = params.top_k[ranked]
             floor[rows] = _ranked_floor(scaled[rows], weights[rows], floor[rows], top_k, top_p[rows])
         weights.masked_fill_(scaled < floor, 0.0)
@@ -104,9 +114,7 @@ def _draw_chunk(logits: torch.Tensor, params: DrawParams, lowest: NDArray[np.flo
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """exp of float64 <= 0. On CPU 0 below _LOWEST, by the operations of sampler.c: Cephes' rational function."""
-    if not x.is_cpu:
-        return x.exp()
+    """exp of float64 <= 0, and 0 below _LOWEST, by the operations of sampler.c: Cephes' rational function."""
     out = torch.empty(x.shape, dtype=torch.float64)
     flat, results = x.reshape(-1), out.view(-1)
     for piece, result in zip(torch.split(flat, _EXP_ELEMENTS), torch.split(results, _EXP_ELEMENTS), strict=True):
@@ -163,7 +171,7 @@ def _ranked_floor(
         top_k: (r,), 0 = off. top_p: (r, 1), 1 = off.
     """
     vocab_size = scaled.shape[1]
-    limits = torch.from_numpy(top_k).to(scaled.device).clamp_(max=vocab_size).unsqueeze(-1)
+    limits = torch.from_numpy(top_k).clamp_(max=vocab_size).unsqueeze(-1)
     count = min(int(top_k.max()), vocab_size)
     if (top_k <= 0).any():  # top-p alone: guess how many tokens it keeps
         count = min(max(count, _TOP_P_CANDIDATES), vocab_size)

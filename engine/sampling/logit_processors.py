@@ -1,6 +1,7 @@
 """What changes logits before a token is chosen: masks, allowed and forbidden tokens, logit bias, penalties.
 
-All work in place on float32 logits (n, vocab), for the rows that need them, at a cost independent of their number.
+All work in place on float32 logits (n, vocab), for the rows that need them, at a cost independent of their number, and
+without a wait for a device.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pdkv.engine.attention.backend import to_tensor
 from pdkv.grammar.vocabulary import WORD_BITS
 from pdkv.kernels import host
 
@@ -43,29 +45,20 @@ def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
         raise ValueError(
             f"bits must be int32 of shape {(len(rows), num_words)}, got {bits.dtype} of {tuple(bits.shape)}"
         )
-    words = bits.numpy()
     if logits.is_cpu and host.can_mask():
         assert logits.is_contiguous()
         assert bits.is_contiguous()
         pointers = logits.data_ptr(), rows.ctypes.data, bits.data_ptr()
         host.mask(host.MaskArgs(*pointers, len(rows), *logits.shape[1:], logits.stride(0), torch.get_num_threads()))
         return
-    is_open = (words == -1).sum(axis=1) > num_words // 2  # fewer tokens to forbid than to keep
-    if is_open.any():
-        forbid_tokens(logits, rows[is_open], _tokens_of(~words[is_open], logits.shape[1]))
-    if not is_open.all():
-        keep_tokens(logits, rows[~is_open], _tokens_of(words[~is_open], logits.shape[1]))
-
-
-def _tokens_of(words: NDArray[np.int32], vocab_size: int) -> list[NDArray[np.int64]]:
-    """The tokens whose bits are 1 in each row of (m, words)."""
-    rows, columns = np.nonzero(words)
-    ones = np.unpackbits(words[rows, columns].view(np.uint8).reshape(-1, WORD_BITS // 8), axis=1, bitorder="little")
-    at, bit = np.nonzero(ones)
-    tokens, rows = columns[at] * WORD_BITS + bit, rows[at]
-    known = tokens < vocab_size
-    counts = np.bincount(rows[known], minlength=len(words))
-    return np.split(tokens[known], np.cumsum(counts)[:-1])
+    words = to_tensor(bits.numpy(), logits.device)
+    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
+    is_forbidden = (words.unsqueeze(-1) >> shifts & 1 == 0).flatten(1)[:, : logits.shape[1]]
+    if len(rows) == len(logits):
+        logits.masked_fill_(is_forbidden, -torch.inf)
+        return
+    index = to_tensor(rows, logits.device)
+    logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(is_forbidden, -torch.inf))
 
 
 def forbid_tokens(logits: torch.Tensor, rows: NDArray[np.int64], token_ids: Sequence[NDArray[np.int64]]) -> None:
@@ -77,7 +70,7 @@ def keep_tokens(logits: torch.Tensor, rows: NDArray[np.int64], token_ids: Sequen
     """Set the logits of row rows[i] to -inf, except those of token_ids[i]."""
     flat, kept = logits.view(-1), _flat_indices(logits, rows, token_ids)
     values = flat.index_select(0, kept)
-    logits.index_fill_(0, torch.from_numpy(rows).to(logits.device), -torch.inf)
+    logits.index_fill_(0, to_tensor(rows, logits.device), -torch.inf)
     flat.scatter_(0, kept, values)
 
 
@@ -120,7 +113,7 @@ def forbid_bad_words(
     if matches.any():
         last = np.concatenate([words.last for words in bad_words])[matches]
         flat = rows[of_word[matches]] * logits.shape[1] + last
-        logits.view(-1).index_fill_(0, torch.from_numpy(flat).to(logits.device), -torch.inf)
+        logits.view(-1).index_fill_(0, to_tensor(flat, logits.device), -torch.inf)
 
 
 def add_bias(
@@ -130,7 +123,7 @@ def add_bias(
     biases: Sequence[NDArray[np.float32]],
 ) -> None:
     """Add biases[i] to the (distinct) tokens token_ids[i] of row rows[i]."""
-    values = torch.from_numpy(np.concatenate(biases)).to(logits.device)
+    values = to_tensor(np.concatenate(biases), logits.device)
     logits.view(-1).index_add_(0, _flat_indices(logits, rows, token_ids), values)
 
 
@@ -160,8 +153,8 @@ def apply_penalties(logits: torch.Tensor, penalties: PenaltyRows) -> None:
 
 def _repeat(flat: torch.Tensor, tokens: NDArray[np.int64], repetition: NDArray[np.float64]) -> None:
     """Each occurrence of a token writes the same new value."""
-    index = torch.from_numpy(tokens).to(flat.device)
-    penalty = torch.from_numpy(repetition.astype(np.float32)).to(flat.device)
+    index = to_tensor(tokens, flat.device)
+    penalty = to_tensor(repetition.astype(np.float32), flat.device)
     values = flat.index_select(0, index)
     flat.scatter_(0, index, torch.where(values > 0, values / penalty, values * penalty))
 
@@ -174,8 +167,8 @@ def _subtract(
     presence: NDArray[np.float64],
 ) -> None:
     """`tokens` are distinct."""
-    index = torch.from_numpy(tokens).to(flat.device)
-    table = torch.from_numpy(np.stack([counts, frequency, presence]).astype(np.float32)).to(flat.device)
+    index = to_tensor(tokens, flat.device)
+    table = to_tensor(np.stack([counts, frequency, presence]).astype(np.float32), flat.device)
     values = flat.index_select(0, index)
     flat.scatter_(0, index, values.sub_(table[1] * table[0]).sub_(table[2]))
 
@@ -186,4 +179,4 @@ def _flat_indices(
     """Indices into logits.view(-1) of token_ids[i] in row rows[i]."""
     lengths = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
     indices = np.repeat(rows, lengths) * logits.shape[1] + np.concatenate(token_ids)
-    return torch.from_numpy(indices).to(logits.device)
+    return to_tensor(indices, logits.device)

@@ -4,6 +4,7 @@ The interpreter must be chosen before Triton is imported, which other tests may 
 """
 
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Collection
@@ -17,15 +18,16 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 
+@pytest.mark.parametrize("cases", ["cases_triton.py", "cases_draw.py"])
 @pytest.mark.parametrize("where", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_kernels_equal_their_references(where: str) -> None:
+def test_kernels_equal_their_references(where: str, cases: str) -> None:
     if where == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if where == "interpreter":
         environment["TRITON_INTERPRET"] = "1"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "cases_triton.py")],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -42,11 +44,18 @@ MAX_SHARED_BYTES = 227 << 10
 
 
 def compile_for_gpu(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], *, num_warps: int = 4, aligned: Collection[str] = ()
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    num_warps: int = 4,
+    aligned: Collection[str] = (),
+    fuses: bool = True,
 ) -> Any:
     """Compile down to machine code of compute capability 9.0; arguments not named are int32.
 
     `aligned`: arguments that are divisible by 16, as the launcher finds them.
+    `fuses`: whether a multiply-add may be one instruction.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -57,7 +66,7 @@ def compile_for_gpu(
     attributes = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(kernel.params) if p.name in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True, "num_warps": num_warps}
+        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": fuses, "num_warps": num_warps}
     )
 
 
@@ -137,6 +146,31 @@ def test_digest_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     names = ("pool", "offsets", "words", "seeds", "constants", "digests")
     assert compile_for_gpu(_digest_kernel, dict.fromkeys(names, "*i64"), {"STRIPES": 64}).asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_draw_compiles_for_a_gpu_as_it_is_written(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each float64 operation rounds by itself, and divides exactly; constants have all their bits."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from pdkv.kernels import draw_triton
+
+    pointers = {"logits": f"*{dtype}", "params": "*fp64", "bests": "*fp32", "tokens": "*i64", "weights": "*fp64"}
+    pointers |= dict.fromkeys(("high_magic", "low_magic", "scale"), "fp32")
+    code = {}
+    for name in ("begin", "weigh", "choose"):
+        kernel = getattr(draw_triton, f"_{name}_kernel")
+        own = {p.name: pointers[p.name] for p in kernel.params if p.name in pointers}
+        constants = {"TILE": draw_triton._TILE} | ({} if name == "weigh" else {"PIVOTS": draw_triton._PIVOTS})
+        compiled = compile_for_gpu(kernel, own, constants, num_warps=draw_triton._WARPS, fuses=False)
+        assert compiled.asm["cubin"]
+        code[name] = compiled.asm["ptx"].lower()
+        assert "fma.rn.f64" not in code[name]
+        assert "div.rn.f64" in code[name]
+    assert "mul.rn.f64" in code["weigh"]
+    for constant in (1.26177193074810590878e-4, 2.27265548208155028766e-1, 2.52448340349684104192e-3):
+        assert struct.pack(">d", constant).hex() in code["weigh"]
 
 
 def test_kernels_import_without_triton() -> None:
