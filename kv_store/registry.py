@@ -11,7 +11,7 @@ from pdkv.kv_store.options import StoreOptions
 from pdkv.options import OptionTexts
 from pdkv.secret_options import without_secrets
 
-_NEXT_URL = re.compile(r",(?=[a-z+]+://)")  # a path may have commas of its own
+_NEXT_URL = re.compile(r",(?=[a-z][a-z0-9+]*://)")  # a path may have commas of its own
 _TIER_OPTIONS = frozenset({"retry_after_s"})
 _SERVER_OPTIONS = frozenset({"connect_timeout_s", "operation_timeout_s", "max_bytes_in_flight", "pipeline"})
 _TLS_OPTIONS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"})
@@ -61,7 +61,8 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
     """The store that a URL names; several URLs, separated by commas, make a TieredStore, fastest first.
 
     memory://[name], file:///directory, redis://[user:password@]host:port/db (rediss:// with TLS), unix:///socket (or
-    redis+unix://), lmcache://host:port. Options stand in `options`, for all URLs that know them, or in a URL's query.
+    redis+unix://), lmcache://host:port, s3://bucket/prefix (gs://, az://). Options stand in `options`, for all URLs
+    that know them, or in a URL's query.
 
     Raises:
         ConfigError: an unknown scheme or option, a value that is none, or a package that is not installed.
@@ -134,6 +135,17 @@ def _open_lmcache(parts: SplitResult, options: StoreOptions) -> KVStore:
     return LMCacheStore(parts.hostname, parts.port, options)
 
 
+def _open_objects(parts: SplitResult, options: StoreOptions) -> KVStore:
+    if not parts.netloc or "@" in parts.netloc:
+        raise ConfigError(
+            f"{without_secrets(parts.geturl())}: {parts.scheme}://bucket/prefix was expected; credentials come from "
+            "the environment, such as AWS_ACCESS_KEY_ID"
+        )
+    from pdkv.kv_store.object_store import ObjectStore
+
+    return ObjectStore(parts._replace(query="").geturl(), options)
+
+
 _SCHEMES: Mapping[str, _Scheme] = {
     "memory": _Scheme(_open_memory, frozenset({"capacity"})),
     "file": _Scheme(_open_file, frozenset({"capacity", "operation_timeout_s"})),
@@ -142,5 +154,8 @@ _SCHEMES: Mapping[str, _Scheme] = {
     "redis+unix": _Scheme(_open_redis_socket, _SERVER_OPTIONS | {"ttl_s"}),
     "unix": _Scheme(_open_redis_socket, _SERVER_OPTIONS | {"ttl_s"}),
     "lmcache": _Scheme(_open_lmcache, _SERVER_OPTIONS),
+    "s3": _Scheme(_open_objects, _SERVER_OPTIONS | {"endpoint", "region"}),
+    "gs": _Scheme(_open_objects, _SERVER_OPTIONS),
+    "az": _Scheme(_open_objects, _SERVER_OPTIONS | {"endpoint"}),
 }
 assert all(scheme.options <= StoreOptions.names() for scheme in _SCHEMES.values())

@@ -1,5 +1,6 @@
 """The `store` connector: KV in any store that kv_store/ opens by URL; several URLs make tiers, fastest first."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -14,8 +15,8 @@ class StoreUrlOptions(StoreConnectorOptions, StoreOptions):
     """Those of every store connector, and those of the stores, which the URLs must know."""
 
     url: str = option(
-        help="redis://host:port/db, rediss://…, unix:///socket, lmcache://host:port, file:///directory, memory://; "
-        "several, separated by commas, are tiers, the fastest first",
+        help="redis://host:port/db, rediss://…, unix:///socket, lmcache://host:port, s3://bucket/prefix, gs://…, "
+        "az://…, file:///directory, memory://; several, separated by commas, are tiers, the fastest first",
         metavar="URL[,URL…]",
     )
 
@@ -40,6 +41,8 @@ class StoreUrlConnector(StoreConnector):
 
     @classmethod
     def requirements(cls, options: Mapping[str, str]) -> Sequence[Requirement]:
-        url = options.get("url", "redis://")
+        url = options.get("url", "redis:// s3://")
         redis = Requirement(["redis"], "pip install 'pdkv[redis]'", "url=redis://…, rediss://… or unix://…")
-        return [redis] if "redis" in url or "unix://" in url else []
+        objects = Requirement(["obstore"], "pip install 'pdkv[objects]'", "url=s3://…, gs://… or az://…")
+        named = [redis] if "redis" in url or "unix://" in url else []
+        return [*named, objects] if re.search("(s3|gs|az)://", url) else named

@@ -22,7 +22,7 @@ from equality import (
     run_until_preempted,
 )
 from serving_checks import Books, complete_all, read_books, settled_books
-from store_servers import RedisServer, lmcache_server, redis_server
+from store_servers import RedisServer, lmcache_server, redis_server, s3_server
 from traffic import wait_until_true
 
 TOPOLOGIES = {"1P1D": ("--prefill", "1", "--decode", "1"), "2P2D": ("--prefill", "2", "--decode", "2")}
@@ -45,7 +45,7 @@ def workload(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 def urls(tmp_path: Path) -> Iterator[Callable[[str], str]]:
     """Makes the URL of a store by its kind; servers end with the test."""
     with ExitStack() as stack:
-        servers = {"redis": redis_server, "lmcache": lmcache_server}
+        servers = {"redis": redis_server, "lmcache": lmcache_server, "s3": s3_server}
 
         def make(kind: str) -> str:
             return f"file://{tmp_path}/kv" if kind == "file" else stack.enter_context(servers[kind]())
@@ -91,7 +91,7 @@ def test_tokens_over_files(
 
 @pytest.mark.parametrize(
     ("kind", "topology"),
-    [("redis", "2P2D"), *(pytest.param(kind, "1P1D", marks=pytest.mark.slow) for kind in ("redis", "lmcache"))],
+    [("redis", "2P2D"), *(pytest.param(kind, "1P1D", marks=pytest.mark.slow) for kind in ("redis", "lmcache", "s3"))],
 )
 def test_tokens_over_servers(workload: Workload, urls: Callable[[str], str], kind: str, topology: str) -> None:
     """F22: real servers, several units per value."""

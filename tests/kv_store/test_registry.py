@@ -12,6 +12,7 @@ from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.lmcache_store import LMCacheStore
 from pdkv.kv_store.memory_store import MemoryStore
+from pdkv.kv_store.object_store import ObjectStore
 from pdkv.kv_store.redis_store import RedisStore
 from pdkv.kv_store.registry import open_store
 from pdkv.kv_store.tiers import TieredStore
@@ -30,6 +31,8 @@ Open = Callable[..., KVStore]
         ("unix:///tmp/none", RedisStore),
         ("lmcache://localhost:1", LMCacheStore),
         ("lmcache://[::1]:1?operation_timeout_s=0.5", LMCacheStore),
+        ("s3://bucket/prefix?endpoint=http://localhost:1&region=nowhere", ObjectStore),
+        ("gs://bucket/prefix", ObjectStore),
         ("memory://,redis://localhost:1,lmcache://localhost:1", TieredStore),
     ],
 )
@@ -48,7 +51,7 @@ def test_a_directory_may_have_blanks_and_commas(tmp_path: Path, open_: Open) -> 
         (
             "nope://x",
             r"no store 'nope://x'; known: memory://, file://, redis://, rediss://, redis\+unix://, "
-            r"unix://, lmcache://",
+            r"unix://, lmcache://, s3://, gs://, az://",
         ),
         ("/tmp/x", "no store '/tmp/x'; known: memory://"),
         ("", "no store ''; known"),

