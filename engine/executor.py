@@ -11,6 +11,7 @@ from pdkv.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferResults, WorkerConnector
 from pdkv.engine.drafts import Proposer
 from pdkv.engine.dtype import resolve_dtype
+from pdkv.engine.graphs import decode_sizes, make_recorder
 from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
 from pdkv.engine.kv_cache import (
     allocate_pool,
@@ -180,6 +181,7 @@ class InProcessExecutor(ModelExecutor):
             self._size_pool(config, size_bytes)  # before the weights, which may take minutes
         self._max_num_seqs = config.max_num_seqs
         self._check_finite = config.check_finite
+        self._enforce_eager = config.enforce_eager
         self._rank_timeout_s = config.rank_timeout_s
         self._parallel = parallel
         self._model = load_decoder(
@@ -226,6 +228,8 @@ class InProcessExecutor(ModelExecutor):
             check_finite=self._check_finite,
             proposer=self._proposer,
             processors=self._processors,
+            decode_sizes=decode_sizes(self._max_num_seqs),
+            recorder=make_recorder(self.device, enforce_eager=self._enforce_eager, num_ranks=self.shard.size),
         )
         self._runner.warm_up()
         if self.device.type == "cpu":

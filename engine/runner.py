@@ -2,6 +2,7 @@
 
 import zlib
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from pdkv.engine.attention.select import make_backend
 from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.drafts import DrawRows, Proposer
 from pdkv.engine.finite_check import FiniteCheck
+from pdkv.engine.graphs import DecodeSteps, Recorder
 from pdkv.engine.masks import GrammarMasks
 from pdkv.engine.pending import DoneStep, PendingStep
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
@@ -64,12 +66,16 @@ class ModelRunner:
         check_finite: bool = False,
         proposer: Proposer | None = None,
         processors: ProcessorSet = NO_PROCESSORS,
+        decode_sizes: Sequence[int] = (),
+        recorder: Recorder | None = None,
     ) -> None:
         """`reports` False: another rank tells the tokens, and their logprobs; this one draws the same for itself.
 
         `check_finite`: requests for which a step computes NaN or infinity are in `StepOutput.failed`.
         `proposer`: guesses tokens, which later steps try where their plans leave room for drafts.
         `processors`: those that requests may name.
+        `decode_sizes`, ascending: where the device's attention can, steps of one token per request are padded to these.
+        `recorder`: captures them when the runner warms up.
         """
         self._check_finite = check_finite
         self._reports = reports
@@ -86,6 +92,10 @@ class ModelRunner:
         windows = config.windows or [None] * config.num_layers
         layers = [Layer(*place, window) for place, window in zip(layout.places, windows, strict=True)]
         self._attention = make_backend(kv_pool, model.num_heads, layers)
+        self._decodes: DecodeSteps | None = None
+        if decode_sizes and self._attention.pads_decodes:
+            self._decodes = DecodeSteps(model, self._attention, decode_sizes)
+        self._recorder = recorder
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids, processors)
         self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
         self._masks = GrammarMasks(config.vocab_size, config.eos_token_ids)
@@ -110,6 +120,9 @@ class ModelRunner:
             decodes = [ScheduledRequest(key, num_tokens - 1, 1, [], True) for key in keys[:count]]
             self.execute(StepPlan(count, requests, decodes, keys))  # anew: each step draws behind the prompt
         self.execute(StepPlan(len(keys) + 1, [], [], keys))
+        if self._decodes is not None:
+            with torch.inference_mode():
+                self._decodes.warm_up(self._batch.block_tables, self._recorder)
         self._worker, self._proposer = worker, proposer
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -243,5 +256,10 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs, rows: IntArray, attend: Attend) -> torch.Tensor:
         """Normalised hidden states (len(rows) padded, hidden) of those tokens of the step."""
         some = None if len(rows) == len(inputs.positions) else rows
-        step = self._attention.prepare(inputs, self._batch.block_tables, some)
+        size = None
+        if self._decodes is not None and attend == self._attention.attend:  # nobody looks on between the layers
+            size = self._decodes.size_for(inputs, rows)
+        step = self._attention.prepare(inputs, self._batch.block_tables, some, size=size)
+        if self._decodes is not None and size is not None:
+            return self._decodes.compute(step)
         return self._model.forward(step.token_ids, step.positions, attend, step.rows)

@@ -180,6 +180,7 @@ class StepBuffers:
         _pack(layout, host.memory.numpy(), inputs, rows, self._block_size)
         layout.tables.in_array(host.memory.numpy())[:] = block_tables[:, inputs.slots, :num_blocks]
         if len(self._slab) < layout.num_bytes:
+            assert size is None, size  # a graph would read where the tensors were
             self._slab = torch.empty(len(host.memory), dtype=torch.uint8, device=self._device)
         self._slab[: layout.num_bytes].copy_(host.memory[: layout.num_bytes], non_blocking=True)
         host.copied.record()

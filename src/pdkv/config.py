@@ -66,6 +66,9 @@ class EngineConfig:
         ge=0,
         le=MAX_SECONDS,
     )
+    enforce_eager: bool = option(
+        False, "on a GPU, launch the kernels of every step one by one instead of decode steps as CUDA graphs"
+    )
     long_prefill_token_threshold: int = option(0, "most prompt tokens of one request in one step; 0 = no bound", ge=0)
     threads: int | None = option(None, "computing threads per rank (default: cores / ranks of all engines)", ge=1)
     cpu_linears: Literal["auto", "torch"] = option(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,11 +23,12 @@ class StepDriver:
 
     def __init__(
         self, model_dir: Path, *, num_blocks: int = 400, block_size: int = 16, max_num_seqs: int = 64,
-        worker: WorkerConnector | None = None,
+        worker: WorkerConnector | None = None, linears: Literal["auto", "torch"] = "auto", **options: Any,
     ) -> None:  # fmt: skip
+        """`options` of the runner."""
         config = load_model_config(model_dir)
         dtype, device = getattr(torch, config.dtype), torch.device("cpu")
-        self.model = load_decoder(model_dir, config, dtype=dtype, device=device, max_model_len=MAX_LEN)
+        self.model = load_decoder(model_dir, config, dtype=dtype, device=device, max_model_len=MAX_LEN, linears=linears)
         layout = make_layout(config, block_size=block_size, dtype=config.dtype, grouped=False)
         self.pool = allocate_pool(layout, num_blocks, device)
         self.runner = ModelRunner(
@@ -37,7 +38,7 @@ class StepDriver:
             max_num_seqs=max_num_seqs,
             max_model_len=MAX_LEN,
             worker=worker,
-            check_finite=True,
+            **{"check_finite": True} | options,
         )
         self.block_size = block_size
         self.free = list(range(num_blocks))

@@ -1,0 +1,152 @@
+"""Decode steps from graphs, over Triton's interpreter; run by test_graphs.py, in a process of their own."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import make_hf_model
+from tape import TapeRecorder
+
+from pdkv.engine import runner, step_buffers
+from pdkv.engine.attention import cuda as attention_cuda
+from pdkv.engine.attention.cuda import CudaAttention
+from pdkv.kernels.kv_copy_triton import write_kv_triton
+from pdkv.kernels.paged_attention_triton import paged_attention_triton
+from pdkv.wire.messages import RequestKey
+from tests.engine.step_driver import StepDriver
+
+torch.set_num_threads(1)
+
+SIZES = (1, 2, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Norms of queries and keys, and layers with and without a window."""
+    features: dict[str, Any] = {"num_hidden_layers": 2, "num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 20}
+    features["layer_types"] = ["sliding_attention", "full_attention"]
+    return make_hf_model(tmp_path_factory.mktemp("model"), "qwen3", "float32", initializer_range=0.2, **features)
+
+
+@pytest.fixture(autouse=True)
+def _in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "make_backend", CudaAttention)
+    monkeypatch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
+    monkeypatch.setattr(attention_cuda, "write_kv", write_kv_triton)
+
+
+class Driver(StepDriver):
+    """Takes notes of logits; the pool is full of NaN where nobody has computed anything."""
+
+    def __init__(self, model_dir: Path, **options: Any) -> None:
+        defaults: dict[str, Any] = {"num_blocks": 40, "max_num_seqs": 6, "linears": "torch", "check_finite": False}
+        super().__init__(model_dir, **{**defaults, **options})
+        self.runner.warm_up()
+        self.pool.fill_(torch.nan)
+        self.logits: list[torch.Tensor] = []
+        compute = self.model.logits
+
+        def noted(hidden: torch.Tensor) -> torch.Tensor:
+            self.logits.append(compute(hidden))
+            return self.logits[-1]
+
+        self.model.logits = noted  # type: ignore[method-assign]
+
+    def end(self, key: RequestKey) -> None:
+        self.pool[self.tables[key]] = torch.nan
+        super().end(key)
+
+
+def play(
+    driver: StepDriver, seed: int, after_step: Callable[[dict[RequestKey, int]], None] = lambda chunks: None
+) -> dict[RequestKey, list[int]]:
+    """Requests come and go; steps are of one request and of many, of prompts, of decodes and of both."""
+    draw = random.Random(seed)
+    outputs: dict[RequestKey, list[int]] = {}
+    live: dict[RequestKey, int] = {}  # length at which it ends
+    for index in range(13):
+        for name in range(5 if not index else index % 4 == 3):
+            length = draw.choice([1, 3, 17])
+            key = driver.add(f"{index}.{name}", [draw.randrange(384) for _ in range(length)])
+            live[key] = length + draw.randrange(2, 8)
+        chunks = {key: min(len(driver.tokens[key]) - driver.computed[key], 15) for key in live}
+        if draw.random() < 0.2 and len(chunks) > 1:
+            del chunks[next(iter(chunks))]
+        driver.step(chunks)
+        after_step(chunks)
+        for key in [key for key, stop in live.items() if len(driver.tokens[key]) >= stop]:
+            outputs[key] = driver.tokens[key]
+            del live[key]
+            driver.end(key)
+    return outputs
+
+
+def logits_are_equal(one: Driver, other: Driver) -> bool:
+    return len(one.logits) == len(other.logits) and all(map(torch.equal, one.logits, other.logits))
+
+
+def test_a_replay_is_its_step_to_the_bit(model_dir: Path) -> None:
+    """And tokens are those of steps that nobody pads."""
+    recorder = TapeRecorder()
+    replayed = Driver(model_dir, decode_sizes=SIZES, recorder=recorder)
+    eager, plain = Driver(model_dir, decode_sizes=SIZES), Driver(model_dir)
+    outputs = play(replayed, 1)
+    assert recorder.num_replays > 4
+    assert outputs == play(eager, 1)
+    assert logits_are_equal(replayed, eager)
+    assert torch.equal(replayed.pool.view(torch.int32), eager.pool.view(torch.int32))
+    assert outputs == play(plain, 1)
+    assert sum(map(len, eager.logits)) > sum(map(len, plain.logits))  # some were padded
+    assert len(outputs) > 3
+
+
+def test_every_size_is_captured_once_and_alike(model_dir: Path) -> None:
+    recorder = TapeRecorder()
+    Driver(model_dir, decode_sizes=SIZES, recorder=recorder)
+    assert len(recorder.sizes) == len(SIZES)
+    assert len(set(recorder.sizes)) == 1
+
+
+def play_watched(model_dir: Path, **options: Any) -> None:
+    """Nothing but the slots of each step's tokens is written."""
+    driver = Driver(model_dir, decode_sizes=SIZES, **options)
+    before = driver.pool.clone()
+
+    def look(chunks: dict[RequestKey, int]) -> None:
+        for key, count in chunks.items():
+            for position in range(driver.computed[key] - count, driver.computed[key]):
+                at = driver.tables[key][position // 16], slice(None), slice(None), slice(None), position % 16
+                assert driver.pool[at].isfinite().all()
+                before[at] = driver.pool[at]
+        assert torch.equal(driver.pool.view(torch.int32), before.view(torch.int32))
+        before.copy_(driver.pool)
+
+    end = driver.end
+
+    def end_and_forget(key: RequestKey) -> None:
+        end(key)
+        before.copy_(driver.pool)
+
+    driver.end = end_and_forget  # type: ignore[method-assign]
+    play(driver, 3, look)
+
+
+@pytest.mark.parametrize("recorder", [TapeRecorder(), None], ids=["graphs", "eager"])
+def test_padding_writes_nothing(model_dir: Path, recorder: TapeRecorder | None) -> None:
+    play_watched(model_dir, recorder=recorder)
+
+
+def test_padding_with_a_slot_would_be_seen(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_buffers, "_NO_SLOT", 0)
+    with pytest.raises(AssertionError):
+        play_watched(model_dir, recorder=TapeRecorder())
+
+
+def test_who_looks_on_between_layers_is_not_replayed(model_dir: Path) -> None:
+    recorder = TapeRecorder()
+    driver = Driver(model_dir, decode_sizes=SIZES, recorder=recorder, check_finite=True)
+    play(driver, 1)
+    assert recorder.num_replays == 0
