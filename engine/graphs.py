@@ -2,8 +2,8 @@
 
 Launching a decode step's kernels one by one takes a host longer than a GPU needs to run them. A graph launches them all
 at once, with the arguments that they had when it was captured: so shapes depend on the padded size alone, and whatever
-else differs between two steps lies in buffers that stay where they are (step_buffers.py). Logits are computed behind it,
-by two kernels: at 512 rows and a large vocabulary they would fill a quarter of a GiB that must not be overwritten
+else differs between two steps lies in buffers that stay where they are (step_buffers.py). Logits are computed behind
+it, by two kernels: at 512 rows and a large vocabulary they would fill a quarter of a GiB that must not be overwritten
 before the sampler has read it.
 """
 

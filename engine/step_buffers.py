@@ -5,14 +5,14 @@ padded sizes find each of their tensors at the same address, as a captured graph
 """
 
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pdkv.engine.batch import IntArray, StepInputs
+from pdkv.kernels.streams import Event, Streams, streams_of
 
 _ALIGNMENT = 64
 """Bytes. Triton compiles another variant of a kernel for pointers and strides that 16 does not divide."""
@@ -32,33 +32,8 @@ class StepTensors(NamedTuple):
     rows: torch.Tensor | None  # (m,) int64
 
 
-class Event(Protocol):
-    """Of a stream, as torch.cuda.Event."""
-
-    def record(self) -> None:
-        """All that the thread has queued on its current stream comes before it."""
-
-    def query(self) -> bool:
-        """Whether all of that is done. Never waits."""
-        ...
-
-
-class _Done:
-    """The event of a host, where a copy that has returned is done."""
-
-    def record(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-def _make_event(device: torch.device) -> Event:
-    return torch.cuda.Event() if device.type == "cuda" else _Done()  # type: ignore[no-untyped-call]
-
-
 class _HostSlab(NamedTuple):
-    """Pinned where there is a device, and when the last copy from it is done."""
+    """Pinned memory, and when the last copy from it is done."""
 
     memory: torch.Tensor  # (bytes,) uint8
     copied: Event
@@ -69,9 +44,8 @@ class HostSlabs:
     a host is further ahead of its device there are more.
     """
 
-    def __init__(self, device: torch.device, make_event: Callable[[torch.device], Event] = _make_event) -> None:
-        self._device = device
-        self._make_event = make_event
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._slabs = deque(self._make(0) for _ in range(2))  # the one that was used longest ago first
 
     def __len__(self) -> int:
@@ -90,8 +64,7 @@ class HostSlabs:
 
     def _make(self, num_bytes: int) -> _HostSlab:
         size = 1 << (num_bytes - 1).bit_length() if num_bytes else 0
-        memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        return _HostSlab(memory, self._make_event(self._device))
+        return _HostSlab(self._streams.make_pinned(size), self._streams.make_event())
 
 
 class _Places:
@@ -155,7 +128,7 @@ class StepBuffers:
         self._block_size = block_size
         num_groups, num_seqs, num_blocks = tables_shape
         self._tables = torch.zeros(num_groups, num_seqs, _aligned(num_blocks), dtype=torch.int32, device=device)
-        self._host = HostSlabs(device)
+        self._host = HostSlabs(streams_of(device))
         size = _Layout(num_groups, num_tokens, num_tokens, 0, (num_groups, num_tokens, num_blocks)).num_bytes
         self._slab = torch.empty(size, dtype=torch.uint8, device=device)
 

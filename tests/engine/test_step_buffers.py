@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from recorded_streams import Order, RecordedStreams, check_every_call, use_recorded
 
-from pdkv.engine import step_buffers
 from pdkv.engine.batch import PersistentBatch, StepInputs
 from pdkv.engine.plan import NewRequest, ScheduledRequest
 from pdkv.engine.step_buffers import HostSlabs, StepBuffers, StepTensors
@@ -85,60 +85,40 @@ def test_addresses_and_strides_are_multiples_of_sixteen(size: int | None) -> Non
     assert step.block_tables.stride(1) % 16 == step.slot_mapping.stride(0) % 16 == 0
 
 
-class Copy:
-    """A device's event whose work is done when it is told so."""
-
-    def __init__(self) -> None:
-        self.is_recorded, self.is_done = False, False
-
-    def record(self) -> None:
-        self.is_recorded, self.is_done = True, False
-
-    def query(self) -> bool:
-        return self.is_done or not self.is_recorded
-
-
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
-    made: list[Copy] = []
-
-    def make_event(device: torch.device) -> Copy:
-        made.append(Copy())
-        return made[-1]
-
-    monkeypatch.setattr(HostSlabs.__init__, "__defaults__", (make_event,))
-    return made
-
-
-def test_memory_that_a_device_may_still_read_is_not_written(
-    copies: list[Copy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device that is three steps behind reads each step as it was loaded."""
-    batch, sent = make_batch([30, 40]), []
-    copy = torch.Tensor.copy_
-
-    def late_copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if non_blocking:
-            sent.append((source, source.clone()))
-        return copy(self, source)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", late_copy)
+def read_behind_each_load(recorded: RecordedStreams) -> bool:
+    """Whether a device reads each of several steps as it was loaded, whenever it comes to them."""
+    batch = make_batch([30, 40])
     buffers = make_buffers()
-    for length in range(20, 25):
-        buffers.load(schedule(batch, {0: (length, 1), 1: (length + 3, 1)}), batch.block_tables, size=4)
-    assert len(sent) == 5
-    for now, then in sent:
-        assert torch.equal(now, then)
-    held = len(buffers._host)
-    for event in copies:
-        event.is_done = True
-    for length in range(5):
-        buffers.load(schedule(batch, {0: (length, 1)}), batch.block_tables, size=4)
-        for event in copies:
-            event.is_done = True
-    assert len(buffers._host) == held == 5
+    steps, read = [schedule(batch, {0: (n, 1), 1: (n + 3, 1)}) for n in range(14, 21)], []
+    first = None
+    with recorded.compute.on():
+        for inputs in steps:
+            step = buffers.load(inputs, batch.block_tables, size=4)
+            read.append((step.positions.clone(), step.block_tables[0, :, :3].clone()))
+            first = recorded.compute.last if len(read) == 1 else first
+            if len(read) == 3:
+                recorded.reach(first, 0.0)
+    recorded.finish_all()
+    return all(
+        positions.tolist() == [*inputs.positions, 0, 0]
+        and tables[:2].tolist() == [[100, 101, 0], [200, 201, 202 if inputs.seq_lens[1] > 32 else 0]]
+        for inputs, (positions, tables) in zip(steps, read, strict=True)
+    )
 
 
-def test_what_is_copied_is_pinned_for_a_device_only() -> None:
-    assert isinstance(step_buffers._make_event(CPU), step_buffers._Done)
-    assert not HostSlabs(CPU).take(100).memory.is_pinned()
+def test_memory_that_a_device_may_still_read_is_not_written() -> None:
+    """The device has come to the first of three copies when there is a fourth; nobody looks at the last ones' ends."""
+    check_every_call(read_behind_each_load, but=[("record", n) for n in range(2, 7)])
+
+
+def test_slabs_take_turns_and_are_as_many_as_a_device_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = use_recorded(monkeypatch, Order.LATE)
+    slabs = HostSlabs(recorded)
+    for held in (2, 2, 3, 4):
+        slabs.take(1000).copied.record()
+        assert len(slabs) == held
+    recorded.finish_all()
+    for _ in range(9):
+        slabs.take(1000).copied.record()
+        recorded.finish_all()
+    assert len(slabs) == 4

@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,7 +86,7 @@ class RecordedStreams(Streams):
         return RecordedEvent(self)
 
     def make_pinned(self, size_bytes: int) -> torch.Tensor:
-        return torch.full((size_bytes,), POISON_BYTE, dtype=torch.uint8)
+        return torch.from_numpy(np.full(size_bytes, POISON_BYTE, np.uint8))  # now, also within a stream
 
     @property
     def current(self) -> "RecordedStream":
