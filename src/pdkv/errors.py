@@ -33,6 +33,7 @@ PdkvError
     ├── TransferCancelled    its owner cancelled it
     ├── StaleGeneration      the source blocks were reused while they were read
     ├── KVCorrupted          what arrived is not what the source had
+    ├── KVNotCodable         a store's codec cannot express it
     ├── StaleEpoch           it names an incarnation of the peer that is gone
     ├── PeerGone             the peer went away
     ├── Unauthenticated      the other end does not know the secret, or a message was tampered with
@@ -271,6 +272,12 @@ class KVCorrupted(TransferError):
     """What arrived is not what the source had: their digests differ, or the source's are missing."""
 
     code = "kv_corrupted"
+
+
+class KVNotCodable(TransferError):
+    """A store's codec cannot express the KV: NaN, infinity, or numbers out of its range."""
+
+    code = "kv_not_codable"
 
 
 class StaleEpoch(TransferError):

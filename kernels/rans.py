@@ -1,0 +1,202 @@
+"""Interleaved rANS: entropy coding of bytes with static tables (Duda, arXiv:1311.2540; interleaved: Giesen, 1402.3392).
+
+Symbols are (rows, columns) bytes. Column c belongs to state c % LANES, and its context, which stays for a number of
+rows, chooses one of the tables. States have 32 bits, in [2^16, 2^32), and give or take at most one 16-bit word for each
+symbol; words of all states share one sequence, in the order in which the decoder takes them. rans.c has the same bytes.
+"""
+
+import ctypes
+from functools import cache
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.kernels.compiled import load_library
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint16]
+States = npt.NDArray[np.uint32]
+
+LANES: Final = 16
+BITS: Final = 12
+SLOTS: Final = 1 << BITS
+"""What the frequencies of a table add up to."""
+MAX_TABLES: Final = 16
+
+_LOW = 1 << 16
+_SHIFT = 44
+_SYMBOL = np.dtype([("reciprocal", "<u8"), ("frequency", "<u4"), ("start", "<u4")])
+
+
+class RowsArgs(ctypes.Structure):
+    """rans.h's `rans_rows`."""
+
+    _fields_ = (
+        ("contexts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "rows_per_context")),
+    )
+
+
+class Tables:
+    """How frequent each symbol is in each context, in the forms that the coder reads.
+
+    Args:
+        frequencies: (tables, 256), at most MAX_TABLES of them; each adds up to SLOTS, with no symbol that has them all.
+
+    Raises:
+        ValueError: anything else.
+    """
+
+    def __init__(self, frequencies: npt.NDArray[np.uint32]) -> None:
+        num_tables = len(frequencies)
+        if frequencies.shape[1:] != (256,) or not 0 < num_tables <= MAX_TABLES:
+            raise ValueError(f"at most {MAX_TABLES} tables of 256 frequencies were expected, got {frequencies.shape}")
+        if (frequencies.sum(axis=1) != SLOTS).any() or frequencies.max() >= SLOTS:
+            raise ValueError(f"frequencies below {SLOTS} that add up to it were expected")
+        padded = frequencies[np.minimum(np.arange(MAX_TABLES), num_tables - 1)]  # any context has a table
+        self.symbols: npt.NDArray[np.void] = np.zeros((MAX_TABLES, 256), dtype=_SYMBOL)
+        """(MAX_TABLES, 256): what the encoder reads."""
+        self.symbols["frequency"] = padded
+        self.symbols["start"] = padded.cumsum(axis=1) - padded
+        self.symbols["reciprocal"] = (1 << _SHIFT) // np.maximum(padded, 1).astype(np.uint64) + np.uint64(1)
+        self.slots: npt.NDArray[np.uint32] = np.stack([_slots_of(row) for row in padded])
+        """(MAX_TABLES, SLOTS): symbol << 24 | frequency << 12 | slot - start."""
+
+
+def _slots_of(frequencies: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    symbols = np.repeat(np.arange(256, dtype=np.uint32), frequencies)
+    offsets = np.arange(SLOTS, dtype=np.uint32) - np.repeat(frequencies.cumsum() - frequencies, frequencies)
+    return (symbols << 24 | frequencies[symbols] << 12 | offsets).astype(np.uint32)
+
+
+class Coded(NamedTuple):
+    """What the encoder made of some symbols."""
+
+    states: States  # (LANES,)
+    words: Words  # at most one a symbol
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = load_library("_codec", needs="pdkv_rans_decode")
+    if library is None:
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.pdkv_rans_encode.argtypes = [pointer, number, pointer, pointer, ctypes.POINTER(RowsArgs), pointer]
+    library.pdkv_rans_encode.restype = number
+    library.pdkv_rans_decode.argtypes = [
+        pointer, pointer, pointer, number, ctypes.POINTER(RowsArgs), pointer, number,
+    ]  # fmt: skip
+    library.pdkv_rans_decode.restype = number
+    return library
+
+
+def available() -> bool:
+    """Whether the compiled coder is there; numpy, some hundred times slower, serves without it."""
+    return _library() is not None
+
+
+def encode(symbols: Bytes, contexts: Bytes, tables: Tables) -> Coded:
+    """Code symbols. Releases the GIL.
+
+    Args:
+        symbols: (rows, columns), contiguous.
+        contexts: (groups, columns), contiguous: of rows / groups rows each; the low 4 bits say which table.
+
+    Raises:
+        ValueError: a symbol that its table does not have, or other shapes.
+    """
+    rows_per_context = _check(symbols, contexts)
+    if (library := _library()) is None:
+        return encode_reference(symbols, contexts, tables)
+    buffer = np.empty(symbols.size + 1, dtype=np.uint16)
+    states = np.empty(LANES, dtype=np.uint32)
+    args = RowsArgs(contexts.ctypes.data, *symbols.shape, rows_per_context)
+    num_words = library.pdkv_rans_encode(
+        buffer.ctypes.data, buffer.size, states.ctypes.data, symbols.ctypes.data, args, tables.symbols.ctypes.data
+    )
+    if num_words < 0:
+        raise ValueError("a symbol that its table does not have")
+    return Coded(states, buffer[buffer.size - num_words :])
+
+
+def decode(coded: Coded, contexts: Bytes, tables: Tables, out: Bytes, *, allow_avx2: bool = True) -> bool:
+    """Decode symbols. Releases the GIL. Never reads or writes outside the arrays, whatever has been coded.
+
+    Args:
+        contexts: as for `encode`.
+        out: (rows, columns), contiguous; written.
+
+    Returns:
+        Whether all words were taken and every state is where the encoder began. If not, `out` is undefined.
+
+    Raises:
+        ValueError: other shapes.
+    """
+    rows_per_context = _check(out, contexts)
+    if coded.states.shape != (LANES,) or coded.words.ndim != 1 or not coded.words.flags.c_contiguous:
+        raise ValueError(f"{LANES} states and words side by side were expected")
+    if (library := _library()) is None:
+        return decode_reference(coded, contexts, tables, out)
+    states = coded.states.copy()
+    args = RowsArgs(contexts.ctypes.data, *out.shape, rows_per_context)
+    damaged: int = library.pdkv_rans_decode(
+        out.ctypes.data, states.ctypes.data, coded.words.ctypes.data, coded.words.size, args,
+        tables.slots.ctypes.data, int(allow_avx2),
+    )  # fmt: skip
+    return not damaged
+
+
+def _check(symbols: Bytes, contexts: Bytes) -> int:
+    """How many rows have the same contexts."""
+    if symbols.ndim != 2 or contexts.ndim != 2 or not symbols.size or symbols.shape[1] != contexts.shape[1]:
+        raise ValueError(f"symbols {symbols.shape} with contexts {contexts.shape}")
+    if not symbols.flags.c_contiguous or not contexts.flags.c_contiguous:
+        raise ValueError("symbols and contexts must be contiguous")
+    rows_per_context, rest = divmod(len(symbols), len(contexts))
+    if rest:
+        raise ValueError(f"{len(symbols)} rows of symbols with {len(contexts)} of contexts")
+    return rows_per_context
+
+
+def encode_reference(symbols: Bytes, contexts: Bytes, tables: Tables) -> Coded:
+    """`encode` in numpy: all lanes of a step at once."""
+    states = np.full(LANES, _LOW, dtype=np.uint64)
+    taken: list[Words] = []
+    rows_per_context = len(symbols) // len(contexts)
+    for row in range(len(symbols) - 1, -1, -1):
+        entries = tables.symbols[contexts[row // rows_per_context] & (MAX_TABLES - 1), symbols[row]]
+        if not entries["frequency"].all():
+            raise ValueError("a symbol that its table does not have")
+        for first in range((symbols.shape[1] - 1) // LANES * LANES, -1, -LANES):
+            entry = entries[first : first + LANES]
+            x = states[: len(entry)]
+            is_full = x >> np.uint64(20) >= entry["frequency"]
+            taken.append(x[is_full].astype(np.uint16))
+            x = np.where(is_full, x >> np.uint64(16), x)
+            quotient, rest = np.divmod(x, entry["frequency"].astype(np.uint64))
+            states[: len(entry)] = (quotient << np.uint64(BITS)) + rest + entry["start"]
+    return Coded(states.astype(np.uint32), np.concatenate(taken[::-1]))
+
+
+def decode_reference(coded: Coded, contexts: Bytes, tables: Tables, out: Bytes) -> bool:
+    """`decode` in numpy: all lanes of a step at once."""
+    states, word = coded.states.astype(np.uint64), 0
+    rows_per_context = len(out) // len(contexts)
+    for row in range(len(out)):
+        table = contexts[row // rows_per_context] & (MAX_TABLES - 1)
+        for first in range(0, out.shape[1], LANES):
+            x = states[: min(LANES, out.shape[1] - first)]
+            slots = tables.slots[table[first : first + LANES], x & np.uint64(SLOTS - 1)].astype(np.uint64)
+            out[row, first : first + LANES] = slots >> np.uint64(24)
+            x[:] = (slots >> np.uint64(12) & np.uint64(SLOTS - 1)) * (x >> np.uint64(BITS)) + (
+                slots & np.uint64(SLOTS - 1)
+            )
+            is_low = x < _LOW
+            words = coded.words[word : word + int(is_low.sum())]
+            word += words.size
+            if words.size < is_low.sum():
+                return False
+            x[is_low] = x[is_low] << np.uint64(16) | words
+    return word == coded.words.size and bool((states == _LOW).all())

@@ -1,0 +1,1 @@
+"""Codecs: the forms in which KV lies in a store."""

@@ -1,0 +1,32 @@
+"""`raw`: KV as it is."""
+
+from typing import ClassVar
+
+from pdkv.errors import KVCorrupted
+from pdkv.kv_store.codecs.base import Bytes, Codec, PartShape
+
+
+class RawCodec(Codec):
+    """Exact, without a header: the bytes that stores keep without a codec, under the same keys."""
+
+    name: ClassVar[str] = "raw"
+    lossy: ClassVar[bool] = False
+    number: ClassVar[int] = 0
+
+    @property
+    def identity(self) -> str:
+        return ""
+
+    def max_bytes(self, shape: PartShape) -> int:
+        return shape.num_bytes
+
+    def encode(self, images: Bytes, shape: PartShape) -> Bytes:
+        """The images themselves: no copy."""
+        shape.check(images)
+        return images
+
+    def decode(self, coded: Bytes, shape: PartShape, out: Bytes) -> None:
+        shape.check(out)
+        if coded.size != out.size:
+            raise KVCorrupted(f"{coded.size} bytes, and {out.size} of {shape} were expected")
+        out[:] = coded

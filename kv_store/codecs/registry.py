@@ -1,0 +1,25 @@
+"""Codecs by name. A codec's module is imported when it is used."""
+
+from pdkv.kv_store.codecs.base import Codec
+from pdkv.registry import Registry
+
+CODECS: Registry[Codec] = Registry(
+    "codec",
+    "pdkv.kv_codecs",
+    {
+        "raw": "pdkv.kv_store.codecs.raw:RawCodec",
+        "fp8": "pdkv.kv_store.codecs.fp8:Fp8Codec",
+        "int8": "pdkv.kv_store.codecs.int8:Int8Codec",
+        "cachegen": "pdkv.kv_store.codecs.cachegen:CacheGenCodec",
+    },
+    lambda: Codec,
+)
+
+
+def make_codec(name: str, level: int | None = None) -> Codec:
+    """The codec of that name; level None: its default.
+
+    Raises:
+        ConfigError: no such codec, or no such level.
+    """
+    return CODECS.load(name)(level)

@@ -1,0 +1,90 @@
+"""Codecs with a byte for each number: numbers over a scale that some of them share."""
+
+import math
+from abc import abstractmethod
+from typing import ClassVar, Final
+
+import numpy as np
+import torch
+
+from pdkv.block_keys import HASH_BLOCK_SIZE
+from pdkv.errors import KVCorrupted, KVNotCodable
+from pdkv.kv_store.codecs.base import HEADER_BYTES, Bytes, Codec, PartShape
+
+_HIGHEST: Final = 1e30  # a scale beyond it cannot be coded: every number that is decoded is finite
+
+
+class ScaledCodec(Codec):
+    """Lossy. A value is the scales of K, the scales of V, in float32, and a code for each number in the images' order.
+
+    Dimensions are those of one side's numbers, (units, layers, heads, HASH_BLOCK_SIZE, head_size).
+    """
+
+    lossy: ClassVar[bool] = True
+    largest: ClassVar[float]
+    """Of what a code stands for; a scale is the largest of its numbers, divided by this."""
+    shared: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]]
+    """For K and for V: the dimensions along which numbers share a scale."""
+
+    @abstractmethod
+    def to_codes(self, ratios: torch.Tensor) -> torch.Tensor:
+        """Codes, a byte each, of float32 numbers within `largest` either way."""
+
+    @abstractmethod
+    def from_codes(self, codes: torch.Tensor) -> torch.Tensor:
+        """Float32 numbers of uint8 codes; NaN where a code is none."""
+
+    def max_bytes(self, shape: PartShape) -> int:
+        return HEADER_BYTES + self._scale_bytes(shape) + shape.num_numbers
+
+    def encode(self, images: Bytes, shape: PartShape) -> Bytes:
+        shape.check(images)
+        numbers = torch.from_numpy(_writable(images)).view(getattr(torch, shape.dtype)).view(_dimensions(shape)).float()
+        codes = torch.empty(_dimensions(shape), dtype=torch.uint8)
+        scales = []
+        for side, shared in enumerate(self.shared):
+            scale = numbers[:, :, side].abs().amax(shared, keepdim=True) / self.largest
+            if not bool((scale <= _HIGHEST).all()):  # nor where it is NaN
+                raise KVNotCodable(f"{self.identity}: there are NaN, infinities or numbers beyond {_HIGHEST}")
+            ratios = (numbers[:, :, side] / scale.masked_fill(scale == 0, 1)).clamp_(-self.largest, self.largest)
+            codes[:, :, side] = self.to_codes(ratios).view(torch.uint8)
+            scales.append(scale.numpy())
+        return self._with_header(shape, *scales, codes.numpy())
+
+    def decode(self, coded: Bytes, shape: PartShape, out: Bytes) -> None:
+        shape.check(out)
+        body = self._body(coded, shape)
+        if coded.size != self.max_bytes(shape):
+            raise KVCorrupted(f"{coded.size} bytes where {self.identity} has {self.max_bytes(shape)} of {shape}")
+        offset = self._scale_bytes(shape)
+        scales = torch.from_numpy(body[:offset].copy().view(np.float32))
+        if not bool(((scales >= 0) & (scales <= _HIGHEST)).all()):
+            raise KVCorrupted(f"{self.identity}: a scale that is no number from 0 to {_HIGHEST}")
+        dtype: torch.dtype = getattr(torch, shape.dtype)
+        numbers = self.from_codes(torch.from_numpy(_writable(body[offset:]))).view(_dimensions(shape))
+        for side, sizes in enumerate(self._scale_shapes(shape)):
+            scale, scales = scales[: math.prod(sizes)].view(sizes), scales[math.prod(sizes) :]
+            numbers[:, :, side] *= scale
+        if not bool(numbers.isfinite().all()):
+            raise KVCorrupted(f"{self.identity}: a code that stands for no number")
+        most = torch.finfo(dtype).max
+        torch.from_numpy(out).view(dtype).view(_dimensions(shape)).copy_(numbers.clamp_(-most, most))
+
+    def _scale_shapes(self, shape: PartShape) -> list[tuple[int, ...]]:
+        """Of K's scales and of V's."""
+        units, layers, heads, head_size = shape[:4]
+        side = (units, layers, heads, HASH_BLOCK_SIZE, head_size)
+        return [tuple(1 if i in shared else size for i, size in enumerate(side)) for shared in self.shared]
+
+    def _scale_bytes(self, shape: PartShape) -> int:
+        return 4 * sum(map(math.prod, self._scale_shapes(shape)))
+
+
+def _dimensions(shape: PartShape) -> tuple[int, ...]:
+    units, layers, heads, head_size = shape[:4]
+    return units, layers, 2, heads, HASH_BLOCK_SIZE, head_size
+
+
+def _writable(data: Bytes) -> Bytes:
+    """Torch takes no other arrays without a warning; nothing is written."""
+    return data if data.flags.writeable else data.copy()
