@@ -8,6 +8,7 @@ from pdkv.connectors.memory.fabric import Content, Operation, copy_in, copy_out
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler, PushSend
 from pdkv.connectors.peer.push_worker import Incoming, PieceRange
+from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import blocks_of
 from pdkv.errors import KVCorrupted, KVNotFound, TransferCancelled, TransferError, TransferTimeout
 from pdkv.wire.messages import ConnectorKind
@@ -51,7 +52,7 @@ class MemoryPushWorker(MemoryWorker):
             self._outgoing.setdefault(key, _Outgoing(self.fabric.clock()))
             self.stop_sending(key, KVNotFound("the ticket wants more than there is"))
         for ticket in meta.receives:
-            self._incoming[ticket.key] = Incoming(ticket, self._layout)
+            self._incoming[ticket.key] = Incoming(ticket, self._layout, meta.earlier_steps or ON_HOST)
         for send in meta.sends:
             deadline = self.fabric.clock() + self.options.transfer_timeout_s
             outgoing = self._outgoing.setdefault(send.key, _Outgoing(deadline))

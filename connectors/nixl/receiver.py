@@ -273,6 +273,7 @@ class PushReceiver:
             raise TransferError(f"agent {blob.agent} offers something else than is wanted")
         theirs = offered.ids
         reading = _Reading(job, time.monotonic() + worker.timeout_s)
+        incoming.after.wait(reading.remaining_s())
 
         def guard() -> AbstractContextManager[None]:
             return _writing(worker, job)

@@ -195,6 +195,7 @@ class P2PWorker(PushWorker):
         with self._registered:
             self._registered.wait_for(lambda: key in self._known, min(offer.timeout_s, REGISTRATION_S))
         job, incoming = self.find_incoming(key)
+        incoming.after.wait(min(offer.timeout_s, self._options.timeout_s))
         plan = plan_receiving(offer, incoming, pool)
         if not self.enter(job):
             raise KVNotFound("the transfer has ended", transfer_id=key[0], attempt=key[1])

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pdkv.connectors.peer.pull_scheduler import BlockLoad
+from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.transfer.digest import Tokens, cut_tokens, unit_tokens
 from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, unit_index
 from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
@@ -20,6 +21,7 @@ class PullPiece(NamedTuple):
     load: BlockLoad
     card: EngineCard
     heads: HeadPart
+    after: StepDone  # of whoever had the own blocks before
 
     @property
     def peer_rank(self) -> tuple[str, str, int]:

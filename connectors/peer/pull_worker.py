@@ -17,7 +17,7 @@ from pdkv.connectors.peer.pull_piece import PullPiece as PullPiece
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.peer.source_digests import SourceDigests
 from pdkv.connectors.peer.worker import PeerWorker
-from pdkv.connectors.step_done import ON_HOST
+from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.transfer.digest import Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows
 from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids, reader_parts
@@ -81,7 +81,7 @@ class PullWorker(PeerWorker):
             if meta.digests and self.source_digests is not None:
                 self.source_digests.put(meta.digests, meta.earlier_steps or ON_HOST)
             for load in meta.loads:
-                self._start(load)
+                self._start(load, meta.earlier_steps or ON_HOST)
 
     def run_job(self, job: Job, scratch: Any) -> int | None:
         """Read, then check that nothing was reused meanwhile. Returns the bytes read.
@@ -89,6 +89,7 @@ class PullWorker(PeerWorker):
         Raises:
             KVNotFound: the load names blocks that the peer cannot have.
             StaleGeneration: the peer has reused a block.
+            TransferTimeout: the step that used the own blocks last does not end.
             KVCorrupted: what is in the own blocks is not what the peer had.
             TransferError: what `read` and `generations` raise, and `Job.check`.
         """
@@ -97,6 +98,7 @@ class PullWorker(PeerWorker):
         num_known = as_ids(piece.load.generations).size
         if not blocks.size or blocks.size != num_known or blocks.min() < 0 or blocks.max() >= piece.card.num_blocks:
             raise KVNotFound(f"engine {piece.load.engine} has no such blocks")
+        piece.after.wait(job.remaining_s())
         check_generations = partial(self.check_generations, job, piece, scratch)
         if self._is_checked(piece):
             read = partial(self.read_digests, job, piece, scratch)
@@ -151,7 +153,7 @@ class PullWorker(PeerWorker):
                 attempt=load.key[1],
             )
 
-    def _start(self, load: BlockLoad) -> None:
+    def _start(self, load: BlockLoad, after: StepDone) -> None:
         """One job per rank of the peer that has something for this one."""
         try:
             if not load.source:
@@ -163,7 +165,7 @@ class PullWorker(PeerWorker):
             self.refuse(load.key, "receive", error.code)
             return
         tasks = [
-            Task(PullPiece(load, card, part), lane=self.lane_of(load.engine, load.epoch, part.peer_rank))
+            Task(PullPiece(load, card, part, after), lane=self.lane_of(load.engine, load.epoch, part.peer_rank))
             for part in parts
         ]
         self.submit(load.key, "receive", tasks)

@@ -117,9 +117,13 @@ def layer_groups(num_layers: int, num_bytes: int) -> list[range]:
 class Incoming:
     """A transfer to this rank: where its tokens go, and which layers and heads of which of them are in."""
 
-    def __init__(self, ticket: PushTicket, layout: KVLayout) -> None:
-        """Raises a TransferError for a ticket that names too few blocks."""
+    def __init__(self, ticket: PushTicket, layout: KVLayout, after: StepDone) -> None:
+        """Raises a TransferError for a ticket that names too few blocks.
+
+        `after`: the last step of whoever had the blocks before; what writes them waits for it.
+        """
         self.ticket = ticket
+        self.after = after
         self.block_ids = ticket.block_ids(layout.block_size)  # the first one holds token ticket.start
         self.num_bytes = 0
         self._lock = threading.Lock()
@@ -178,7 +182,7 @@ class PushWorker(PeerWorker):
     received.
 
     A transport says how a piece is sent (`send`), and carries its digests to the receiver. What comes in calls
-    `find_incoming`, writes between `enter` and `leave`, or without them where the peer writes by itself, and then calls
+    `find_incoming`, waits for the step that the receive comes after, writes between `enter` and `leave`, or without them where the peer writes by itself, and then calls
     `landed`, or `confirm` where it has digested the piece itself.
     """
 
@@ -209,7 +213,7 @@ class PushWorker(PeerWorker):
         for key in meta.unsendable:
             self.refuse(key, "send", KVNotFound.code)
         for ticket in meta.receives:
-            self._receive(ticket)
+            self._receive(ticket, meta.earlier_steps or ON_HOST)
         self._begin_sending(self.config.layout.num_layers)  # of the last step, if its device has computed them only now
         for send in meta.sends:
             self._send(send, (meta.this_step if send.during_step else meta.earlier_steps) or ON_HOST)
@@ -318,9 +322,9 @@ class PushWorker(PeerWorker):
 
     # --- orders ---------------------------------------------------------------------------------------------------
 
-    def _receive(self, ticket: PushTicket) -> None:
+    def _receive(self, ticket: PushTicket, after: StepDone) -> None:
         try:
-            incoming = Incoming(ticket, self.config.layout)
+            incoming = Incoming(ticket, self.config.layout, after)
         except TransferError as error:
             self.refuse(ticket.key, "receive", error.code)
             return

@@ -38,6 +38,7 @@ class _Read(NamedTuple):
 
     load: StoreLoad
     pieces: list[Piece]
+    after: StepDone  # of whoever had the blocks before
 
 
 class _Write(NamedTuple):
@@ -118,7 +119,7 @@ class StoreWorker(TransferWorker):
         self._step_loads = []
         self._layer_deadline = time.monotonic() + self._options.layer_timeout_s
         for load in meta.loads:
-            self._start_load(load)
+            self._start_load(load, meta.earlier_steps or ON_HOST)
         for save in meta.saves:
             self._start_save(save, meta.earlier_steps or ON_HOST)
         for drop in meta.drops:
@@ -129,8 +130,8 @@ class StoreWorker(TransferWorker):
                 tasks = [Task(_Delete(keys), self._save_lane(drop.key))] if keys else []
                 self.submit(name, "send", tasks)
 
-    def _start_load(self, load: StoreLoad) -> None:
-        orders = [_Read(load, pieces) for pieces in self._pieces(load.values, split=load.layerwise)]
+    def _start_load(self, load: StoreLoad, after: StepDone) -> None:
+        orders = [_Read(load, pieces, after) for pieces in self._pieces(load.values, split=load.layerwise)]
         self._progress[load.key] = LoadProgress(load, len(self._cut.parts[0]))
         if load.layerwise:
             num_jobs = [0] * self._cut.num_stages
@@ -235,7 +236,7 @@ class StoreWorker(TransferWorker):
 
         def use(slot: Slot) -> None:
             nonlocal num_bytes
-            job.check()
+            order.after.wait(job.remaining_s())
             self._fill_blocks(load, slot)
             progress.filled(slot.value)
             num_bytes += slot.data.nbytes

@@ -186,6 +186,63 @@ def test_leased_blocks_are_gathered_behind_the_last_step_that_is_queued(late: La
         assert decode.wrong_tokens(ours, 0, 100, 1) == []
 
 
+# --- loads ----------------------------------------------------------------------------------------------------------
+# A step of whoever had the blocks before may be at it still: what it writes must not lie over what is loaded.
+
+
+def test_a_load_from_a_store_comes_behind_the_step_that_used_its_blocks_last(late: LateStep) -> None:
+    with engines() as (_, make):
+        source, decode = make("p"), make("d")
+        kv, blocks = random_kv(64), scattered(64, 16)
+        source.fill(blocks, kv)
+        source.save(store_view("t", num_tokens=65), blocks, 64)
+        decode.earlier_steps = late
+        reader = store_view("u", num_tokens=65)
+        assert decode.ask(reader) == 64
+        decode.start_load(reader, blocks, 64)
+        late.wait_asked()
+        decode.fill(blocks, torch.full_like(kv, POISON))
+        late.end()
+        assert not decode.wait(reader.transfer_key).code
+        assert torch.equal(decode.tokens(blocks, 64), kv)
+
+
+def test_a_push_lands_behind_the_step_that_used_its_blocks_last(late: LateStep) -> None:
+    with p2p_pair() as (prefill, decode):
+        kv, source, target = full_kv(40, prefill.layout, seed=1), [9, 3, 1], [0, 1, 2]
+        decode.earlier_steps = late
+        ticket = decode.want(push_view("t", kv="await_peer", num_tokens=40), target)
+        prefill.fill(source, kv)
+        prefill.give(push_view("t", kv="handoff", num_tokens=40, ticket=ticket), source, 40)
+        late.wait_asked()
+        decode.fill(target, torch.full_like(kv, POISON))
+        late.end()
+        assert decode.outcome("receiving", ("t", 1)).code == ""
+        decode.check(target, kv)
+
+
+@needs_nixl
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_load_by_nixl_comes_behind_the_step_that_used_its_blocks_last(late: LateStep, mode: str) -> None:
+    with closing() as make:
+        prefill, decode = (make(NixlEngine, name, options={"mode": mode}) for name in ("p", "d"))
+        prefill.meet(decode.card)
+        decode.meet(prefill.card)
+        theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
+        prefill.fill(theirs, 100, 1)
+        decode.earlier_steps = late
+        if mode == "pull":
+            decode.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
+        else:
+            ticket = decode.load(nixl_view("t", kv="await_peer", num_tokens=101), ours)
+            prefill.push("t", ticket, theirs, 0, 100, last=True)
+        late.wait_asked()
+        poison(decode)
+        late.end()
+        assert decode.outcome("t").code == ""
+        assert decode.wrong_tokens(ours, 0, 100, 1) == []
+
+
 # --- on the way to the readers --------------------------------------------------------------------------------------
 
 

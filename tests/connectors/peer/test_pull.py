@@ -6,6 +6,7 @@ from scripted_engine import make_card
 
 from pdkv.connectors.peer.pull_scheduler import BlockLoad
 from pdkv.connectors.peer.pull_worker import PullPiece
+from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import HeadPart, as_ids
 from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import KVNotFound
@@ -19,7 +20,7 @@ def make_piece(start: int, stop: int, source: list[int], block_ids: list[int], u
     load = BlockLoad(
         ("t", 0), "p", "e0", start, stop, unit, as_ids(source).tobytes(), bytes(8 * len(source)), block_ids
     )
-    return PullPiece(load, make_card("p", "prefill", layout=PEER, tp=2), HeadPart(1, 2, 0, 2))
+    return PullPiece(load, make_card("p", "prefill", layout=PEER, tp=2), HeadPart(1, 2, 0, 2), ON_HOST)
 
 
 def test_units_of_both_sides_name_the_same_tokens_whatever_the_block_sizes() -> None:

@@ -14,6 +14,7 @@ from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.peer.cards import PeerCards
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushScheduler, PushTicket
 from pdkv.connectors.peer.push_worker import Incoming, PieceRange, layer_groups
+from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.errors import TransferError
 
@@ -251,7 +252,7 @@ def test_what_a_preempted_request_computed_is_not_valid_any_more() -> None:
 
 
 def make_incoming() -> Incoming:
-    return Incoming(PushTicket("d", "1", "t", 1, 0, NUM_TOKENS, pack_blocks(TARGET)), LAYOUT)
+    return Incoming(PushTicket("d", "1", "t", 1, 0, NUM_TOKENS, pack_blocks(TARGET)), LAYOUT, ON_HOST)
 
 
 @pytest.mark.parametrize("order", [range(LAYERS), reversed(range(LAYERS)), [2, 0, 3, 1]])
