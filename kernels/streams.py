@@ -74,6 +74,10 @@ class Streams(ABC):
     """What was called has been done: streams and events are nothing."""
 
     @abstractmethod
+    def use(self) -> None:
+        """Make the device this thread's current one: for threads in which libraries look for it."""
+
+    @abstractmethod
     def make_stream(self) -> Stream:
         """A stream of its own, which waits for no other one by itself."""
 
@@ -126,6 +130,9 @@ class HostStreams(Streams):
     """The CPU's: calls return when their work is done."""
 
     is_host = True
+
+    def use(self) -> None:
+        pass
 
     def make_stream(self) -> Stream:
         return _HostStream()
@@ -196,6 +203,11 @@ class CudaStreams(Streams):
 
     def __init__(self, device: "torch.device") -> None:
         self._device = device
+
+    def use(self) -> None:
+        import torch
+
+        torch.cuda.set_device(self._device)
 
     def make_stream(self) -> Stream:
         import torch

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.memory import NUM_WORDS, Arena
 from pdkv.connectors.base import ConnectorConfig
-from pdkv.connectors.nixl.agent import Memory, NixlAgent, may_land_late
+from pdkv.connectors.nixl.agent import LEAVE_S, Memory, NixlAgent, may_land_late
 from pdkv.connectors.nixl.doorbell import Doorbell
 from pdkv.connectors.nixl.inbox import Inbox
 from pdkv.connectors.nixl.memory import (
@@ -23,6 +23,7 @@ from pdkv.connectors.nixl.memory import (
     LandingBuffers,
     Permits,
     Slots,
+    memory_of,
     region_of,
 )
 from pdkv.connectors.nixl.options import NixlOptions
@@ -34,6 +35,7 @@ from pdkv.connectors.transfer.planning import Bytes
 from pdkv.errors import ConfigError, PdkvError, PeerGone, TransferTimeout
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
+from pdkv.kernels.streams import streams_of
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +87,10 @@ class NixlEndpoint:
         self, config: ConnectorConfig, peers: NixlPeers, options: NixlOptions, arena: Arena | None = None
     ) -> None:
         """`arena`: where the pool will lie. Raises ConfigError where NIXL is missing."""
+        import torch
+
         self.config = config
+        self._streams = streams_of(torch.device(config.device))
         self.peers = peers
         self.slot_bytes = options.slot_bytes
         self._options = options
@@ -96,7 +101,7 @@ class NixlEndpoint:
             agent_name(config.engine, config.epoch, config.rank), progress_thread=options.progress_thread
         )
         self._doorbell = Doorbell(self._agent.name)
-        self.slots = Slots(options.slots, options.slot_bytes)
+        self.slots = Slots(options.slots, options.slot_bytes, self._streams)
         self.may_land_late = may_land_late()
         # What is read from peers' slots, and behind it a slot's generation.
         self.buffers = LandingBuffers(
@@ -104,6 +109,7 @@ class NixlEndpoint:
             options.slot_bytes + PAGE_BYTES,
             self._agent.register,
             may_land_late=self.may_land_late,
+            streams=self._streams,
         )
         self._slot_region = self._agent.register(region_of(self.slots.memory))
         self.permits = Permits(arena.words if arena is not None else np.zeros(NUM_WORDS, dtype=np.int64))
@@ -135,8 +141,8 @@ class NixlEndpoint:
         self.sources = PeerPaths(self.peers, _paths_from(kv_cache, self._options.paths))
         if kv_cache.device.type == "cpu" and not in_arena:
             use_huge_pages(kv_cache.data_ptr(), kv_cache.nbytes)
-        kind, device = ("DRAM", 0) if kv_cache.device.type == "cpu" else ("VRAM", kv_cache.device.index or 0)
-        self.pool = self._agent.register(Memory(kv_cache.data_ptr(), kv_cache.nbytes, kind, device))  # type: ignore[arg-type]
+        self._streams = streams_of(kv_cache.device)
+        self.pool = self._agent.register(memory_of(kv_cache))
         if generations is not None:
             self._table = self._agent.register(region_of(generations))
 
@@ -195,6 +201,10 @@ class NixlEndpoint:
         )
         return encode_blob(blob)
 
+    def use_device(self) -> None:
+        """UCX copies to and from GPU memory in the thread's current context: called on each thread that moves KV."""
+        self._streams.use()
+
     # --- transfers and messages -------------------------------------------------------------------------------------
 
     def read(
@@ -250,8 +260,7 @@ class NixlEndpoint:
             return
         if not self._is_known(blob):
             raise PeerGone(f"agent {blob.agent} is not known")
-        wait_s = 0.0 if threading.current_thread() is self._thread else _FULL_S
-        self._doorbell.send(blob.doorbell, data, wait_s)
+        self._doorbell.send(blob.doorbell, data, self._patience(_FULL_S))
 
     def try_send(self, blob: RankBlob, message: Wire) -> bool:
         """Send where the peer is to be had. For messages that a peer's deadline makes up for."""
@@ -296,7 +305,7 @@ class NixlEndpoint:
         def disconnect() -> None:
             for blob in blobs:
                 self._doorbell.forget(blob.doorbell)
-                self._agent.disconnect(blob.agent)
+                self._agent.disconnect(blob.agent, 0.0)
             self.sources.forget(blobs)
 
         self.post(disconnect)
@@ -332,7 +341,7 @@ class NixlEndpoint:
                 raise PeerGone(f"agent {blob.agent} is not known")
             if self._agent.is_connected(blob.agent):
                 return
-            if not self._agent.disconnect(blob.agent):
+            if not self._agent.disconnect(blob.agent, self._patience(LEAVE_S)):
                 raise TransferTimeout(f"agent {blob.agent}: a transfer still uses the old connection")
             self._greeting.add(blob.agent)  # no request may overtake the Reset, which would end it
             try:
@@ -344,6 +353,10 @@ class NixlEndpoint:
         if self.peers.agent(blob.agent) is None:  # removed meanwhile
             self._agent.disconnect(blob.agent)
 
+    def _patience(self, wait_s: float) -> float:
+        """How long this thread may wait for a peer: that for messages does not."""
+        return 0.0 if threading.current_thread() is self._thread else wait_s
+
     def _is_known(self, blob: RankBlob) -> bool:
         return not self._stopping and self.peers.agent(blob.agent) == blob
 
@@ -353,6 +366,7 @@ class NixlEndpoint:
 
     def _run(self) -> None:
         """The message thread."""
+        self.use_device()
         hot_until = next_tick = 0.0
         while not self._stopping:
             busy = False

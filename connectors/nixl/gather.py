@@ -1,12 +1,17 @@
 """Small pieces: the source gathers units into registered slots, the reader (fetch.py) reads slots whole.
 
-The source gathers the next chunk while the reader reads and scatters the last one.
+The source gathers the next chunk while the reader reads and scatters the last one. Out of host memory the message
+thread itself gathers. What a device has to be waited for is gathered by a thread of its own.
 """
 
+import logging
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
@@ -15,12 +20,16 @@ from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.transfer.block_runs import unpack_blocks
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
-from pdkv.errors import KVNotFound, TransferTimeout
+from pdkv.connectors.transfer.worker import JOIN_TIMEOUT_S
+from pdkv.errors import KVNotFound, TransferError, TransferTimeout
+from pdkv.kernels.streams import streams_of
+
+logger = logging.getLogger(__name__)
 
 MAX_UNITS = 2048
 """Units of one request: scattered ones must fit into a message."""
 
-STEP_TIMEOUT_S = 1.0
+STEP_TIMEOUT_S = 10.0
 """A hand-off leaves with its first token: the step that computed what it names has ended, or is about to."""
 
 MAX_OPEN_REQUESTS = 256
@@ -73,8 +82,18 @@ class _Request:
     slots: set[int] = field(default_factory=set)
 
 
+class _Ready(NamedTuple):
+    """A chunk that has its slot."""
+
+    request: _Request
+    number: int
+    chunk: Chunk
+    slot: int
+    after: StepDone
+
+
 class GatherSource:
-    """Gathers for peers, on the endpoint's message thread.
+    """Gathers for peers. All but `_fill` and `_run` is the endpoint's message thread, which never waits.
 
     A slot is used again when its reader says so, or is gone: who reads later than that sees another generation.
 
@@ -93,12 +112,15 @@ class GatherSource:
         self._turns: deque[_Request] = deque()  # requests with chunks to gather
         num_slots = endpoint.slots.count
         self._free = list(range(num_slots))
+        self._busy: set[int] = set()  # that `_run` fills: free when it has, whatever becomes of their requests
         self._most = max(num_slots // 2, 1)  # slots of one peer: one that is stuck leaves some to others
         endpoint.handle(Gather, self._on_gather)
         endpoint.handle(Freed, self._on_freed)
         endpoint.handle(Dropped, self._on_dropped)
         endpoint.handle(Reset, self._on_reset)
         endpoint.add_work(self._gather_next)
+        self._waiting: queue.SimpleQueue[_Ready | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None  # from the first chunk on that something has to be waited for
 
     @property
     def num_free_slots(self) -> int:
@@ -145,7 +167,7 @@ class GatherSource:
 
     def _on_freed(self, blob: RankBlob, message: Freed) -> None:
         request = self._requests.get((blob.agent, message.request))
-        if request is not None and message.slot in request.slots:
+        if request is not None and message.slot in request.slots - self._busy:
             request.slots.remove(message.slot)
             self._free.append(message.slot)
 
@@ -161,7 +183,8 @@ class GatherSource:
     def _end(self, key: tuple[str, int]) -> None:
         request = self._requests.pop(key, None)
         if request is not None:
-            self._free.extend(request.slots)
+            self._free.extend(request.slots - self._busy)
+            request.slots.clear()
             request.chunks.clear()
 
     def _gather_next(self) -> bool:
@@ -181,22 +204,67 @@ class GatherSource:
 
     def _gather(self, request: _Request) -> None:
         number, chunk = request.chunks.popleft()
-        message = request.message
-        part = part_of(message.part, chunk)
-        units = request.units[chunk.first : chunk.stop]
         slot = self._free.pop()
         request.slots.add(slot)
+        ready = _Ready(request, number, chunk, slot, self.after)
+        if self._pool.on_cpu and ready.after is ON_HOST:
+            self._tell(ready, *self._fill(ready))
+            return
+        self._busy.add(slot)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pdkv-nixl-gather", daemon=True)
+            self._thread.start()
+        self._waiting.put(ready)
+
+    def _run(self) -> None:
+        """The thread that waits for the device."""
+        streams_of(self._pool.kv_cache.device).use()
+        while (ready := self._waiting.get()) is not None:
+            try:
+                filled = self._fill(ready)
+            except Exception:  # whatever it was, the next chunk is gathered
+                logger.exception("a chunk is not gathered")
+                filled = 0, TransferError.code
+            self._endpoint.post(partial(self._filled, ready, *filled))
+
+    def _filled(self, ready: _Ready, generation: int, code: str) -> None:
+        """Behind `_run`."""
+        self._busy.discard(ready.slot)
+        if ready.slot in ready.request.slots:
+            self._tell(ready, generation, code)
+        else:  # its reader left meanwhile
+            self._free.append(ready.slot)
+
+    def _fill(self, ready: _Ready) -> tuple[int, str]:
+        """Gather a chunk into its slot. Returns the slot's generation, and why it is not there if it is not."""
+        message, chunk = ready.request.message, ready.chunk
+        part = part_of(message.part, chunk)
+        units = ready.request.units[chunk.first : chunk.stop]
         size = units.size * self._pool.unit_bytes(part)
         try:
             with self._guard(message.offer):
-                memory, generation = self._endpoint.slots.begin(slot)
-                self._pool.gather(units, part, memory[:size], after=self.after, timeout_s=STEP_TIMEOUT_S)
-        except (KVNotFound, TransferTimeout) as error:  # the offer is over; the reader may still be at an earlier slot
+                memory, generation = self._endpoint.slots.begin(ready.slot)
+                self._pool.gather(units, part, memory[:size], after=ready.after, timeout_s=STEP_TIMEOUT_S)
+        except (KVNotFound, TransferTimeout) as error:
+            return 0, error.code
+        return generation, ""
+
+    def _tell(self, ready: _Ready, generation: int, code: str) -> None:
+        """The reader hears of a chunk, or that no further one comes."""
+        request = ready.request
+        if code:  # the offer is over; the reader may still be at an earlier slot
             request.chunks.clear()
-            self._endpoint.try_send(request.blob, Refused(message.request, error.code))
+            self._endpoint.try_send(request.blob, Refused(request.message.request, code))
             return
-        if not self._endpoint.try_send(request.blob, Gathered(message.request, number, slot, generation)):
+        gathered = Gathered(request.message.request, ready.number, ready.slot, generation)
+        if not self._endpoint.try_send(request.blob, gathered):
             request.chunks.clear()  # its reader is gone or will time out: the slot stays its own until that is known
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(JOIN_TIMEOUT_S)
 
 
 def no_offer(offer: int) -> AbstractContextManager[None]:

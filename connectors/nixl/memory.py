@@ -2,10 +2,11 @@
 
 import itertools
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +15,19 @@ from pdkv.connectors.nixl.agent import Memory
 from pdkv.connectors.transfer.planning import Bytes
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.host.huge_pages import use_huge_pages
+from pdkv.kernels.streams import Streams
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
 
 MAX_LOST = 64
 """Buffers that are given up because something may still be written there."""
+
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""torch's names for them, the second one since 2.9."""
 
 PAGE_BYTES = 4096
 WORD_BYTES = 8
@@ -29,21 +37,28 @@ class LandingBuffers(StagingBuffers):
     """Buffers that NIXL reads into.
 
     Args:
+        streams: of the device that the pool is on: buffers are pinned for it.
         register: makes a region known to NIXL.
         may_land_late: of what has failed. Then a buffer is not lent again after a failure, and a new one comes in its
             place, at most MAX_LOST times.
     """
 
     def __init__(
-        self, count: int, size_bytes: int, register: Callable[[Memory], object], *, may_land_late: bool
+        self,
+        count: int,
+        size_bytes: int,
+        register: Callable[[Memory], object],
+        *,
+        may_land_late: bool,
+        streams: Streams,
     ) -> None:
         self.lost: list[Bytes] = []
         self._register = register
         self._may_land_late = may_land_late
-        super().__init__(count, size_bytes)
+        super().__init__(count, size_bytes, streams)
 
-    def _allocate(self, pinned: bool) -> Bytes:
-        buffer = new_region(self.size_bytes)
+    def _allocate(self) -> Bytes:
+        buffer = new_region(self.size_bytes, self._streams)
         self._register(region_of(buffer))
         return buffer
 
@@ -52,7 +67,7 @@ class LandingBuffers(StagingBuffers):
             return buffer
         self.lost.append(buffer)
         if len(self.lost) <= MAX_LOST:
-            return self._allocate(False)
+            return self._allocate()
         logger.error(
             "%d transfers over UCX have not ended, and their buffers cannot be used again: restart this engine",
             len(self.lost),
@@ -109,13 +124,14 @@ class Permits:
 class Slots:
     """Where units are gathered: `count` slots of `slot_bytes`, and behind them an int64 generation of each.
 
-    The owner bumps a slot's generation before it writes there; a reader reads it after the data.
+    The owner bumps a slot's generation before it writes there; a reader reads it after the data. They are pinned for
+    the device of `streams`.
     """
 
-    def __init__(self, count: int, slot_bytes: int) -> None:
+    def __init__(self, count: int, slot_bytes: int, streams: Streams) -> None:
         self.count = count
         self.slot_bytes = slot_bytes
-        self.memory = new_region(count * (slot_bytes + WORD_BYTES))
+        self.memory = new_region(count * (slot_bytes + WORD_BYTES), streams)
         self._generations = self.memory[count * slot_bytes :].view(np.int64)
 
     def begin(self, slot: int) -> tuple[Bytes, int]:
@@ -130,12 +146,33 @@ def generation_offset(size_bytes: int, slot_bytes: int, slot: int) -> int:
     return size_bytes // (slot_bytes + WORD_BYTES) * slot_bytes + slot * WORD_BYTES
 
 
-def new_region(size_bytes: int) -> Bytes:
-    """Zeros in huge pages, where there are any, all touched: a transfer would pay for each page with a fault."""
+def new_region(size_bytes: int, streams: Streams) -> Bytes:
+    """Zeros in huge pages, where there are any, all touched: a transfer would pay for each page with a fault.
+
+    Where a device copies from and to it, it is pinned.
+    """
+    if not streams.is_host:
+        pinned: Bytes = streams.make_pinned(size_bytes).numpy()
+        pinned.fill(0)
+        return pinned
     memory = np.empty(size_bytes, dtype=np.uint8)
     use_huge_pages(memory.ctypes.data, memory.nbytes)
     memory.fill(0)
     return memory
+
+
+def memory_of(kv_cache: "torch.Tensor") -> Memory:
+    """A pool's memory. Warns where a GPU's was mapped in a way that UCX copies slowly or not at all."""
+    if kv_cache.device.type == "cpu":
+        return Memory(kv_cache.data_ptr(), kv_cache.nbytes)
+    for name in ALLOCATOR_SETTINGS:
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            logger.warning(
+                "connector nixl: %s has expandable_segments:True. Such memory is many mappings, which UCX registers "
+                "badly or not at all, and then copies by way of the host: unset it",
+                name,
+            )
+    return Memory(kv_cache.data_ptr(), kv_cache.nbytes, "VRAM", kv_cache.device.index or 0)
 
 
 def region_of(array: npt.NDArray[Any]) -> Memory:

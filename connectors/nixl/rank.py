@@ -69,6 +69,8 @@ class NixlRank:
 
     def close(self) -> None:
         """Close the endpoint, and let go of the pool. Idempotent."""
+        if "source" in self.__dict__:
+            self.source.close()
         self.endpoint.close()
         for name in ("units", "source", "reader"):
             self.__dict__.pop(name, None)

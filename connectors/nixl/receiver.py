@@ -106,7 +106,7 @@ class PushReceiver:
             lanes,
             self._take,
             refuse=lambda arrival, error: self._answer(arrival, TransferError.code),
-            make_scratch=lambda lane: None,
+            make_scratch=lambda lane: self._endpoint.use_device(),
             close_scratch=lambda lane, scratch: None,
             do_idle_work=lambda: False,
         )

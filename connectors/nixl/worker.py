@@ -1,6 +1,7 @@
 """What the worker sides of both modes have in common, above a pull or a push: their rank's end of NIXL."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pdkv.connectors.base import ConnectorConfig, Stats
 from pdkv.connectors.nixl.endpoint import NixlEndpoint
@@ -8,6 +9,7 @@ from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.rank import NixlRank
 from pdkv.connectors.peer.worker import PeerWorker
 from pdkv.connectors.stats import sum_stats
+from pdkv.connectors.transfer.lanes import Lane
 from pdkv.wire.messages import ConnectorStats, EngineCard
 
 
@@ -21,6 +23,9 @@ class NixlWorker(PeerWorker):
         self.rank = NixlRank(endpoint, options)
         self._ranks = endpoint.peers
         self._options = options
+
+    def make_scratch(self, lane: Lane) -> Any:
+        self.rank.endpoint.use_device()
 
     def handshake(self) -> bytes:
         return self.rank.endpoint.blob()

@@ -182,8 +182,8 @@ class PushWorker(PeerWorker):
     received.
 
     A transport says how a piece is sent (`send`), and carries its digests to the receiver. What comes in calls
-    `find_incoming`, waits for the step that the receive comes after, writes between `enter` and `leave`, or without them where the peer writes by itself, and then calls
-    `landed`, or `confirm` where it has digested the piece itself.
+    `find_incoming`, waits for the step that the receive comes after, writes between `enter` and `leave`, or without
+    them where the peer writes by itself, and then calls `landed`, or `confirm` where it has digested the piece itself.
     """
 
     checksums: Checksums

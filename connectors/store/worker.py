@@ -26,6 +26,7 @@ from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.connectors.transfer.units import UnitPool
 from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import ConfigError, KVNotFound, TransferCancelled, TransferError, TransferTimeout
+from pdkv.kernels.streams import streams_of
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +107,7 @@ class StoreWorker(TransferWorker):
         self._capacity = max(self._options.staging_bytes, max(sizes) * per_value)  # of a buffer, in bytes of images
         threads = self._options.io_threads + self._options.save_threads
         buffer_size = buffer_bytes(self._capacity, min(sizes))
-        self._staging = StagingBuffers(threads, buffer_size, pinned=not self._pool.on_cpu)
+        self._staging = StagingBuffers(threads, buffer_size, streams_of(kv_cache.device))
         self.start_threads([("save", number) for number in range(self._options.save_threads)])
 
     def handshake(self) -> bytes:

@@ -3,31 +3,28 @@
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pdkv.connectors.transfer.planning import Bytes
 from pdkv.errors import TransferTimeout
-
-if TYPE_CHECKING:
-    import torch
+from pdkv.kernels.streams import Streams
 
 
 class StagingBuffers:
     """`count` buffers of `size_bytes`. Thread-safe; who finds none waits, with a deadline.
 
     Args:
-        pinned: page-locked, for copies from and to a GPU.
+        streams: of the device that copies from and to them: they are pinned for it.
     """
 
-    def __init__(self, count: int, size_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(self, count: int, size_bytes: int, streams: Streams) -> None:
         self.count = count
         self.size_bytes = size_bytes
         self._free: queue.LifoQueue[Bytes] = queue.LifoQueue()  # the last one used is in the processor's cache
-        self._pinned: list[torch.Tensor] = []
+        self._streams = streams
         for _ in range(count):
-            self._free.put(self._allocate(pinned))
+            self._free.put(self._allocate())
 
     @property
     def num_free(self) -> int:
@@ -60,12 +57,8 @@ class StagingBuffers:
         """What is lent instead of a buffer whose job has failed."""
         return buffer
 
-    def _allocate(self, pinned: bool) -> Bytes:
-        if not pinned:
+    def _allocate(self) -> Bytes:
+        if self._streams.is_host:
             return np.zeros(self.size_bytes, dtype=np.uint8)
-        import torch
-
-        tensor = torch.zeros(self.size_bytes, dtype=torch.uint8, pin_memory=True)
-        self._pinned.append(tensor)
-        buffer: Bytes = tensor.numpy()
+        buffer: Bytes = self._streams.make_pinned(self.size_bytes).numpy()
         return buffer

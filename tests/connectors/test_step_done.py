@@ -22,7 +22,7 @@ from pdkv.connectors.base import KVConnectorMetadata, ScheduledRange, SchedulerV
 from pdkv.connectors.multi.wire import MultiMetadata
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.p2p.connector import P2PConnector
-from pdkv.connectors.step_done import make_step_done
+from pdkv.connectors.step_done import ON_HOST, make_step_done
 from pdkv.connectors.store.plan import StoreMetadata
 from pdkv.connectors.transfer.planning import as_ids
 from pdkv.connectors.transfer.units import UnitPool
@@ -186,6 +186,30 @@ def test_leased_blocks_are_gathered_behind_the_last_step_that_is_queued(late: La
         assert decode.wrong_tokens(ours, 0, 100, 1) == []
 
 
+@needs_nixl
+def test_a_step_that_does_not_end_holds_up_no_other_peer(late: LateStep) -> None:
+    """What has to wait waits beside the thread for messages."""
+    options = {"mode": "pull", **GATHERED}
+    with closing() as make:
+        prefill, first, second = (make(NixlEngine, name, options=options) for name in ("p", "d", "e"))
+        prefill.meet(first.card, second.card)
+        first.meet(prefill.card)
+        second.meet(prefill.card)
+        theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
+        prefill.fill(theirs, 100, 1)
+        source = prefill.ranks[0].worker.rank.source
+        source.after = late
+        first.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
+        late.wait_asked()
+        source.after = ON_HOST
+        second.load(awaiting(prefill.hand_off("u", theirs, 100)), ours)
+        assert second.outcome("u").code == ""
+        assert second.wrong_tokens(ours, 0, 100, 1) == []
+        late.end()
+        assert first.outcome("t").code == ""
+        assert first.wrong_tokens(ours, 0, 100, 1) == []
+
+
 # --- loads ----------------------------------------------------------------------------------------------------------
 # A step of whoever had the blocks before may be at it still: what it writes must not lie over what is loaded.
 
@@ -284,7 +308,7 @@ def test_a_gather_misses_each_of_its_orders(num_heads: int) -> None:
         units.gather(as_ids([3, 1]), part, out, after=step, timeout_s=WAIT_S)
         return out.tobytes() == values[[3, 1], :, :, :num_heads].contiguous().numpy().tobytes()
 
-    check_every_call(gather, but=[("synchronize", 0)])  # what that is for: see `who_gives_a_step_up`
+    check_every_call(gather, but=[("synchronize", "StreamStepDone.wait")])  # for that: see `who_gives_a_step_up`
 
 
 def test_a_scatter_is_in_the_pool_when_it_returns() -> None:

@@ -69,7 +69,7 @@ def test_on_a_gpu_a_copy_runs_behind_what_it_waits_for() -> None:
 
 
 def copy_out(recorded: RecordedStreams) -> bool:
-    """A step writes, a copy stream copies, the host reads, the step after it overwrites."""
+    """A step writes, a copy stream copies, the step after it overwrites, the host reads."""
     pool, slab = torch.zeros(8), torch.zeros(8)
     streams = streams_of(CPU)
     copies, computed, copied = streams.make_stream(), streams.make_event(), streams.make_event()
@@ -83,16 +83,26 @@ def copy_out(recorded: RecordedStreams) -> bool:
     with recorded.compute.on():
         copied.wait()
         pool.fill_(-1.0)
-    recorded.finish()
     copied.synchronize(1.0)
     return slab.tolist() == [4.0] * 8
 
 
 def test_each_missing_call_shows() -> None:
-    """The host's wait does not: `finish` has run the copy for the step that comes behind it."""
-    check_every_call(copy_out, but=[("synchronize", 0)])
-    with pytest.raises(AssertionError, match="nobody misses"):
-        check_every_call(copy_out)
+    check_every_call(copy_out)
+
+
+def test_a_call_that_nobody_misses_shows() -> None:
+    def wait_twice(recorded: RecordedStreams) -> bool:
+        value, written = torch.zeros(1), streams_of(CPU).make_event()
+        with recorded.compute.on():
+            value.fill_(1.0)
+            written.record()
+        written.synchronize(1.0)
+        written.synchronize(1.0)
+        return value.item() == 1.0
+
+    with pytest.raises(AssertionError, match=r"nobody misses .*synchronize.*synchronize"):
+        check_every_call(wait_twice)
 
 
 @pytest.mark.parametrize("order", [Order.LATE, Order.SIDE_EARLY])

@@ -33,7 +33,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.registry import make_connector
 from pdkv.connectors.step_done import StepDone
-from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
+from pdkv.wire.messages import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
 NUM_BLOCKS = 64
@@ -63,6 +63,7 @@ class Rank:
         num_blocks: int = NUM_BLOCKS,
         options: dict[str, str] | None = None,
         own_pool: bool = True,
+        kv_checksum: ChecksumMode = "on",
     ) -> None:
         """`own_pool`: the connector may allocate it."""
         self.name, self.epoch, self.rank = name, epoch, rank
@@ -70,7 +71,7 @@ class Rank:
         self._woken = threading.Semaphore(0)
         config = ConnectorConfig(
             engine=name, epoch=epoch, layout=self.layout, num_blocks=num_blocks, options=options or {}, model="m",
-            rank=rank, tp=tp,
+            rank=rank, tp=tp, kv_checksum=kv_checksum,
         )  # fmt: skip
         self.num_blocks = num_blocks
         self.connector = make_connector("nixl", config, self._woken.release)
@@ -155,7 +156,7 @@ class Engine:
             engine=name, epoch=epoch, role="any", pid=os.getpid(), connector="nixl", kind=first.connector.kind,
             content_addressed=False, orders=first.connector.orders(), model="m", layout=layout,
             hash_block_size=HASH_BLOCK_SIZE, num_blocks=first.num_blocks, max_model_len=1024, max_num_seqs=8, tp=tp,
-            rank_blobs=[rank.blob for rank in self.ranks],
+            rank_blobs=[rank.blob for rank in self.ranks], kv_checksum=arguments.get("kv_checksum", "on"),
         )  # fmt: skip
 
     @property

@@ -18,15 +18,16 @@ blocking one reads poison. Only torch operations are queued: what numpy or compi
         kv_cache.copy_(values)                            # a step's kernels
     step_done.record()
 
-`check_every_call` runs a scenario again and again, each time without one of its calls, and tells which nobody misses.
+`check_every_call` runs a scenario again and again, each time without one line's call, and tells which nobody misses.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -40,8 +41,15 @@ from pdkv.kernels.streams import Event, Stream, Streams
 
 POISON_BYTE = 0xA5
 
-Call = tuple[Literal["record", "wait", "synchronize"], int]
-"""A kind of call, and which one of that kind a scenario made."""
+Kind = Literal["record", "wait", "synchronize"]
+
+
+class Call(NamedTuple):
+    """A line of the code under test that makes such a call."""
+
+    kind: Kind
+    function: str
+    line: int
 
 
 class Order(Enum):
@@ -64,7 +72,7 @@ class RecordedStreams(Streams):
     """The device. Threads may share it.
 
     Args:
-        without: a call that does nothing.
+        without: a call that does nothing, as if its line were removed.
     """
 
     def __init__(self, order: Order = Order.LATE, *, without: Call | None = None) -> None:
@@ -76,6 +84,9 @@ class RecordedStreams(Streams):
         self._local = threading.local()
         self._streams: list[RecordedStream] = []
         self.compute = self.make_stream()
+
+    def use(self) -> None:
+        pass
 
     def make_stream(self) -> "RecordedStream":
         stream = RecordedStream(self)
@@ -106,12 +117,13 @@ class RecordedStreams(Streams):
 
     # --- of streams and events --------------------------------------------------------------------------------------
 
-    def made(self, kind: Literal["record", "wait", "synchronize"]) -> bool:
-        """Write a call down; False: it is the one that does nothing."""
+    def made(self, kind: Kind) -> bool:
+        """Write the call down that called this one's caller; False: it does nothing."""
+        frame = sys._getframe(2)
+        call = Call(kind, frame.f_code.co_qualname, frame.f_lineno)
         with self._changed:
-            call = (kind, sum(made == kind for made, _ in self.calls))
             self.calls.append(call)
-            return call != self._without
+        return call != self._without
 
     @contextmanager
     def entered(self, stream: "RecordedStream") -> Iterator[None]:
@@ -277,12 +289,12 @@ def use_recorded(
     return recorded
 
 
-def check_every_call(scenario: Callable[[RecordedStreams], bool], *, but: Collection[Call] = ()) -> None:
+def check_every_call(scenario: Callable[[RecordedStreams], bool], *, but: Collection[tuple[Kind, str]] = ()) -> None:
     """A scenario is right in every order, and wrong in one of them without any one call that it makes.
 
     Args:
-        scenario: whether the right bytes arrived. It makes its calls in the same order each time.
-        but: calls that another test is about.
+        scenario: whether the right bytes arrived.
+        but: calls that another test is about, by kind and function.
 
     Raises:
         AssertionError: it is wrong as it stands, or a call is missed by nobody.
@@ -293,7 +305,7 @@ def check_every_call(scenario: Callable[[RecordedStreams], bool], *, but: Collec
         assert recorded is not None, f"wrong in order {order.value}"
         calls |= dict.fromkeys(recorded.calls)
     assert calls, "the scenario orders nothing"
-    looked_at = [call for call in calls if call not in but]
+    looked_at = [call for call in calls if (call.kind, call.function) not in but]
     needless = [call for call in looked_at if all(_run_scenario(scenario, order, call) for order in Order)]
     assert not needless, f"nobody misses {needless}"
 

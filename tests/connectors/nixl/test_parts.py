@@ -6,13 +6,16 @@ import struct
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
 import msgspec
 import numpy as np
 import pytest
+import torch
 from nixl_rig import NO_DOORBELL
+from recorded_streams import use_recorded
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connector_kit.rig.sockets import listeners
@@ -23,7 +26,7 @@ from pdkv.connectors.nixl.agent import MAX_MESSAGE_BYTES, Memory, Message, may_l
 from pdkv.connectors.nixl.blocks import POST_BYTES, cut_pieces
 from pdkv.connectors.nixl.doorbell import Doorbell, _open_pipe
 from pdkv.connectors.nixl.gather import MAX_UNITS, plan_chunks
-from pdkv.connectors.nixl.memory import WORD_BYTES, LandingBuffers, Slots, generation_offset
+from pdkv.connectors.nixl.memory import WORD_BYTES, LandingBuffers, Slots, generation_offset, memory_of
 from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import (
@@ -39,9 +42,11 @@ from pdkv.connectors.nixl.wire import (
 )
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, pack_blocks
+from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, TransferError, TransferTimeout
 from pdkv.host.host_id import host_id
 from pdkv.host.huge_pages import use_huge_pages
+from pdkv.kernels.streams import HOST
 from pdkv.wire.messages import EngineCard, KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_size=8, block_size=16, dtype="float32", dtype_bytes=4)
@@ -191,7 +196,7 @@ def test_generations_count_the_uses_of_a_block_where_a_peer_reads_them() -> None
 
 def test_a_slot_gets_a_new_generation_before_it_is_written() -> None:
     """F4: of what is read later than allowed, the reader sees that it is not what was told."""
-    slots = Slots(3, 4096)
+    slots = Slots(3, 4096, HOST)
     memory, first = slots.begin(1)
     memory[:] = 7
     offset = generation_offset(slots.memory.nbytes, 4096, 1)
@@ -216,13 +221,13 @@ def test_a_buffer_in_which_something_may_land_late_is_not_lent_again(monkeypatch
             raise TransferTimeout("too late")
         return address
 
-    late = LandingBuffers(1, 4096, registered.append, may_land_late=True)
+    late = LandingBuffers(1, 4096, registered.append, may_land_late=True, streams=HOST)
     used = [fail(late) for _ in range(3)]
     assert len(set(used)) == 3
     assert [region.address for region in registered] == used
     with pytest.raises(TransferTimeout, match="no staging buffer"), late.take(0.001):
         pass
-    safe = LandingBuffers(1, 4096, registered.append, may_land_late=False)
+    safe = LandingBuffers(1, 4096, registered.append, may_land_late=False, streams=HOST)
     assert fail(safe) == fail(safe)
 
 
@@ -396,3 +401,46 @@ def test_nobody_but_processes_of_this_user_reaches_a_doorbell() -> None:
 
 def sockets_that_take_something() -> list[str]:
     return [str(listener) for listener in listeners(os.getpid())]
+
+
+# --- GPU memory -------------------------------------------------------------------------------------------------------
+
+
+class OnGpu:
+    """A pool as seen by who registers it."""
+
+    device = torch.device("cuda", 1)
+    nbytes = 4096
+
+    def data_ptr(self) -> int:
+        return 1 << 40
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_gpu_memory_is_registered_as_such_and_mappings_that_grow_are_warned_of(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool: Any = OnGpu()
+    assert memory_of(pool) == Memory(1 << 40, 4096, "VRAM", 1)
+    assert not caplog.records
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+    assert memory_of(torch.zeros(4)).kind == "DRAM"
+    assert not caplog.records
+    memory_of(pool)
+    assert f"{name} has expandable_segments:True" in caplog.text
+
+
+def test_slots_and_landing_buffers_are_pinned_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = use_recorded(monkeypatch)
+    made: list[int] = []
+
+    def make_pinned(size_bytes: int) -> torch.Tensor:
+        made.append(size_bytes)
+        return torch.full((size_bytes,), 0xA5, dtype=torch.uint8)
+
+    monkeypatch.setattr(device, "make_pinned", make_pinned)
+    slots = Slots(2, 4096, device)
+    assert slots.begin(1)[1] == 1  # generations begin at 0, whatever lay there
+    LandingBuffers(1, 4096, lambda region: None, may_land_late=False, streams=device)
+    StagingBuffers(1, 512, device)
+    assert made == [2 * (4096 + WORD_BYTES), 4096, 512]

@@ -10,6 +10,7 @@ from store_rig import WAIT_S, Engine, FaultyStore, MakeEngine, prefill, random_k
 from pdkv.connectors.base import ASK_AGAIN, NO_MATCH
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.errors import KVNotFound, StoreUnavailable, TransferCancelled, TransferTimeout
+from pdkv.kernels.streams import HOST
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.tiers import TieredStore
 
@@ -264,7 +265,7 @@ def test_more_than_a_buffer_is_loaded_buffer_by_buffer(make: MakeEngine) -> None
 
 def test_who_finds_no_staging_buffer_waits_for_a_bounded_time() -> None:
     """F7."""
-    buffers = StagingBuffers(1, 64)
+    buffers = StagingBuffers(1, 64, HOST)
     with buffers.take(WAIT_S):
         with pytest.raises(TransferTimeout), buffers.take(0.01):
             pass

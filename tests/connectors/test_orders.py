@@ -1,0 +1,190 @@
+"""Connectors on a recorded device: every record, wait and synchronize on the way of KV is missed where it is removed.
+
+`StreamStepDone.wait` stands beside `wait_on_stream` in a gather: it is there for who gives up, which
+test_step_done.py shows; in a load it is missed, as here.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nixl_engines import Engine as NixlEngine
+from nixl_engines import awaiting, closing
+from nixl_rig import needs_nixl
+from push_rig import make_layout
+from recorded_streams import RecordedStreams, check_every_call, use_recorded
+from store_rig import engines, random_kv, scattered
+from store_rig import view as store_view
+
+from pdkv.connectors.peer.source_digests import DigestOrder, SourceDigests
+from pdkv.connectors.step_done import StepDone, make_step_done
+from pdkv.connectors.transfer.digest import PoolDigests
+from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
+from pdkv.kernels import digest_triton, streams
+from pdkv.kernels.digest import Digests
+
+HOST = streams.HOST
+GATHERED = {"mode": "pull", "path": "ucx", "gather_below": str(1 << 30), "gather_min_pieces": "1"}
+BESIDE = [("synchronize", "StreamStepDone.wait")]
+
+
+def queued_step(recorded: RecordedStreams) -> StepDone:
+    """The end of what `compute` has been given so far."""
+    step = make_step_done(torch.device("cpu"))
+    with recorded.compute.on():
+        step.record()
+    return step
+
+
+def digests_in_torch(words: Any, offsets: Any, sizes: Any, seeds: Any, strides: tuple[int, int]) -> Any:
+    """Stands for the Triton kernel: other digests, by operations that a recorded device queues."""
+    sides, heads = seeds.shape
+    width = int(sizes.max())
+    places = (
+        offsets.numpy()[:, None, None, None]
+        + np.arange(sides)[None, :, None, None] * strides[0]
+        + np.arange(heads)[None, None, :, None] * strides[1]
+        + np.arange(width)
+    )
+    used = torch.from_numpy(np.arange(width) < sizes.numpy()[:, None])[:, None, None]
+    read = words[torch.from_numpy(places)]
+    return (read * used * (seeds[None, :, :, None] | 1)).sum(dim=(1, 3))
+
+
+@pytest.fixture(autouse=True)
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_triton, "digests_triton", digests_in_torch)
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """What is made meanwhile lies in host memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "HOST", HOST)
+        yield
+
+
+# --- what is computed is read ---------------------------------------------------------------------------------------
+
+
+def test_a_store_is_given_what_the_step_has_computed() -> None:
+    kv, blocks = random_kv(128), scattered(128, 16)
+
+    def save(recorded: RecordedStreams) -> bool:
+        with engines() as (_, make):
+            source = make("p")
+            with recorded.compute.on():
+                source.fill(blocks, kv)
+            source.earlier_steps = queued_step(recorded)
+            saved = source.save(store_view("t", num_tokens=129), blocks, 128)
+            with on_host():
+                reader, request = make("d"), store_view("u", num_tokens=129)
+                assert saved is not None
+                if saved.code or reader.ask(request) != 128 or reader.load(request, blocks, 128).code:
+                    return False
+                return torch.equal(reader.tokens(blocks, 128), kv)
+
+    check_every_call(save, but=BESIDE)
+
+
+@needs_nixl
+def test_what_a_peer_gathers_is_what_the_step_has_computed() -> None:
+    theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
+
+    def gather(recorded: RecordedStreams) -> bool:
+        with closing() as make:
+            prefill = make(NixlEngine, "p", options=GATHERED, kv_checksum="off", own_pool=False)
+            with on_host():
+                decode = make(NixlEngine, "d", options=GATHERED, kv_checksum="off")
+            prefill.meet(decode.card)
+            decode.meet(prefill.card)
+            with recorded.compute.on():
+                prefill.fill(theirs, 100, 1)
+            prefill.ranks[0].worker.rank.source.after = queued_step(recorded)
+            decode.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
+            return not decode.outcome("t").code and not decode.wrong_tokens(ours, 0, 100, 1)
+
+    check_every_call(gather, but=BESIDE)
+
+
+def test_digests_are_of_what_the_step_has_computed() -> None:
+    layout, blocks = make_layout(), [3, 1]
+    values = torch.randn(4, layout.num_layers, 2, layout.num_kv_heads, 16, layout.head_size)
+    units, generations = np.array(blocks), np.ones(2, dtype=np.int64)
+
+    def digests_of(recorded: RecordedStreams) -> Digests:
+        pool = torch.zeros_like(values)
+        with recorded.compute.on():
+            pool.copy_(values)
+        step = queued_step(recorded)
+        heads = layout.num_kv_heads
+        source = SourceDigests(
+            PoolDigests(pool, layout), DigestTable(memoryview(bytearray(table_bytes(4, heads))), 4, heads)
+        )
+        source.make([DigestOrder(blocks, generations.tobytes(), 0, 32)], step)
+        source.close()
+        return source.table.read(units, generations).digests
+
+    with pytest.MonkeyPatch.context() as patch:
+        expected = digests_of(use_recorded(patch))
+    assert len(np.unique(expected)) == expected.size
+    check_every_call(lambda recorded: np.array_equal(digests_of(recorded), expected))
+
+
+# --- what is loaded is there ----------------------------------------------------------------------------------------
+
+
+def test_what_a_store_gave_lies_over_what_the_step_before_wrote() -> None:
+    kv, blocks = random_kv(128), scattered(128, 16)
+
+    def load(recorded: RecordedStreams) -> bool:
+        with engines() as (_, make):
+            with on_host():
+                source = make("p")
+                source.fill(blocks, kv)
+                source.save(store_view("t", num_tokens=129), blocks, 128)
+            reader, request = make("d"), store_view("u", num_tokens=129)
+            with recorded.compute.on():
+                reader.pools[0].fill_(-2.0)  # whoever had the blocks before
+            reader.earlier_steps = queued_step(recorded)
+            assert reader.ask(request) == 128
+            if reader.load(request, blocks, 128).code:
+                return False
+            with recorded.compute.on():
+                read = reader.pools[0].clone()
+            recorded.finish()
+            reader.pools[0][:] = read
+            return torch.equal(reader.tokens(blocks, 128), kv)
+
+    check_every_call(load)
+
+
+@needs_nixl
+def test_what_was_gathered_for_us_lies_over_what_the_step_before_wrote() -> None:
+    theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
+
+    def load(recorded: RecordedStreams) -> bool:
+        with closing() as make:
+            with on_host():
+                prefill = make(NixlEngine, "p", options=GATHERED, kv_checksum="off")
+            decode = make(NixlEngine, "d", options=GATHERED, kv_checksum="off", own_pool=False)
+            prefill.meet(decode.card)
+            decode.meet(prefill.card)
+            prefill.fill(theirs, 100, 1)
+            kv = decode.ranks[0].kv
+            with recorded.compute.on():
+                kv.fill_(-2.0)
+            decode.earlier_steps = queued_step(recorded)
+            decode.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
+            if decode.outcome("t").code:
+                return False
+            with recorded.compute.on():
+                read = kv.clone()
+            recorded.finish()
+            kv[:] = read
+            return not decode.wrong_tokens(ours, 0, 100, 1)
+
+    check_every_call(load)
