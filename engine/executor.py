@@ -231,7 +231,7 @@ class InProcessExecutor(ModelExecutor):
             decode_sizes=decode_sizes(self._max_num_seqs),
             recorder=make_recorder(self.device, enforce_eager=self._enforce_eager, num_ranks=self.shard.size),
         )
-        self._runner.warm_up()
+        self._runner.warm_up(0 if self.device.type == "cpu" else self._max_num_batched_tokens)
         if self.device.type == "cpu":
             rows_each = 1 if self._proposer is None else 1 + self._proposer.num_tokens
             take_step_memory(self._model.step_bytes(self._max_num_batched_tokens, self._max_num_seqs * rows_each))

@@ -18,18 +18,15 @@ from pdkv.engine.finite_check import FiniteCheck
 from pdkv.engine.graphs import DecodeSteps, Recorder
 from pdkv.engine.masks import GrammarMasks
 from pdkv.engine.pending import DoneStep, PendingStep
-from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
+from pdkv.engine.plan import SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.sampling.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampling.sampler import SamplingState
+from pdkv.engine.warm_up import WarmUp
 from pdkv.errors import InvalidRequest
 from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.models.heads import Heads
-from pdkv.sampling_params import SamplingParams
 from pdkv.wire.messages import KVLayout, RequestKey, TokenLogprob
-
-_WARM_UP_REQUESTS = 6
-"""Four layers' products and the logits', for each number of them and for a prompt: more than 32 kernels."""
 
 _NO_CHOICE = StepFailure(
     InvalidRequest.code,
@@ -83,7 +80,6 @@ class ModelRunner:
         self._model = model
         self._kv_pool = kv_pool
         self._worker = worker
-        self._max_num_seqs = max_num_seqs
         self._proposer = proposer
         self._batch = PersistentBatch(
             max_num_seqs, max_model_len, layout.block_size, layout.num_groups, has_drafts=proposer is not None
@@ -100,30 +96,29 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
         self._masks = GrammarMasks(config.vocab_size, config.eos_token_ids)
 
-    def warm_up(self) -> None:
-        """A prompt and then decodes of 1, 2, 3 … requests, in blocks that nobody uses yet.
+    def warm_up(self, max_num_tokens: int = 0) -> None:
+        """Run steps in blocks that nobody uses yet, and capture those that can be.
 
         So the first requests wait for no kernel, and the memory of compiled kernels is taken now and not bit by bit.
+
+        Args:
+            max_num_tokens: of one step; only on a device.
         """
         worker, self._worker = self._worker, None
         proposer, self._proposer = self._proposer, None
-        num_tokens = min(16, self._kv_pool.shape[0] * self._kv_pool.shape[4] - 1)
-        tables = [list(range(-(-(num_tokens + 1) // self._kv_pool.shape[4])))] * self._batch.block_tables.shape[0]
-        params = SamplingParams(temperature=0.0)
-        requests = [
-            NewRequest(("warm-up", i), 0, [0] * num_tokens, [], params, tables)
-            for i in range(min(_WARM_UP_REQUESTS, self._max_num_seqs))
-        ]
-        keys = [request.key for request in requests]
-        self.execute(StepPlan(0, requests, [ScheduledRequest(keys[0], 0, num_tokens, [], True)], []))
-        for count in range(1, len(keys) + 1):
-            decodes = [ScheduledRequest(key, num_tokens - 1, 1, [], True) for key in keys[:count]]
-            self.execute(StepPlan(count, requests, decodes, keys))  # anew: each step draws behind the prompt
-        self.execute(StepPlan(len(keys) + 1, [], [], keys))
-        if self._decodes is not None:
-            with torch.inference_mode():
-                self._decodes.warm_up(self._batch.block_tables, self._recorder)
+        num_groups, num_seqs, _ = self._batch.block_tables.shape
+        num_blocks, block_size = self._kv_pool.shape[0], self._kv_pool.shape[4]
+        limits = WarmUp(num_seqs, self._batch.token_ids.shape[1] - 1, num_groups, num_blocks, block_size)
+        for plan in limits.on_device(max_num_tokens) if max_num_tokens else limits.on_host():
+            self.execute(plan)
+        self.warm_up_decodes(self._recorder)
         self._worker, self._proposer = worker, proposer
+
+    @torch.inference_mode()
+    def warm_up_decodes(self, recorder: Recorder | None) -> None:
+        """Run decode steps of each padded size with nobody in them, and capture them."""
+        if self._decodes is not None:
+            self._decodes.warm_up(self._batch.block_tables, recorder)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step; an empty one (no token scheduled) only makes the connector's calls."""

@@ -270,7 +270,7 @@ def paged_attention_triton(
     in_parts = parts.num > 1
     shape = (num_tokens, parts.num, num_heads)
     partial = q.new_empty((*shape, head_size), dtype=torch.float32) if in_parts else out.unsqueeze(1)
-    bests, totals = q.new_empty((2, *shape) if in_parts else (2, 0), dtype=torch.float32)
+    bests, totals = (q.new_empty(shape if in_parts else 0, dtype=torch.float32) for _ in range(2))
     padded = max(_MIN_DOT_SIZE, triton.next_power_of_2(head_size))
     _paged_attention_kernel[(num_tiles, num_kv_heads, parts.num)](
         partial,

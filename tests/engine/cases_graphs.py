@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_models import make_hf_model
 from tape import TapeRecorder
+from triton.runtime.interpreter import InterpretedFunction
 
 from pdkv.engine import runner, step_buffers
 from pdkv.engine.attention import cuda as attention_cuda
@@ -46,10 +47,10 @@ def _in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 class Driver(StepDriver):
     """Takes notes of logits; the pool is full of NaN where nobody has computed anything."""
 
-    def __init__(self, model_dir: Path, **options: Any) -> None:
+    def __init__(self, model_dir: Path, max_num_tokens: int = 0, **options: Any) -> None:
         defaults: dict[str, Any] = {"num_blocks": 40, "max_num_seqs": 6, "linears": "torch", "check_finite": False}
         super().__init__(model_dir, **{**defaults, **options})
-        self.runner.warm_up()
+        self.runner.warm_up(max_num_tokens)
         self.pool.fill_(torch.nan)
         self.logits: list[torch.Tensor] = []
         compute = self.model.logits
@@ -154,3 +155,53 @@ def test_who_looks_on_between_layers_is_not_replayed(model_dir: Path) -> None:
     driver = Driver(model_dir, decode_sizes=SIZES, recorder=recorder, check_finite=True)
     play(driver, 1)
     assert recorder.num_replays == 0
+
+
+def variant(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What Triton compiles a kernel for: constants and options by value, 1, multiples of 16 and 64 bits by that."""
+    plain = kernel.kwargs.get("do_not_specialize") or []
+
+    def kind(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.data_ptr() % 16 == 0
+        if isinstance(value, int):
+            width = "i32" if -(2**31) <= value < 2**31 else "i64"
+            return width if name in plain else (width, value == 1, value % 16 == 0)
+        return type(value)
+
+    return (kernel.__name__, *map(kind, kernel.arg_names, args), *sorted(kwargs.items()))
+
+
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    """Those that were launched."""
+    launched = set()
+    run = InterpretedFunction.run
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        launched.add(variant(kernel, args, kwargs))
+        return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", note)
+    return launched
+
+
+def test_nothing_is_compiled_behind_the_warm_up(tmp_path: Path, variants: set[tuple[Any, ...]]) -> None:
+    """In float16, which has tiles of both sizes; KV in parts and whole; many requests and one, of any length."""
+    features: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16, "hidden_size": 48}
+    directory = make_hf_model(tmp_path, "mistral", "float16", **features, sliding_window=30, num_hidden_layers=1)
+    driver = Driver(directory, max_num_tokens=50, num_blocks=150, max_num_seqs=8, decode_sizes=SIZES)
+    driver.pool.zero_()
+    warm = set(variants)
+    assert len([v for v in warm if v[0] == "_paged_attention_kernel"]) == 4
+    play(driver, 4)
+    for length in (700, 513, 470):
+        key = driver.add(str(length), [7] * length)
+        driver.computed[key] = length - 37  # of zeros
+        beside = driver.add(f"{length}+", [7] * 3)
+        for chunks in ({key: 33, beside: 3}, {key: 1}, {key: 3, beside: 1}, {key: 1, beside: 1}, {key: 1}):
+            driver.step(chunks)
+        driver.end(key)
+        driver.end(beside)
+        driver.pool.zero_()
+    assert not variants - warm
