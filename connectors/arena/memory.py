@@ -1,5 +1,5 @@
 """One rank's shared memory: a sealed memfd with a header, the block table, words and the KV pool, which only it can
-write.
+write. A pool on a device lies there, and all else here (device_pool.py).
 
 A peer opens it through /proc/<pid>/fd/<fd>. Nothing has a name in a file system: the kernel frees the memory with the
 last mapping, however the processes end.
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import BlockTableReader, TableArrays, TableShape
+from pdkv.connectors.arena.device_pool import DevicePoolAddress, ExportedPool, PeerPool, PoolDevice
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.connectors.transfer.planning import Bytes
 from pdkv.errors import (
@@ -78,6 +79,7 @@ class ArenaAddress(msgspec.Struct, frozen=True):
     fd: int
     inode: int
     size: int
+    pool: DevicePoolAddress | None = None  # where the pool is not in the arena
 
 
 class ArenaShape(NamedTuple):
@@ -87,13 +89,15 @@ class ArenaShape(NamedTuple):
     num_heads: int
     data_offset: int
     block_bytes: int
+    holds_pool: bool
 
     @classmethod
-    def of(cls, layout: KVLayout, num_blocks: int) -> "ArenaShape":
-        """The shape of an arena for `num_blocks` blocks."""
+    def of(cls, layout: KVLayout, num_blocks: int, *, holds_pool: bool = True) -> "ArenaShape":
+        """The shape of an arena for `num_blocks` blocks; their data lies elsewhere if it does not hold the pool."""
         table = TableShape(num_blocks, layout.block_size // HASH_BLOCK_SIZE)
         end = _digests_offset(table) + table_bytes(table.num_units, layout.num_kv_heads)
-        return cls(table, layout.num_kv_heads, -(-end // _DATA_ALIGNMENT) * _DATA_ALIGNMENT, layout.block_bytes)
+        offset = -(-end // _DATA_ALIGNMENT) * _DATA_ALIGNMENT
+        return cls(table, layout.num_kv_heads, offset, layout.block_bytes, holds_pool)
 
     def digests(self, memory: memoryview) -> DigestTable:
         """The table of digests of the rank's KV, in a mapping of the arena."""
@@ -101,21 +105,33 @@ class ArenaShape(NamedTuple):
         return DigestTable(table, self.table.num_units, self.num_heads)
 
     @property
+    def pool_bytes(self) -> int:
+        """Bytes of the KV pool, wherever it lies."""
+        return self.table.num_blocks * self.block_bytes
+
+    @property
     def size(self) -> int:
         """Bytes of the whole arena."""
-        return self.data_offset + self.table.num_blocks * self.block_bytes
+        return self.data_offset + (self.pool_bytes if self.holds_pool else 0)
 
 
 class Arena:
     """The owner's side. The mapping lives as long as anything refers to its memory, such as the KV pool's tensor."""
 
-    def __init__(self, *, engine: str, epoch: str, layout: KVLayout, num_blocks: int) -> None:
-        """Create, map and seal. Only the table is allocated: `allocate_data` does the rest.
+    def __init__(
+        self, *, engine: str, epoch: str, layout: KVLayout, num_blocks: int, device: PoolDevice | None = None
+    ) -> None:
+        """Create, map and seal. Only the table is allocated: `kv_cache` and `allocate_data` do the rest.
+
+        Args:
+            device: where the pool will lie; None: in the arena.
 
         Raises:
             ConfigError: the memory cannot be had.
         """
-        self.shape = ArenaShape.of(layout, num_blocks)
+        self.shape = ArenaShape.of(layout, num_blocks, holds_pool=device is None)
+        self.exported: ExportedPool | None = None  # the pool, where it lies on a device, once it is allocated
+        self._device = device
         self._layout = layout
         self._stop_touching = threading.Event()
         self._toucher: threading.Thread | None = None
@@ -163,11 +179,15 @@ class Arena:
         """Allocate the KV pool, zeroed. It stays mapped while the tensor lives. Raises ConfigError."""
         import torch
 
-        self.allocate_data()
-        assert self._memory is not None, "the arena is closed"
-        layout, memory = self._layout, memoryview(self._memory)[self.shape.data_offset : self.shape.size]
-        pool = torch.frombuffer(memory, dtype=torch.uint8).view(getattr(torch, layout.dtype))
-        return pool.view(
+        layout = self._layout
+        if self._device is not None:
+            self.exported = self._device.export(self.shape.pool_bytes)
+            self.address = msgspec.structs.replace(self.address, pool=self.exported.address)
+            data = self.exported.data
+        else:
+            self.allocate_data()
+            data = torch.from_numpy(self.data().reshape(-1))
+        return data.view(getattr(torch, layout.dtype)).view(
             self.shape.table.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_size
         )
 
@@ -183,7 +203,7 @@ class Arena:
         self._stop_touching.set()
         if self._toucher is not None:
             self._toucher.join()  # at most one call's time
-        self._memory = None
+        self._memory = self.exported = None
         del self.table_arrays, self.words
         os.close(self._fd)
 
@@ -212,17 +232,36 @@ class Arena:
 class PeerArena:
     """A reader's view of a peer's arena. Freed when nobody refers to it, so a copy in flight keeps it mapped."""
 
-    def __init__(self, memory: mmap.mmap, header: ArenaHeader) -> None:
+    def __init__(self, memory: mmap.mmap, header: ArenaHeader, address: ArenaAddress) -> None:
         self.header = header
-        self.shape = ArenaShape.of(header.layout, header.num_blocks)
+        self.address = address
+        self.shape = ArenaShape.of(header.layout, header.num_blocks, holds_pool=address.pool is None)
         view = memoryview(memory)
         arrays = TableArrays.over(view[HEADER_BYTES : self.shape.data_offset], self.shape.table)
         self.table = BlockTableReader(arrays, self.shape.table)
         self.words = _words(view, self.shape)
         self.digests = self.shape.digests(view)
-        self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only
+        self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only; no rows where a device has them
         self.is_source = False  # whether hand-offs come from here, so that sooner or later all of the pool is read
         self.num_mapped_bytes = 0  # of the pool, by `map_ahead`
+        self.pool: PeerPool | None = None  # where a device has it, once it is mapped
+
+    def check_owner(self) -> None:
+        """Check that the owner still has its files, and so its memory on devices: these are files to the kernel, too.
+
+        A process that ends loses its table of files before the first of them is closed, and counts as alive for some
+        time after the last.
+
+        Raises:
+            PeerGone: it has ended, or begun to.
+        """
+        address = self.address
+        try:
+            inode = os.stat(f"/proc/{address.pid}/fd/{address.fd}").st_ino
+        except OSError as error:
+            raise _open_error(f"engine {self.header.engine}: process {address.pid} has ended", error) from error
+        if inode != address.inode:
+            raise PeerGone(f"engine {self.header.engine}: process {address.pid} has closed its arena")
 
     def map_ahead(self) -> bool:
         """Map the pool's next pages; False: there are no more.
@@ -272,11 +311,11 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
         raise IncompatiblePeers(
             f"engine {engine}: its arena has (layout, blocks) {said!r}, its card says {meant!r}: restart that engine"
         )
-    if ArenaShape.of(header.layout, header.num_blocks).size != address.size:
+    if ArenaShape.of(header.layout, header.num_blocks, holds_pool=address.pool is None).size != address.size:
         raise IncompatiblePeers(
             f"engine {engine}: an arena of {address.size} bytes has another shape than its header's"
         )
-    return PeerArena(memory, header)
+    return PeerArena(memory, header, address)
 
 
 def _open_error(what: str, error: OSError) -> TransferError:
@@ -324,9 +363,9 @@ def _words(memory: memoryview, shape: ArenaShape) -> npt.NDArray[np.int64]:
 
 
 def _data(memory: memoryview, shape: ArenaShape) -> Bytes:
-    count = shape.table.num_blocks * shape.block_bytes
-    data = np.frombuffer(memory, dtype=np.uint8, count=count, offset=shape.data_offset)
-    return data.reshape(shape.table.num_blocks, shape.block_bytes)
+    """(num_blocks, block_bytes); no rows where the pool lies elsewhere."""
+    data = np.frombuffer(memory[shape.data_offset : shape.size], dtype=np.uint8)
+    return data.reshape(-1, shape.block_bytes)
 
 
 def _write_header(memory: mmap.mmap, header: ArenaHeader) -> None:

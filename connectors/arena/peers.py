@@ -1,9 +1,11 @@
 """Which peers' arenas can be used: cards in, mappings out, opened when they are asked for first."""
 
 import logging
+import threading
 
 import msgspec
 
+from pdkv.connectors.arena.device_pool import PeerPool, PoolDevice
 from pdkv.connectors.arena.memory import ArenaAddress, PeerArena, open_peer_arena
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.cards import Incarnation, PeerCards, decode_ranks
@@ -23,6 +25,7 @@ class PeerArenas(PeerCards):
         self._addresses: dict[Incarnation, list[ArenaAddress]] = {}
         self._short: set[Incarnation] = set()  # for which this process lacked something the last time
         self._open: dict[Incarnation, dict[int, PeerArena]] = {}  # by rank; lives on while a copy uses it
+        self._mapping = threading.Lock()  # one pool at a time; not `_lock`, for which the step thread would wait
 
     def get(self, engine: str, epoch: str, rank: int = 0) -> PeerArena:
         """The arena of one rank of one incarnation.
@@ -54,6 +57,25 @@ class PeerArenas(PeerCards):
             self._open.setdefault(peer, {})[rank] = arena
             return arena
 
+    def pool(self, engine: str, epoch: str, rank: int, device: PoolDevice) -> tuple[PeerArena, PeerPool]:
+        """The arena and the pool of a rank that keeps its KV on a device; mapped for `device`, which is always the same.
+
+        Raises as `get`.
+        """
+        arena = self.get(engine, epoch, rank)
+        with self._mapping:
+            if arena.pool is None:
+                assert arena.address.pool is not None, "its card was accepted"
+                try:
+                    arena.pool = device.open(arena.address.pool, arena.shape.pool_bytes)
+                except IncompatiblePeers as error:
+                    with self._lock:  # from now on nobody finds anything there
+                        self._errors[engine, epoch] = error.anew()
+                        self._open.pop((engine, epoch), None)
+                    logger.warning("no KV from engine %s: %s", engine, error)
+                    raise
+            return arena, arena.pool
+
     def map_ahead(self) -> bool:
         """Map some more of a source's pool; False: nothing is left to do."""
         with self._lock:
@@ -62,7 +84,12 @@ class PeerArenas(PeerCards):
 
     def _accept(self, peer: Incarnation, card: EngineCard) -> None:
         super()._accept(peer, card)
-        self._addresses[peer] = decode_ranks(card, _addresses, "arena")
+        addresses = decode_ranks(card, _addresses, "arena")
+        on_device = self.config.device != "cpu"
+        if any((address.pool is not None) != on_device for address in addresses):
+            here, there = ("GPU", "host") if on_device else ("host", "GPU")
+            raise IncompatiblePeers(f"engine {card.engine} keeps its KV in {there} memory, this one in {here} memory")
+        self._addresses[peer] = addresses
 
     def _forget(self, peer: Incarnation) -> None:
         super()._forget(peer)

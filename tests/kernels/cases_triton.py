@@ -22,6 +22,7 @@ from pdkv.engine.attention.cuda import CudaAttention
 from pdkv.kernels import paged_attention_triton as paged_attention_module
 from pdkv.kernels.digest import hash_rows, seeds_of
 from pdkv.kernels.digest_triton import digests_triton
+from pdkv.kernels.host import Rows
 from pdkv.kernels.kv_copy import (
     FP8,
     Range,
@@ -34,6 +35,8 @@ from pdkv.kernels.kv_copy import (
 from pdkv.kernels.kv_copy_triton import copy_units_triton, write_kv_triton
 from pdkv.kernels.paged_attention import paged_attention_reference
 from pdkv.kernels.paged_attention_triton import paged_attention_triton
+from pdkv.kernels.pool_copy import copy_pieces_reference
+from pdkv.kernels.pool_copy_triton import copy_pieces_triton
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -408,3 +411,23 @@ def test_digests(row_words: int, device: torch.device) -> None:
         (heads * row_words, row_words),
     )
     assert np.array_equal(result.cpu().numpy().view(np.uint64), expected)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        Rows(1, 0, 0, 1, 0, 0, 16 * 2100),  # a block: more than a program's part
+        Rows(3, 480, 960, 2, 96, 48, 48),  # heads of layers, with other strides on the other side
+    ],
+)
+def test_pieces_go_from_pool_to_pool(rows: Rows, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(rows.row_bytes)
+    unit = rows.row_bytes
+    source = torch.randint(256, (12 * max(unit, 2880),), dtype=torch.uint8, generator=generator).to(device)
+    target = torch.zeros(6 * max(unit, 2880), dtype=torch.uint8, device=device)
+    to, start = (torch.tensor(ids, device=device) * unit for ids in ([5, 0, 2], [11, 7, 3]))
+    expected = target.clone()
+    copy_pieces_reference(expected, source, to, start, rows)
+    copy_pieces_triton(target, source, to, start, rows)
+    assert torch.equal(target, expected)
+    assert target.any()

@@ -140,6 +140,21 @@ def test_copies_compile_for_a_gpu(
         assert "st.global.v4.b32" in compiled.asm["ptx"]
 
 
+def test_a_copy_between_pools_compiles_for_a_gpu_and_moves_16_bytes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from pdkv.kernels.pool_copy_triton import _copy_pieces_kernel
+
+    names = ("target", "source", "target_offsets", "source_offsets")
+    compiled = compile_for_gpu(
+        _copy_pieces_kernel, dict.fromkeys(names, "*i64"), {"TILE_WORDS": 2048}, aligned=("target", "source")
+    )
+    assert compiled.asm["cubin"]
+    assert "ld.global.v2.b64" in compiled.asm["ptx"]
+    assert "st.global.v2.b64" in compiled.asm["ptx"]
+
+
 def test_digest_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from pdkv.kernels.digest_triton import _digest_kernel

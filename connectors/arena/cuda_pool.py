@@ -1,0 +1,123 @@
+"""Pools on a CUDA device, exported and mapped by CUDA IPC.
+
+Events are torch's. Pools are allocations of their own: what torch's allocator hands out lies somewhere in a segment,
+which with expandable segments cannot be exported at all.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from pdkv.connectors.arena.device_pool import DevicePoolAddress, PoolDevice
+from pdkv.errors import ConfigError, IncompatiblePeers
+from pdkv.host import cuda_driver
+from pdkv.host.cuda_driver import CudaDriverError
+from pdkv.kernels.streams import CudaEvent, Event
+
+logger = logging.getLogger(__name__)
+
+
+class CudaPoolDevice(PoolDevice):
+    """One CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` has a number."""
+        self.device = device
+        self.name = _uuid(device.index)
+
+    def _allocate(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
+        torch.cuda.empty_cache()  # what the largest step has left there is the pool's now
+        try:
+            memory = _DeviceMemory.allocate(self.device.index, num_bytes)
+            handle = cuda_driver.export_memory(self.device.index, memory.address)
+        except CudaDriverError as error:
+            hint = "a smaller --kv-cache-memory helps" if error.is_out_of_memory else "--connector nixl does without"
+            raise ConfigError(f"cannot share {num_bytes} bytes of {self.device} for KV: {error}; {hint}") from error
+        return memory.as_tensor(self.device).zero_(), handle
+
+    def _make_event(self) -> tuple[Event, bytes]:
+        try:
+            with torch.cuda.device(self.device):
+                event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+                event.record()  # from here on there is one to wait for
+                return CudaEvent(event), bytes(event.ipc_handle())  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise ConfigError(f"cannot share an event of {self.device}: {error}") from error
+
+    def _map(self, address: DevicePoolAddress) -> torch.Tensor:
+        what = f"memory of {address.device} cannot be mapped on {self.name}"
+        if len(address.memory) != cuda_driver.HANDLE_BYTES:
+            raise IncompatiblePeers(f"{what}: a handle of {len(address.memory)} bytes is none of CUDA's")
+        try:
+            memory = _DeviceMemory.map(self.device.index, address.memory, address.num_bytes)
+            _check_size(memory, address)
+            return memory.as_tensor(_device_of(address.device))
+        except (CudaDriverError, RuntimeError) as error:
+            raise IncompatiblePeers(f"{what}: {error}") from error
+
+    def _open_event(self, address: DevicePoolAddress) -> Event:
+        try:  # on this device: the owner's would cost a context there
+            return CudaEvent(torch.cuda.Event.from_ipc_handle(self.device, address.event))  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise IncompatiblePeers(f"an event of {address.device} cannot be used on {self.name}: {error}") from error
+
+
+class _DeviceMemory:
+    """Memory that is not torch's, in the form in which torch takes it over: tensors that lie there keep this object."""
+
+    def __init__(self, device: int, address: int, num_bytes: int, release: Callable[[int, int], None]) -> None:
+        self.device = device
+        self.address = address
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2,
+        }  # fmt: skip
+        weakref.finalize(self, _release, release, device, address).atexit = False  # the driver frees what is left
+
+    @classmethod
+    def allocate(cls, device: int, num_bytes: int) -> "_DeviceMemory":
+        """An allocation of its own. Raises CudaDriverError."""
+        return cls(device, cuda_driver.allocate(device, num_bytes), num_bytes, cuda_driver.free)
+
+    @classmethod
+    def map(cls, device: int, handle: bytes, num_bytes: int) -> "_DeviceMemory":
+        """Another process' allocation, as `device` reaches it. Raises CudaDriverError."""
+        return cls(device, cuda_driver.open_memory(device, handle), num_bytes, cuda_driver.close_memory)
+
+    def as_tensor(self, device: torch.device) -> torch.Tensor:
+        """(num_bytes,) uint8, in place. Raises RuntimeError: torch finds the memory on another device."""
+        tensor = torch.as_tensor(self, device=device)
+        if tensor.data_ptr() != self.address:
+            raise RuntimeError(f"torch does not take it for memory of {device}")
+        return tensor
+
+
+def _release(release: Callable[[int, int], None], device: int, address: int) -> None:
+    try:
+        release(device, address)
+    except CudaDriverError as error:  # the device is as good as gone
+        logger.warning("memory of CUDA device %d is not given back: %s", device, error)
+
+
+def _check_size(memory: _DeviceMemory, address: DevicePoolAddress) -> None:
+    """Raises IncompatiblePeers where the driver knows of fewer bytes than the peer says."""
+    try:
+        size = cuda_driver.size_from(memory.device, memory.address)
+    except CudaDriverError as error:
+        logger.debug("the driver does not tell the size of a peer's pool: %s", error)
+        return
+    if size < address.num_bytes:
+        raise IncompatiblePeers(f"an allocation of {size} bytes is shown as a pool of {address.num_bytes}")
+
+
+def _uuid(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
+
+
+def _device_of(uuid: str) -> torch.device:
+    """Raises RuntimeError where this process does not see it."""
+    for number in range(torch.cuda.device_count()):
+        if _uuid(number) == uuid:
+            return torch.device("cuda", number)
+    raise RuntimeError("this process does not see that device: CUDA_VISIBLE_DEVICES must name it, too")

@@ -1,0 +1,104 @@
+"""KV pools in device memory that peers map: exported with an event that says when a step's KV is there.
+
+An arena in host memory has the generations, the device has the pool. A reader waits for the event, copies from device
+to device, and compares the generations behind the copy as it does in host memory (memory.py).
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from pdkv.connectors.transfer.pool_copy import Pieces
+from pdkv.errors import IncompatiblePeers
+from pdkv.kernels.streams import Event
+
+if TYPE_CHECKING:
+    import torch
+
+COPY_BYTES = 256 << 20
+"""Between two such parts of a copy a cancel and the deadline are seen."""
+
+COPY_TIMEOUT_S = 30.0
+"""A part that a device has not copied by then is never copied: the device hangs."""
+
+
+class DevicePoolAddress(msgspec.Struct, frozen=True):
+    """How a peer on this host gets at a pool; travels in the engine's card."""
+
+    memory: bytes  # what the allocation is opened by
+    event: bytes  # what the event is opened by
+    device: str  # which one it is on, the same in every process
+    num_bytes: int
+
+
+class ExportedPool(NamedTuple):
+    """The owner's side."""
+
+    data: "torch.Tensor"  # (num_bytes,) uint8; the allocation lives as long as this
+    step_done: Event  # recorded behind each step, before anything of it is published
+    address: DevicePoolAddress
+
+
+class PeerPool(NamedTuple):
+    """The reader's side. Unmapped when nobody refers to it."""
+
+    data: "torch.Tensor"  # (num_bytes,) uint8
+    step_done: Event
+
+
+class PoolDevice(ABC):
+    """A device on which pools are exported and mapped. Threads may share it."""
+
+    device: "torch.device"
+    name: str
+    """The same in every process."""
+
+    def export(self, num_bytes: int) -> ExportedPool:
+        """Allocate a pool, zeroed, for peers to map. Raises ConfigError: the memory cannot be had, or not be shared."""
+        data, memory = self._allocate(num_bytes)
+        event, handle = self._make_event()
+        return ExportedPool(data, event, DevicePoolAddress(memory, handle, self.name, num_bytes))
+
+    def open(self, address: DevicePoolAddress, num_bytes: int) -> PeerPool:
+        """Map a peer's pool.
+
+        Args:
+            num_bytes: that it must have for what its card says.
+
+        Raises:
+            IncompatiblePeers: it has another size, or cannot be mapped here.
+        """
+        if address.num_bytes != num_bytes:
+            raise IncompatiblePeers(f"a pool of {address.num_bytes} bytes, where its card means {num_bytes}")
+        return PeerPool(self._map(address), self._open_event(address))
+
+    def copy(self, target: "torch.Tensor", source: "torch.Tensor", pieces: Pieces) -> None:
+        """Queue a copy of pieces between two pools, (bytes,) uint8 each, on the current stream.
+
+        Raises:
+            TransferError: some of it is not within its pool; nothing is copied.
+        """
+        import torch
+
+        from pdkv.kernels.pool_copy import copy_pieces
+
+        pieces.check(target.nbytes, source.nbytes)
+        to, start = (torch.from_numpy(ids.copy()).to(self.device) for ids in (pieces.target, pieces.source))
+        copy_pieces(target, source, to, start, pieces.rows)
+
+    @abstractmethod
+    def _allocate(self, num_bytes: int) -> "tuple[torch.Tensor, bytes]":
+        """Zeroed memory, and what peers open it by. Raises ConfigError."""
+
+    @abstractmethod
+    def _make_event(self) -> tuple[Event, bytes]:
+        """An event, and what peers open it by. Raises ConfigError."""
+
+    @abstractmethod
+    def _map(self, address: DevicePoolAddress) -> "torch.Tensor":
+        """A peer's memory. Raises IncompatiblePeers."""
+
+    @abstractmethod
+    def _open_event(self, address: DevicePoolAddress) -> Event:
+        """A peer's event. Raises IncompatiblePeers."""
