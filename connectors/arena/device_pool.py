@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 COPY_BYTES = 256 << 20
 """Between two such parts of a copy a cancel and the deadline are seen."""
 
-COPY_TIMEOUT_S = 30.0
-"""A part that a device has not copied by then is never copied: the device hangs."""
-
 
 class DevicePoolAddress(msgspec.Struct, frozen=True):
     """How a peer on this host gets at a pool; travels in the engine's card."""
@@ -102,3 +99,14 @@ class PoolDevice(ABC):
     @abstractmethod
     def _open_event(self, address: DevicePoolAddress) -> Event:
         """A peer's event. Raises IncompatiblePeers."""
+
+
+def make_pool_device(kind: str) -> PoolDevice | None:
+    """The device of that kind that this thread computes on; None: pools are in host memory."""
+    if kind == "cpu":
+        return None
+    import torch
+
+    from pdkv.connectors.arena.cuda_pool import CudaPoolDevice
+
+    return CudaPoolDevice(torch.device("cuda", torch.cuda.current_device()))

@@ -58,7 +58,7 @@ class PeerArenas(PeerCards):
             return arena
 
     def pool(self, engine: str, epoch: str, rank: int, device: PoolDevice) -> tuple[PeerArena, PeerPool]:
-        """The arena and the pool of a rank that keeps its KV on a device; mapped for `device`, which is always the same.
+        """The arena and the pool of a rank that keeps its KV on a device; mapped for `device`, which is one.
 
         Raises as `get`.
         """

@@ -1,14 +1,18 @@
 """The `shared_memory` connector: engines on one host read each other's KV pools, verified by block generations.
 
+Where KV is on GPUs, pools are mapped by CUDA IPC; the table of generations is in host memory all the same.
+
 kind pull: a hand-off names blocks and their generations, and decode copies them. Content-addressed, too: whatever full
 block any engine has computed or loaded is found by its key, so that roles are not fixed and generated text is reused.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import SharedBlockTable
+from pdkv.connectors.arena.device_pool import make_pool_device
 from pdkv.connectors.arena.memory import Arena
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import (
@@ -44,9 +48,11 @@ class SharedMemoryConnector(KVConnector):
         super().__init__(config, notify)
         if config.layout.block_size % HASH_BLOCK_SIZE:
             raise ConfigError(f"block_size must be a multiple of {HASH_BLOCK_SIZE}, got {config.layout.block_size}")
+        self._device = make_pool_device(config.device)
         self._arena = Arena(
-            engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks
-        )
+            engine=config.engine, epoch=config.epoch, layout=config.layout, num_blocks=config.num_blocks,
+            device=self._device,
+        )  # fmt: skip
         self._table = SharedBlockTable(self._arena.table_arrays, self._arena.shape.table)
         self._peers = PeerArenas(config)  # of both sides: a peer is mapped once
 
@@ -54,7 +60,7 @@ class SharedMemoryConnector(KVConnector):
         return self._table
 
     def allocate_kv_cache(self) -> "torch.Tensor":
-        """The pool in the arena."""
+        """The pool in the arena, or on the device, as peers map it."""
         return self._arena.kv_cache()
 
     def make_scheduler_side(self) -> SchedulerConnector:
@@ -63,7 +69,12 @@ class SharedMemoryConnector(KVConnector):
     def make_worker_side(self, rank: int) -> WorkerConnector:
         """This process' rank's side; `rank` is the one that the connector was built for."""
         assert rank == self.config.rank, "a connector is built for one rank"
-        return SharedMemoryWorker(
+        make: Callable[..., SharedMemoryWorker] = SharedMemoryWorker
+        if self._device is not None:
+            from pdkv.connectors.shared_memory.device_worker import DeviceSharedMemoryWorker
+
+            make = partial(DeviceSharedMemoryWorker, device=self._device)
+        return make(
             self.config,
             self._arena,
             self.notify,

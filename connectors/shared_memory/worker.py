@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Scratch:
+class Scratch:
     """What an I/O thread keeps for itself."""
 
     table: BlockTableReader | None = None  # the generations of the load that it runs
@@ -57,9 +57,14 @@ class SharedMemoryWorker(PullWorker):
         super().__init__(config, notify, self._arenas, timeout_s=load_timeout_s, lanes=lanes)
         self._arena = arena
         self._pool: Bytes | None = arena.data()
-        self.checksums = Checksums(config, self._pool)
-        if config.kv_checksum != "off":
-            self.source_digests = SourceDigests(self.checksums.pool, arena.digests())
+        if arena.shape.holds_pool:
+            self._start_on(self._pool)
+
+    def _start_on(self, pool: Any) -> None:
+        """Loads may come; `pool` as for PoolDigests."""
+        self.checksums = Checksums(self.config, pool)
+        if self.config.kv_checksum != "off":
+            self.source_digests = SourceDigests(self.checksums.pool, self._arena.digests())
         self.start_threads()
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
@@ -69,12 +74,8 @@ class SharedMemoryWorker(PullWorker):
             ConfigError: it lies on another device or elsewhere in memory.
         """
         if kv_cache.device.type != "cpu":
-            raise ConfigError(
-                f"connector shared_memory keeps KV in host memory, the engine's KV is on {kv_cache.device}: use "
-                "--device cpu, or a connector for device memory (between engines in one process: memory)"
-            )
-        assert self._pool is not None, "the connector is shut down"
-        if kv_cache.data_ptr() != self._pool.ctypes.data or kv_cache.nbytes != self._pool.nbytes:
+            raise ConfigError(f"connector shared_memory has its pool in host memory, the KV is on {kv_cache.device}")
+        if not self._arena.holds(kv_cache):
             raise ConfigError("connector shared_memory must allocate the KV pool itself (allocate_kv_cache)")
 
     def handshake(self) -> bytes:
@@ -82,7 +83,8 @@ class SharedMemoryWorker(PullWorker):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self.checksums.close()
+        if hasattr(self, "checksums"):
+            self.checksums.close()
         self._pool = None
 
     def lane_of(self, engine: str, epoch: str, peer_rank: int) -> Lane:
@@ -90,20 +92,20 @@ class SharedMemoryWorker(PullWorker):
 
     # --- I/O threads ----------------------------------------------------------------------------------------------
 
-    def make_scratch(self, lane: Lane) -> _Scratch:
-        return _Scratch()
+    def make_scratch(self, lane: Lane) -> Scratch:
+        return Scratch()
 
     def do_idle_work(self) -> bool:
         """With nothing to copy, peers' pools are mapped ahead, bit by bit."""
         return self._arenas.map_ahead()
 
-    def run_job(self, job: Job, scratch: _Scratch) -> int | None:
+    def run_job(self, job: Job, scratch: Scratch) -> int | None:
         try:
             return super().run_job(job, scratch)
         finally:
             scratch.table = None  # or it would keep the peer mapped
 
-    def read(self, job: Job, piece: PullPiece, scratch: _Scratch) -> int:
+    def read(self, job: Job, piece: PullPiece, scratch: Scratch) -> int:
         peer, pool = self._begin(job, piece, scratch), self._pool
         assert pool is not None
         pieces = piece.pieces(self.config.layout)
@@ -113,12 +115,12 @@ class SharedMemoryWorker(PullWorker):
         fence()  # the generations are read after the data
         return pieces.num_bytes
 
-    def read_digested(self, job: Job, piece: PullPiece, scratch: _Scratch, tokens: Tokens) -> Landed:
+    def read_digested(self, job: Job, piece: PullPiece, scratch: Scratch, tokens: Tokens) -> Landed:
         landed = self.copy_digested(job, piece, self._begin(job, piece, scratch).data, tokens)
         fence()  # generations and digests are read after the data
         return landed
 
-    def _begin(self, job: Job, piece: PullPiece, scratch: _Scratch) -> PeerArena:
+    def _begin(self, job: Job, piece: PullPiece, scratch: Scratch) -> PeerArena:
         """The arena that a piece is read from. Raises StaleGeneration for what is not worth a copy any more."""
         load = piece.load
         peer = self._arenas.get(*piece.peer_rank)
@@ -126,11 +128,11 @@ class SharedMemoryWorker(PullWorker):
         self.check_generations(job, piece, scratch)
         return peer
 
-    def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: _Scratch) -> Ids:
+    def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Scratch) -> Ids:
         scratch.table = scratch.table or self._arenas.get(piece.load.engine, piece.load.epoch).table
         return scratch.table.generations(blocks)
 
-    def read_digests(self, job: Job, piece: PullPiece, scratch: _Scratch, units: Ids, generations: Ids) -> DigestRows:
+    def read_digests(self, job: Job, piece: PullPiece, scratch: Scratch, units: Ids, generations: Ids) -> DigestRows:
         peer = self._arenas.get(*piece.peer_rank)
         if units.size and not 0 <= units.min() <= units.max() < peer.shape.table.num_units:
             raise KVNotFound(f"engine {piece.load.engine} has no such blocks")

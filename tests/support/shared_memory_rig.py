@@ -3,7 +3,7 @@
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import ConnectorConfig, RequestView, SchedulerView, TransferOutcome
 from pdkv.connectors.shared_memory import worker as shared_memory_worker
 from pdkv.connectors.shared_memory.connector import SharedMemoryConnector
+from pdkv.connectors.step_done import StepDone
+from pdkv.kernels import pool_copy
 from pdkv.wire.messages import EngineCard, KVHandoff, KVLayout
 
 WAIT_S = 20.0
@@ -28,13 +30,22 @@ def make_layout(block_size: int = 16, **changes: Any) -> KVLayout:
 class Engine:
     """One engine's connector, driven by hand."""
 
-    def __init__(self, name: str, *, epoch: str = "1", layout: KVLayout | None = None, **options: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        epoch: str = "1",
+        layout: KVLayout | None = None,
+        device: str = "cpu",
+        **options: str,
+    ) -> None:
         self.layout = layout or make_layout()
         self._woken = threading.Semaphore(0)
         self.step_id = 0
+        self.earlier_steps: StepDone | None = None
         config = ConnectorConfig(
-            engine=name, epoch=epoch, layout=self.layout, num_blocks=48, options=options, model="m"
-        )
+            engine=name, epoch=epoch, layout=self.layout, num_blocks=48, options=options, model="m", device=device,
+        )  # fmt: skip
         self.connector = SharedMemoryConnector(config, self._woken.release)
         self.table = self.connector.make_block_table()
         self.kv = self.connector.allocate_kv_cache()
@@ -76,6 +87,7 @@ class Engine:
     def step(self) -> None:
         self.step_id += 1
         meta = self.scheduler.build_connector_meta(SchedulerView(self.step_id, [], [], [], [], [], []))
+        meta.earlier_steps = self.earlier_steps
         self.worker.start_load_kv(meta)
 
     def outcome(self, request: RequestView) -> TransferOutcome:
@@ -120,15 +132,17 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Semaphore(0), threading.Event()
         self.num_copies = 0
-        real = shared_memory_worker.copy_pieces
+        for module in (shared_memory_worker, pool_copy):  # in host memory and on devices
+            monkeypatch.setattr(module, "copy_pieces", self._gated(module.copy_pieces))
 
+    def _gated(self, real: Callable[..., None]) -> Callable[..., None]:
         def copy(*arguments: Any) -> None:
             self.num_copies += 1
             self.reached.release()
             assert self.opened.wait(WAIT_S)
             real(*arguments)
 
-        monkeypatch.setattr(shared_memory_worker, "copy_pieces", copy)
+        return copy
 
     def wait(self) -> None:
         assert self.reached.acquire(timeout=WAIT_S)
@@ -137,11 +151,12 @@ class Gate:
 class Engines:
     """Makes engines, and closes them at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._made: list[Engine] = []
 
     def __call__(self, name: str, **arguments: Any) -> Engine:
-        self._made.append(Engine(name, **arguments))
+        self._made.append(Engine(name, **{"device": self._device, **arguments}))
         return self._made[-1]
 
     def close(self) -> None:
@@ -150,8 +165,8 @@ class Engines:
 
 
 @contextmanager
-def closing_engines() -> Iterator[Engines]:
-    engines = Engines()
+def closing_engines(device: str = "cpu") -> Iterator[Engines]:
+    engines = Engines(device)
     try:
         yield engines
     finally:

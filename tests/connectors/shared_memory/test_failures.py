@@ -17,18 +17,22 @@ import pytest
 import torch
 from shared_memory_rig import WAIT_S, Engine, Engines, Gate, closing_engines, make_layout, view
 from traffic import wait_until_true
+from twin_pools import use_twin_pools
 
 from pdkv.connectors.base import NO_MATCH
 from pdkv.connectors.shared_memory import worker as shared_memory_worker
 from pdkv.errors import ConfigError
+from pdkv.kernels import pool_copy
 from pdkv.wire.messages import EngineCard
 
 torch.set_num_threads(1)
 
 
-@pytest.fixture
-def make_engine() -> Iterator[Engines]:
-    with closing_engines() as engines:
+@pytest.fixture(params=["cpu", "cuda"])
+def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+    """With pools in host memory, and on devices."""
+    use_twin_pools(monkeypatch)
+    with closing_engines(request.param) as engines:
         yield engines
 
 
@@ -98,7 +102,8 @@ def test_an_unexpected_error_fails_the_load_and_not_the_thread(
     decode.meet(prefill.card)
     request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
     with monkeypatch.context() as patch:
-        patch.setattr(shared_memory_worker, "copy_pieces", lambda *_: 1 / 0)
+        for module in (shared_memory_worker, pool_copy):
+            patch.setattr(module, "copy_pieces", lambda *_: 1 / 0)
         decode.start(request, [0, 1, 2], 0)
         assert decode.outcome(request).code == "transfer_failed"
     assert "ZeroDivisionError" in caplog.text
@@ -233,7 +238,7 @@ def test_pools_elsewhere_are_refused(make_engine: Engines) -> None:
     engine = make_engine("d")
     with pytest.raises(ConfigError, match="must allocate the KV pool itself"):
         engine.worker.register_kv_caches(torch.zeros_like(engine.kv))
-    with pytest.raises(ConfigError, match="is on meta: use --device cpu"):
+    with pytest.raises(ConfigError, match=r"in host memory, the KV is on meta|must allocate the KV pool"):
         engine.worker.register_kv_caches(engine.kv.to("meta"))
 
 
@@ -256,6 +261,7 @@ import resource
 from shared_memory_rig import Engine
 from pdkv.engine.ranks.ring_queue import RingWriter
 from pdkv.errors import ConfigError
+from pdkv.kernels import pool_copy
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 for make in (lambda: Engine("p"), lambda: RingWriter([])):
     try:

@@ -136,6 +136,16 @@ def test_blocks_of_another_process_are_found_and_copied(make_peer: Callable[...,
     assert (words == np.array([[5], [3], [40], [41]])).all()
 
 
+def test_an_owner_that_is_killed_is_seen_to_be_gone(make_peer: Callable[..., Peer]) -> None:
+    """What maps its memory on a device has no other way to know that it was still its memory."""
+    peer = make_peer("hold")
+    arena = peer.open()
+    arena.check_owner()
+    peer.end(signal.SIGKILL)
+    with pytest.raises(PeerGone, match="has ended"):
+        arena.check_owner()
+
+
 def _load_newest(peer: Peer, reader: Reader, view: PeerArena, num_blocks: int) -> TransferOutcome | None:
     """Load the newest blocks of a peer that overwrites them all the time; whatever is admitted must be right."""
     newest = int(view.data[0].view(np.int64)[0])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from shared_memory_rig import Engines, Gate, chain, closing_engines, make_layout, view
+from twin_pools import use_twin_pools
 
 from pdkv.connectors.base import ASK_AGAIN, NO_MATCH, FinishDecision
 from pdkv.connectors.transfer.block_runs import pack_blocks
@@ -14,9 +15,11 @@ from pdkv.wire.messages import MAX_BLOB_BYTES
 torch.set_num_threads(1)
 
 
-@pytest.fixture
-def make_engine() -> Iterator[Engines]:
-    with closing_engines() as engines:
+@pytest.fixture(params=["cpu", "cuda"])
+def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+    """With pools in host memory, and on devices."""
+    use_twin_pools(monkeypatch)
+    with closing_engines(request.param) as engines:
         yield engines
 
 

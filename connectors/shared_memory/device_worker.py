@@ -1,0 +1,142 @@
+"""The worker side of `shared_memory` where KV is on devices: copies from pool to pool, verified as in host memory.
+
+The order, over two processes. The source records its event behind each step's kernels, and only then publishes what
+the step computed. A reader that knows of it waits for the event, copies on a stream of its own, waits for the copy,
+sees that the source still has its memory, and reads the generations again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdkv.connectors.arena.device_pool import COPY_BYTES, PeerPool, PoolDevice
+from pdkv.connectors.arena.memory import Arena, PeerArena
+from pdkv.connectors.arena.peers import PeerArenas
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.peer.pull_worker import Landed, PullPiece
+from pdkv.connectors.shared_memory.worker import Scratch, SharedMemoryWorker
+from pdkv.connectors.transfer.digest import Tokens
+from pdkv.connectors.transfer.fence import fence
+from pdkv.connectors.transfer.lanes import Lane
+from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
+from pdkv.connectors.transfer.units import COPY_TIMEOUT_S, UnitPart
+from pdkv.connectors.transfer.worker import Job
+from pdkv.errors import ConfigError, TransferTimeout
+from pdkv.kernels.streams import Event, Stream, streams_of
+
+if TYPE_CHECKING:
+    import torch
+
+LOOK_S = 0.2
+"""Who waits for a source's step looks so often whether the source is still there."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Copies(Scratch):
+    """What an I/O thread copies with."""
+
+    stream: Stream
+    done: Event  # its last copy
+
+
+class DeviceSharedMemoryWorker(SharedMemoryWorker):
+    """Loads of one rank from peers' devices, or from its own one where several engines share that."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        arena: Arena,
+        notify: Callable[[], None],
+        *,
+        device: PoolDevice,
+        io_threads: int,
+        load_timeout_s: float,
+        peers: PeerArenas | None = None,
+    ) -> None:
+        super().__init__(config, arena, notify, io_threads=io_threads, load_timeout_s=load_timeout_s, peers=peers)
+        self._device = device
+        self._data: torch.Tensor | None = None  # the own pool, (bytes,) uint8
+        self._step_done: Event | None = None  # that peers wait for
+
+    def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
+        exported = self._arena.exported
+        if exported is None or kv_cache.data_ptr() != exported.data.data_ptr():
+            raise ConfigError("connector shared_memory must allocate the KV pool itself (allocate_kv_cache)")
+        self._data, self._step_done = exported.data, exported.step_done
+        self._compile()
+        self._start_on(kv_cache)
+
+    def wait_for_save(self) -> None:
+        """The step's kernels are queued: peers wait for them before they read what is published from now on."""
+        assert self._step_done is not None, "register_kv_caches comes first"
+        self._step_done.record()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._data = self._step_done = None
+
+    # --- I/O threads ----------------------------------------------------------------------------------------------
+
+    def make_scratch(self, lane: Lane) -> _Copies:
+        streams = streams_of(self._device.device)
+        return _Copies(stream=streams.make_stream(), done=streams.make_event())
+
+    def do_idle_work(self) -> bool:
+        return False
+
+    def read(self, job: Job, piece: PullPiece, scratch: Scratch) -> int:
+        assert isinstance(scratch, _Copies)
+        peer, pool = self._arenas.pool(*piece.peer_rank, self._device)
+        self.check_generations(job, piece, scratch)
+        _wait_for_step(job, peer, pool)
+        pieces = piece.pieces(self.config.layout)
+        for part in pieces.cut(COPY_BYTES):
+            job.check()
+            self._copy(part, pool.data, scratch)
+        fence()  # the generations are read after the data
+        peer.check_owner()
+        return pieces.num_bytes
+
+    def read_digested(self, job: Job, piece: PullPiece, scratch: Scratch, tokens: Tokens) -> Landed:
+        """The digests are made of what has landed."""
+        return Landed(self.read(job, piece, scratch))
+
+    def _copy(self, part: Pieces, source: "torch.Tensor", copies: _Copies) -> None:
+        """Copy, and return when it is there: the blocks may be another one's then.
+
+        Raises:
+            TransferError: some of it is not within its pool.
+            TransferTimeout: the device hangs.
+        """
+        assert self._data is not None, "the connector is shut down"
+        with copies.stream.on():
+            self._device.copy(self._data, source, part)
+            copies.done.record()
+        copies.done.synchronize(COPY_TIMEOUT_S)
+
+    def _compile(self) -> None:
+        """Have both forms of the copy compiled now, by copies of a block onto itself: no load waits for that."""
+        layout, copies, block = self.config.layout, self.make_scratch(None), np.zeros(1, dtype=np.int64)
+        whole = UnitPart(0, layout.num_kv_heads, 0, layout.num_layers)
+        assert self._data is not None
+        self._copy(block_pieces(layout, block, block, range(layout.num_layers)), self._data, copies)
+        self._copy(unit_pieces(layout, layout, block, 0, block, whole), self._data, copies)
+
+
+def _wait_for_step(job: Job, peer: PeerArena, pool: PeerPool) -> None:
+    """Return when all that the source had published when this was called is in its blocks.
+
+    Raises:
+        TransferTimeout, TransferCancelled: the job has to stop.
+        PeerGone: the source has ended, so that its step may never.
+    """
+    while True:
+        try:
+            pool.step_done.synchronize(min(job.remaining_s(), LOOK_S))
+        except TransferTimeout:
+            job.check()
+            peer.check_owner()
+        else:
+            return

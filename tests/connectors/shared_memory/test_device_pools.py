@@ -1,0 +1,149 @@
+"""Pools on devices: in which order two engines do things, and what becomes of a source that goes or does not fit."""
+
+import logging
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from recorded_streams import Order, RecordedStreams, check_every_call, use_recorded
+from shared_memory_rig import Engine, Engines, Gate, closing_engines, view
+from twin_pools import use_twin_pools
+
+from pdkv.connectors.arena.memory import ArenaAddress
+from pdkv.connectors.base import NO_MATCH, RequestView
+from pdkv.connectors.shared_memory import device_worker
+from pdkv.connectors.step_done import make_step_done
+
+torch.set_num_threads(1)
+
+SOURCE, OWN = [9, 3, 1], [0, 1, 2]
+POISON = -77.0
+
+
+@pytest.fixture
+def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+    use_twin_pools(monkeypatch)
+    with closing_engines("cuda") as engines:
+        yield engines
+
+
+def hand_off(source: Engine) -> RequestView:
+    return view("t", kv="await_peer", num_tokens=41, handoff=source.hand_off(SOURCE, 40))
+
+
+def loads_what_a_late_step_computes(recorded: RecordedStreams) -> bool:
+    """Into blocks that a step of the reader still writes for whoever had them before."""
+    with pytest.MonkeyPatch.context() as monkeypatch, closing_engines("cuda") as make:
+        use_twin_pools(monkeypatch)
+        prefill, decode = make("p"), make("d")
+        decode.meet(prefill.card)
+        kv = torch.randn(3, *prefill.kv.shape[1:])
+        prefill.kv[SOURCE] = POISON
+        with recorded.make_stream().on():  # another process' compute
+            prefill.kv.index_copy_(0, torch.tensor(SOURCE), kv)
+            prefill.worker.wait_for_save()
+        request = hand_off(prefill)
+        decode.earlier_steps = make_step_done(decode.kv.device)
+        with recorded.compute.on():
+            decode.kv.index_fill_(0, torch.tensor(OWN), POISON)
+            decode.earlier_steps.record()
+        decode.start(request, OWN, 0)
+        outcome = decode.outcome(request)
+        arrived = decode.kv[OWN].clone()
+        recorded.finish_all()  # what comes later must not write there
+        return not outcome.code and torch.equal(arrived, kv) and torch.equal(decode.kv[OWN], kv)
+
+
+def test_a_load_comes_behind_the_sources_step_and_the_readers_and_ends_when_it_is_there() -> None:
+    of_two_engines_start = [(kind, number) for kind in ("record", "synchronize") for number in range(4)]
+    check_every_call(loads_what_a_late_step_computes, but=of_two_engines_start)
+
+
+def test_a_source_that_ends_while_it_is_copied_from_has_given_nothing(
+    make_engine: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its generations stay as they were for ever, and what its memory holds nobody knows."""
+    prefill, decode = make_engine("p"), make_engine("d")
+    decode.meet(prefill.card)
+    gate, request = Gate(monkeypatch), hand_off(prefill)
+    decode.start(request, OWN, 0)
+    gate.wait()
+    prefill.close()
+    gate.opened.set()
+    assert decode.outcome(request).code == "peer_gone"
+
+
+def test_nobody_waits_for_the_step_of_a_source_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_worker, "LOOK_S", 0.01)
+    recorded = use_recorded(monkeypatch, Order.LATE)
+    use_twin_pools(monkeypatch)
+    with closing_engines("cuda") as make:
+        prefill, decode = make("p"), make("d")
+        decode.meet(prefill.card)
+        recorded.compute.hold()
+        prefill.worker.wait_for_save()
+        request = hand_off(prefill)
+        decode.start(request, OWN, 0)
+        assert not decode.worker.get_finished()
+        prefill.close()
+        assert decode.outcome(request).code == "peer_gone"
+
+
+def test_a_step_that_does_not_end_is_a_timeout_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = use_recorded(monkeypatch, Order.LATE)
+    use_twin_pools(monkeypatch)
+    with closing_engines("cuda") as make:
+        prefill, decode = make("p"), make("d", load_timeout_s="0.05")
+        decode.meet(prefill.card)
+        before = decode.kv.clone()
+        recorded.compute.hold()
+        prefill.worker.wait_for_save()
+        request = hand_off(prefill)
+        decode.start(request, OWN, 0)
+        assert decode.outcome(request).code == "transfer_timeout"
+        recorded.compute.release()
+        recorded.finish_all()
+        assert torch.equal(decode.kv, before)
+
+
+def test_a_device_that_this_one_does_not_reach_is_named_once_and_its_prompts_are_computed(
+    make_engine: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = make_engine("p")
+    use_twin_pools(monkeypatch, "far")
+    decode = make_engine("d")
+    decode.meet(prefill.card)
+    request = hand_off(prefill)
+    with caplog.at_level(logging.WARNING):
+        decode.start(request, OWN, 0)
+        assert decode.outcome(request).code == "incompatible_peers"
+        assert decode.scheduler.get_num_new_matched_tokens(request, 0) == NO_MATCH
+    assert [record.message for record in caplog.records if "no peer access" in record.message] == [
+        "no KV from engine p: memory of twin cannot be mapped on far: no peer access"
+    ]
+
+
+def test_a_pool_of_another_size_than_its_card_means_is_not_mapped(make_engine: Engines) -> None:
+    """What is copied is bounded by the card's numbers, and so would be what is read behind a smaller allocation."""
+    prefill, decode = make_engine("p"), make_engine("d")
+    address = msgspec.msgpack.decode(prefill.card.rank_blobs[0], type=ArenaAddress)
+    assert address.pool is not None
+    pool = msgspec.structs.replace(address.pool, num_bytes=address.pool.num_bytes - 1)
+    lie = msgspec.msgpack.encode(msgspec.structs.replace(address, pool=pool))
+    decode.meet(msgspec.structs.replace(prefill.card, rank_blobs=[lie]))
+    request = hand_off(prefill)
+    decode.start(request, OWN, 0)
+    assert decode.outcome(request).code == "incompatible_peers"
+
+
+@pytest.mark.parametrize(("here", "there"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_host_memory_and_devices_do_not_mix(
+    make_engine: Engines, here: str, there: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode, prefill = make_engine("d", device=here), make_engine("p", device=there)
+    with caplog.at_level(logging.WARNING):
+        decode.meet(prefill.card)
+    assert decode.scheduler.get_num_new_matched_tokens(hand_off(prefill), 0) == NO_MATCH
+    names = {"cpu": "host", "cuda": "GPU"}
+    assert f"engine p keeps its KV in {names[there]} memory, this one in {names[here]} memory" in caplog.text
