@@ -1,10 +1,11 @@
-"""Which dtype `--dtype auto` means."""
+"""Which dtypes `--dtype` and `--kv-cache-dtype` mean."""
 
 import logging
 
 import torch
 
 from pdkv.config import EngineConfig
+from pdkv.errors import ConfigError
 from pdkv.host.processor import emulates_bfloat16, instruction_set
 from pdkv.models.config import ModelConfig
 
@@ -12,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
-    """The dtype of computation and KV by torch's name: what was asked for, or the model's own.
+    """The dtype of computation by torch's name: what was asked for, or the model's own.
 
     A processor without bfloat16 computes a bfloat16 model in float32, in which prompts and batches take a third of the
     time (benchmarks/dtypes.py), and says so.
@@ -27,3 +28,21 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
         instruction_set(),
     )
     return "float32"
+
+
+def resolve_kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> str:
+    """The dtype in which KV is stored, where `dtype` is that of computation; by torch's names.
+
+    Raises:
+        ConfigError: FP8 on a GPU that does not convert it (before compute capability 8.9).
+    """
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        raise ConfigError(
+            f"--kv-cache-dtype fp8 needs compute capability 8.9 or above, {name} has {capability[0]}.{capability[1]}"
+        )
+    if device.type == "cpu":
+        logger.warning("--kv-cache-dtype fp8 on a CPU saves memory, not time: attention is computed by plain torch")
+    return "float8_e4m3fn"

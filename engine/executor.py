@@ -10,7 +10,7 @@ import torch
 from pdkv.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferResults, WorkerConnector
 from pdkv.engine.drafts import Proposer
-from pdkv.engine.dtype import resolve_dtype
+from pdkv.engine.dtype import resolve_dtype, resolve_kv_dtype
 from pdkv.engine.graphs import decode_sizes, make_recorder
 from pdkv.engine.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
 from pdkv.engine.kv_cache import (
@@ -29,6 +29,7 @@ from pdkv.engine.threads import StepThreads
 from pdkv.errors import ConfigError
 from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.models.config import ModelConfig, resolve_max_model_len
+from pdkv.models.kv_scales import read_kv_scales
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.shard import WHOLE, Shard
@@ -171,7 +172,15 @@ class InProcessExecutor(ModelExecutor):
             torch.set_num_threads(config.threads)
         dtype = resolve_dtype(config, model_config, self.device)
         self.max_model_len = resolve_max_model_len(model_config, config.max_model_len)
-        self.layout = make_layout(model_config, block_size=config.block_size, dtype=dtype, shard=shard, grouped=grouped)
+        kv_dtype = resolve_kv_dtype(config, dtype, self.device)
+        self.layout = make_layout(
+            model_config,
+            block_size=config.block_size,
+            dtype=kv_dtype,
+            shard=shard,
+            grouped=grouped,
+            kv_scales=() if kv_dtype == dtype else read_kv_scales(config.model, model_config.num_layers, weights),
+        )
         self._max_num_batched_tokens = max_num_batched_tokens
         self._hit_tokens = hit_tokens
         self._proposer = proposer

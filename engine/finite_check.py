@@ -14,6 +14,7 @@ from pdkv.engine.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.drafts import DrawRows
 from pdkv.engine.plan import ScheduledRequest, StepFailure
 from pdkv.errors import NonFiniteLogits
+from pdkv.kernels.kv_copy import FP8, raw
 from pdkv.models.decoder import Attend
 from pdkv.models.heads import Heads
 from pdkv.wire.messages import RequestKey
@@ -97,6 +98,7 @@ def _bad_blocks(kv_pool: torch.Tensor, blocks: NDArray[np.integer]) -> list[int]
     bad: list[int] = []
     for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
         some = torch.from_numpy(blocks[start : start + _BLOCKS_AT_ONCE].astype(np.int64))
-        finite = finite_rows(kv_pool.index_select(0, some.to(kv_pool.device)).flatten(1)).cpu()
+        found = raw(kv_pool).index_select(0, some.to(kv_pool.device)).view(kv_pool.dtype)
+        finite = finite_rows((found.float() if found.dtype == FP8 else found).flatten(1)).cpu()
         bad += some[~finite].tolist()
     return bad

@@ -11,7 +11,8 @@ from pdkv.engine.kv_groups import make_groups, num_held_at_once
 from pdkv.errors import ConfigError
 from pdkv.host.huge_pages import use_huge_pages
 from pdkv.host.memory_limits import format_bytes
-from pdkv.models.config import DTYPE_BYTES, ModelConfig
+from pdkv.models.config import ModelConfig
+from pdkv.models.kv_scales import KVScales
 from pdkv.models.shard import WHOLE, Shard
 from pdkv.wire.messages import KVLayout
 
@@ -19,11 +20,19 @@ logger = logging.getLogger(__name__)
 
 
 def make_layout(
-    model: ModelConfig, *, block_size: int, dtype: str, shard: Shard = WHOLE, grouped: bool = True
+    model: ModelConfig,
+    *,
+    block_size: int,
+    dtype: str,
+    shard: Shard = WHOLE,
+    grouped: bool = True,
+    kv_scales: KVScales = (),
 ) -> KVLayout:
     """The KV layout of one rank for a dtype by torch's name, such as "bfloat16".
 
-    `grouped` False: one group that keeps all tokens of all layers, for a connector that knows no other.
+    Args:
+        grouped: False: one group that keeps all tokens of all layers, for a connector that knows no other.
+        kv_scales: as in the layout.
     """
     kv_heads = shard.heads(model.num_kv_heads)
     num_layers, groups = make_groups(model.windows) if grouped else (model.num_layers, ())
@@ -33,9 +42,10 @@ def make_layout(
         head_size=model.head_size,
         block_size=block_size,
         dtype=dtype,
-        dtype_bytes=DTYPE_BYTES[dtype],
+        dtype_bytes=getattr(torch, dtype).itemsize,
         total_kv_heads=model.num_kv_heads,
         groups=groups,
+        kv_scales=kv_scales,
     )
 
 

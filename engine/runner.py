@@ -86,7 +86,8 @@ class ModelRunner:
         )
         config = model.config
         windows = config.windows or [None] * config.num_layers
-        layers = [Layer(*place, window) for place, window in zip(layout.places, windows, strict=True)]
+        places = zip(layout.places, windows, layout.scales, strict=True)
+        layers = [Layer(*place, window, scales) for place, window, scales in places]
         self._attention = make_backend(kv_pool, model.num_heads, layers)
         self._decodes: DecodeSteps | None = None
         if decode_sizes and self._attention.pads_decodes:

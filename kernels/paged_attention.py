@@ -2,6 +2,8 @@
 
 import torch
 
+from pdkv.kernels.kv_copy import FP8, NO_SCALES, Scales, raw
+
 
 def paged_attention(
     q: torch.Tensor,
@@ -14,13 +16,14 @@ def paged_attention(
     *,
     window: int | None = None,
     max_seq_len: int | None = None,
+    kv_scales: Scales = NO_SCALES,
 ) -> torch.Tensor:
     """Attend from the last tokens of each sequence to its tokens up to each one's own position.
 
     Args:
         q: (T, num_heads, head_size), the sequences' queries one after another.
         kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), K and V of every token of the
-            sequences, this step's included.
+            sequences, this step's included; of q's dtype, or in FP8.
         layer: which layer of the pool.
         block_tables: (R, max_blocks) int32; entries behind a sequence's last block are not read.
         seq_lens: (R,) int32, tokens of each sequence, this step's included.
@@ -29,6 +32,7 @@ def paged_attention(
         window: how many tokens each query sees, its own included; None: all up to its own.
         max_seq_len: none of `seq_lens` is larger; None: what the block tables have room for. The launch depends on it
             and on the shapes alone, never on what is in device memory, so a graph that holds it stays right.
+        kv_scales: what 1.0 in an FP8 pool stands for, in K and in V.
 
     Returns:
         (T, num_heads, head_size) in q's dtype; zeros in rows behind cu_seqlens_q[R] (padding). What is not finite in
@@ -44,13 +48,12 @@ def paged_attention(
     room = block_tables.shape[1] * kv_pool.shape[4]
     if max_seq_len is not None and not 1 <= max_seq_len <= room:
         raise ValueError(f"max_seq_len must be in [1, {room}], the block tables' room, got {max_seq_len}")
+    tensors = q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q
     if q.is_cuda:
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
-        return paged_attention_triton(
-            q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q, scale, window=window, max_seq_len=max_seq_len
-        )
-    return paged_attention_reference(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q, scale, window=window)
+        return paged_attention_triton(*tensors, scale, window=window, max_seq_len=max_seq_len, kv_scales=kv_scales)
+    return paged_attention_reference(*tensors, scale, window=window, kv_scales=kv_scales)
 
 
 def paged_attention_reference(
@@ -63,6 +66,7 @@ def paged_attention_reference(
     scale: float,
     *,
     window: int | None = None,
+    kv_scales: Scales = NO_SCALES,
 ) -> torch.Tensor:
     """What `paged_attention` computes, sequence by sequence in torch; float32 inside, or float64 for float64 inputs."""
     precision = torch.promote_types(q.dtype, torch.float32)
@@ -74,10 +78,10 @@ def paged_attention_reference(
         if start == stop:
             continue
         blocks = block_tables[i, : -(-seq_len // block_size)].long()
-        kv = kv_pool[blocks, layer].to(precision)  # (blocks, 2, num_kv_heads, block_size, head_size)
-        kv = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].repeat_interleave(group_size, dim=1)
+        kv = raw(kv_pool)[blocks, layer].view(kv_pool.dtype)  # (blocks, 2, num_kv_heads, block_size, head_size)
+        kv = kv.to(precision).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].repeat_interleave(group_size, dim=1)
         queries = q[start:stop].to(precision).transpose(0, 1)  # (num_heads, queries, head_size)
-        logits = queries @ kv[0].transpose(1, 2) * scale
+        logits = queries @ kv[0].transpose(1, 2) * (scale * kv_scales[0])
         positions = torch.arange(seq_len, device=q.device)
         own = positions[seq_len - (stop - start) :, None]
         hidden = positions > own  # (queries, tokens)
@@ -87,7 +91,7 @@ def paged_attention_reference(
         bad = ~kv[1].isfinite()  # even a weight of 0 would bring them to queries that do not see them
         result = logits.softmax(dim=-1) @ kv[1].masked_fill(bad, 0.0)
         result.masked_fill_((~hidden).to(precision) @ bad.to(precision) > 0, torch.nan)
-        out[start:stop] = result.transpose(0, 1).to(q.dtype)
+        out[start:stop] = (result * kv_scales[1]).transpose(0, 1).to(q.dtype)
     return out
 
 
@@ -103,7 +107,7 @@ def _check(
         raise ValueError(f"q must be (T, heads, D) and kv_pool 6-d, got {tuple(q.shape)} and {tuple(kv_pool.shape)}")
     if q.shape[2] != kv_pool.shape[5] or q.shape[1] % kv_pool.shape[3]:
         raise ValueError(f"q {tuple(q.shape)} does not fit the heads of kv_pool {tuple(kv_pool.shape)}")
-    if q.dtype != kv_pool.dtype:
+    if kv_pool.dtype not in (q.dtype, FP8):
         raise ValueError(f"q is {q.dtype}, kv_pool {kv_pool.dtype}")
     if not 0 <= layer < kv_pool.shape[1]:
         raise ValueError(f"layer {layer} is not in [0, {kv_pool.shape[1]})")

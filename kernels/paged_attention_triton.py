@@ -49,6 +49,7 @@ def _paged_attention_kernel(
     seq_lens: tl.tensor,
     cu_seqlens_q: tl.tensor,
     scale: tl.tensor,
+    v_scale: tl.tensor,
     num_seqs: tl.tensor,
     window: tl.tensor,  # tokens that a query sees, its own included; of any size without HAS_WINDOW
     stride_q_token: tl.tensor,
@@ -119,7 +120,8 @@ def _paged_attention_kernel(
             + (kv_positions % BLOCK_SIZE) * stride_kv_token
         )
         load_mask = kv_mask[:, None] & dim_mask[None, :]
-        key_tile = tl.load(keys + offsets[:, None] + dims[None, :], mask=load_mask, other=0.0)
+        # FP8 becomes the queries' dtype, which holds all of its numbers; other KV has that dtype already.
+        key_tile = tl.load(keys + offsets[:, None] + dims[None, :], mask=load_mask, other=0.0).to(query_tile.dtype)
         logits = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee") * scale
         seen = kv_mask[None, :] & (kv_positions[None, :] <= positions[:, None])
         if HAS_WINDOW:
@@ -132,7 +134,7 @@ def _paged_attention_kernel(
             top = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp(logits - top[:, None])
         correction = tl.exp(best - top)
-        value_tile = tl.load(values + offsets[:, None] + dims[None, :], mask=load_mask, other=0.0)
+        value_tile = tl.load(values + offsets[:, None] + dims[None, :], mask=load_mask, other=0.0).to(query_tile.dtype)
         # Whether some row may not see all of the tile.
         partial = kv_start + TILE_KV > first_position + first_query + 1
         if HAS_WINDOW:
@@ -155,7 +157,7 @@ def _paged_attention_kernel(
         if HAS_WINDOW:
             total = tl.where(total == 0.0, 1.0, total)  # rows of the tile behind the last query, which nobody stores
         result = result / total[:, None]
-    result = tl.where(spoiled[:, None] > 0.0, float("nan"), result)
+    result = tl.where(spoiled[:, None] > 0.0, float("nan"), result * v_scale)
     tl.store(out + target[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -252,6 +254,7 @@ def paged_attention_triton(
     *,
     window: int | None = None,
     max_seq_len: int | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """Launch the kernels; arguments as `paged_attention` has checked them. The innermost dimensions are contiguous."""
     num_tokens, num_heads, head_size = q.shape
@@ -282,7 +285,8 @@ def paged_attention_triton(
         block_tables,
         seq_lens,
         cu_seqlens_q,
-        scale,
+        scale * kv_scales[0],
+        kv_scales[1],
         num_seqs,
         window or 0,
         q.stride(0),

@@ -17,6 +17,7 @@ class Layer(NamedTuple):
     group: int  # of the block tables
     layer: int  # of a block's layers
     window: int | None = None  # how many keys a query sees, its own included; None: all up to its own
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # what 1.0 stands for in K and V that are stored in FP8
 
 
 class ModelInputs(NamedTuple):

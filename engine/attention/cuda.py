@@ -1,4 +1,6 @@
-"""Paged attention on CUDA: the Triton kernels over the whole step in one launch per layer."""
+"""Paged attention on CUDA: the Triton kernels over the whole step in one launch per layer; on a CPU
+their references, from FP8 pools.
+"""
 
 from collections.abc import Sequence
 
@@ -49,7 +51,7 @@ class CudaAttention(AttentionBackend):
         own, kv_heads = self._num_heads, self._kv_heads
         q, k, v = qkv[:, :own], qkv[:, own : own + kv_heads], qkv[:, own + kv_heads :]
         place = self._layers[layer]
-        write_kv(self._pool, place.layer, k, v, step.slot_mapping[place.group])
+        write_kv(self._pool, place.layer, k, v, step.slot_mapping[place.group], place.kv_scales)
         out = paged_attention(
             q,
             self._pool,
@@ -59,6 +61,7 @@ class CudaAttention(AttentionBackend):
             step.cu_seqlens_q,
             self._scale,
             window=place.window,
+            kv_scales=place.kv_scales,
         ).flatten(1)
         if layer == len(self._layers) - 1 and step.rows is not None:
             return out.index_select(0, step.rows)

@@ -33,7 +33,10 @@ class EngineConfig:
         "auto", "sampling defaults of requests: those of the model's generation_config.json, or none of them"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "computation and KV dtype; auto: the model's; float32 for bfloat16 on a CPU that only emulates it"
+        "auto", "computation dtype; auto: the model's; float32 for bfloat16 on a CPU that only emulates it"
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = option(
+        "auto", "dtype in which KV is stored; auto: that of computation; fp8: e4m3fn, with the checkpoint's KV scales"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: cuda where there is one")
     devices: str | None = option(

@@ -1,4 +1,4 @@
-"""What --dtype auto takes."""
+"""What --dtype and --kv-cache-dtype take."""
 
 import logging
 from collections.abc import Callable
@@ -9,7 +9,8 @@ import torch
 
 from pdkv.config import EngineConfig
 from pdkv.engine import dtype as dtype_module
-from pdkv.engine.dtype import resolve_dtype
+from pdkv.engine.dtype import resolve_dtype, resolve_kv_dtype
+from pdkv.errors import ConfigError
 from pdkv.models.config import load_model_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -39,3 +40,15 @@ def test_only_an_emulated_bfloat16_that_nobody_asked_for_becomes_float32(
         assert resolve_dtype(config, load_model_config(path), device) == taken
     changed = asked == "auto" and taken != saved
     assert ("this processor (avx2) would emulate" in caplog.text) is changed
+
+
+def test_kv_has_the_dtype_of_computation_or_is_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto, fp8 = EngineConfig(), EngineConfig(kv_cache_dtype="fp8")
+    assert resolve_kv_dtype(auto, "bfloat16", CUDA) == "bfloat16"
+    assert resolve_kv_dtype(fp8, "bfloat16", CPU) == "float8_e4m3fn"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert resolve_kv_dtype(fp8, "bfloat16", CUDA) == "float8_e4m3fn"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigError, match=r"fp8 needs compute capability 8\.9 or above, Old Card has 8\.6"):
+        resolve_kv_dtype(fp8, "bfloat16", CUDA)

@@ -71,16 +71,21 @@ def compile_for_gpu(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_size", "tile_rows", "num_warps", "has_window", "in_parts"),
+    ("dtype", "stored", "head_size", "tile_rows", "num_warps", "has_window", "in_parts"),
     [
-        ("bf16", 80, 16, 4, True, True),
-        ("bf16", 128, 128, 8, True, False),
-        ("bf16", 256, 64, 4, False, False),
-        ("fp32", 128, 16, 4, True, True),
+        ("bf16", "bf16", 80, 16, 4, True, True),
+        ("bf16", "bf16", 128, 128, 8, True, False),
+        ("bf16", "bf16", 256, 64, 4, False, False),
+        ("fp32", "fp32", 128, 16, 4, True, True),
+        ("bf16", "fp8e4nv", 128, 16, 4, False, True),
+        ("bf16", "fp8e4nv", 128, 128, 8, True, False),
+        ("fp16", "fp8e4nv", 64, 16, 4, True, False),
+        ("fp32", "fp8e4nv", 64, 16, 4, False, False),
     ],
 )
 def test_attention_compiles_for_a_gpu(
     dtype: str,
+    stored: str,
     head_size: int,
     tile_rows: int,
     num_warps: int,
@@ -93,9 +98,9 @@ def test_attention_compiles_for_a_gpu(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from pdkv.kernels.paged_attention_triton import _combine_kernel, _paged_attention_kernel
 
-    pointers = dict.fromkeys(("q", "keys", "values"), f"*{dtype}")
+    pointers = {"q": f"*{dtype}", "keys": f"*{stored}", "values": f"*{stored}"}
     pointers |= {"out": "*fp32" if in_parts else f"*{dtype}", "bests": "*fp32", "totals": "*fp32", "parts": "*fp32"}
-    pointers |= {"block_tables": "*i32", "seq_lens": "*i32", "cu_seqlens_q": "*i32", "scale": "fp32"}
+    pointers |= {"block_tables": "*i32", "seq_lens": "*i32", "cu_seqlens_q": "*i32", "scale": "fp32", "v_scale": "fp32"}
     both = {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": 1 << (head_size - 1).bit_length(), "HAS_WINDOW": has_window}
     constants = both | {"BLOCK_SIZE": 16, "GROUP_SIZE": 4, "TILE_QUERIES": tile_rows // 4, "TILE_ROWS": tile_rows}
     constants |= {"TILE_KV": 64 if head_size <= 128 else 32, "IN_PARTS": in_parts}

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from wire_rig import Frame, encode_frame
 
+from pdkv.block_keys import root_key
 from pdkv.errors import MalformedMessage, UnsendableMessage
 from pdkv.sampling_params import SamplingParams
 from pdkv.wire import messages
@@ -226,6 +227,20 @@ def test_block_size_is_no_part_of_the_layout_identity() -> None:
     assert small.block_bytes == 8 * 2**20
     assert large.block_bytes == 4 * small.block_bytes
     assert msgspec.structs.replace(small, dtype="bfloat16").identity != small.identity
+
+
+def test_what_fp8_stands_for_is_a_part_of_the_layout_identity() -> None:
+    """So engines of other scales have other keys in a store, too."""
+    plain = KVLayout(num_layers=2, num_kv_heads=1, head_size=8, block_size=16, dtype="float8_e4m3fn", dtype_bytes=1)
+    assert plain.scales == ((1.0, 1.0), (1.0, 1.0))
+    sets = [(), ((1.0, 2.0), (1.0, 1.0)), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 1.0), (1.0, 2.0)), ((0.1, 2.0), (1.0, 1.0))]
+    layouts = [msgspec.structs.replace(plain, kv_scales=scales) for scales in sets]
+    assert len({root_key(model="m", layout=layout.identity) for layout in layouts}) == len(sets)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(layouts[-1]), type=KVLayout)
+    assert again.scales == sets[-1]
+    assert again.identity == layouts[-1].identity
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(msgspec.to_builtins(plain) | {"kv_scales": [[1.0, 0.0]]}, KVLayout)
 
 
 @pytest.mark.parametrize(

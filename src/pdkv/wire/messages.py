@@ -5,6 +5,8 @@ dropped. Durations, never points in time, cross the wire. New fields are appende
 sender keeps are part of the types, so that what is out of range does not pass the decoder (`src/pdkv/wire/frames.py`).
 """
 
+import hashlib
+import struct
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -79,6 +81,7 @@ Attempt = Natural
 TokenId = Natural
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LIST)]
 RoleName = Annotated[str, Meta(pattern="^(prefill|decode|any)$")]
+KVScale = Annotated[float, Meta(gt=0.0, le=1e38)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 Blob = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
 BlockKey = Annotated[bytes, Meta(min_length=1, max_length=64)]
@@ -110,6 +113,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     dtype_bytes: Size
     total_kv_heads: Natural = 0  # of all ranks together, each head counted once; 0: num_kv_heads
     groups: Annotated[tuple[KVGroup, ...], Meta(max_length=MAX_LAYERS)] = ()  # empty: one, of all layers, no window
+    # By layer of the model, what 1.0 stands for in K and in V that are stored in FP8; empty: 1.0 everywhere.
+    kv_scales: Annotated[tuple[tuple[KVScale, KVScale], ...], Meta(max_length=MAX_LAYERS)] = ()
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -128,6 +133,11 @@ class KVLayout(msgspec.Struct, frozen=True):
             return tuple((0, layer) for layer in range(self.num_layers))
         by_layer = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
         return tuple(by_layer[layer] for layer in range(len(by_layer)))
+
+    @property
+    def scales(self) -> tuple[tuple[float, float], ...]:
+        """By layer of the model, of K and of V."""
+        return self.kv_scales or ((1.0, 1.0),) * len(self.places)
 
     @property
     def kv_heads_of_all_ranks(self) -> int:
@@ -152,9 +162,13 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def identity(self) -> str:
         """What two engines must share to exchange KV. TP is left out on purpose, and the block size where there are no
-        groups: what of a window can be found depends on it.
+        groups: what of a window can be found depends on it. Scales are there as a digest: there are two for each layer.
         """
         identity = f"layers={self.num_layers},head_size={self.head_size},dtype={self.dtype},k=rotated"
+        if self.kv_scales:
+            numbers = [number for scales in self.kv_scales for number in scales]
+            digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}d", *numbers), digest_size=8).hexdigest()
+            identity += f",kv_scales={digest}"
         if not self.groups:
             return identity
         groups = "+".join(f"{','.join(map(str, group.layers))}@{group.window}" for group in self.groups)

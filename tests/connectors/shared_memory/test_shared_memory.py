@@ -51,15 +51,18 @@ def test_handed_off_tokens_arrive_and_nothing_else_changes(
     assert torch.equal(prefill.kv, sent)
 
 
-def test_bfloat16_pools(make_engine: Engines) -> None:
-    layout = make_layout(dtype="bfloat16", dtype_bytes=2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_pools_of_other_dtypes(make_engine: Engines, dtype: torch.dtype) -> None:
+    layout = make_layout(dtype=str(dtype).removeprefix("torch."), dtype_bytes=dtype.itemsize)
     prefill, decode = make_engine("p", layout=layout), make_engine("d", layout=layout)
     decode.meet(prefill.card)
     request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.hand_off([9, 3, 1], 40))
     decode.start(request, [0, 1, 2], 0)
     assert decode.outcome(request).num_bytes == 3 * layout.block_bytes
-    assert decode.kv.dtype == torch.bfloat16
-    assert torch.equal(decode.tokens([0, 1, 2], 0, 40), prefill.tokens([9, 3, 1], 0, 40))
+    assert decode.kv.dtype == dtype
+    expected = prefill.kv.view(torch.uint8)[[9, 3]]
+    assert expected.any()
+    assert torch.equal(decode.kv.view(torch.uint8)[[0, 1]], expected)
 
 
 @pytest.mark.parametrize(("source_size", "own_size"), [(16, 16), (32, 16), (16, 32), (32, 32)])

@@ -1,5 +1,6 @@
 """Which rank exchanges which heads and layers with which: worked examples of the field, and their traps (F20)."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -147,6 +148,19 @@ def _config(tp: int = 2, layout: KVLayout = LAYOUT) -> ConnectorConfig:
     return ConnectorConfig(engine="d", epoch="1", layout=layout, num_blocks=8, model="m", tp=tp)
 
 
+def in_fp8(*kv_scales: tuple[float, float]) -> KVLayout:
+    return msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn", dtype_bytes=1, kv_scales=kv_scales)
+
+
+@pytest.mark.parametrize("other", [(), ((1.0, 0.5), (2.0, 3.0))], ids=["none", "another"])
+def test_peers_of_other_scales_are_refused(other: tuple[tuple[float, float], ...]) -> None:
+    """The same bytes stand for other numbers there."""
+    mine = in_fp8((1.0, 0.5), (2.0, 2.0))
+    check_compatible(_config(layout=mine), _card(2, in_fp8((1.0, 0.5), (2.0, 2.0))))
+    with pytest.raises(IncompatiblePeers, match=r"KV layout differs: .*kv_scales=.* in engine d, .* in engine p"):
+        check_compatible(_config(layout=mine), _card(2, in_fp8(*other)))
+
+
 @pytest.mark.parametrize(("tp", "num_kv_heads", "block_size"), [(1, 8, 16), (2, 4, 32), (4, 2, 16), (16, 1, 48)])
 def test_peers_of_other_ranks_and_blocks_are_compatible(tp: int, num_kv_heads: int, block_size: int) -> None:
     check_compatible(_config(), _card(tp, KVLayout(2, num_kv_heads, 8, block_size, "float32", 4, 8)))
@@ -159,6 +173,7 @@ def test_peers_of_other_ranks_and_blocks_are_compatible(tp: int, num_kv_heads: i
         (_card(3, LAYOUT), "engine d and engine p: tensor parallel ranks differ by no integer ratio: 2 here, 3 there"),
         (_card(4, LAYOUT), "engine p says 4 KV heads a rank, 4 ranks have 2"),
         (_card(2, KVLayout(2, 4, 8, 24, "float32", 4, 8)), "blocks of 24 tokens"),
+        (_card(2, in_fp8()), "dtype=float32,k=rotated' in engine d, .*dtype=float8_e4m3fn,k=rotated' in engine p"),
         (_card(2, LAYOUT, model="other"), "model differs: 'm' in engine d, 'other' in engine p"),
         (_card(2, LAYOUT, pp=2), "pipeline parallel stages differs: 1 in engine d, 2 in engine p"),
     ],

@@ -192,6 +192,7 @@ def test_complete_once_stays_true() -> None:
         ({"hash_block_size": 32}, "prefill-0 has hash block size 16, decode-0 has 32"),
         ({"connector": "tcp"}, "prefill-0 has connector pull, decode-0 has tcp"),
         ({"layout": KVLayout(2, 1, 8, 16, "float32", 4)}, "has KV layout layers=1.*has layers=2"),
+        ({"layout": KVLayout(1, 1, 8, 16, "float8_e4m3fn", 1)}, "dtype=float32.*has .*dtype=float8_e4m3fn"),
     ],
 )
 def test_incompatible_engine_stays_out_with_both_values_said(changes: dict[str, Any], says: str) -> None:

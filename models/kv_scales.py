@@ -1,0 +1,47 @@
+"""What 1.0 stands for in KV that is stored in FP8, as a quantized checkpoint says it."""
+
+import math
+from pathlib import Path
+
+from pdkv.errors import ModelError
+from pdkv.models.checkpoint import Checkpoint
+from pdkv.models.weight_files import WeightFiles
+
+KVScales = tuple[tuple[float, float], ...]
+"""By layer, of K and of V; empty: 1.0 everywhere."""
+
+_NAMES = ("model.layers.{layer}.self_attn.{side}_scale", "model.layers.{layer}.self_attn.{side}_proj.{side}_scale")
+"""Of the tensor of one number, in checkpoints of AutoFP8 and compressed-tensors, and of ModelOpt."""
+
+
+def read_kv_scales(path: Path, num_layers: int, weights: WeightFiles | None = None) -> KVScales:
+    """The scales of the checkpoint in the directory `path`; 1.0 where it has none, as in vLLM.
+
+    Args:
+        weights: its files, already open; None: they are opened here.
+
+    Raises:
+        ModelError: a file is broken, or a scale is not one positive number.
+    """
+    if weights is None:
+        with WeightFiles(path) as opened:
+            return read_kv_scales(path, num_layers, opened)
+    with Checkpoint(weights) as checkpoint:
+        scales = tuple((_scale(checkpoint, layer, "k"), _scale(checkpoint, layer, "v")) for layer in range(num_layers))
+    return () if all(pair == (1.0, 1.0) for pair in scales) else scales
+
+
+def _scale(checkpoint: Checkpoint, layer: int, side: str) -> float:
+    for pattern in _NAMES:
+        name = pattern.format(layer=layer, side=side)
+        if name not in checkpoint:
+            continue
+        stored = checkpoint.stored(name)
+        scale = float(stored) if stored.numel() == 1 else math.nan
+        if not 0 < scale < math.inf:
+            raise ModelError(
+                f"{checkpoint.path}: tensor {name!r} must be one positive number, a scale of all of a layer's heads, "
+                f"got {stored.flatten()[:4].tolist()} of shape {tuple(stored.shape)}"
+            )
+        return scale
+    return 1.0
