@@ -1,8 +1,9 @@
 """Tensor parallelism: what the ranks of one model say to each other in the middle of a forward pass."""
 
+import logging
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,11 @@ import torch
 from pdkv.errors import RankError, RankGone, RankTimeout
 from pdkv.models.rank_memory import SLOT_BYTES, RankMemory
 from pdkv.models.shard import WHOLE, Shard
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 30.0
+"""NCCL's watchdog ends the process without a word: whoever waits for the step says first which rank was lost."""
 
 
 class TensorParallel:
@@ -77,34 +83,60 @@ class HostRanks(TensorParallel):
 
 
 class DeviceRanks(TensorParallel):
-    """Several ranks on CUDA devices, over NCCL; there is no global default group."""
+    """Several ranks over a group of torch.distributed: on CUDA devices NCCL. There is no global default group.
 
-    def __init__(self, shard: Shard, group: Any) -> None:
-        """`group`: a ProcessGroupNCCL; its waits are ordered on the stream."""
+    NCCL's collectives go to the current stream, like any kernel, and the host waits for none of them. So a lost rank
+    shows in no call here but in the step's event, which does not come: who waits for that has a deadline (PendingStep),
+    and then closes this, which aborts what still runs. torch's own watchdog only ends the process, and comes later.
+
+    In CUDA graphs: the calls can be captured if each was made once before, with capture_error_mode="thread_local",
+    and all ranks capture and replay the same graphs in the same order. Neither the watchdog nor an abort has been
+    shown to end a graph that waits for a lost rank.
+    """
+
+    def __init__(self, shard: Shard, group: Any, grace_s: float = 0.0) -> None:
+        """`grace_s`: so much longer than `set_timeout` says the group itself waits."""
+        from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
+
         self.shard = shard
         self._group = group
+        self._grace_s = grace_s
+        self._sum, self._gather = AllreduceOptions(), AllgatherOptions()
+        self._sum.asyncOp = self._gather.asyncOp = False  # on the current stream
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        try:
-            self._group.allreduce([x]).wait()
-        except RuntimeError as error:
-            raise _rank_error(error, self.shard) from None
+        self._run(lambda group: group.allreduce([x], self._sum))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         size, (rows, columns) = self.shard.size, x.shape
         parts = x.new_empty(size, rows, columns)
-        try:
-            self._group.allgather([list(parts)], [x]).wait()
-        except RuntimeError as error:
-            raise _rank_error(error, self.shard) from None
+        flat = x.contiguous().view(-1)
+        self._run(lambda group: group._allgather_base(parts.view(-1), flat, self._gather))
         return parts.transpose(0, 1).reshape(rows, size * columns)
 
     def set_timeout(self, timeout_s: float) -> None:
-        self._group._set_default_timeout(timedelta(seconds=timeout_s))
+        self._group._set_default_timeout(timedelta(seconds=timeout_s + self._grace_s))
 
     def close(self) -> None:
-        self._group = None
+        """Leave the group at once, whatever it still does; who waits for this rank fails."""
+        group, self._group = self._group, None
+        if group is not None:
+            try:
+                group.abort()
+            except RuntimeError as error:  # the process ends soon, and its memory with it
+                logger.warning("rank %d of %d: its group does not end: %s", self.shard.rank, self.shard.size, error)
+
+    def _run(self, collective: Callable[[Any], Any]) -> None:
+        """Raises RankGone, RankTimeout."""
+        if self._group is None:
+            raise RankGone(f"rank {self.shard.rank} of {self.shard.size} has left the others")
+        try:
+            work = collective(self._group)
+            if work is not None:  # Gloo's, which is waited for
+                work.wait()
+        except RuntimeError as error:
+            raise _rank_error(error, self.shard) from None
 
 
 def join_ranks(
@@ -129,7 +161,7 @@ def join_ranks(
         peer.close()
     assert store is not None, "NCCL's ranks need a file to meet"
     try:
-        return DeviceRanks(shard, _nccl_group(store, shard, device, timedelta(seconds=timeout_s)))
+        return DeviceRanks(shard, _nccl_group(store, shard, device, timedelta(seconds=timeout_s)), _GRACE_S)
     except RuntimeError as error:
         raise _rank_error(error, shard) from None
 

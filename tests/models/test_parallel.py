@@ -1,20 +1,25 @@
 """Several ranks compute what one computes, and a rank that does not come is an error with a type."""
 
+import os
+import subprocess
+import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_threads import on_ranks
+from rank_threads import join_over_gloo, on_ranks
+from torch.distributed import FileStore
 
-from pdkv.errors import RankError, RankTimeout
+from pdkv.errors import RankError, RankGone, RankTimeout
 from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder
 from pdkv.models.heads import Heads
 from pdkv.models.linear import LinearKind, linear_kind, make_linear
 from pdkv.models.loader import load_decoder
-from pdkv.models.parallel import ALONE, TensorParallel, join_ranks
+from pdkv.models.parallel import ALONE, DeviceRanks, TensorParallel, join_ranks
 from pdkv.models.parallel_layers import GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.models.shard import Shard
@@ -36,15 +41,16 @@ def test_one_rank_meets_nobody_and_changes_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [2, 9001])
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_and_sides_are_the_same_on_all_ranks(size: int, rows: int, dtype: torch.dtype) -> None:
-    """Few rows go at once, many in several parts."""
+@pytest.mark.parametrize("over_gloo", [False, True])
+def test_sums_and_sides_are_the_same_on_all_ranks(size: int, rows: int, dtype: torch.dtype, over_gloo: bool) -> None:
+    """Few rows go at once, many in several parts. Over Gloo: what goes over NCCL on CUDA."""
     base = (torch.arange(rows * 64) % 50).to(dtype).view(rows, 64)
 
     def run(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
         x = base + 10 * parallel.shard.rank
         return parallel.all_reduce(x.clone()), parallel.all_gather(x)
 
-    for total, sides in on_ranks(size, run):
+    for total, sides in on_ranks(size, run, over_gloo=over_gloo):
         assert torch.equal(total, size * base + 10 * sum(range(size)))
         assert torch.equal(sides, torch.cat([base + 10 * rank for rank in range(size)], dim=1))
 
@@ -108,7 +114,7 @@ def forward(model: Decoder, token_ids: torch.Tensor) -> torch.Tensor:
         return model.logits(model.forward(token_ids, torch.arange(len(token_ids)), attend, None))
 
 
-def check_logits(path: Path, size: int) -> None:
+def check_logits(path: Path, size: int, *, over_gloo: bool = False) -> None:
     config = load_model_config(path)
     token_ids = torch.randint(2, config.vocab_size, (40,), generator=torch.Generator().manual_seed(size))
 
@@ -116,7 +122,7 @@ def check_logits(path: Path, size: int) -> None:
         return load_decoder(path, config, dtype=torch.float32, device=CPU, max_model_len=64, parallel=parallel)
 
     expected = forward(load(ALONE), token_ids)
-    results = on_ranks(size, lambda parallel: forward(load(parallel), token_ids))
+    results = on_ranks(size, lambda parallel: forward(load(parallel), token_ids), over_gloo=over_gloo)
     for logits in results:
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-4)
@@ -152,8 +158,9 @@ def test_a_rank_that_never_comes_is_a_timeout() -> None:
     theirs[0].close()
 
 
+@pytest.mark.parametrize("over_gloo", [False, True])
 @pytest.mark.parametrize("rows", [4, 1 << 17])
-def test_a_rank_that_is_late_is_a_timeout_and_one_that_left_an_error(rows: int) -> None:
+def test_a_rank_that_is_late_is_a_timeout_and_one_that_left_an_error(rows: int, over_gloo: bool) -> None:
     """The other rank sits the first sum out, then leaves; few rows and many, within the bound set last."""
     waited, left = threading.Event(), threading.Event()
 
@@ -173,6 +180,71 @@ def test_a_rank_that_is_late_is_a_timeout_and_one_that_left_an_error(rows: int) 
             left.wait(30)
         return errors
 
-    first, second = on_ranks(2, run)[0]
+    first, second = on_ranks(2, run, over_gloo=over_gloo)[0]
     assert isinstance(first, RankTimeout)
     assert isinstance(second, RankError)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 257])
+def test_odd_sizes_go_over_a_group(rows: int) -> None:
+    def run(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.arange(rows * 5, dtype=torch.bfloat16).view(rows, 5) + parallel.shard.rank
+        strided = torch.cat([x, x], dim=1)[:, :5]
+        return parallel.all_reduce(x.clone()), parallel.all_gather(strided)
+
+    base = torch.arange(rows * 5, dtype=torch.bfloat16).view(rows, 5)
+    for total, sides in on_ranks(3, run, over_gloo=True):
+        torch.testing.assert_close(total, 3 * base + 3)
+        assert torch.equal(sides, torch.cat([base + rank for rank in range(3)], dim=1))
+
+
+def test_a_model_divided_over_a_group_has_the_same_bits_on_all_ranks(hf_model: HFModel) -> None:
+    check_logits(hf_model("llama"), 2, over_gloo=True)
+
+
+_ANOTHER_RANK = """
+import sys, torch
+from rank_threads import join_over_gloo
+from torch.distributed import FileStore
+from pdkv.models.shard import Shard
+ranks = join_over_gloo(Shard(1, 2), FileStore(sys.argv[1], 2), 30.0)
+ranks.all_reduce(torch.ones(3))
+print("met", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_whose_process_is_killed_is_gone(tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    search = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", _ANOTHER_RANK, path]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": search}
+    ) as other:
+        assert other.stdout is not None
+        try:
+            ours = join_over_gloo(Shard(0, 2), FileStore(path, 2), 30.0)
+            assert torch.equal(ours.all_reduce(torch.ones(3)), torch.full((3,), 2.0))
+            assert other.stdout.readline() == "met\n"
+            other.kill()
+            other.wait(30)
+            with pytest.raises(RankGone, match="rank 0 of 2 lost another one"):
+                ours.all_reduce(torch.ones(3))
+            ours.close()
+            ours.close()
+            with pytest.raises(RankGone, match="has left the others"):
+                ours.all_gather(torch.ones(1, 3))
+        finally:
+            other.kill()
+
+
+def test_the_group_itself_waits_longer_than_who_waits_for_the_step() -> None:
+    """Else torch's watchdog would end the process before anybody said why."""
+    timeouts: list[timedelta] = []
+
+    class Group:
+        def _set_default_timeout(self, timeout: timedelta) -> None:
+            timeouts.append(timeout)
+
+    DeviceRanks(Shard(0, 2), Group(), 30.0).set_timeout(5.0)
+    assert timeouts == [timedelta(seconds=35)]
