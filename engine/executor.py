@@ -190,7 +190,6 @@ class InProcessExecutor(ModelExecutor):
             self._size_pool(config, size_bytes)  # before the weights, which may take minutes
         self._max_num_seqs = config.max_num_seqs
         self._check_finite = config.check_finite
-        self._enforce_eager = config.enforce_eager
         self._rank_timeout_s = config.rank_timeout_s
         self._parallel = parallel
         self._model = load_decoder(
@@ -203,15 +202,28 @@ class InProcessExecutor(ModelExecutor):
             weights=weights,
             linears=config.cpu_linears,
         )
+        self._decode_sizes = decode_sizes(config.max_num_seqs)
+        self._recorder = make_recorder(self.device, enforce_eager=config.enforce_eager, num_ranks=shard.size)
         if size_bytes is None:
-            num_tokens = min(max_num_batched_tokens, self.max_model_len)
-            utilization = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
-            self._size_pool(config, profiled_bytes(self._model, utilization, num_tokens, config.max_num_seqs))
+            self._size_pool(config, self._profile(config))
         self._threads: StepThreads | None = None
         if self.device.type == "cpu":
             self._threads = StepThreads(model_config, dtype, torch.get_num_threads(), shard.size)
         self._runner: ModelRunner | None = None
         self._worker: WorkerConnector | None = None
+
+    def _profile(self, config: EngineConfig) -> int:
+        """Bytes that a GPU has for KV."""
+        return profiled_bytes(
+            self._model,
+            self.layout,
+            utilization=config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
+            max_num_tokens=self._max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            decode_sizes=self._decode_sizes,
+            num_graphs=0 if self._recorder is None else len(self._decode_sizes),
+        )
 
     def _size_pool(self, config: EngineConfig, size_bytes: int) -> None:
         self.num_blocks = num_blocks_that_fit(self.layout, size_bytes)
@@ -237,8 +249,8 @@ class InProcessExecutor(ModelExecutor):
             check_finite=self._check_finite,
             proposer=self._proposer,
             processors=self._processors,
-            decode_sizes=decode_sizes(self._max_num_seqs),
-            recorder=make_recorder(self.device, enforce_eager=self._enforce_eager, num_ranks=self.shard.size),
+            decode_sizes=self._decode_sizes,
+            recorder=self._recorder,
         )
         self._runner.warm_up(0 if self.device.type == "cpu" else self._max_num_batched_tokens)
         if self.device.type == "cpu":

@@ -1,32 +1,64 @@
-"""What the largest step leaves of a GPU's memory for KV."""
+"""What the largest step, and captured ones, leave of a GPU's memory for KV."""
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 
-from pdkv.engine.plan import NewRequest
-from pdkv.engine.sampling.sampler import SamplingState
+from pdkv.engine.kv_cache import allocate_pool
+from pdkv.engine.runner import ModelRunner
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
 from pdkv.models.decoder import Decoder
-from pdkv.models.heads import Heads
-from pdkv.sampling_params import MAX_LOGPROBS, SamplingParams
+from pdkv.wire.messages import KVLayout
+
+_GRAPH_BYTES = 4 << 20
+"""Of the driver's for one captured step, beside the memory that its kernels write: some 500 kernels' arguments, and
+what the driver adds. torch does not see them, and what the device has left other processes change, too.
+"""
+
+_GRAPH_POOL_RATIO = 2
+"""Graphs of all sizes share memory, from which the largest alone would take what its kernels need at their peak."""
 
 
-@torch.inference_mode()
-def profiled_bytes(model: Decoder, utilization: float, num_tokens: int, num_rows: int) -> int:
-    """Bytes that the largest step leaves of a share of a GPU: run one without a cache, see what it took at its peak.
+def profiled_bytes(
+    model: Decoder,
+    layout: KVLayout,
+    *,
+    utilization: float,
+    max_num_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    decode_sizes: Sequence[int],
+    num_graphs: int,
+) -> int:
+    """Bytes that an engine leaves of a share of a GPU: run all that it runs before it is ready over a pool of one
+    block, the largest step with it, and see what it took at its peak.
 
     Args:
-        num_tokens: of the step.
-        num_rows: requests that draw in it, at most as many as it has tokens.
+        utilization: the share, in (0, 1].
+        max_num_tokens: of a step.
+        max_num_seqs: requests of a step, which all draw, with every option.
+        decode_sizes: as in `ModelRunner`.
+        num_graphs: how many steps will be captured.
 
     Raises:
         ConfigError: nothing is left, or other processes have taken what the share promises.
     """
     device = model.device
     torch.cuda.reset_peak_memory_stats(device)
-    _run_largest_step(model, num_tokens, min(num_rows, num_tokens))
+    runner = ModelRunner(
+        model,
+        allocate_pool(layout, 1, device),
+        layout,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        decode_sizes=decode_sizes,
+    )
+    runner.warm_up(max_num_tokens)
     torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    if num_graphs:
+        peak += _GRAPH_POOL_RATIO * _decode_bytes(runner, device) + num_graphs * _GRAPH_BYTES
     free, total = torch.cuda.mem_get_info(device)
     share, available = int(total * utilization), free + torch.cuda.memory_reserved(device)
     if available < share:
@@ -34,28 +66,16 @@ def profiled_bytes(model: Decoder, utilization: float, num_tokens: int, num_rows
             f"gpu_memory_utilization {utilization:.3g} asks for {format_bytes(share)} of {device}, and other processes "
             f"leave {format_bytes(available)} of its {format_bytes(total)}"
         )
-    size_bytes = share - torch.cuda.max_memory_allocated(device)
+    size_bytes = share - peak
     if size_bytes <= 0:
         raise ConfigError(f"gpu_memory_utilization {utilization:.3g} leaves no memory of {device} for the KV cache")
     return size_bytes
 
 
-def _run_largest_step(model: Decoder, num_tokens: int, num_rows: int) -> None:
-    """A forward pass without attention, and draws with all that a request can ask of them."""
-    device, vocab_size = model.device, model.config.vocab_size
-    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-
-    def attend(layer: int, qkv: torch.Tensor, heads: Heads | None) -> torch.Tensor:
-        if heads is not None:
-            heads.apply(qkv)
-        return qkv[:, : model.num_heads].flatten(1)
-
-    hidden = model.forward(zeros, torch.arange(num_tokens, device=device), attend, None)
-    logits = model.logits(hidden[-num_rows:])
-    params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
-    sampling, slots = SamplingState(num_rows, vocab_size), np.arange(num_rows)
-    for slot in range(num_rows):
-        sampling.add(slot, NewRequest(("profile", slot), 0, [0], [], params, []))
-    known, num_known = np.zeros((num_rows, 2), np.int32), np.ones(num_rows, np.int64)
-    tokens = sampling.choose(logits, slots, known, num_known)
-    sampling.logprobs(logits, slots, tokens)
+def _decode_bytes(runner: ModelRunner, device: torch.device) -> int:
+    """What the largest decode step takes at its peak, beside what is there between steps."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.warm_up_decodes(None)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

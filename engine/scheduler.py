@@ -33,6 +33,7 @@ class SchedulerLimits(NamedTuple):
     long_prefill_token_threshold: int = 0  # 0: none
     kv_load_timeout_s: float = 30.0
     num_draft_tokens: int = 0  # of a request that decodes, at most
+    decodes_with_loads: bool = True  # a step may have both single tokens and loads that come layer by layer
 
 
 class _Share(msgspec.Struct, frozen=True, gc=False):
@@ -323,7 +324,7 @@ class Scheduler:
                 return
             if request.ticket is None and (blocked or (capped and request.kv == "handoff")):
                 continue
-            admission, num_tokens = self._admit(request, budget, step_id, now)
+            admission, num_tokens = self._admit(request, budget, batch, step_id, now)
             blocked = blocked or admission == "blocked"
             capped = capped or admission == "capped"
             if admission == "admitted":
@@ -334,7 +335,9 @@ class Scheduler:
                     batch.append((request, num_tokens))
                     budget -= num_tokens
 
-    def _admit(self, request: Request, budget: int, step_id: int, now: float) -> tuple[Admission, int]:
+    def _admit(
+        self, request: Request, budget: int, batch: Sequence[tuple[Request, int]], step_id: int, now: float
+    ) -> tuple[Admission, int]:
         """Try to give a waiting request blocks: to compute now (tokens > 0) or to wait for a load (0)."""
         if not self._prefill.may_start(request, self.kv.num_kept(request.num_tokens)):
             return "capped", 0
@@ -346,6 +349,8 @@ class Scheduler:
             hit = self.kv.find_hit(request)
             num_local = hit.num_tokens
         matched = self.external.match(request, num_local)
+        if matched.mode == "layerwise" and not self._may_load_beside(batch):
+            matched = matched._replace(mode="async")
         from_peer = request.kv == "await_peer"
         awaits_source = matched.ask_again and from_peer and request.handoff is None and request.num_wanted > 0
         if matched.ask_again and not awaits_source:
@@ -361,6 +366,10 @@ class Scheduler:
             reserved = self.loads.reserve(request, hit, stop, now, source_known=not awaits_source)
             return ("admitted" if reserved else "blocked"), 0
         return self._admit_now(request, hit, matched, budget, step_id, now)
+
+    def _may_load_beside(self, batch: Sequence[tuple[Request, int]]) -> bool:
+        """Whether a load may come layer by layer in this step: on a device decodes would wait, and have no graph."""
+        return self.limits.decodes_with_loads or all(num_tokens > 1 for _, num_tokens in batch)
 
     def _admit_now(
         self, request: Request, hit: PrefixHit, matched: MatchedTokens, budget: int, step_id: int, now: float

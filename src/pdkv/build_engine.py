@@ -209,6 +209,7 @@ def _limits(config: EngineConfig, handoff: HandoffConfig, proposer: Proposer | N
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         kv_load_timeout_s=handoff.kv_load_timeout_s,
         num_draft_tokens=0 if proposer is None else proposer.num_tokens,
+        decodes_with_loads=on_cpu,
     )
 
 

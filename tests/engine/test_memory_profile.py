@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdkv.engine import memory_profile, runner
+from pdkv.engine.attention.cuda import CudaAttention
+from pdkv.engine.kv_cache import make_layout
 from pdkv.engine.memory_profile import profiled_bytes
 from pdkv.errors import ConfigError
 from pdkv.models.config import load_model_config
@@ -22,7 +25,7 @@ class Ledger:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Decoder) -> None:
         self.peak = 90_000  # of loading, before the profile
         self.tokens: list[int] = []
-        self.num_logits = 0
+        self.most_logits = 0
         forward, logits = model.forward, model.logits
 
         def counted_forward(
@@ -33,7 +36,7 @@ class Ledger:
             return forward(token_ids, positions, attend, rows)
 
         def counted_logits(hidden: torch.Tensor) -> torch.Tensor:
-            self.num_logits += len(hidden)
+            self.most_logits = max(self.most_logits, len(hidden))
             return logits(hidden)
 
         monkeypatch.setattr(model, "forward", counted_forward)
@@ -55,24 +58,52 @@ def model(tiny_model_dir: Path) -> Decoder:
     return load_decoder(tiny_model_dir, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=256)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 100])
+@pytest.fixture(autouse=True)
+def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "make_backend", CudaAttention)
+
+
+def profile(model: Decoder, utilization: float, num_tokens: int, max_num_seqs: int = 8, num_graphs: int = 0) -> int:
+    return profiled_bytes(
+        model,
+        make_layout(model.config, block_size=16, dtype="float32"),
+        utilization=utilization,
+        max_num_tokens=num_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=40,
+        decode_sizes=(1, max_num_seqs),
+        num_graphs=num_graphs,
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [70, 100])
 def test_the_pool_gets_what_the_largest_step_leaves(
     num_tokens: int, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the share that the engine may use: less weights and the temporaries at their peak."""
     ledger = Ledger(monkeypatch, model)
-    assert profiled_bytes(model, 0.9, num_tokens, 8) == 90_000 - WEIGHTS - num_tokens * PER_TOKEN
-    assert ledger.tokens == [num_tokens]
-    assert ledger.num_logits == min(8, num_tokens)
+    largest = num_tokens // 8 * 8  # as many requests as draw, with equally many tokens
+    assert profile(model, 0.9, num_tokens) == 90_000 - WEIGHTS - largest * PER_TOKEN
+    assert max(ledger.tokens) == largest
+    assert ledger.most_logits == 8
+
+
+def test_graphs_get_what_their_largest_step_takes_and_the_driver_for_each(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Ledger(monkeypatch, model)
+    monkeypatch.setattr(memory_profile, "_GRAPH_BYTES", 1000)
+    without = profile(model, 0.9, 70)
+    assert without - profile(model, 0.9, 70, num_graphs=9) == 2 * 8 * PER_TOKEN + 9 * 1000
 
 
 def test_where_nothing_is_left_it_says_so(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     Ledger(monkeypatch, model)
-    with pytest.raises(ConfigError, match=r"0\.5 leaves no memory"):
-        profiled_bytes(model, 0.5, 100, 8)
+    with pytest.raises(ConfigError, match=r"0\.45 leaves no memory"):
+        profile(model, 0.45, 100)
 
 
 def test_what_others_have_taken_is_not_promised(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     Ledger(monkeypatch, model)
     with pytest.raises(ConfigError, match=r"0\.95 asks for .* and other processes leave"):
-        profiled_bytes(model, 0.95, 1, 8)
+        profile(model, 0.95, 1)

@@ -106,6 +106,27 @@ def test_steps_that_were_begun_behind_a_layerwise_load_bring_nothing(lost: int) 
     assert output_of(run(reader), "a") == expected_tokens(PROMPT, 3), "nothing wrong was saved"
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_where_decodes_must_not_wait_a_load_beside_them_is_not_layerwise(together: bool) -> None:
+    """Its request computes nothing in the decodes' steps before the load has ended."""
+    run_prompt(engine("there", "layerwise"), PROMPT)
+    here = engine("here", "layerwise", limits=SchedulerLimits(8, 64, decodes_with_loads=together))
+    here.handle("r", submit([7, 8, 9], request_id="other", max_tokens=9), 0.0)
+    here.step(0.0)
+    here.step(0.0)
+    here.handle("r", submit(PROMPT, max_tokens=3), 0.0)
+    plan = here.scheduler.schedule(0.0)
+    assert [share.key[0] for share in plan.scheduled] == (["other", "a"] if together else ["other"])
+    here.finish_step(here.executor.execute(plan), 0.0)
+    messages = run(here)
+    assert output_of(messages, "a") == expected_tokens(PROMPT, 3)
+    assert sum(m.sources.store for m in of_type(messages, Finished)) == 32
+    again = engine("again", "layerwise", limits=SchedulerLimits(8, 64, decodes_with_loads=together))
+    again.handle("r", submit(PROMPT, max_tokens=3), 0.0)
+    (share,) = again.scheduler.schedule(0.0).scheduled
+    assert share.num_computed == 32, "with prompts, or alone, it is"
+
+
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_hand_off_of_which_a_part_came_does_as_the_policy_says(load: str, policy: str) -> None:
