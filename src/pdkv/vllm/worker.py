@@ -4,11 +4,15 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults, WorkerConnector
 from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.transfer.units import COPY_TIMEOUT_S
 from pdkv.errors import ConfigError
+from pdkv.kernels.streams import streams_of
+from pdkv.vllm.copies import StagingCopies
 from pdkv.vllm.staging import BlockPairs, StepOrders
 from pdkv.wire.messages import KVLayout
 
@@ -54,8 +58,7 @@ class VllmWorker:
         self._table = table
         self._wake = wake
         self._save_wait_s = save_wait_s
-        self._caches: list[torch.Tensor] = []  # by layer, (num_blocks, ...)
-        self._staging: torch.Tensor | None = None  # (num_staging_blocks, num_layers, bytes of one layer's block)
+        self._copies: StagingCopies | None = None
         self._loads: dict[TransferKey, BlockPairs] = {}
         self._results: list[TransferResults] = []  # collected while a step waited
 
@@ -80,24 +83,31 @@ class VllmWorker:
         if pool is None:
             rows = (layout.num_kv_heads, layout.block_size, layout.head_size)
             shape = (self._num_staging_blocks, layout.num_layers, 2, *rows)
-            pool = torch.zeros(shape, dtype=getattr(torch, layout.dtype))
-        self._caches = caches
-        self._staging = pool.view(self._num_staging_blocks, layout.num_layers, -1)
+            pool = _make_pool(shape, getattr(torch, layout.dtype), caches[0].device)
+        self._copies = StagingCopies(caches, pool.view(self._num_staging_blocks, layout.num_layers, -1))
         self._worker.register_kv_caches(pool)
 
     def finish_step(self, orders: StepOrders) -> None:
-        """Behind the forward pass: copy out what it completed, and begin the step's transfers."""
+        """Behind the forward pass: copy out what it completed, and begin the step's transfers.
+
+        Raises:
+            TransferTimeout: a GPU does not copy what is to be published.
+        """
         if orders.peers is not None:
             self._worker.update_peers(orders.peers.added, orders.peers.removed)
         if self._table is not None:
             for pairs in (orders.copies, *orders.loads.values()):
                 for block_id in pairs.staging:
                     self._table.reuse(block_id)
-        self._copy_out(orders.copies)
+        copies = self._copies
+        assert copies is not None, "register comes first"
+        copies.copy_out(orders.copies)
         if self._table is not None:
+            copies.last.wait(COPY_TIMEOUT_S)  # a peer reads what is published, and waits for nothing
             for block_id, keys in zip(orders.copies.staging, orders.keys, strict=True):
                 self._table.publish(block_id, keys)
         self._loads.update(orders.loads)
+        orders.inner.earlier_steps = copies.last
         self._worker.start_load_kv(orders.inner)
         self._worker.wait_for_save()
         if self._save_wait_s and orders.inner.holds:
@@ -119,37 +129,18 @@ class VllmWorker:
                 return
 
     def collect(self) -> tuple[TransferResults, EndedLoads]:
-        """Results since the last call. Loads that succeeded are in vLLM's blocks."""
+        """Results since the last call. Loads that succeeded are in vLLM's blocks for all that its stream computes."""
         results = merge([*self._results, self._worker.get_finished()])
         self._results = []
         finished: set[str] = set()
         for key in results.finished_receiving:
             pairs = self._loads.pop(key, None)
             if pairs is not None:
-                self._copy_in(pairs)
+                assert self._copies is not None
+                self._copies.copy_in(pairs)
                 finished.add(key[0])
         failed = {key[0] for key in results.failed_receiving if self._loads.pop(key, None) is not None}
         return results, EndedLoads(finished, failed)
-
-    def _copy_out(self, pairs: BlockPairs) -> None:
-        import torch
-
-        assert self._staging is not None
-        if not pairs.staging:
-            return
-        target = torch.tensor(pairs.staging)
-        for layer, cache in enumerate(self._caches):
-            blocks = cache[torch.tensor(pairs.vllm, device=cache.device)]
-            self._staging[target, layer] = blocks.reshape(len(pairs.vllm), -1).cpu()
-
-    def _copy_in(self, pairs: BlockPairs) -> None:
-        import torch
-
-        assert self._staging is not None
-        source = torch.tensor(pairs.staging)
-        for layer, cache in enumerate(self._caches):
-            images = self._staging[source, layer].to(cache.device)
-            cache[torch.tensor(pairs.vllm, device=cache.device)] = images.view(len(pairs.vllm), *cache.shape[1:])
 
     def handshake(self) -> bytes:
         """What peers need to reach the staging pool."""
@@ -158,6 +149,11 @@ class VllmWorker:
     def shutdown(self) -> None:
         """End the connector's side. Idempotent."""
         self._worker.shutdown()
+
+
+def _make_pool(shape: tuple[int, ...], dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":
+    """A staging pool of zeros in host memory, pinned for the device."""
+    return streams_of(device).make_pinned(prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def merge(parts: Sequence[TransferResults]) -> TransferResults:
