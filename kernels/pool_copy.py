@@ -4,7 +4,7 @@ import torch
 
 from pdkv.kernels.host import Rows
 
-QUAD_BYTES = 16
+_QUAD_BYTES = 16
 """What the kernel moves at a time: every offset, stride and row is a multiple of it."""
 
 
@@ -29,8 +29,8 @@ def copy_pieces(
         ValueError: something is no multiple of 16.
     """
     sizes = [rows.target_outer_stride, rows.source_outer_stride, rows.target_inner_stride, rows.source_inner_stride]
-    if any(size % QUAD_BYTES for size in (*sizes, rows.row_bytes)):
-        raise ValueError(f"strides and bytes of rows must be multiples of {QUAD_BYTES}, got {rows}")
+    if any(size % _QUAD_BYTES for size in (*sizes, rows.row_bytes)):
+        raise ValueError(f"strides and bytes of rows must be multiples of {_QUAD_BYTES}, got {rows}")
     if target.is_cuda:
         from pdkv.kernels.pool_copy_triton import copy_pieces_triton
 

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from pdkv.kernels.host import Rows
-from pdkv.kernels.pool_copy import QUAD_BYTES
 from pdkv.kernels.triton_jit import LAUNCH_OPTIONS, jit
 
 _MAX_TILE_WORDS = 2048  # 16 KiB a program
@@ -53,12 +52,12 @@ def copy_pieces_triton(
     num_rows = target_offsets.shape[0] * rows.outer * rows.inner
     if not num_rows:
         return
-    row_quads = rows.row_bytes // QUAD_BYTES
+    row_quads = rows.row_bytes // 16
     tile_words = min(triton.next_power_of_2(2 * row_quads), _MAX_TILE_WORDS)
     strides = (rows.target_outer_stride, rows.source_outer_stride, rows.target_inner_stride, rows.source_inner_stride)
     _copy_pieces_kernel[(num_rows, triton.cdiv(2 * row_quads, tile_words))](
         target.view(torch.int64), source.view(torch.int64), target_offsets, source_offsets,
-        rows.outer, rows.inner, *(stride // QUAD_BYTES for stride in strides), row_quads,
+        rows.outer, rows.inner, *(stride // 16 for stride in strides), row_quads,
         TILE_WORDS=tile_words,
         **LAUNCH_OPTIONS,
     )  # fmt: skip

@@ -99,14 +99,3 @@ class PoolDevice(ABC):
     @abstractmethod
     def _open_event(self, address: DevicePoolAddress) -> Event:
         """A peer's event. Raises IncompatiblePeers."""
-
-
-def make_pool_device(kind: str) -> PoolDevice | None:
-    """The device of that kind that this thread computes on; None: pools are in host memory."""
-    if kind == "cpu":
-        return None
-    import torch
-
-    from pdkv.connectors.arena.cuda_pool import CudaPoolDevice
-
-    return CudaPoolDevice(torch.device("cuda", torch.cuda.current_device()))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pdkv.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.block_table import SharedBlockTable
-from pdkv.connectors.arena.device_pool import make_pool_device
 from pdkv.connectors.arena.memory import Arena
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import (
@@ -32,6 +31,8 @@ from pdkv.wire.messages import ConnectorKind
 
 if TYPE_CHECKING:
     import torch
+
+    from pdkv.connectors.arena.device_pool import PoolDevice
 
 
 class SharedMemoryConnector(KVConnector):
@@ -86,3 +87,14 @@ class SharedMemoryConnector(KVConnector):
     def shutdown(self) -> None:
         self._table.close()
         self._arena.close()
+
+
+def make_pool_device(kind: str) -> "PoolDevice | None":
+    """The device of that kind that this thread computes on; None: pools are in host memory."""
+    if kind == "cpu":
+        return None
+    import torch
+
+    from pdkv.connectors.arena.cuda_pool import CudaPoolDevice
+
+    return CudaPoolDevice(torch.device("cuda", torch.cuda.current_device()))

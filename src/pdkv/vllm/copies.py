@@ -41,8 +41,6 @@ class StagingCopies:
         if self._streams.is_host:
             self._copy_out_on_host(pairs)
             return
-        import torch
-
         from pdkv.engine.attention.backend import to_tensor
 
         computed, read = self._streams.make_event(), self._streams.make_event()
@@ -50,7 +48,9 @@ class StagingCopies:
         with self._stream.on():
             blocks = to_tensor(as_ids(pairs.vllm), self._device)
             computed.wait()
-            images = torch.stack([cache[blocks].flatten(1) for cache in self._caches], dim=1)
+            images = self._make_images(pairs)
+            for layer, cache in enumerate(self._caches):
+                images[:, layer] = cache[blocks].flatten(1)
             read.record()
             for staged, part in _runs(pairs):
                 self._staging[staged].copy_(images[part], non_blocking=True)
@@ -64,16 +64,13 @@ class StagingCopies:
         if self._streams.is_host:
             self._copy_in_on_host(pairs)
             return
-        import torch
-
         from pdkv.engine.attention.backend import to_tensor
 
         computed, written = self._streams.make_event(), self._streams.make_event()
         computed.record()
         with self._stream.on():
             blocks = to_tensor(as_ids(pairs.vllm), self._device)
-            shape = (len(pairs.vllm), *self._staging.shape[1:])
-            images = torch.empty(shape, dtype=self._staging.dtype, device=self._device)
+            images = self._make_images(pairs)
             for staged, part in _runs(pairs):
                 images[part].copy_(self._staging[staged], non_blocking=True)
             self._record()
@@ -82,6 +79,12 @@ class StagingCopies:
                 cache[blocks] = images[:, layer].view(len(pairs.vllm), *cache.shape[1:])
             written.record()
         written.wait()
+
+    def _make_images(self, pairs: BlockPairs) -> "torch.Tensor":
+        """(pairs, layers, elements), on the device."""
+        import torch
+
+        return torch.empty((len(pairs.vllm), *self._staging.shape[1:]), dtype=self._staging.dtype, device=self._device)
 
     def _record(self) -> None:
         self.last = make_step_done(self._device)
