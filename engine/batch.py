@@ -69,6 +69,10 @@ class PersistentBatch:
         """The slot of a known request."""
         return self._slots[key]
 
+    def requests_in(self, slots: IntArray) -> list[NewRequest]:
+        """The requests in slots that are taken."""
+        return [request for slot in slots.tolist() if (request := self.requests[slot]) is not None]
+
     def add(self, request: NewRequest) -> int:
         """Give a new request a slot and copy its whole state there."""
         assert request.key not in self._slots, request.key

@@ -251,6 +251,7 @@ class InProcessExecutor(ModelExecutor):
             processors=self._processors,
             decode_sizes=self._decode_sizes,
             recorder=self._recorder,
+            timeout_s=self._rank_timeout_s,
         )
         self._runner.warm_up(0 if self.device.type == "cpu" else self._max_num_batched_tokens)
         if self.device.type == "cpu":

@@ -49,6 +49,10 @@ class GrammarMasks:
         if answer is not None:
             self.failures.pop(answer.key, None)
 
+    def masks_in(self, slots: IntArray) -> bool:
+        """Whether one of those slots has a grammar, which must have accepted the tokens before the next is drawn."""
+        return bool(self._answers) and any(slot in self._answers for slot in slots.tolist())
+
     def fill(self, drawn: DrawRows, batch: PersistentBatch) -> TokenMasks | None:
         """Which tokens may be drawn, in those of the rows that have a grammar; None: in no row.
 

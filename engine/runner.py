@@ -19,20 +19,15 @@ from pdkv.engine.graphs import DecodeSteps, Recorder
 from pdkv.engine.masks import GrammarMasks
 from pdkv.engine.pending import DoneStep, PendingStep
 from pdkv.engine.plan import SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
+from pdkv.engine.queued_step import DeviceQueue, Draws, QueuedStep, tokens_of
 from pdkv.engine.sampling.prompt_logprobs import PromptLogprobs
 from pdkv.engine.sampling.sampler import SamplingState
 from pdkv.engine.warm_up import WarmUp
-from pdkv.errors import InvalidRequest
+from pdkv.kernels.streams import streams_of
 from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.models.heads import Heads
 from pdkv.wire.messages import KVLayout, RequestKey, TokenLogprob
-
-_NO_CHOICE = StepFailure(
-    InvalidRequest.code,
-    "no token can be chosen: the sampling parameters (min_tokens with stop_token_ids, structured_outputs, "
-    "allowed_token_ids, bad_words, logit_bias, logits_processors, penalties) forbid every token, or overflow",
-)
 
 
 class _Computed(NamedTuple):
@@ -48,7 +43,12 @@ _NOTHING = _Computed({}, {}, {}, 0)
 
 
 class ModelRunner:
-    """Runs steps over a persistent batch. Not thread-safe; `kv_pool` as in `pool_shape`, on the model's device."""
+    """Runs steps over a persistent batch. Not thread-safe; `kv_pool` as in `pool_shape`, on the model's device.
+
+    Where the device computes behind its host, a step is queued there as a whole: the tokens that it draws stay on the
+    device, where the next step finds them, and one event says when the host may read them. Steps that
+    `_needs_host_tokens` tells of are computed in turn, as all are on a CPU.
+    """
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class ModelRunner:
         processors: ProcessorSet = NO_PROCESSORS,
         decode_sizes: Sequence[int] = (),
         recorder: Recorder | None = None,
+        timeout_s: float = 30.0,
     ) -> None:
         """`reports` False: another rank tells the tokens, and their logprobs; this one draws the same for itself.
 
@@ -73,6 +74,7 @@ class ModelRunner:
         `processors`: those that requests may name.
         `decode_sizes`, ascending: where the device's attention can, steps of one token per request are padded to these.
         `recorder`: captures them when the runner warms up.
+        `timeout_s`: how long the device may take for a step.
         """
         self._check_finite = check_finite
         self._reports = reports
@@ -96,6 +98,8 @@ class ModelRunner:
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids, processors)
         self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
         self._masks = GrammarMasks(config.vocab_size, config.eos_token_ids)
+        streams = streams_of(model.device)
+        self._queue = None if streams.is_host else DeviceQueue(max_num_seqs, model.device, streams, timeout_s)
 
     def warm_up(self, max_num_tokens: int = 0) -> None:
         """Run steps in blocks that nobody uses yet, and capture those that can be.
@@ -145,11 +149,14 @@ class ModelRunner:
             worker.wait_for_save()
         transfers = NO_TRANSFERS if worker is None else worker.get_finished()
         stats = worker.get_stats() if worker is not None and transfers else None
+        refused = self._masks.failures
+        if refused:
+            refused = {s.key: refused[s.key] for s in plan.scheduled if s.key in refused}
+        if isinstance(computed, Draws):
+            rest = StepOutput(plan.step_id, {}, {}, transfers, refused, stats)
+            return QueuedStep(rest, computed, self._batch)
         sampled, prompt_logprobs, failed, digest = computed
-        if self._masks.failures:
-            failed = failed | {
-                s.key: self._masks.failures[s.key] for s in plan.scheduled if s.key in self._masks.failures
-            }
+        failed = failed | refused if refused else failed
         return DoneStep(StepOutput(plan.step_id, sampled, prompt_logprobs, transfers, failed, stats, digest))
 
     def _update_batch(self, plan: StepPlan) -> None:
@@ -159,6 +166,8 @@ class ModelRunner:
                 self._sampling.remove(slot)
                 self._prompt_logprobs.remove(slot)
                 self._masks.remove(slot)
+                if self._queue is not None:
+                    self._queue.tokens.forget(slot)
         self._masks.learn(plan.grammars, plan.ended_grammars)
         for request in plan.new:
             slot = self._batch.add(request)
@@ -180,19 +189,46 @@ class ModelRunner:
 
         return attend_between_hooks
 
-    def _compute(self, scheduled: list[ScheduledRequest], attend: Attend) -> _Computed:
+    def _compute(self, scheduled: list[ScheduledRequest], attend: Attend) -> "_Computed | Draws":
         """Forward pass, prompt logprobs and sampling of one step that is not empty."""
         inputs = self._batch.prepare(scheduled)
+        if self._queue is not None and not self._needs_host_tokens(inputs):
+            return self._queue_inputs(self._queue, inputs, attend)
         if not self._check_finite:
-            return self._compute_inputs(scheduled, inputs, attend, None)
+            return self._compute_inputs(inputs, attend, None)
         check = FiniteCheck(inputs)
-        computed = self._compute_inputs(scheduled, inputs, check.around(attend), check)
+        computed = self._compute_inputs(inputs, check.around(attend), check)
         failed = check.failures(scheduled, self._batch, self._kv_pool)
         return computed._replace(failed={**computed.failed, **failed}) if failed else computed
 
-    def _compute_inputs(
-        self, scheduled: list[ScheduledRequest], inputs: StepInputs, attend: Attend, check: FiniteCheck | None
-    ) -> _Computed:
+    def _needs_host_tokens(self, inputs: StepInputs) -> bool:
+        """Whether the host must know what a step draws before the next one is launched: then it is computed in turn.
+
+        That is so in all steps in which such a request draws, so the host knows all of its tokens. The list is in
+        docs/engine-loop.md.
+        """
+        drawing = inputs.slots[inputs.sampling]
+        return (
+            self._proposer is not None
+            or self._check_finite
+            or self._sampling.looks_back(drawing)
+            or self._masks.masks_in(drawing)
+            or self._prompt_logprobs.collects_in(inputs.slots)
+        )
+
+    def _queue_inputs(self, queue: DeviceQueue, inputs: StepInputs, attend: Attend) -> Draws:
+        """Give the whole step to the device, and wait for nothing."""
+        drawn = DrawRows.of(inputs)
+        hidden = self._forward(inputs, drawn.rows, attend)
+        if not len(drawn.rows):
+            return queue.read([], drawn, hidden.new_empty(0, dtype=torch.int64), None)
+        logits = self._model.logits(hidden)[: len(drawn.rows)]
+        tokens = self._sampling.draw(logits, drawn.slots, self._batch.token_ids, drawn.num_tokens)
+        queue.tokens.put(drawn.slots, drawn.num_tokens, tokens)
+        logprobs = self._sampling.queue_logprobs(logits, drawn.slots, tokens) if self._reports else None
+        return queue.read(self._batch.requests_in(drawn.slots), drawn, tokens, logprobs)
+
+    def _compute_inputs(self, inputs: StepInputs, attend: Attend, check: FiniteCheck | None) -> _Computed:
         drawn = DrawRows.of(inputs)
         rows = self._prompt_logprobs.with_prompt_rows(drawn.rows, inputs)
         hidden = self._forward(inputs, rows, attend)
@@ -203,11 +239,10 @@ class ModelRunner:
             wanted = pad(np.searchsorted(rows, drawn.rows), self._attention.padded(len(drawn.rows)))
             hidden = hidden.index_select(0, to_tensor(wanted, hidden.device))
         logits = self._model.logits(hidden)[: len(drawn.rows)]
-        return self._draw(scheduled, inputs, logits, drawn, check)
+        return self._draw(inputs, logits, drawn, check)
 
     def _draw(
         self,
-        scheduled: list[ScheduledRequest],
         inputs: StepInputs,
         logits: torch.Tensor,
         drawn: DrawRows,
@@ -223,21 +258,15 @@ class ModelRunner:
             check.look_at_logits(logits, drawn, counts)
         self._masks.accept(drawn, tokens, counts)
         batch.append_tokens(drawn.slots[kept], drawn.num_tokens[kept], tokens[kept])
+        if self._queue is not None:
+            self._queue.tokens.forget(drawn.slots)
         logprobs = sampling.logprobs(logits, drawn.slots, np.where(kept, tokens, -1)) if self._reports else {}
-        token_ids, finished_prompts = tokens.tolist(), {}
-        sampled, stuck = dict[RequestKey, SampledTokens](), dict[RequestKey, StepFailure]()
-        for i, start, count in zip(drawn.requests.tolist(), drawn.starts.tolist(), counts.tolist(), strict=True):
-            key, slot = scheduled[i].key, int(inputs.slots[i])
-            own = [logprobs[row] for row in range(start, start + count)] if start in logprobs else None
-            sampled[key] = SampledTokens(token_ids[start : start + count], own)
-            if not count:
-                stuck[key] = sampling.failures.get(start, _NO_CHOICE)
-            if slot in self._prompt_logprobs:
-                finished_prompts[key] = self._prompt_logprobs.take(slot)
+        requests = batch.requests_in(drawn.slots[drawn.starts])
+        sampled, stuck = tokens_of(requests, drawn, tokens, counts, logprobs, sampling.failures)
         digest = zlib.crc32(tokens[kept].data)
         if self._proposer is not None:
             digest = self._propose(self._proposer, inputs.slots[drawn.requests].tolist(), digest)
-        return _Computed(sampled, finished_prompts, stuck, digest)
+        return _Computed(sampled, self._prompt_logprobs.take(inputs.slots[drawn.requests]), stuck, digest)
 
     def _propose(self, proposer: Proposer, slots: list[int], digest: int) -> int:
         """Note what may follow in those slots. Returns the digest with that in it."""
@@ -256,6 +285,8 @@ class ModelRunner:
         if self._decodes is not None and attend == self._attention.attend:  # nobody looks on between the layers
             size = self._decodes.size_for(inputs, rows)
         step = self._attention.prepare(inputs, self._batch.block_tables, some, size=size)
+        if self._queue is not None:
+            self._queue.tokens.fill(step.token_ids, inputs)
         if self._decodes is not None and size is not None:
             return self._decodes.compute(step)
         return self._model.forward(step.token_ids, step.positions, attend, step.rows)

@@ -10,7 +10,7 @@ from pdkv.engine.finite_check import FiniteCheck
 from pdkv.engine.plan import NewRequest
 from pdkv.engine.sampling.sampler import SamplingState
 from pdkv.models.decoder import Decoder
-from pdkv.wire.messages import TokenLogprob
+from pdkv.wire.messages import RequestKey, TokenLogprob
 
 _LOGITS_ROWS = 256
 """Prompt positions whose logits exist at a time."""
@@ -27,8 +27,9 @@ class PromptLogprobs:
         self._requests: dict[int, NewRequest] = {}
         self._logprobs: dict[int, list[TokenLogprob | None]] = {}
 
-    def __contains__(self, slot: int) -> bool:
-        return slot in self._requests
+    def collects_in(self, slots: IntArray) -> bool:
+        """Whether a step with those slots has prompts whose logprobs are asked for, which come to the host at once."""
+        return bool(self._requests) and any(slot in self._requests for slot in slots.tolist())
 
     def add(self, slot: int, request: NewRequest) -> None:
         """Note a new request; nothing happens when it asks for no prompt logprobs."""
@@ -41,10 +42,14 @@ class PromptLogprobs:
         self._requests.pop(slot, None)
         self._logprobs.pop(slot, None)
 
-    def take(self, slot: int) -> list[TokenLogprob | None]:
-        """The whole prompt's, entry 0 and positions that were not computed here (cache hits) None; then forgets it."""
-        self._requests.pop(slot)
-        return self._logprobs.pop(slot)
+    def take(self, slots: IntArray) -> dict[RequestKey, list[TokenLogprob | None]]:
+        """Of the requests in these slots, whose prompts are done: the whole prompt's, entry 0 and positions that were
+        not computed here (cache hits) None; then forgets it.
+        """
+        if not self._requests:
+            return {}
+        wanted = [slot for slot in slots.tolist() if slot in self._requests]
+        return {self._requests.pop(slot).key: self._logprobs.pop(slot) for slot in wanted}
 
     def with_prompt_rows(self, rows: IntArray, inputs: StepInputs) -> IntArray:
         """`rows` (ascending, of the step's tokens) and those that predict a wanted prompt token."""

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pdkv.engine.attention.backend import to_tensor
 from pdkv.engine.plan import NewRequest, StepFailure
 from pdkv.engine.sampling.checks import check_for_vocab
 from pdkv.engine.sampling.custom import CustomProcessors
@@ -22,7 +23,7 @@ from pdkv.engine.sampling.logit_processors import (
     forbid_tokens,
     keep_tokens,
 )
-from pdkv.engine.sampling.logprobs import token_logprobs
+from pdkv.engine.sampling.logprobs import QueuedLogprobs, queue_logprobs, token_logprobs
 from pdkv.engine.sampling.randomness import uniforms
 from pdkv.kernels import host
 from pdkv.logits_processors import NO_PROCESSORS, ProcessorSet
@@ -45,6 +46,7 @@ _ROW = np.dtype(
         ("has_bad_words", np.bool_),
         ("custom", np.bool_),
         ("penalized", np.bool_),
+        ("looks_back", np.bool_),  # at the tokens before the one to draw
         ("repetition", np.float64),
         ("presence", np.float64),
         ("frequency", np.float64),
@@ -100,6 +102,7 @@ class SamplingState:
         row["has_bad_words"] = bool(params.bad_words_token_ids)
         row["custom"] = bool(params.logits_processors) and self._custom.add(slot, request)
         row["penalized"] = params.needs_penalties
+        row["looks_back"] = row["penalized"] | row["has_bad_words"] | row["custom"]
         row["repetition"] = params.repetition_penalty
         row["presence"] = params.presence_penalty
         row["frequency"] = params.frequency_penalty
@@ -144,16 +147,34 @@ class SamplingState:
             num_tokens: (n,) tokens known of each row's request; the token drawn has this index.
             masks: of the rows in which not all tokens may be chosen.
         """
+        tokens: NDArray[np.int64] = self.draw(logits, slots, token_ids, num_tokens, masks).cpu().numpy()
+        if self.failures:
+            tokens[list(self.failures)] = -1
+        return tokens
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        slots: NDArray[np.integer[Any]],
+        token_ids: NDArray[np.int32],
+        num_tokens: NDArray[np.integer[Any]],
+        masks: TokenMasks | None = None,
+    ) -> torch.Tensor:
+        """`choose` without its copy to the host: on the logits' device, which is not awaited where no row `looks_back`.
+
+        In the rows of `failures` it is any token.
+        """
         if logits.shape != (len(slots), self._vocab_size):
             raise ValueError(f"logits must be {(len(slots), self._vocab_size)}, got {tuple(logits.shape)}")
         rows = self._table[slots]
         self.failures = {}
         processed = self._process(logits, rows, slots, token_ids, num_tokens, masks)
-        tokens = self._choose(processed, rows, num_tokens - rows["num_prompt"])
-        if processed is not logits:
-            tokens[_without_choice(logits, processed, tokens)] = -1
-            tokens[list(self.failures)] = -1
-        return tokens
+        tokens = _choose(processed, rows, num_tokens - rows["num_prompt"])
+        return tokens if processed is logits else tokens.masked_fill(_has_no_choice(logits, processed, tokens), -1)
+
+    def looks_back(self, slots: NDArray[np.integer[Any]]) -> bool:
+        """Whether a draw in one of those slots needs the tokens before it on the host."""
+        return bool(self._table["looks_back"][slots].any())
 
     def logprobs(
         self, logits: torch.Tensor, slots: NDArray[np.integer[Any]], tokens: NDArray[np.int64]
@@ -165,6 +186,17 @@ class SamplingState:
             return {}
         logprobs = token_logprobs(_select(logits, asking), tokens[asking], rows["num_logprobs"][asking])
         return dict(zip(asking.tolist(), logprobs, strict=True))
+
+    def queue_logprobs(
+        self, logits: torch.Tensor, slots: NDArray[np.integer[Any]], tokens: torch.Tensor
+    ) -> QueuedLogprobs | None:
+        """`logprobs` of what `draw` gave, without waiting for the device; None: nobody asks for them."""
+        rows = self._table[slots]
+        asking = np.flatnonzero(rows["wants_logprobs"])
+        if not asking.size:
+            return None
+        own = tokens if asking.size == len(slots) else tokens.index_select(0, to_tensor(asking, tokens.device))
+        return queue_logprobs(_select(logits, asking), own, asking, rows["num_logprobs"][asking])
 
     def prompt_logprobs(
         self, logits: torch.Tensor, target_token_ids: NDArray[np.integer[Any]], num_top: int
@@ -222,23 +254,20 @@ class SamplingState:
             )
         return logits
 
-    def _choose(
-        self, logits: torch.Tensor, rows: NDArray[Any], positions: NDArray[np.integer[Any]]
-    ) -> NDArray[np.int64]:
-        """One token per row, (n,), with a single copy to the host."""
-        random = rows["random"]
-        if not random.any():
-            chosen = argmax(logits)
-        else:
-            drawing = np.flatnonzero(random)
-            chosen = draw(_select(logits, drawing), _draw_params(rows[drawing], positions[drawing]))
-            if drawing.size < len(rows):
-                greedy = np.flatnonzero(~random)
-                chosen = torch.cat([argmax(_select(logits, greedy)), chosen])
-                order = np.argsort(np.concatenate([greedy, drawing]))
-                chosen = chosen[torch.from_numpy(order).to(chosen.device)]
-        tokens: NDArray[np.int64] = chosen.cpu().numpy()
-        return tokens
+
+def _choose(logits: torch.Tensor, rows: NDArray[Any], positions: NDArray[np.integer[Any]]) -> torch.Tensor:
+    """One token per row, (n,) int64 on the logits' device."""
+    random = rows["random"]
+    if not random.any():
+        return argmax(logits)
+    drawing = np.flatnonzero(random)
+    chosen = draw(_select(logits, drawing), _draw_params(rows[drawing], positions[drawing]))
+    if drawing.size == len(rows):
+        return chosen
+    greedy = np.flatnonzero(~random)
+    chosen = torch.cat([argmax(_select(logits, greedy)), chosen])
+    order = np.argsort(np.concatenate([greedy, drawing]))
+    return chosen.index_select(0, to_tensor(order, chosen.device))
 
 
 def _draw_params(rows: NDArray[Any], positions: NDArray[np.integer[Any]]) -> DrawParams:
@@ -246,20 +275,15 @@ def _draw_params(rows: NDArray[Any], positions: NDArray[np.integer[Any]]) -> Dra
     return DrawParams(rows["temperature"], rows["top_k"], rows["top_p"], rows["min_p"], numbers)
 
 
-def _without_choice(logits: torch.Tensor, processed: torch.Tensor, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rows in which the processors forbid all tokens or overflow: what was chosen is not finite, though it was."""
-    is_lost = ~_chosen_finite(processed, tokens)
-    return np.flatnonzero(is_lost & _chosen_finite(logits, tokens)) if is_lost.any() else np.empty(0, np.int64)
-
-
-def _chosen_finite(logits: torch.Tensor, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-    chosen = torch.from_numpy(tokens).to(logits.device).unsqueeze(-1)
-    is_finite: NDArray[np.bool_] = logits.gather(1, chosen).squeeze(-1).isfinite().cpu().numpy()
-    return is_finite
+def _has_no_choice(logits: torch.Tensor, processed: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """(n,) bool: the processors forbid all tokens or overflow: what was chosen is not finite, though it was."""
+    chosen = tokens.unsqueeze(-1)
+    is_lost = ~processed.gather(1, chosen).isfinite() & logits.gather(1, chosen).isfinite()
+    return is_lost.squeeze(-1)
 
 
 def _select(logits: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
     """Rows of (n, vocab); no copy where it is all of them."""
     if len(rows) == logits.shape[0]:
         return logits
-    return logits.index_select(0, torch.from_numpy(rows).to(logits.device))
+    return logits.index_select(0, to_tensor(rows, logits.device))

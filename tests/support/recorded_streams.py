@@ -234,7 +234,8 @@ class _Queueing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._device.is_running or func.is_view or func.namespace == "prim":
+        is_view = func.is_view and func is not torch.ops.aten.to.dtype  # which is one of the same dtype only
+        if self._device.is_running or is_view or func.namespace == "prim":
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             self._device.put(lambda: func(*args, **kwargs))

@@ -1,0 +1,90 @@
+"""What the host wants of a step: copied to pinned memory behind the step's work, and one event behind the copies."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from pdkv.errors import RankTimeout, TransferTimeout
+from pdkv.kernels.streams import Streams
+
+_SLAB_BYTES = 1 << 18
+"""At first: 512 tokens with 20 logprobs each are half of it."""
+
+_ALIGNMENT = 16
+
+
+class _Slab:
+    """Pinned memory for the results of one step, used again when they were read."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.event = streams.make_event()
+        self.is_taken = False
+        self._streams = streams
+        self._memory = streams.make_pinned(_SLAB_BYTES)
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Room for each of the tensors."""
+        assert not self.is_taken, "the results of the step before the last one were not read"
+        self.is_taken = True
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        if sum(sizes) > len(self._memory):
+            self._memory = self._streams.make_pinned(2 * sum(sizes))
+        stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        return [
+            self._memory[stop - size :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, size, stop in zip(tensors, sizes, stops, strict=True)
+        ]
+
+
+class Results:
+    """Those of one step."""
+
+    def __init__(self, slab: _Slab, copies: Sequence[torch.Tensor], timeout_s: float) -> None:
+        self._slab = slab
+        self._copies = copies
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def are_there(self) -> bool:
+        """Whether `read` would not wait. Raises RankTimeout where they should have been there by now."""
+        if self._slab.event.query():
+            return True
+        if time.monotonic() > self._deadline:
+            raise self._too_late()
+        return False
+
+    def read(self) -> list[NDArray[Any]]:
+        """Wait for them, once; copies in memory of their own. Raises RankTimeout."""
+        try:
+            self._slab.event.synchronize(max(0.0, self._deadline - time.monotonic()))
+        except TransferTimeout:
+            raise self._too_late() from None
+        arrays = [copy.numpy().copy() for copy in self._copies]
+        self._slab.is_taken = False
+        return arrays
+
+    def _too_late(self) -> RankTimeout:
+        return RankTimeout(f"the device has not computed a step within {self._timeout_s:g} s")
+
+
+class Readback:
+    """Of one device. The results of two steps may be on their way, each in memory of its own."""
+
+    def __init__(self, streams: Streams, timeout_s: float) -> None:
+        """`timeout_s`: how long behind its launch a step may end."""
+        self._slabs = [_Slab(streams), _Slab(streams)]
+        self._timeout_s = timeout_s
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> Results:
+        """Queue copies of tensors on the device, behind all that the current stream was given."""
+        slab = self._slabs[0]
+        self._slabs.reverse()
+        copies = slab.take(tensors)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        slab.event.record()
+        return Results(slab, copies, self._timeout_s)
